@@ -272,10 +272,6 @@ _ROWS = (
         settings={"recipe": "bfloat16/naive", "lr": 1e-3, "weight_decay": 0.1}, from_start=True,
     ),
     Fault(
-        "noise above the updates", nothing, ("noise",), "model.*", samples=12,
-        settings={"recipe": "bfloat16/stochastic", "lr": 1e-5}, from_start=True,
-    ),
-    Fault(
         "gradients that overflow at any loss scale", once(lambda session: scale_gradients(session, 2.0**120)),
         ("loss_scale",), steps=6, settings={"recipe": "float16/split"}, earliest=111,
     ),

@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if form == "bfloat16":
             largest = column_magnitudes(model, blocks[:8])
         change(model)
+        model.eval()  # bitsandbytes multiplies wide in training mode
         values = losses(model, blocks)
         wide = wide or values
         mean, half = interval([a - b for a, b in zip(values, wide, strict=True)])

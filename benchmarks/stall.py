@@ -3,15 +3,16 @@
 Claim: at a small learning rate, bfloat16 weights stop moving unless more of them is kept, and 8 extra bits of each,
 stochastically rounded, keep them moving. Weights ~N(0,1), gradients 0.05 + 0.1 N(0,1) from a cycle of 50, lr 1e-5,
 beta2 0.999, 400 steps; the figure is the error of the stored weights' displacement, ‖moved − wanted‖ / ‖wanted‖: 0 is
-perfect, 1 a weight that never moved; what is asked of ours stands beside it.
+perfect, 1 a weight that never moved; what is asked of ours stands beside it. ``--scale 0.02`` gives the weights the size
+that matrices of language models have.
 
 Baseline: the same AdamW in float64. Beside ours: published 8-bit states by their formulas
 (``benchmarks/_published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A float16 storage is fed
 the same numbers in float16, which holds all but the smallest of them.
 
-Run: ``./dev bench stall [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an interrupted run goes on where it was
-(``_parts.py``). All rows take about 40 seconds on 2 cores, without those of peers. No times are taken, so ``--rounds`` has no
-effect.
+Run: ``./dev bench stall [--scale 0.02] [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an interrupted run
+goes on where it was (``_parts.py``). All rows take about 40 seconds on 2 cores, without those of peers. No times are taken,
+so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class Stall:
     wanted: Tensor
 
     @classmethod
-    def make(cls, side: int, steps: int, seed: int = 1) -> Stall:
-        """The case for a ``side`` × ``side`` weight."""
+    def make(cls, side: int, steps: int, scale: float = 1.0, seed: int = 1) -> Stall:
+        """The case for a ``side`` × ``side`` weight of standard deviation ``scale``."""
         generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(side, side, generator=generator).bfloat16()
+        start = (scale * torch.randn(side, side, generator=generator)).bfloat16()
         cycle = tuple((0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16() for _ in range(CYCLE))
         x = start.double()
         m, v = torch.zeros_like(x), torch.zeros_like(x)
@@ -93,7 +94,8 @@ def ours(case: Stall, storage: str, device: str = "cpu", *, compile: bool = Fals
     """A trainee of one of our storages, and its optimizer for the audit."""
     row = STORAGES[storage]
     weight = nn.Parameter(case.start.to(device, getattr(torch, row.visible), copy=True))
-    optimizer = ng.AdamW([("weight", weight)], lr=LR, **OPTIONS, storage=storage, compile=compile)
+    # Random low bits would be a displacement of their own.
+    optimizer = ng.AdamW([("weight", weight)], lr=LR, **OPTIONS, storage=storage, compile=compile, low_bits="zero")
     optimizer.adopt({weight: case.start.to(device).float()})  # a visible format narrower than bfloat16 cuts it
 
     def step() -> None:
@@ -156,19 +158,22 @@ def peer_row(case: Stall, peer: Peer) -> Row:
 def parts(options: argparse.Namespace) -> list[Part]:
     """A part for each row; the case is made for the first that is missing."""
     side, steps = QUICK if options.quick else FULL
-    case = functools.cache(lambda: Stall.make(side, steps))
+    case = functools.cache(lambda: Stall.make(side, steps, options.scale))
     contenders: list[tuple[str, Callable[[], Row]]] = [
         *((f"ours {name}", lambda name=name: our_row(case(), name)) for name in STORAGES),
         *((f"published {name}", lambda row=row: published_row(case(), row)) for name, row in PUBLISHED.items()),
         *((peer.name, lambda peer=peer: peer_row(case(), peer)) for peer in PEERS),
     ]
-    return [Part(name, {"side": side, "steps": steps}, make, SECONDS) for name, make in contenders]
+    return [
+        Part(name, {"side": side, "steps": steps, "scale": options.scale}, make, SECONDS) for name, make in contenders
+    ]
 
 
 def flags() -> argparse.ArgumentParser:
     """All flags."""
     made = parser(__doc__, rounds=1)
     add_out(made, "stall")
+    made.add_argument("--scale", type=float, default=1.0, help="standard deviation of the weights (default 1)")
     return made
 
 
@@ -178,10 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report("stall", options, peers=PACKAGES)
     with out_folder(options, "stall") as out:
         rows = list(complete(parts(options), out, report).values())
-    for row in rows if options.quick else ():
+    for row in rows if options.quick or options.scale != 1 else ():
         row.pop("asked", None)
     side, steps = QUICK if options.quick else FULL
-    report.add(f"error of the stored displacement, {side} × {side}, lr {LR:g}, {steps} steps", rows)
+    title = f"error of the stored displacement, weights of {options.scale:g}, {side} × {side}, lr {LR:g}, {steps} steps"
+    report.add(title, rows)
     return report.end()
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.spec.models import MODELS
-from narrowgauge.trainer.data.text import Document
-from narrowgauge.trainer.data.tokens import END_OF_TEXT, pieces, read_tokens, write_tokens
+from narrowgauge.trainer.data.tokens import END_OF_TEXT, Document, pieces, read_tokens, write_tokens
 
 RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/naive")
 # The model ends about a nat below what token frequencies give (6.33), and the late steps are small enough for naive rounding to

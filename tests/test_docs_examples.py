@@ -84,6 +84,17 @@ def test_commands_of_the_pages_parse() -> None:
                 assert {word for word in words if word.startswith("--")} <= flags | {"--help"}, (page, line)
 
 
+@pytest.mark.parametrize("page", ["../RESULTS.md", "../CLAIMS.md", *PAGES])
+def test_a_figure_s_command_exists(page: str) -> None:
+    """A benchmark, a test or a ``./dev`` command that a page names is in the checkout."""
+    text, root = text_of(page), DOCS.parent
+    commands = re.findall(r"^    ([a-z]+)(?:\)| \[)", (root / "dev").read_text("utf-8"), re.MULTILINE)
+    assert set(re.findall(r"`\./dev ([a-z]+)", text)) <= set(commands)
+    scripts = [f"benchmarks/{name}.py" for name in re.findall(r"\./dev bench ([a-z]\w*)", text)]
+    tests = re.findall(r"\./dev test (?:-n0 )?(tests/[\w./]+)", text)
+    assert [path for path in (*scripts, *tests) if not (root / path).exists()] == []
+
+
 def test_a_comparison_in_your_own_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(examples("compare.md")[0][0], "compare.md", "exec"), {"__name__": "__main__"})
     # Losses decide the margin, and differ between processors in their last digits.

@@ -14,8 +14,7 @@ import pytest
 
 import narrowgauge
 from narrowgauge.runs.record import read_run
-from narrowgauge.trainer.data.text import read_documents
-from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
+from narrowgauge.trainer.data.tokens import load_tokenizer, read_documents, write_tokens
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SHAPE = {

@@ -14,12 +14,13 @@ from .analysis.diagnose import Diagnosis as Diagnosis
 from .analysis.diagnose import diagnose as diagnose
 from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
+from .checks.moved import moved as moved
 from .checks.resume import check_resume as check_resume
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
-from .gauges.attach import Gauges as Gauges
 from .gauges.attach import attach_gauges as attach_gauges
 from .gauges.recording.run_recorder import RunRecorder as RunRecorder
+from .gauges.recording.watch import watch as watch
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
 from .numerics.rounding import round_to as round_to

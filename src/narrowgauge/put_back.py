@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+_BUILT_IN = vars(nn.Module()).keys()
+"""Attributes of every module: hooks, parameters, buffers and submodules."""
+_PLAIN = (type, FunctionType, MethodType, ModuleType, str, bytes, int, float, complex, type(None))
 
 
 @contextmanager
@@ -27,8 +36,16 @@ def generators_put_back() -> Iterator[None]:
 
 
 @contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
-    """Start without gradients. Restore gradients, buffers, modes and random generators at the end, bit for bit.
+def put_back(
+    model: nn.Module, parameters: Iterable[Tensor] = (), optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> Iterator[dict[str, str]]:
+    """Start without gradients. Restore gradients, buffers, modes, attributes and random generators at the end, bit for bit.
+
+    Args:
+        parameters: others whose gradients are restored.
+        optimizers: their states and settings are restored, should they step.
+    Returns:
+        The attributes that cannot be restored, with the reason.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -37,24 +54,75 @@ def put_back(model: nn.Module) -> Iterator[None]:
         >>> model.weight.grad is None
         True
     """
-    gradients = [(p, p.grad) for p in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    restore, unrestored, seen = list[Callable[[], object]](), dict[str, str](), set[int]()
+    for tensor in (*model.parameters(), *parameters, *model.buffers()):
+        _remember(tensor, "", restore, unrestored, seen)
+    for place, module in model.named_modules():
+        attributes = vars(module)
+        restore += [partial(_refill, values, dict(values)) for values in (attributes, module._buffers)]
+        for name, value in attributes.items():
+            if name not in _BUILT_IN and not isinstance(value, nn.Module):
+                _remember(value, f"{place}.{name}".lstrip("."), restore, unrestored, seen)
     try:
-        for p, _ in gradients:
-            p.grad = None
-        with generators_put_back():
-            yield
+        with generators_put_back(), ExitStack() as hooks:
+            for optimizer in optimizers:
+                handle = optimizer.register_step_pre_hook(partial(_remember_states, restore=restore, seen=seen))
+                hooks.callback(handle.remove)
+            yield unrestored
     finally:
-        for p, gradient in gradients:
-            p.grad = gradient
-        for module, is_training in modes:
-            module.training = is_training  # not train(), which some modules override
         with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                buffer.copy_(value)
+            for call in reversed(restore):
+                call()
+
+
+def _refill(container: Any, saved: Any) -> None:
+    container.clear()
+    (container.extend if hasattr(container, "extend") else container.update)(saved)
+
+
+def _write_back(tensor: Tensor, values: Tensor) -> None:
+    if not torch.equal(tensor, values):  # an expanded tensor cannot be written
+        tensor.copy_(values)
+
+
+def _remember(value: Any, name: str, restore: list[Any], unrestored: dict[str, str], seen: set[int]) -> None:
+    """Add what restores a tensor, its gradient, or a Python object: a container, a generator, an object's attributes."""
+    kind = type(value)
+    if isinstance(value, _PLAIN) or id(value) in seen or kind.__module__.startswith("transformers"):
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):  # in a plain list, say
+        for tensor in (*value.parameters(), *value.buffers()):
+            _remember(tensor, name, restore, unrestored, seen)
+    elif isinstance(value, Tensor):
+        if value.is_leaf and value.requires_grad:
+            restore.append(partial(setattr, value, "grad", value.grad))
+            value.grad = None
+        elif value.is_leaf and not isinstance(value, nn.Parameter):
+            restore.append(partial(_write_back, value, value.detach().clone()))
+    elif isinstance(value, torch.Generator):
+        restore.append(partial(value.set_state, value.get_state()))
+    elif hasattr(kind, "getstate") and hasattr(kind, "setstate"):
+        restore.append(partial(value.setstate, value.getstate()))
+    elif hasattr(kind, "bit_generator"):  # of NumPy
+        restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+    elif hasattr(kind, "__next__"):
+        unrestored[f"{name} of the model"] = "an iterator cannot be put back"
+    elif isinstance(value, (dict, list, set, deque)):
+        restore.append(partial(_refill, value, copy.copy(value)))
+        for item in value.values() if isinstance(value, dict) else value:
+            _remember(item, name, restore, unrestored, seen)
+    elif hasattr(value, "__dict__") and not kind.__module__.startswith("torch"):
+        restore.append(partial(_refill, vars(value), dict(vars(value))))
+        for item in vars(value).values():
+            _remember(item, name, restore, unrestored, seen)
+
+
+def _remember_states(optimizer: torch.optim.Optimizer, *_: Any, restore: list[Any], seen: set[int]) -> None:
+    """Before an optimizer's first step, add what restores its states and settings."""
+    if id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        memo = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        states = {p: copy.deepcopy(state, memo) for p, state in optimizer.state.items()}
+        restore.append(partial(_refill, optimizer.state, states))
+        restore += [partial(_refill, group, dict(group)) for group in optimizer.param_groups]

@@ -54,7 +54,7 @@ class Follower:
     """Call a function before and one after each step of an optimizer, until :meth:`remove`, in the order of adding.
 
     Args:
-        optimizer: without wrappers.
+        optimizer: without wrappers. All its followers share one pair of hooks.
         before: called once the step has its gradients. In a step with a closure, called after the closure's first call.
         after: called when the step is done.
 
@@ -69,19 +69,34 @@ class Follower:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Listener, after: Listener) -> None:
-        self._optimizer, self.before, self.after = weakref.ref(optimizer), before, after
-        self._has_begun, self._is_active = False, True
+        self.before, self.after = before, after
+        self._steps = (_STEPS.get(optimizer) or (lambda: None))() or _Steps(optimizer)
+        self._steps.followers.append(self)
+
+    def remove(self) -> None:
+        """Stop the calls, also within a step."""
+        if self in self._steps.followers:
+            self._steps.followers.remove(self)
+            self._steps.end_if_unused()
+
+
+class _Steps:
+    """The hooks on one optimizer's step, and who follows it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self.followers, self._has_begun = weakref.ref(optimizer), list[Follower](), False
+        _STEPS[optimizer] = weakref.ref(self)
         # A compiler that traces the step skips the hooks.
         self._handles = [
             optimizer.register_step_pre_hook(OwnHook(torch.compiler.disable(self._enter))),
             optimizer.register_step_post_hook(OwnHook(torch.compiler.disable(self._leave))),
         ]
 
-    def remove(self) -> None:
-        """Stop the calls, also within a step."""
-        self._is_active = False
+    def end_if_unused(self) -> None:
+        optimizer = self._optimizer()
         # Within a step PyTorch iterates over the hooks. They stay, and do nothing.
-        if not calls_of_step(self._optimizer()):
+        if optimizer is not None and not self.followers and not calls_of_step(optimizer):
+            del _STEPS[optimizer]
             for handle in self._handles:
                 handle.remove()
 
@@ -108,10 +123,18 @@ class Follower:
         return call
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._is_active and not self._has_begun:
+        if not self._has_begun:
             self._has_begun = True
-            self.before(optimizer)
+            for follower in [*self.followers]:
+                if follower in self.followers:
+                    follower.before(optimizer)
 
     def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_active and calls_of_step(optimizer) == 1:
-            self.after(optimizer)
+        if calls_of_step(optimizer) == 1:
+            for follower in [*self.followers]:
+                if follower in self.followers:
+                    follower.after(optimizer)
+
+
+_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Steps]] = weakref.WeakKeyDictionary()
+"""The hooks of each optimizer, which keeps them alive."""

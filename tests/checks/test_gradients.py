@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from ranks import run_ranks
@@ -80,6 +81,66 @@ def token_weighted(model: nn.Module, parts: Iterable[Any]) -> None:
         (summed(model, part) / total).backward()
 
 
+class Recomputed(Model):
+    """Recomputes its middle while it trains, as transformers does."""
+
+    preserves = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        def middle(x: Tensor) -> Tensor:
+            return x + self.dropout(self.shared(F.gelu(self.shared(self.norm(x)))))
+
+        x = self.embed(tokens)
+        if self.training:
+            return self.head(checkpoint(middle, x, use_reentrant=False, preserve_rng_state=self.preserves))
+        return self.head(middle(x))
+
+
+class Routed(Model):
+    """Sends each token to one of two experts: a loss that jumps where a choice flips."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embed(tokens))
+        gates = self.shared(x).softmax(-1)
+        chosen = gates.argmax(-1, keepdim=True)
+        return self.head(x * gates.gather(-1, chosen) * (1 + chosen))
+
+
+class Carried(Model):
+    """Starts from the state of the pass before, and counts its passes."""
+
+    state, passes = None, 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embed(tokens)) + (0.0 if self.state is None else self.state)
+        self.state, self.passes = x.detach(), self.passes + 1
+        return self.head(self.shared(x) * self.passes)
+
+
+def swapped(model: nn.Module, compute: str) -> nn.Module:
+    ng.swap_linears(model, compute)
+    return model
+
+
+def train_and_backward(model: nn.Module, batch: Any) -> None:
+    model.train()
+    loss(model, batch).backward()
+
+
+def balanced(model: nn.Module, batch: Any) -> Tensor:
+    means = model.embed(batch[0]).softmax(-1).mean((0, 1))
+    return loss(model, batch) + means.square().sum()
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    x, y = model(batch[0]).mean(1), model(batch[0].flip(1)[:, 1:]).mean(1)
+    return F.cross_entropy(x @ y.T, torch.arange(len(x)))
+
+
+def of_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
 HEALTHY: dict[str, Callable[[], ng.analysis.Readings]] = {
     "float32": lambda: check(Model(), tokens_of(0)),
     "autocast": lambda: check(Model(), tokens_of(0), loss=autocast_loss),
@@ -91,7 +152,17 @@ HEALTHY: dict[str, Callable[[], ng.analysis.Readings]] = {
     "dropout": lambda: check(Model(0.5), tokens_of(0)),
     "compiled": lambda: check(torch.compile(Model(), backend="aot_eager"), tokens_of(0)),
     "our narrow layers": lambda: check(ng.prepare(Model(), "float8-row/word", compile=False)[0], tokens_of(0)),
+    "our narrow layers, float32 weights": lambda: check(swapped(Model(), "float8-row"), tokens_of(0)),
+    "our narrow layers, autocast": lambda: check(swapped(Model(), "float8-row"), tokens_of(0), loss=autocast_loss),
     "a frozen part": lambda: check(Model(is_frozen=True), tokens_of(0)),
+    "recomputed, dropout": lambda: check(Recomputed(0.5), tokens_of(0)),
+    "a step that begins with train()": lambda: check(Model(0.5), tokens_of(0), train_and_backward),
+    "a balance loss of each micro-batch": lambda: check(Model(), EQUAL, loss=balanced),
+    "pairs within each micro-batch": lambda: check(Model(), [tokens_of(0), tokens_of(1)], loss=contrastive),
+    "a list of tensors": lambda: check(Model(), [*tokens_of(0)]),
+    "micro-batches of plain tensors": lambda: check(Model(), [tokens_of(k)[0] for k in range(2)], loss=of_tokens),
+    "routed to one of two experts": lambda: check(Routed(), tokens_of(0)),
+    "a state carried from pass to pass": lambda: check(Carried(), tokens_of(0)),
 }
 
 
@@ -100,6 +171,165 @@ def test_a_healthy_gradient_is_within_rounding(name: str) -> None:
     result = HEALTHY[name]()
     assert not read(result), result
     assert any("within rounding" in line for line in result.lines)
+    (slope,) = [line for line in result.lines if line.startswith("slope: ")]
+    assert float(slope.partition("within ")[2].partition(",")[0]) <= 2e-8, slope
+
+
+# ── the slope of the loss ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class GainWithoutGradient(torch.autograd.Function):
+    """paiml/entrenar#257: the backward pass of a norm returns zeros for the gain."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        _, gain = ctx.saved_tensors
+        return grad * gain, torch.zeros_like(gain)
+
+
+class ChunkWithFirstGradient(torch.autograd.Function):
+    """unslothai/unsloth#5230: every chunk of a fused loss takes the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            value = F.cross_entropy(leaf.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        ctx.save_for_backward(gradient[:2].repeat(2, 1, 1))
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0] * grad, None
+
+
+class Gained(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.layer_norm(self.shared(self.embed(tokens)), (16,))
+        return self.head(GainWithoutGradient.apply(x, self.norm.weight) + self.norm.bias)
+
+
+def padded(model: Model) -> Model:
+    model.embed.padding_idx = int(tokens_of(0)[0][0, 0])
+    return model
+
+
+def other_masks() -> Model:
+    model = Recomputed(0.5)
+    model.preserves = False
+    return model
+
+
+def chunked(model: nn.Module, batch: Any) -> Tensor:
+    return ChunkWithFirstGradient.apply(model(batch[0]), batch[1])
+
+
+WRONG_SLOPES: dict[str, tuple[str, Callable[[], ng.analysis.Readings]]] = {
+    "a gain without gradient": ("norm.weight", lambda: check(Gained(), tokens_of(0))),
+    "a token taken for padding": ("embed.weight", lambda: check(padded(Model()), tokens_of(0))),
+    "other dropout masks in recomputed blocks": ("norm.bias and 4 others", lambda: check(other_masks(), tokens_of(0))),
+    "a fused loss that repeats a chunk": (
+        "head.weight and 5 others",
+        lambda: check(Model(), tokens_of(0), loss=chunked),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_SLOPES)
+def test_a_backward_pass_that_is_not_the_slope_is_located(fault: str) -> None:
+    tensor, checked = WRONG_SLOPES[fault]
+    (reading,) = checked()
+    assert (reading.what, reading.tensor, reading.severity) == ("slope", tensor, "error"), reading
+    assert reading.excess > 1000 and reading.tensor.partition(" ")[0] in reading.advice
+
+
+def test_a_stop_of_gradients_and_a_straight_through_estimator_are_notes() -> None:
+    def rounded(model: nn.Module, batch: Any) -> Tensor:
+        x = model.embed(batch[0])
+        return F.cross_entropy(model.head(x + (x.sign() - x).detach()).flatten(0, 1), batch[1].flatten())
+
+    readings = check(Model(), tokens_of(0), loss=rounded)
+    (reading,) = [r for r in readings if r.what == "slope"]
+    assert reading.severity == "note" and "detached or rounded" in reading.advice
+
+
+def test_the_loss_at_the_start_is_beside_that_of_equal_probabilities() -> None:
+    model = Model()
+    zero, large = (0.0, "loss 3.466 = ln 32, so the logits are equal", []), (300.0, "beside ln 32", ["loss-at-start"])
+    for scale, words, notes in (zero, large):
+        model.head.weight.data = torch.eye(32, 16) * scale
+        result = check(model, tokens_of(0))
+        assert any(words in line for line in result.lines), result
+        assert [r.what for r in result if r.stage == "loss"] == notes
+
+
+# ── nothing stays ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -> None:
+    class Counted(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.losses, self.generator = 0, [], torch.Generator().manual_seed(1)
+            self.batches, self.of_python = iter([1, 2]), random.Random(1)
+            self.unlisted, self.mean, self.causal = [nn.Linear(16, 16)], torch.zeros(2), torch.ones(1).expand(3)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.calls += 1
+            self.losses.append(self.of_python.random() + float(torch.rand(1, generator=self.generator)))
+            self.mean += 1
+            return super().forward(tokens) + self.head(self.unlisted[0](self.embed(tokens)))
+
+    model, head = Counted(), nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def beside(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(head(model(batch[0])).flatten(0, 1), batch[1].flatten())
+
+    def scaled(model: nn.Module, batch: Any) -> None:
+        scaler.scale(beside(model, batch)).backward()
+
+    def unscaled(model: nn.Module, batch: Any) -> None:
+        scaled(model, batch)
+        scaler.unscale_(optimizer)
+
+    for backward in (None, scaled, unscaled, unscaled):
+        result = ng.check(model, optimizer, batch=tokens_of(0), loss=beside, backward=backward)
+        assert not read(result) and "gradients: 8 of 8 tensors equal" in str(result), result
+        assert "batches of the model" in result.unseen
+    assert all(p.grad is None for p in (*model.parameters(), *head.parameters()))
+    assert model.unlisted[0].weight.grad is None and not model.mean.any()
+    assert model.calls == 0 and model.losses == [] and model.of_python.random() == random.Random(1).random()
+    assert torch.equal(model.generator.get_state(), torch.Generator().manual_seed(1).get_state())
+    wrong = ng.check(
+        model, optimizer, batch=tokens_of(0), loss=beside, backward=lambda m, b: (2 * beside(m, b)).backward()
+    )
+    assert [(r.what, r.tensor) for r in wrong] == [("gradient-factor", "")]
+
+
+def test_states_of_an_optimizer_that_steps_in_backward_are_put_back() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train_step(model: nn.Module, batch: Any) -> None:
+        loss(model, batch).backward()
+        optimizer.step()
+
+    weights = [p.detach().clone() for p in model.parameters()]
+    result = ng.check(model, optimizer, batch=tokens_of(0), loss=loss, backward=train_step)
+    assert [r.what for r in result] == ["step-in-backward"] and not optimizer.state
+    train_step(model, tokens_of(0))
+    states = [{name: x.clone() for name, x in state.items()} for state in optimizer.state.values()]
+    ng.check(model, optimizer, batch=tokens_of(0), loss=loss, backward=train_step)
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(states, optimizer.state.values(), strict=True) for k in a)
+    assert not torch.equal(weights[0], next(model.parameters()))
 
 
 def test_gradients_buffers_modes_and_generators_are_put_back() -> None:
@@ -167,7 +397,9 @@ def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_r
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(self.embed(tokens) + self.shared(self.norm(self.embed(tokens))).detach())
 
-    assert read(check(Detached(), tokens_of(0))) == [("no-gradient", "norm.bias and 3 others", 1)]
+    no_gradient, slope = check(Detached(), tokens_of(0))
+    assert (no_gradient.what, no_gradient.tensor, no_gradient.value) == ("no-gradient", "norm.bias and 3 others", 4)
+    assert (slope.what, slope.severity) == ("slope", "note") and "detached" in slope.advice
 
     def without_norm(model: nn.Module, batch: Any) -> None:
         loss(model, batch).backward()

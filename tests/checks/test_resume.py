@@ -73,9 +73,87 @@ def test_what_a_resume_forgets_is_named(forget: str) -> None:
 def test_a_whole_resume_is_the_same_run() -> None:
     result = certificate("")
     assert result.ok and "every state has the bits" in str(result)
-    assert any(line.startswith("after the load: model same bits (4)") for line in result.lines)
-    assert any(line.startswith("after one step more") and "batch same bits" in line for line in result.lines)
+    assert len(result.lines) == 2 and all(line.endswith("have the same bits") for line in result.lines)
     assert certificate("", kind=lambda p, lr: ng.AdamW(p, lr=lr, storage="float32", compile=False)).ok
+
+
+def test_the_cause_comes_before_what_follows_from_it() -> None:
+    """A place in the data that the loop does not return: a step later the batch differs, and so do states and weights."""
+    objects, step = loop()
+
+    def seen(step: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        return lambda: {name: value for name, value in step().items() if name != "position"}
+
+    def save() -> dict[str, Any]:
+        states = {name: copy.deepcopy(objects[name].state_dict()) for name in STATEFUL}
+        return {**states, "position": objects["position"], "rng": torch.get_rng_state()}
+
+    def load(saved: Any) -> Any:
+        fresh, fresh_step = loop("position", saved)
+        return fresh, seen(fresh_step)
+
+    result = ng.check_resume(seen(step), save, load, steps=2)
+    assert [r.tensor for r in result] == ["batch", "optimizer.exp_avg", "optimizer.exp_avg_sq", "model"], result
+    assert "2 steps after the load" in result[0].advice and "Look at what is not" in result[0].advice
+
+
+class Epoch:
+    """A loader whose place in an epoch is lost at the second resume: it counts from the resume, not from the start."""
+
+    def __init__(self, saved: int = 0, *, counts_from_start: bool = True) -> None:
+        self.start = self.place = saved
+        self.counts_from_start, self.batch = counts_from_start, None
+
+    def state(self) -> dict[str, Any]:
+        return {"batch": self.batch}
+
+    def step(self) -> dict[str, Any]:
+        self.batch, self.place = torch.tensor(self.place % 5), self.place + 1
+        return self.state()
+
+    def save(self) -> int:
+        return self.place if self.counts_from_start else self.place - self.start
+
+
+@pytest.mark.parametrize("counts_from_start", [True, False])
+def test_a_second_resume_in_an_epoch_is_taken(counts_from_start: bool) -> None:
+    """KempnerInstitute/KempnerForge#57. A batch that is None after the load is not compared there."""
+    run = Epoch(counts_from_start=counts_from_start)
+
+    def load(saved: int) -> Any:
+        fresh = Epoch(saved, counts_from_start=counts_from_start)
+        return fresh.state(), fresh.step, fresh.save
+
+    assert ng.check_resume(run.step, run.save, load, steps=3).ok
+    run = Epoch(counts_from_start=counts_from_start)
+    result = ng.check_resume(run.step, run.save, load, steps=3, resumes=2)
+    assert result.ok == counts_from_start
+    if not result.ok:
+        assert "3 steps after load 2" in result[0].advice
+
+
+def test_an_epoch_that_is_not_restored_is_seen_by_the_steps_that_cross_it() -> None:
+    def loop(place: int, order: int, epoch: int) -> Callable[[], dict[str, Any]]:
+        state = {"place": place, "order": order, "epoch": epoch}
+
+        def step() -> dict[str, Any]:
+            if state["place"] == 4:
+                state.update(place=0, order=state["epoch"] + 1, epoch=state["epoch"] + 1)
+            state["place"] += 1
+            return {"batch": torch.tensor(10 * state["order"] + state["place"])}
+
+        return step
+
+    for steps, is_ok in ((1, True), (4, False)):
+        load = lambda saved: ({"batch": None}, loop(*saved, epoch=0))  # noqa: E731
+        assert ng.check_resume(loop(0, 3, 3), lambda: (1, 3), load, steps=steps).ok == is_ok
+
+
+def test_a_counter_that_a_load_casts_is_a_difference() -> None:
+    """microsoft/dion#104: a step counter in bfloat16 stands still at 256."""
+    saved, fresh = ({"count": torch.tensor([8.0], dtype=dtype)} for dtype in (torch.float32, torch.bfloat16))
+    (reading,) = ng.check_resume(lambda: saved, lambda: None, lambda _: (fresh, lambda: fresh))
+    assert "float32 of norm 8 was saved, bfloat16 of norm 8" in reading.advice and "its format is not" in reading.advice
 
 
 def test_states_that_torch_casts_at_a_load_are_not_the_same_value() -> None:
@@ -166,4 +244,4 @@ def sharded(rank: int, place: str, is_saving: bool) -> Any:
 def test_a_checkpoint_of_two_ranks_goes_on_in_one(tmp_path: Path) -> None:
     run_ranks(sharded, 2, tmp_path / "two", str(tmp_path), True)
     ((readings, lines),) = run_ranks(sharded, 1, tmp_path / "one", str(tmp_path), False)
-    assert not readings and "optimizer.exp_avg same bits (4)" in lines[0], (readings, lines)
+    assert not readings and len(lines) == 2, (readings, lines)

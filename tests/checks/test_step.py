@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from checks.audited_loop import Loop
-from narrowgauge.checks.step_check import StepCheck
+from narrowgauge.analysis.reading import Reading
+from narrowgauge.checks.step_check import StepCheck, joined
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.spec.storages import STORAGES
 
@@ -159,13 +161,6 @@ def test_a_fault_is_read_through_the_rounding_of_a_storage(storage: str, fault: 
     assert any(value is None or math.isclose(v, value, rel_tol=3e-2, abs_tol=2e-2) for v in values), loop.readings
 
 
-def test_a_frozen_parameter_that_moves_is_read() -> None:
-    loop = Loop()
-    head = loop.model.head.weight.requires_grad_(False)
-    loop.after_backward = lambda: setattr(head, "grad", torch.zeros_like(head))
-    assert [r.what for r in loop.run(2).readings] == ["frozen-moves"]
-
-
 def test_a_count_that_moves_otherwise_than_by_one_or_begins_anew_is_read() -> None:
     for count in (9.0, 0.0):
         loop = Loop(every=4).run(3)
@@ -289,3 +284,12 @@ def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy
     assert not loop.run(5).readings
     with pytest.raises(ng.errors.RecipeError, match="weights-written"):
         Loop(watch={"ignore": ["weights-writen"]})
+
+
+def test_readings_of_one_factor_are_joined_whatever_its_last_digit() -> None:
+    readings = [
+        Reading(1, "gradient", name, "step-factor", 0.875 + 1e-7 * n, 1.0, 0.001) for n, name in enumerate("abc")
+    ]
+    (one,) = joined([*readings, replace(readings[0], tensor="d", value=0.8749999)], 9)
+    assert one.tensor == "a and 3 others"
+    assert len(joined([readings[0], replace(readings[0], value=1.25)], 9)) == 2

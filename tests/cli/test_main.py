@@ -23,8 +23,7 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer import resume_checks
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.text import Document
-from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
+from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}

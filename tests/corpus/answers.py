@@ -1,7 +1,7 @@
 """What check, the record and the diagnosis read of each row of the corpus, asked once.
 
-``ng.check`` compares the loop's own gradients with the mean loss over all tokens, in float32. Then the loop trains for six steps
-beside ``ng.RunRecorder``, each of them compared with the optimizer's rule, and ``ng.diagnose`` reads the record.
+``ng.check`` compares the loop's own gradients with the loop's own loss, the mean over all tokens. Then the loop trains for six
+steps beside ``ng.RunRecorder``, each of them compared with the optimizer's rule, and ``ng.diagnose`` reads the record.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from narrowgauge.analysis.reading import Reading
 
 STEPS = 6
 LOCATES: dict[str, set[str]] = {
-    "settings": {"missing-parameters", "replaced-parameters", "parameters-twice", "no-matrix", "frozen-moves", "weight-decay"},
+    "settings": {
+        "missing-parameters", "replaced-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
+    },
     "data": {"gradient", "gradient-factor"},
     "forward": {"gradient", "gradient-factor", "step-in-backward"},
     "loss": {"gradient", "gradient-factor"},
     "gradient": {
-        "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
-        "replaced-parameters",
+        "slope", "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
+        "replaced-parameters", "gradients-kept", "zero-gradients",
     },
-    "clip": {"clip-norm", "gradient", "gradient-factor"},
+    "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
     "state": {"state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written"},
     "weights": {
         "step-factor", "weight", "weight-decay", "state", "nonfinite", "stands-still", "lost-updates", "weights-unmoved",
@@ -37,7 +39,7 @@ LOCATES: dict[str, set[str]] = {
     },
     "resume": {"states-written", "weights-written", "loss-scale-anew", "step-count"},
     "average": set(),
-    "evaluation": {"weights-written"},
+    "evaluation": {"weights-written", "weights-not-restored"},
 }  # fmt: skip
 """By stage of a fault, the kinds of readings that point at it."""
 
@@ -57,16 +59,14 @@ def answers(row: Row, folder: Path) -> list[Reading]:
 def _checked(row: Row) -> list[Reading]:
     loop = row.loop(STEPS)
     settings = loop.settings
-    # The objective is the user's own; a fault's is that of the loop without it.
-    objective = Loop(row.settings) if row.stage else loop
-    parts = [(part, objective.labels(part)) for part in loop.read(0).chunk(settings.micro_batches)]
+    parts = [(part, loop.labels(part)) for part in loop.read(0).chunk(settings.micro_batches)]
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        before, objective.model = objective.model, model
+        before, loop.model = loop.model, model
         try:
-            return objective.summed(objective.logits(batch[0]), batch[1]) / objective.count(batch[1])
+            return loop.summed(loop.logits(batch[0]), batch[1]) / loop.count(batch[1])
         finally:
-            objective.model = before
+            loop.model = before
 
     def backward(model: nn.Module, batch: Any) -> None:
         labels = [loop.labels(part) for part, _ in batch]

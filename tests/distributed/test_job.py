@@ -18,8 +18,7 @@ from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.errors import RankError
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer import resume_checks
-from narrowgauge.trainer.data.text import Document
-from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
+from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
 from ranks import run_ranks
 from trainer.fixtures import place as place  # a fixture
 

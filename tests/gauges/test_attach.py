@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.gauges import tensor_metrics
 from narrowgauge.gauges.attach import GaugeNotice, attach_gauges
-from narrowgauge.gauges.moment_shadow import MAX_SHADOWED
 from narrowgauge.runs.schema import metric_of
 
 
@@ -96,16 +95,6 @@ def test_a_loop_that_goes_on_samples_at_the_same_steps_from_the_moments_of_its_c
     assert metric_of(rows[-1], "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-5)
 
 
-def test_some_evenly_spaced_second_moments_have_a_reference() -> None:
-    model = nn.ParameterList(nn.Parameter(torch.ones(2, 2)) for _ in range(MAX_SHADOWED + 6))
-    optimizer = torch.optim.AdamW(model.parameters())
-    gauges = attach_gauges(model, optimizer, every=2)
-    for _ in range(2):
-        sum(p.square().sum() for p in model).backward()
-        optimizer.step()
-    assert gauges.last is not None and list(gauges.last["moments"]) == [str(k) for k in range(0, MAX_SHADOWED + 6, 2)]
-
-
 def test_the_heads_logits_are_those_of_the_sampled_inputs() -> None:
     model, optimizer = made()
     seen: dict[str, Tensor] = {}
@@ -159,12 +148,8 @@ def test_second_moments_that_freeze_are_seen(storage: str, freezes: bool) -> Non
         optimizer.step()
     row = gauges.last
     assert row is not None
-    bias, frozen = metric_of(row, "moments", "w", "bias"), metric_of(row, "moments", "w", "frozen_fraction")
-    assert bias is not None and frozen is not None
-    if freezes:
-        assert frozen > 0.9 and abs(bias - 1) > 0.05
-    else:
-        assert frozen < 0.5 and bias == pytest.approx(1.0, abs=0.05)
+    bias = metric_of(row, "moments", "w", "bias")
+    assert bias is not None and (bias > 1.15 if freezes else bias == pytest.approx(1.0, abs=0.05))
 
 
 def test_second_moments_of_clipped_gradients_and_skipped_steps_are_exact() -> None:

@@ -13,7 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from matmul.scenarios import EIGHT, ROWS, STOCHASTIC, Result, expected, gaussian, make_layer, names, passed, same
+from matmul.scenarios import (
+    EIGHT,
+    ROWS,
+    STOCHASTIC,
+    Result,
+    expected,
+    gaussian,
+    make_layer,
+    names,
+    operands,
+    passed,
+    same,
+)  # fmt: skip
 from narrowgauge.assembly.preparation import prepare
 from narrowgauge.checks.checking import check
 from narrowgauge.errors import RecipeError
@@ -22,6 +34,7 @@ from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of, swap_linear
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import parse
+from narrowgauge.trainer.rounding_places import _casting as casting
 from oracles import linear as oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
@@ -57,6 +70,19 @@ def test_output_and_gradients_are_the_straight_through_oracle_s(
         assert got.dtype == dtype and got.shape == value.shape
         assert ((got.double() - value).abs() <= off + 2.0**-130).all(), place
         assert got.any()
+
+
+@every_one_of_eight
+@pytest.mark.parametrize("place", ["inputs", "weights", "output-gradients"])
+def test_a_compute_may_cast_one_tensor_and_leave_the_others_in_float32(row: Compute, place: str) -> None:
+    layer, linears = make_layer(casting(row, (place,)), *SHAPES[0][1:], bias=False, dtype=torch.float32)
+    linears.step = 5
+    x, grad = batch(SHAPES[0], torch.float32)
+    for got, (left, right) in zip(passed(layer, x, grad), operands(layer, x, grad).values(), strict=False):
+        terms = slice(min(left.shape[1], right.shape[1]))  # only a narrow operand is padded
+        wanted = oracle.product(left[:, terms], right[:, terms])
+        value, magnitude = (part[: len(got), : got.shape[1]] for part in (wanted.value, wanted.magnitude))
+        assert ((got.double() - value).abs() <= 2.0**-17 * magnitude).all()
 
 
 @pytest.mark.parametrize("row", STOCHASTIC, **names)

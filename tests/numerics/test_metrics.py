@@ -110,18 +110,3 @@ def test_sqnr_is_the_ratio_of_powers(name: str) -> None:
     kept = quantize(x, cast, 1).values().double()
     expected = 10 * math.log10(float(x.double().square().sum() / (x.double() - kept).square().sum()))
     assert metrics.sqnr_of_sums(metrics.cast_sums(x, cast).sum(0)).item() == pytest.approx(expected, rel=1e-9)
-
-
-def test_entropy_against_sums_written_out() -> None:
-    generator = torch.Generator().manual_seed(3)
-    query, key = torch.randn(4, 6, 8, generator=generator), torch.randn(2, 6, 8, generator=generator)
-    places = torch.tensor([3, 5])
-    entropies = []
-    for head in range(4):
-        for place in (3, 5):
-            logits = [float(query[head, place] @ key[head // 2, k]) * 0.3 for k in range(place + 1)]
-            weights = [math.exp(v) for v in logits]
-            shares = [w / sum(weights) for w in weights]
-            entropies.append(-sum(s * math.log(s) for s in shares) / math.log(place + 1))
-    found = metrics.attention_statistics(query, key, 0.3, places)[1].item()
-    assert found == pytest.approx(sum(entropies) / 8, rel=1e-5)

@@ -112,6 +112,16 @@ def test_what_states_do_not_fit_is_refused(change: Callable[[ng.Optimizer], None
     assert_same_bits(before, everything(optimizer))
 
 
+def test_states_follow_a_model_that_moves_to_another_device() -> None:
+    moved, kept = trained("word"), trained("word")
+    for parameter in moved.param_groups[0]["params"]:
+        state = moved.state[parameter]
+        state.made_for = (*state.made_for[:2], torch.device("meta"))  # as if its parameter had been there before
+    for optimizer in (moved, kept):
+        take_steps(optimizer, range(3))
+    assert_same_bits(everything(moved), everything(kept))
+
+
 def test_a_parameter_without_values_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"meta device.*to_empty"):
         ng.AdamW([nn.Parameter(torch.ones(3, 2, device="meta", dtype=torch.bfloat16))], storage="word")
@@ -135,7 +145,7 @@ def test_states_pass_on_to_parameters_that_replace_others(storage: str) -> None:
         take_steps(optimizer, range(3))
     assert_same_bits(everything(left), everything(right))
     right.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(SHAPES[0], dtype=torch.bfloat16))
-    with pytest.raises(RecipeError, match="other values"):
+    with pytest.raises(RecipeError, match="formats or values"):
         pass_states_on(right)
 
 

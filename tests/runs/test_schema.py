@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.lines import ROW_FILES
+from narrowgauge.runs.record import ROW_FILES
 from narrowgauge.runs.schema import STEPWISE, TABLES, Column, Row, wrong_value
 from narrowgauge.runs.writer import RunWriter
 from tables import exhaustive

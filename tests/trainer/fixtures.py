@@ -10,8 +10,7 @@ import pytest
 
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.data.text import read_documents
-from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
+from narrowgauge.trainer.data.tokens import load_tokenizer, read_documents, write_tokens
 from trainer.tiny_runs import CASES, SHAPE, settings
 
 

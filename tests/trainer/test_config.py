@@ -19,8 +19,7 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import config as config_module
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.text import Document
-from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
+from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
 from narrowgauge.trainer.resume_checks import run_to_continue
 
 

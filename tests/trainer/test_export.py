@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.trainer import loop, session
-from narrowgauge.trainer.data.text import read_documents
-from narrowgauge.trainer.data.tokens import END_OF_TEXT, load_tokenizer, write_tokens
+from narrowgauge.trainer.data.tokens import END_OF_TEXT, load_tokenizer, read_documents, write_tokens
 from narrowgauge.trainer.export import export
 from trainer.tiny_runs import settings
 

@@ -17,7 +17,7 @@ from narrowgauge.errors import CorruptionError, NarrowgaugeError
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import STEP
-from narrowgauge.trainer import loop, session
+from narrowgauge.trainer import language_model, loop, session
 from narrowgauge.trainer.session import Session
 from ranks import run_ranks
 from trainer.tiny_runs import lasting, settings
@@ -108,33 +108,28 @@ def test_ranks_with_other_tokens_are_refused(place: Path, tmp_path: Path) -> Non
 
 def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
     """One rank of a training in whose third batch one micro-batch is not finite, each time it is computed."""
-    true_loss, true_batch, now = session._loss, Session.batch, {"batch": -1, "number": -1}
+    true_loss, true_batch, now = language_model.loss_sum, Session.batch, {"batch": -1, "number": -1}
 
     def batch(self: Session) -> Any:
         for each, tokens in zip(self.micro_batches, true_batch(self), strict=True):
             now.update(batch=self.step, number=each.number)
             yield tokens
 
-    def build_loss(model: Any, *arguments: Any) -> Any:
-        loss = true_loss(model, *arguments)
+    def loss_sum(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        if now != {"batch": 2, "number": 3} or not torch.is_grad_enabled():
+            return true_loss(model, tokens)
+        activation = model.model.layers[1].mlp.act_fn
+        handle = activation.register_forward_hook(lambda _, __, out: out * math.nan)
+        try:
+            return true_loss(model, tokens)
+        finally:
+            handle.remove()
 
-        def spoiled(tokens: torch.Tensor) -> torch.Tensor:
-            if now != {"batch": 2, "number": 3} or not torch.is_grad_enabled():
-                return loss(tokens)
-            activation = model.model.layers[1].mlp.act_fn
-            handle = activation.register_forward_hook(lambda _, __, out: out * math.nan)
-            try:
-                return loss(tokens)
-            finally:
-                handle.remove()
-
-        return spoiled
-
-    session._loss, Session.batch = build_loss, batch
+    language_model.loss_sum, Session.batch = loss_sum, batch
     try:
         return train_here(rank, place, {out: changes})[0]
     finally:
-        session._loss, Session.batch = true_loss, true_batch
+        language_model.loss_sum, Session.batch = true_loss, true_batch
 
 
 def test_ranks_stop_together_at_a_bad_step(place: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.events import on_event
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import loop, session
+from narrowgauge.trainer import language_model, loop, session
 from narrowgauge.trainer.rounding_places import rounding_places
 from narrowgauge.trainer.session import Session
 from trainer.tiny_runs import settings
@@ -26,17 +26,17 @@ SPIKE_STEP = 27
 
 def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change the loss of some batches of the data, by their place in it."""
-    true_loss, true_batch, is_bad = session._loss, Session.batch, [False]
+    true_loss, true_batch, is_bad = language_model.loss_sum, Session.batch, [False]
 
-    def build_loss(*arguments: Any) -> Any:
-        loss = true_loss(*arguments)
-        return lambda tokens: change(loss(tokens)) if is_bad[0] and torch.is_grad_enabled() else loss(tokens)
+    def loss_sum(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        loss = true_loss(model, tokens)
+        return change(loss) if is_bad[0] and torch.is_grad_enabled() else loss
 
     def batch(self: Session) -> list[torch.Tensor]:
         is_bad[0] = self.step in batches
         return true_batch(self)
 
-    monkeypatch.setattr(session, "_loss", build_loss)
+    monkeypatch.setattr(language_model, "loss_sum", loss_sum)
     monkeypatch.setattr(Session, "batch", batch)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from narrowgauge.analysis.detectors import DETECTORS, Detector, Facts, Metrics
+from narrowgauge.analysis.reading import STAGE_OF
 from narrowgauge.analysis.spikes import SpikeJudge
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS, Row, gauge_metrics, number
@@ -214,7 +215,7 @@ class Alarms:
         message = f"{name or ''} {detector.message}{more}".strip().format(**values)
         return Event(
             detector.kind, step, message, name or None, worst.value, worst.limit, detector.advice.format(**values),
-            detector=detector.name,
+            detector=detector.name, stage=STAGE_OF.get((name or "").partition(":")[0], detector.stage),
         )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import finite_number
+from narrowgauge.runs.schema import Row, finite_number
 
 Array = npt.NDArray[np.float64]
 
@@ -32,6 +33,19 @@ class Series:
     def finite(self) -> Array:
         """Return the finite values."""
         return self.y[~np.isnan(self.y)]
+
+
+def loop_of(run: Run) -> str:
+    """Return the source of a record: ``trainer``, ``recorder`` or ``log``."""
+    return "log" if run.is_foreign else "recorder" if "recorder" in run.run else "trainer"
+
+
+def rows_of(run: Run, table: str) -> list[Row]:
+    """Return the rows of a table, such as ``gauges``. Return an empty list if its file is damaged."""
+    try:
+        return getattr(run, table)  # type: ignore[no-any-return]
+    except RecordError:
+        return []
 
 
 def column(run: Run, table: str, name: str) -> Series:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.toml import load_data
 
 Metrics = Mapping[str, float | None]
@@ -123,9 +122,6 @@ class Detector:
 
 MIN_SQNR_DB = 8.0
 """Below it, rounding error exceeds a sixth of an operand's energy. Healthy casts stay above 12 (four bits, stochastic)."""
-MAX_UNCHANGED = 0.5
-"""Fraction of weights that a step leaves unchanged: the majority. Normally distributed updates of weights in one binade still
-have an EDQ of 1.00 there."""
 MAX_BIAS = 1.5
 """Factor between second moments and their exact reference. Unbiased codes with three mantissa bits stay within 1.25."""
 
@@ -141,23 +137,12 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
     "rounded": lambda metrics, facts: (
         (metrics.get("noise") or 0.0) <= 1.05 and facts.rounding("weight") != "stochastic" and not facts.is_audited
     ),
-    # Second moments are rounded to nearest, or differ from their exact reference. Stochastically rounded moments seldom
-    # change, but are right on average.
-    "frozen": lambda metrics, facts: facts.rounding("exp_avg_sq") == "nearest" or is_off(metrics.get("bias")),
-    # No residual, master copy or stochastic rounding keeps the rounding error of a weight. Most intended changes are lost, and
-    # the EDQ is still good: below MIN_EDQ, the event is lost_updates.
-    "bare": lambda metrics, facts: (
-        not (facts.recipe is not None and (facts.recipe.storage.beside or facts.rounding("weight") == "stochastic"))
-        and (metrics.get("lost_fraction") or 0.0) >= MAX_UNCHANGED
-        and (metrics.get("edq") or 0.0) >= MIN_EDQ
-    ),
     # Rounding error dominates the operand.
     "drowned": lambda metrics, facts: (sqnr := metrics.get("sqnr_db")) is not None and sqnr < MIN_SQNR_DB,
     # A low-precision cast feeds this tensor to its matmul.
     "cast": lambda metrics, facts: metrics.get("sqnr_db") is not None,
     # Under dynamic loss scaling, gradients overflow now and then.
     "unscaled": lambda metrics, facts: not facts.scales_loss,
-    "scaled": lambda metrics, facts: facts.scales_loss,
 }
 """Conditions on the other metrics of a tensor, and on the run."""
 

@@ -1,11 +1,8 @@
 """Diagnosis of one run: readings beyond their bound, earliest first, and areas that the record does not show.
 
-Runs of the trainer and of ``ng.RunRecorder`` have detectors, and their events are alarms. Over any other record the
-detectors run here. The diagnosis adds counts over the whole record: skipped or failed steps, restarts of the loss scale,
-differing ranks, states changed by a resume, updates lost by a storage, unmoved weights, slower steps.
-
-A run without a reading may still have a fault: shifted labels leave normal rows. So the diagnosis lists the areas it looked
-at, and the areas that this record cannot show.
+Events of the trainer and of ``ng.RunRecorder`` are alarms. Over any other record the detectors run here. The diagnosis adds
+counts over the whole record, such as failed steps. A run without a reading may still have a fault: shifted labels leave normal
+rows. So the diagnosis lists the areas that it looked at, and the areas that this record cannot show.
 """
 
 from __future__ import annotations
@@ -15,48 +12,37 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, overload
 
 import numpy as np
 
-from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
-from narrowgauge.analysis.columns import column
-from narrowgauge.analysis.comparison.run_stats import divergence
-from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, is_off
+from narrowgauge.analysis.alarms import Alarms
+from narrowgauge.analysis.columns import column, loop_of, rows_of
+from narrowgauge.analysis.comparison.classification import divergence
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.settings import recipe_of
+from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences, told
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import METRICS, Row, finite_number, gauge_metrics, number, step_of
+from narrowgauge.runs.schema import METRICS, Row, number, step_of
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.significance import MIN_EDQ, student_t
+from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.toml import load_data
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from narrowgauge.analysis.two_runs import TwoRuns
 
 NOT_ALARMS = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "skip"})
 """Kinds of events that are not alarms. Skipped steps are counted from their rows."""
 CHANGES = frozenset({"changed-settings", "changed-software"})
 """Detectors of notes that do become readings: the software or settings changed at a resume."""
-_CONSECUTIVE = 3
-"""Consecutive samples beyond a bound that make a reading, as for detectors of the same metrics."""
-_SKIPPED_AT_FIRST, _SKIPPED_LATER = 3, 0.05
-"""Skipped steps without a reading: so many at first where no loss is scaled, and this share of the later steps."""
+_SKIPPED, _SKIPPED_SHARE = 3, 0.05
+"""Skipped steps without a reading, after the search for a loss scale: a number, and a share of the steps."""
+_ORIGIN = "Repeat the first of these steps with ng.gauges.first_bad_value, which names the operation and its module."
 _LASTING, _LEAST_SECONDS = 20, 10.0
 """Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
-FEWEST_STEPS = 50
+_FEWEST_STEPS = 50
 """Minimum number of applied steps before an unmoved weight is a reading."""
-STAGE_OF_KIND: dict[str, str] = {
-    **dict.fromkeys((*CHANGES, "corruption"), "between steps"), "replicas": "optimizer step", "divergence": "loss",
-    "checkpoint_damaged": "storage",
-}  # fmt: skip
-"""Stage of an event without a detector or check, by its ``detector`` or ``kind``."""
 
 
 class Diagnosis(Readings):
@@ -69,39 +55,48 @@ class Diagnosis(Readings):
         readings: beyond their bound. Sorted by step, stage, and excess (largest first).
         unseen: areas that the record cannot show, each with the one flag or call that records it; empty text if none does.
         areas: areas that the record shows.
-        num_steps, num_applied: recorded steps, and steps with an applied update.
+        num_rows: recorded rows. A row of our records is a step; logs of other frameworks may skip steps.
+        num_applied: rows with an applied update; ``None`` if the record does not tell.
         notes: unreadable parts of the record, a sentence each.
     """
 
     def __init__(self, run: Run) -> None:
         skipped = skipped_steps(run)
-        super().__init__(recorded_readings(run, skipped), unseen=unseen(run, skipped))
-        self.name, self.areas, self.notes = run.path.name or run.path.resolve().name, looked_at(run), list(_notes(run))
-        self.num_steps, self.num_applied = len(run.steps), len(run.steps) - len(skipped)
+        self.areas, unseen = areas_of(run, skipped)
+        super().__init__(recorded_readings(run, skipped), unseen=unseen)
+        self.name, self.notes, self.num_rows = (
+            run.path.name or run.path.resolve().name,
+            list(_notes(run)),
+            len(run.steps),
+        )
+        self.num_applied = None if skipped is None else self.num_rows - len(skipped)
+        self._rows = counted(self.num_rows, "row" if run.is_foreign else "step")
         self.lines = [f"{self.name}: {self.verdict}"]
 
     @property
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
-        if not self.readings:
-            watched = f"{counted(self.num_steps, 'step')} watched, {self.num_applied:,} applied"
-            return f"Nothing found: {watched}; looked at {', '.join(self.areas) or 'nothing'}."
-        skipped, number, step = self.num_steps - self.num_applied, len(self.readings), self.readings[0].step
-        is_skipped = any(reading.what == "skipped-steps" for reading in self.readings)
-        first = f"{skipped:,} of {counted(self.num_steps, 'step')} were skipped; " if is_skipped else ""
-        if number == 1:
-            return f"{first}1 reading is beyond its bound, at step {step}."
-        return f"{first}{number} readings are beyond their bound, from step {step} on."
+        number = len(self.readings)
+        if number:
+            skipped = next((reading for reading in self.readings if reading.what == "skipped-steps"), None)
+            first = f"{skipped.value:,} of {self._rows} were skipped; " if skipped else ""
+            readings = "1 reading is beyond its" if number == 1 else f"{number} readings are beyond their"
+            since = f"at step {self.readings[0].step}" if number == 1 else f"from step {self.readings[0].step} on"
+            return f"{first}{readings} bound, {since}."
+        if not self.areas:
+            return f"Nothing was looked at: {self._rows} without a value that is read."
+        applied = "" if self.num_applied is None else f", {self.num_applied:,} applied"
+        return f"Nothing found: {self._rows} watched{applied}; looked at {', '.join(self.areas)}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as values for JSON."""
         return {
             "run": self.name,
             "verdict": self.verdict,
-            "num_steps": self.num_steps,
+            "num_rows": self.num_rows,
             "num_applied": self.num_applied,
             "readings": [reading.to_dict() for reading in self.readings],
-            "looked_at": list(self.areas),
+            "looked_at": self.areas,
             "unseen": self.unseen,
             "notes": self.notes,
         }
@@ -144,15 +139,8 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
         [(60, 'loss', 'loss-spike')]
     """
-    if other is not None:
-        from narrowgauge.analysis.two_runs import compare_two
-
-        return compare_two(_read(run), _read(other))
-    return Diagnosis(_read(run))
-
-
-def _read(run: str | Path | Run) -> Run:
-    return run if isinstance(run, Run) else read_run(run)
+    runs = [one if isinstance(one, Run) else read_run(one) for one in (run, other) if one is not None]
+    return Diagnosis(*runs) if other is None else TwoRuns(*runs)
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -179,66 +167,43 @@ AREAS: dict[str, Row] = load_data("areas", "analysis")
 """The areas that a record may show: the columns that show each, and how to record it in each kind of loop."""
 
 
-def loop_of(run: Run) -> str:
-    """Return the source of a record: ``trainer``, ``recorder`` or ``log``."""
-    return "log" if run.is_foreign else "recorder" if "recorder" in run.run else "trainer"
-
-
-def looked_at(run: Run) -> tuple[str, ...]:
-    """Return the areas that the record shows, with the number of moved elements if known."""
-    moved = _moved(run)
-    areas = [name for name, area in AREAS.items() if _is_shown(run, area)]
-    if moved:
+def areas_of(run: Run, skipped: list[int] | None) -> tuple[list[str], dict[str, str]]:
+    """Return the areas that the record shows, and the others with a way to record each; empty text if there is none."""
+    shown = [name for name, area in AREAS.items() if _is_shown(run, area)]
+    unseen = {name: area[loop_of(run)] for name, area in AREAS.items() if name not in shown}
+    if "lost updates" in unseen and run.steps and len(skipped or ()) == len(run.steps):
+        unseen["lost updates"] = "no step was applied"
+    compared = [row["recomputed"] for row in run.steps if isinstance(row.get("recomputed"), dict)]
+    reasons = (compared[-1].get("unseen") if compared else None) or {}
+    if moved := _moved(run):
         share = sum(share * count for _, share, count, _ in moved) / max(1, sum(count for _, _, count, _ in moved))
-        areas.append(f"{counted(len(moved), 'trained tensor')} of which {share:.0%} of the elements moved")
-    return tuple(areas)
-
-
-def unseen(run: Run, skipped: list[int]) -> dict[str, str]:
-    """Return the areas that the record does not show, each with a way to record it; empty text if there is none."""
-    loop, last = loop_of(run), (_compared(run) or [{}])[-1].get("unseen")
-    reasons = last if isinstance(last, dict) else {}
-    areas = {name: area[loop] for name, area in AREAS.items() if not _is_shown(run, area)}
-    if "lost updates" in areas and run.steps and len(skipped) == len(run.steps):
-        areas["lost updates"] = "no step was applied"
-    return areas | {f"{part} of the compared steps": why for part, why in reasons.items()}
+        shown.append(f"{counted(len(moved), 'trained tensor')} of which {share:.0%} of the elements moved")
+    return shown, unseen | {f"{part} of the compared steps": why for part, why in reasons.items()}
 
 
 def _is_shown(run: Run, area: Row) -> bool:
-    for table, _, name in (place.partition(".") for place in area["reads"]):
-        if name == "recomputed":
-            return any(row.get("compared") for row in _compared(run))
-        if any(row.get(name) is not None for row in rows_of(run, table)):
-            return True
-    return False
-
-
-def _compared(run: Run) -> list[Row]:
-    return [row["recomputed"] for row in run.steps if "recomputed" in row and isinstance(row["recomputed"], dict)]
-
-
-def rows_of(run: Run, table: str) -> list[Row]:
-    """Return the rows of a table, such as ``gauges``. Return an empty list if its file is damaged."""
-    try:
-        return getattr(run, table)  # type: ignore[no-any-return]
-    except RecordError:
-        return []
+    places = (place.split(".") for place in area["reads"])
+    values = (row.get(name) for table, name in places for row in rows_of(run, table))
+    return any(value is not None and (not isinstance(value, dict) or value.get("compared", True)) for value in values)
 
 
 # ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def recorded_readings(run: Run, skipped: list[int]) -> list[Reading]:
+def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     """Return the readings of a run beyond their bounds, earliest first. Keep the first step of each tensor and ``what``."""
     recipe = recipe_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
-    counts = (_steps(run, skipped), _scale(run, skipped), _ranks(run), _resumes(run), _audits(run, recipe), _moments(run),
-              _unmoved(run, skipped), _slower(run))  # fmt: skip
+    counts = (_steps(run, skipped), _scale(run, skipped or []), _ranks(run), _resumes(run), _audits(run, recipe),
+              _unmoved(run, skipped or []), _slower(run))  # fmt: skip
     for reading in (*(reading for group in counts for reading in group), *map(_of_event, alarms_of(run, recipe))):
-        if reading.what == "nonfinite-step" and reading.step in skipped:
-            continue
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
-    return in_order(map(_first, groups.values()))
+    readings = [_first(group) for group in groups.values()]
+    lost = min((r.step for r in readings if (r.what, r.stage) == ("nonfinite-step", "loss")), default=math.inf)
+    # After a loss that is not finite every tensor is NaN, so later ones tell nothing of the origin.
+    causes = [r for r in readings if r.step <= lost or "nonfinite" not in r.what]
+    more = f" Later readings that follow from it: {len(readings) - len(causes)}." if len(causes) < len(readings) else ""
+    return in_order(replace(r, advice=r.advice + more) if r.what == "nonfinite-step" else r for r in causes)
 
 
 def _first(readings: list[Reading]) -> Reading:
@@ -263,72 +228,53 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
 
 
 def _of_event(event: Row) -> Reading:
-    kind, detector = str(event.get("kind") or ""), str(event.get("detector") or "")
+    kind, detector, step = str(event.get("kind") or ""), str(event.get("detector") or ""), step_of(event)
     reading_name = "lost-updates" if detector == "audit" else detector or kind
     value, expected, bound = (number(event.get(name)) for name in ("value", "expected", "threshold"))
     if reading_name == "lost-updates":
         expected, bound = 1.0, 1.0 - MIN_EDQ
     # The audit's message names the storage already.
     advice = sentences(str(event.get("message") or ""), "" if detector == "audit" else str(event.get("advice") or ""))
-    tensor, step = str(event.get("tensor") or ""), step_of(event)
-    return Reading(step, _stage(event, kind, detector), tensor, reading_name, value, expected, bound, advice)
-
-
-def _stage(event: Row, kind: str, detector: str) -> str:
-    if event.get("stage") in STAGES:
-        return str(event["stage"])
-    tensor, colon, _ = str(event.get("tensor") or "").partition(":")
-    if colon and tensor in STAGE_OF:
-        return STAGE_OF[tensor]
-    by_name = DETECTORS.get(detector) or KINDS.get(detector)
-    if by_name is not None:
-        return by_name.stage
-    of_kind = {row.kind: row.stage for row in DETECTORS.values()} | STAGE_OF_KIND
-    return of_kind.get(detector) or of_kind.get(kind) or ("optimizer step" if step_of(event) else "start")
+    stage = str(event["stage"]) if event.get("stage") in STAGES else "between steps" if step else "start"
+    return Reading(step, stage, str(event.get("tensor") or ""), reading_name, value, expected, bound, advice)
 
 
 # ── counts ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def skipped_steps(run: Run) -> list[int]:
-    """Return the steps whose update was not applied.
-
-    A finite loss after a non-finite gradient shows that the step between was skipped, in any log.
-    """
-    marked = {step_of(event) for event in run.events if event.get("kind") == "skip"}
+def skipped_steps(run: Run) -> list[int] | None:
+    """Return the steps whose update was not applied, by the column ``skipped``; ``None`` if no row has it."""
     flags = column(run, "steps", "skipped")
-    marked |= set(map(int, flags.x[np.nan_to_num(flags.y) != 0]))
-    if column(run, "steps", "grad_norm").gaps:
-        for row, later in pairwise((*run.steps, {"loss": 0.0})):
-            is_skipped = finite_number(row.get("loss")) is not None and finite_number(later.get("loss")) is not None
-            if is_skipped and row.get("grad_norm") is not None and finite_number(row["grad_norm"]) is None:
-                marked.add(step_of(row))
-    return [step for row in run.steps if (step := step_of(row)) in marked] if marked else []
+    return [int(step) for step, flag in zip(flags.x, flags.y, strict=True) if flag > 0] if len(flags) else None
 
 
-def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    if skipped:
-        kind, settled = KINDS["skipped-steps"], max(0, len(run.steps) - SETTLING_STEPS)
-        at_first = int(kind.bound) if len(column(run, "steps", "loss_scale")) else _SKIPPED_AT_FIRST
-        allowed = at_first + int(_SKIPPED_LATER * settled)
-        bound = 0 if len(skipped) == len(run.steps) else allowed
-        if len(skipped) > bound:
-            bad = next((event for event in run.events if event.get("detector") == "first-nonfinite"), None)
+def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
+    """Yield the skipped steps, the steps that are not finite, and a divergence."""
+    total, out = len(run.steps), set(skipped or ())
+    if out:
+        kind, steps = KINDS["skipped-steps"], list(map(step_of, run.steps))
+        leading = next((place for place, step in enumerate(steps) if step not in out), total)
+        bound = 0 if leading == total else min(leading, int(kind.bound)) + _SKIPPED + int(_SKIPPED_SHARE * total)
+        if len(out) > bound:
             spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
             more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
-            more += f"; in backward the first gradient that is not finite is {bad['tensor']}'s" if bad else ""
-            yield kind.reading("", len(skipped), 0, bound, skipped[0], count=len(run.steps), more=more)
-    failed = {int(step) for name in ("loss", "grad_norm") for step in column(run, "steps", name).gaps}.difference(
-        skipped
-    )
-    if failed:
-        advice = f"{len(failed)} of {len(run.steps)} steps have a loss or a gradient norm that is not finite. "
-        advice += DETECTORS["nonfinite-step"].advice
-        yield Reading(min(failed), "loss", "", "nonfinite-step", len(failed), 0, 0, advice)
+            words = [str(event.get("message")).rstrip(".") for event in run.events if event.get("kind") == "skip"]
+            more += f"; of the first, {words[0]}" if words else ""
+            yield kind.reading("", len(out), 0, bound, min(out), count=total, more=more)
+    losses, norms = (set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm"))
+    if failed := losses | norms:
+        unit, since = "rows" if run.is_foreign else "steps", min(failed)
+        before = max((step for row in run.steps if (step := step_of(row)) < since), default=since - 1)
+        began = f" They began after step {before}, at the latest at {since}." if before < since - 1 else ""
+        unknown = "" if skipped is not None else " The log does not tell whether their steps were skipped."
+        advice = f"{len(failed)} of {total} {unit} have a loss or a gradient norm that is not finite.{began}{unknown} {_ORIGIN}"
+        # A loss scaler skips such norms, as long as they pass.
+        severity = "note" if unknown and not losses and step_of(run.steps[-1]) not in failed else "error"
+        stage = "loss" if since in losses else "gradient"
+        yield Reading(since, stage, "", "nonfinite-step", len(failed), 0, 0, advice, severity)
     is_recorded = any(event.get("kind") == "divergence" for event in run.events)
-    if len(skipped) < len(run.steps) and not is_recorded and (reason := divergence(run)):
-        last = max(map(step_of, run.steps))
-        yield Reading(last, "loss", "", "divergence", None, None, None, f"The run diverged: {reason}.")
+    if len(out) < total and not is_recorded and (reason := divergence(run)):
+        yield Reading(max(map(step_of, run.steps)), "loss", "", "divergence", advice=f"The run diverged: {reason}.")
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
@@ -352,41 +298,30 @@ def _ranks(run: Run) -> Iterator[Reading]:
 def _resumes(run: Run) -> Iterator[Reading]:
     """Compare hashes around a resume: it hashes the loaded state, which must equal the saved state bit for bit."""
     for before, row in pairwise(rows_of(run, "fingerprints")):
-        if step_of(row) != step_of(before):
-            continue
         first, second = before.get("tensors") or {}, row.get("tensors") or {}
         key = next((key for key in first if key in second and first[key][0] != second[key][0]), None)
-        if key is not None:
+        if key is not None and step_of(row) == step_of(before):
             norms = number(second[key][1]), number(first[key][1])
             yield KINDS["changed-by-resume"].reading(key, *norms, step=step_of(row) + 1)
 
 
 def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
     """Yield readings of the audit over all parameters: what detectors read of one tensor, of the whole model."""
-    alarms, edqs = Alarms(recipe), column(run, "steps", "edq").finite.tolist()
+    alarms = Alarms(recipe)
     for row in run.steps:
         values = [row.get(name) for name in METRICS["updates"]]
         is_audited = any(value is not None for value in values)
         for event in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}) if is_audited else ():
-            reading = replace(_of_event(event.row()), tensor="")
-            if reading.what == "lost-updates":
-                error = student_t(len(edqs) - 1) * stdev(edqs) / math.sqrt(len(edqs))
-                words = f" Over the run {fmean(edqs):.2g} of the update was stored (± {error:.2g})."
-                reading = replace(reading, advice=reading.advice + words)
-            yield reading
+            yield replace(_of_event(event.row()), tensor="")
 
 
 def _slower(run: Run) -> Iterator[Reading]:
     """Yield the first lasting fall of tokens per second: a block of steps whose median is far below those before.
 
-    It is compared with the median of all blocks before, and of their first quarter, from which a slow fall departs. A median
-    ignores steps that compile, evaluate or save.
+    The median of all blocks before counts, or of their first quarter: a slow fall departs from it. Single slow steps do not.
     """
-    kind, rate, seconds = (
-        KINDS["slower-steps"],
-        column(run, "steps", "tokens_per_second"),
-        column(run, "steps", "seconds"),
-    )
+    kind, rate = KINDS["slower-steps"], column(run, "steps", "tokens_per_second")
+    seconds = column(run, "steps", "seconds")
     steps, rates = rate.x[rate.y > 0], rate.y[rate.y > 0]
     size = min(_LASTING, len(rates) // 2)
     if size < 2:
@@ -418,38 +353,26 @@ def _changes(run: Run, first: int, last: int) -> Iterator[str]:
             yield f"; {name} went from {before:.3g} to {then:.3g}"
 
 
-def _moments(run: Run) -> Iterator[Reading]:
-    """Yield second moments whose sum differs from an exact float32 copy."""
-    lengths: dict[str, int] = {}
-    for row in rows_of(run, "gauges"):
-        for table, name, metrics in gauge_metrics(row):
-            if table != "moments" or (bias := metrics.get("bias")) is None:
-                continue
-            lengths[name] = lengths.get(name, 0) + 1 if is_off(bias) else 0
-            if lengths[name] == _CONSECUTIVE:
-                bound = MAX_BIAS - 1 if bias > 1 else 1 - 1 / MAX_BIAS
-                yield KINDS["second-moments"].reading(name, bias, 1.0, bound, step_of(row))
-
-
 def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
     """Return each trained tensor: the moved fraction of its elements since the start, their number, and if it is 16-bit."""
-    moved = (run.summary or {}).get("moved")
-    rows = moved.items() if isinstance(moved, dict) else ()
-    return [
-        (name, float(row[0]), int(row[1]), bool(row[2]))
-        for name, row in rows
-        if isinstance(row, list) and len(row) == 3
-    ]
+    moved = (run.summary or {}).get("moved") or {}
+    return [(name, float(share), int(count), bool(narrow)) for name, (share, count, narrow) in moved.items()]
 
 
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """Yield 16-bit tensors with mostly unmoved elements, and any tensor that never moved despite a gradient."""
+    """Yield tensors that never moved, and 16-bit tensors of which most elements did not."""
     applied, kind = len(run.steps) - len(skipped), KINDS["weights-unmoved"]
-    moved = _moved(run) if applied >= FEWEST_STEPS else []
-    still = [row for row in moved if row[1] == 0]
-    for rows in (still, [row for row in moved if 0 < row[1] < kind.bound and row[3]]):
+    moved = _moved(run) if applied >= _FEWEST_STEPS else []
+    storage = 'Use storage "word", or float32 for these tensors.'
+    for rows, advice in (
+        ([row for row in moved if row[1] == 0], "Look at their learning rate and their gradients first."),
+        ([row for row in moved if 0 < row[1] < kind.bound and row[3]], storage),
+    ):
         if rows:
             share = sum(share * count for _, share, count, _ in rows) / max(1, sum(count for _, _, count, _ in rows))
+            cure = (
+                f"{advice} If neither is zero: u{storage[1:]}" if not share and all(row[3] for row in rows) else advice
+            )
             more, step = f", in {counted(len(rows), 'tensor')}", max(map(step_of, run.steps))
             names = told((row[0] for row in rows), 1)
-            yield kind.reading(names, share, None, kind.bound, step, steps=applied, more=more)
+            yield kind.reading(names, share, None, kind.bound, step, steps=applied, more=more, cure=cure)

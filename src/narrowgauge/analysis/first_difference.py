@@ -1,13 +1,10 @@
 """The first difference of two runs: step, stage, tensor and rank, from the rows and fingerprints of both.
 
-A step reads tokens, computes outputs, a loss and gradients, clips gradients, and updates weights and states. Each column and
-each kind of fingerprint belongs to one stage. Fingerprints are in the order of computation. So the first differing fingerprint
-shows where the runs diverged. If both runs trained on equally many ranks, their hashes by rank show whether only one rank
-differs.
+Each column and each kind of fingerprint belongs to one stage of a step, and fingerprints are in the order of computation. So the
+first differing fingerprint shows where the runs diverged, and hashes by rank show whether only one rank differs.
 
-A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n. The same holds for a mean over n
-tokens. Training amplifies differences from step to step, but not by much in one step. So a difference within rounding does not
-end the search. A larger difference has another reason: it exceeds its own rounding and the growth since the step before.
+A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, as does a mean over n tokens. So a
+difference within rounding does not end the search. A larger one exceeds its own rounding and the growth since the step before.
 
 Source: the expected error of n independent roundings (Higham 2002, section 2.8); one tolerance per tensor instead of one for
 all: TTrace (2506.09280).
@@ -18,9 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple
 
-from narrowgauge.analysis.diagnose import rows_of
+from narrowgauge.analysis.columns import rows_of
 from narrowgauge.analysis.reading import STAGE_OF, Reading
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.runs.fingerprint_rows import parted_in
@@ -37,8 +35,8 @@ _KINDS = list(STAGE_OF)
 ENVELOPE = 32.0
 """Multiple of a norm's expected rounding error that still counts as rounding, since rounding errors are not independent."""
 LEAST = 2.0**-20
-"""Relative difference that always counts as rounding: eight ulps of float32. Losses and norms are float32 sums, whose errors do
-not average out. Reordering the sums of a float32 model changed losses and norms by up to 1.4e-7."""
+"""Relative difference that always counts as rounding: eight ulps of float32. Errors of float32 sums do not average out. Another
+order of a float32 model's sums changed losses and norms by up to 1.4e-7."""
 GROWTH = 30.0
 """Maximum growth factor of the largest difference in one step. Measured on tiny models: below 6."""
 _SHARED = 0.5
@@ -57,6 +55,7 @@ class Difference:
         numel: elements of the tensor; for a column, tokens of the step; 0 if unknown.
         ranks: the differing ranks; empty if all differ or unknown.
         only_in: 0 or 1: the only run with this tensor.
+        common: the second run's gradients over the first's, where a clip multiplies all of them.
     """
 
     step: int
@@ -67,6 +66,7 @@ class Difference:
     numel: int = 0
     ranks: tuple[int, ...] = ()
     only_in: int | None = None
+    common: float = 1.0
 
     @property
     def stage(self) -> str:
@@ -76,7 +76,7 @@ class Difference:
     @property
     def relative(self) -> float:
         """Return the difference over the larger value; infinite if rounding cannot explain it."""
-        first, second = self.values
+        first, second = self.values[0] * self.common, self.values[1]
         if self.kind in EXACT or math.isnan(first) or math.isnan(second):
             return math.inf
         return abs(first - second) / (max(abs(first), abs(second)) or 1.0)
@@ -113,21 +113,14 @@ class Parting(NamedTuple):
     is_hashed: bool
 
 
-def roundoff(*runs: Run) -> float:
-    """Return the largest unit roundoff of tensors between two matmuls, over some runs; bfloat16's if unrecorded."""
-    return max(max(FORMATS[name].epsilon for name in _formats_of(run)) / 2 for run in runs)
-
-
-def _formats_of(run: Run) -> tuple[str, ...]:
-    """Return the formats between two matmuls, from the recipe, or else from the graph of a forward pass."""
+def _roundoff(run: Run) -> float:
+    """Return the unit roundoff between two matmuls, from the recipe or the graph of a forward pass; else bfloat16's."""
     recipe, model = recipe_of(run), run.run.get("model")
-    if recipe is not None:
-        return recipe.compute.dtype, recipe.storage.visible
-    if isinstance(model, dict):
-        names = tuple(str(model.get("formats", "")).split(", "))
-        if all(name in FORMATS for name in names):
-            return names
-    return ("bfloat16",)
+    recorded = str(model.get("formats", "")).split(", ") if isinstance(model, dict) else []
+    names = recorded if recipe is None else [recipe.compute.dtype, recipe.storage.visible]
+    return max(
+        (FORMATS[name].epsilon / 2 for name in names if name in FORMATS), default=FORMATS["bfloat16"].epsilon / 2
+    )
 
 
 # ── the search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,18 +129,21 @@ def _formats_of(run: Run) -> tuple[str, ...]:
 def find_parting(first_run: Run, second_run: Run) -> Parting:
     """Find the first difference of two runs, and the first difference beyond rounding."""
     runs = first_run, second_run
-    rows = [_columns_by_step(run) for run in runs]
+    tables = [(_by_step(run.steps), _by_step(run.evals)) for run in runs]
+    rows = [
+        {n: {**evals.get(n, {}), **steps.get(n, {})} for n in steps.keys() | evals.keys()} for steps, evals in tables
+    ]
     prints = [_by_step(rows_of(run, "fingerprints")) for run in runs]
     common, hashed = rows[0].keys() & rows[1].keys(), prints[0].keys() & prints[1].keys()
     num_common = len({step_of(row) for row in first_run.steps} & {step_of(row) for row in second_run.steps})
-    u, first, first_bound = roundoff(*runs), None, 0.0
+    u, first, first_bound = max(map(_roundoff, runs)), None, 0.0
     levels: dict[bool, tuple[int, float]] = {}
     for step in sorted(common | hashed):
         differences = _columns(step, rows, prints) if step in common else []
-        differences += _tensors(step, rows, prints) if step in hashed else []
+        differences += _without_clip(_tensors(step, rows, prints), prints[0][step], u) if step in hashed else []
         named = {difference.stage for difference in differences if difference.tensor}
         differences = [row for row in differences if row.tensor or not row.ranks or row.stage not in named]
-        differences.sort(key=lambda row: (_KINDS.index(row.kind), not row.tensor))
+        differences.sort(key=lambda row: (_KINDS.index(row.kind), row.relative <= _rounding(row, u), not row.tensor))
         if not differences and first is None:
             continue
         bounds = [_bound(difference, u, levels, first is not None) for difference in differences]
@@ -159,7 +155,7 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
             at, bound = beyond[0]
             if at is not first:  # rounding came before, so the order within the step means little
                 alike = [pair for pair in beyond if pair[0].stage == at.stage]
-                at, bound = max(alike, key=lambda pair: pair[0].relative / max(pair[1], 1e-300))
+                at, bound = max(alike, key=lambda pair: pair[0].relative / pair[1] if pair[1] else math.inf)
             return Parting(first, at, bound, num_common, step in hashed)
         for source, is_read in ((True, step in hashed), (False, step in common)):
             if is_read:
@@ -178,7 +174,7 @@ def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, fl
     """
     if difference.kind in EXACT:
         return 0.0
-    rounding = max(ENVELOPE * u / math.sqrt(max(1, difference.numel)), LEAST)
+    rounding = _rounding(difference, u)
     if not is_later:
         return rounding
     step, level = levels.get(bool(difference.tensor), (-1, 0.0))
@@ -188,44 +184,38 @@ def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, fl
     return max(rounding, math.inf if gap * math.log(GROWTH) > 700 else GROWTH**gap * level)
 
 
+def _rounding(difference: Difference, u: float) -> float:
+    """Return the relative difference that rounding explains in one step."""
+    return max(ENVELOPE * u / math.sqrt(max(1, difference.numel)), LEAST)
+
+
+def _without_clip(differences: list[Difference], prints: Row, u: float) -> list[Difference]:
+    """Set the common factor of all gradients aside if some depart from it: a clip spreads one fault over all of them."""
+    grads = [row for row in differences if row.kind == "grad" and math.isfinite(row.relative) and all(row.values)]
+    if len(grads) < max(3, sum(key.startswith("grad:") for key in prints["tensors"])):
+        return differences
+    common = median(row.values[1] / row.values[0] for row in grads)
+    aside = [replace(row, common=common) if row in grads else row for row in differences]
+    return aside if any(row.kind == "grad" and row.relative > _rounding(row, u) for row in aside) else differences
+
+
 def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
     """Return the first row of each step. A resume repeats the fingerprints of its checkpoint."""
     return {step_of(row): row for row in reversed(rows)}
 
 
-def _columns_by_step(run: Run) -> dict[int, Row]:
-    """Return the rows of each step, with the loss of its evaluation."""
-    steps, evals = _by_step(run.steps), _by_step(run.evals)
-    return {
-        step: {**steps.get(step, {}), "val_loss": evals.get(step, {}).get("val_loss")}
-        for step in steps.keys() | evals.keys()
-    }
-
-
 def _columns(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> list[Difference]:
-    first, second = rows[0][step], rows[1][step]
+    first, second, prints_of = rows[0][step], rows[1][step], prints[0].get(step, {}).get("tensors", {})
+    tokens = int((number(first.get("tokens")) or 0) // max(1, step))
+    tokens = tokens or sum(int(entry[2]) for key, entry in prints_of.items() if key.startswith("tokens:"))
     differences = []
     for column in COLUMNS:
         first_value, second_value = first.get(column), second.get(column)
         are_nan = first_value != first_value and second_value != second_value
         if first_value is not None and second_value is not None and first_value != second_value and not are_nan:
             values = (math.nan, math.nan) if isinstance(first_value, str) else (float(first_value), float(second_value))
-            differences.append(Difference(step, column, column, values=values, numel=_tokens_of(step, rows, prints)))
+            differences.append(Difference(step, column, column, values=values, numel=tokens))
     return differences
-
-
-def _tokens_of(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> int:
-    """Return the tokens of a step from its row, or else from its batch's fingerprint; 0 if unknown."""
-    if counted := int((number(rows[0].get(step, {}).get("tokens")) or 0) // max(1, step)):
-        return counted
-    tensors = prints[0].get(step, {}).get("tensors", {})
-    return sum(int(entry[2]) for key, entry in tensors.items() if key.startswith("tokens:"))
-
-
-def _loss_scale(rows: Mapping[int, Row], step: int) -> float:
-    """Return the loss scale in a step's gradients. A row holds the scale after its step."""
-    scales = (number(rows.get(at, {}).get("loss_scale")) for at in (step - 1, step))
-    return next((scale for scale in scales if scale), 1.0)
 
 
 def _tensors(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> list[Difference]:
@@ -234,14 +224,17 @@ def _tensors(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapp
     ranks = [*_ranks(step, prints[0][step], prints[1][step])]
     odd = {row.stage: row.ranks for row in reversed(ranks) if row.ranks}
     differences = [*_lacking(step, first, second), *ranks]
+    # A row holds the loss scale after its step.
+    known = [[number(table.get(at, {}).get("loss_scale")) for at in (step - 1, step)] for table in rows]
+    scales = [next(filter(None, values), 1.0) for values in known]
     for key, entry in first.items():
         if key in second and entry[0] != second[key][0]:
             kind = key.partition(":")[0]
             if kind == "tokens":  # integers have no norm
                 differences.append(Difference(step, kind, "bits", key))
             else:
-                scales = [_loss_scale(row, step) if kind in ("sent", "grad") else 1.0 for row in rows]
-                norms = entry[1] / scales[0], second[key][1] / scales[1]
+                by = scales if kind in ("sent", "grad") else (1.0, 1.0)
+                norms = entry[1] / by[0], second[key][1] / by[1]
                 differences.append(Difference(step, kind, "norm", key, norms, int(entry[2])))
     return [replace(row, ranks=row.ranks or odd.get(row.stage, ())) for row in differences]
 

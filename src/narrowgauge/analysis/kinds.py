@@ -1,8 +1,7 @@
 """Kinds of readings: a table with the measured value, its bound, the bound's source, and the advice.
 
-``data/kinds.toml`` has a row for each number of ``ng.check``, the check of the optimizer's step, the counts over a record, and
-the comparison of two runs. Detectors (:mod:`narrowgauge.analysis.detectors`) are rows of the same table. Their rows also say when
-an alarm begins. ``narrowgauge show checks`` prints all rows.
+``data/kinds.toml`` has a row for each number that is not a detector's (:mod:`narrowgauge.analysis.detectors`). Rows of detectors
+also say when an alarm begins. ``narrowgauge show checks`` prints all rows.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ KINDS: dict[str, Kind] = {name: Kind(name, **row) for name, row in load_data("ki
 
 def kind_rows() -> list[Row]:
     """Return the table with the detectors' rows."""
-    rows: list[Row] = [
-        {"name": k.name, "by": k.by, "value": k.value, "bound": k.bound, "source": k.source} for k in KINDS.values()
-    ]
+    names = ("name", "by", "value", "bound", "source")
+    rows: list[Row] = [{name: getattr(kind, name) for name in names} for kind in KINDS.values()]
     calls = {"updates": "ng.audit", "moments": "gauges_every", "steps": "recorder.step"}
     for d in DETECTORS.values():
         value = d.metric + (" over its lowest" if d.lowest else " over its median" if d.relative else "")

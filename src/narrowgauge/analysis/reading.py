@@ -81,16 +81,11 @@ class Reading:
 
 def in_order(readings: Iterable[Reading]) -> list[Reading]:
     """Sort readings: notes last, then by step, stage, and largest excess."""
-    return sorted(
-        readings,
-        key=lambda r: (
-            r.severity == "note",
-            r.step,
-            STAGES.index(r.stage),
-            SEVERITIES.index(r.severity),
-            -r.excess,
-        ),
-    )
+
+    def place(r: Reading) -> tuple[float, ...]:
+        return r.severity == "note", r.step, STAGES.index(r.stage), SEVERITIES.index(r.severity), -r.excess
+
+    return sorted(readings, key=place)
 
 
 def of_all(names: Iterable[str]) -> str:
@@ -111,13 +106,9 @@ def reading_table(readings: Sequence[Reading]) -> Table:
         step  stage    tensor    what          value  expected  bound
           40  storage  a.weight  lost-updates    0.5         1    0.1
     """
-    columns = (
-        *number_columns(step="step"),
-        *text_columns(stage="stage"),
-        *name_columns(tensor="tensor", what="what"),
-        *number_columns(value="value", expected="expected", bound="bound"),
-    )
-    return Table(columns, [reading.to_dict() for reading in readings])
+    place = *number_columns(step="step"), *text_columns(stage="stage"), *name_columns(tensor="tensor", what="what")
+    numbers = number_columns(value="value", expected="expected", bound="bound")
+    return Table((*place, *numbers), [reading.to_dict() for reading in readings])
 
 
 MAX_ROWS, MAX_ADVICE = 10, 6

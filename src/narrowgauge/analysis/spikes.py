@@ -1,15 +1,11 @@
 """Spikes: detect when a loss or gradient norm jumps above its own recent level.
 
-A bad batch or a new fault shows as a jump. The size of an unusual jump depends on the run. Noise moves the loss of a
-batch of two million tokens by a hundredth, and the loss of a thousand tokens by half. So we compare a step with robust
-statistics of the steps before it. The level is the median of the last 30 steps. The noise is the median difference between
-consecutive steps, over a longer window. (Deviations from the median would count the fall of the loss as noise. Then spikes
-would be missed during the fall.) We compare losses directly. We compare logarithms of gradient norms, since norms vary by
-factors. Two floors prevent false alarms after very quiet stretches. The deviation of losses is at least one hundredth (of the
-loss, and of a nat). A norm must be ten times the median.
+Noise moves the loss of a batch of two million tokens by a hundredth, and the loss of a thousand tokens by half. So we compare a
+step with robust statistics of the steps before it. The level is the median of the last 30 steps. The noise is the median
+difference between consecutive steps, over a longer window. Deviations from the median would count the fall of the loss as noise.
+Norms vary by factors, so we compare their logarithms. Two floors prevent false alarms after very quiet stretches.
 
-A spike does not enter the statistics, or the next spike would be missed. After 50 spikes in a row they are the new level, and
-all of them enter.
+A spike does not enter the statistics, or the next spike would be missed. After 50 spikes in a row they are the new level.
 """
 
 from __future__ import annotations
@@ -39,13 +35,7 @@ _DISTANCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """Describe one value far above the recent values.
-
-    Args:
-        what: ``loss``, or ``gradient`` for the norm of all gradients before clipping.
-        threshold: the largest value below a spike.
-        z: robust standard deviations above the median (logarithms for a gradient norm).
-    """
+    """Hold a loss or gradient norm far above the recent ones, the largest value that is none, and its robust z score."""
 
     what: Literal["loss", "gradient"]
     value: float
@@ -63,10 +53,9 @@ class SpikeJudge:
     """Decide whether a loss or a gradient norm is a spike relative to earlier steps.
 
     Invariant: the decision depends only on the sequence of :meth:`add` calls. Asking changes nothing. A spike lies more than
-    :data:`Z` robust standard deviations above the median of the last :data:`RECENT` steps without spikes. A non-finite value is
-    never a spike; it has its own kind of event. In the first :data:`FEWEST` steps the loss falls too fast for a median. There a
-    loss is a spike if it exceeds the largest of at least three losses by a fifth and by a nat. A gradient norm is never a spike
-    there.
+    :data:`Z` robust standard deviations above the median. A non-finite value is never a spike; it has its own kind of event. In
+    the first :data:`FEWEST` steps the loss falls too fast for a median. There a loss is a spike if it exceeds the largest of at
+    least three losses by a fifth and by a nat, and a gradient norm never is.
 
     Cost: about 15 µs per step.
 
@@ -115,23 +104,15 @@ class SpikeJudge:
 
     def add(self, loss: float, grad_norm: float | None, *, spiked: bool) -> None:
         """Record a step. A spike enters the statistics only after :data:`PATIENCE` spikes in a row."""
-        if not spiked:
-            self._rejected.clear()
-            self._accept(loss, grad_norm)
+        self._rejected = [*self._rejected, (loss, grad_norm)] if spiked else [(loss, grad_norm)]
+        if spiked and len(self._rejected) < PATIENCE:
             return
-        self._rejected.append((loss, grad_norm))
-        if len(self._rejected) >= PATIENCE:
+        if spiked:
             self._losses.clear()
             self._norms.clear()
-            for step in self._rejected:
-                self._accept(*step)
-            self._rejected.clear()
-
-    def _accept(self, loss: float, grad_norm: float | None) -> None:
-        if math.isfinite(loss):
-            self._losses.append(loss)
-        if grad_norm is not None and math.isfinite(grad_norm) and grad_norm > 0:
-            self._norms.append(math.log(grad_norm))
+        self._losses += [loss for loss, _ in self._rejected if math.isfinite(loss)]
+        self._norms += [math.log(norm) for _, norm in self._rejected if norm is not None and 0 < norm < math.inf]
+        self._rejected.clear()
 
     def _scale(self, metric: Literal["loss", "gradient"], value: float = math.inf) -> tuple[float, float]:
         """Return the median of the recent values and their robust standard deviation.

@@ -4,60 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from narrowgauge.analysis.diagnose import loop_of
-from narrowgauge.analysis.first_difference import Difference, Parting, find_parting
-from narrowgauge.analysis.reading import Reading, reading_table
+from narrowgauge.analysis.columns import loop_of
+from narrowgauge.analysis.first_difference import find_parting
+from narrowgauge.analysis.reading import Readings
 from narrowgauge.analysis.settings import SettingDifference, acting_at, settings_diff
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.record import Run
 
 _NAMED = 6
-_DAMAGE = "other code or damaged memory. Repeat one run once: damage does not come twice."
-_VARIES = "a sum whose order varies. Repeat one run once: then it differs from itself."
+_REPEAT = "Repeat one run. If its bits come again, look at code, data and seeds outside the record."
 
 
-@dataclass(frozen=True, slots=True)
-class TwoRuns:
-    """Hold the differences of two runs; ``print`` shows a table.
+class TwoRuns(Readings):
+    """Find the first difference of two runs from their records, finished or not; ``print`` shows a table.
 
-    Args:
-        names: names of the runs.
-        parting: the first differences.
-        settings: recorded settings, data and software that differ.
+    Attributes:
+        difference: the first beyond its bound, else the first of any size; ``None`` if all common records are equal.
+        readings: the difference as a reading that expects the first run's value.
+        is_rounding: the runs differ only within rounding.
         is_complete: both runs finished with equal hashes of the final weights.
+        settings: recorded settings, data and software that differ.
+        acting: those that can act at the stage of the difference.
         notes: limits of the comparison, a sentence each.
     """
 
-    names: tuple[str, str]
-    parting: Parting
-    settings: tuple[SettingDifference, ...] = ()
-    is_complete: bool = False
-    notes: tuple[str, ...] = ()
-
-    @property
-    def difference(self) -> Difference | None:
-        """Return the first difference beyond its bound, else the first; ``None`` if all common records are equal."""
-        return self.parting.beyond or self.parting.first
-
-    @property
-    def readings(self) -> tuple[Reading, ...]:
-        """Return the difference as a reading that expects the first run's value."""
-        return () if self.difference is None else (self.difference.reading(self.parting.bound),)
-
-    @property
-    def acting(self) -> tuple[SettingDifference, ...]:
-        """Return the settings that differ and can act at the stage of the difference."""
-        at = self.difference
-        return () if at is None else acting_at(self.settings, at.stage, self.is_rounding)
-
-    @property
-    def is_rounding(self) -> bool:
-        """Return whether the runs differ only within rounding."""
-        return self.difference is not None and self.parting.beyond is None
+    def __init__(self, first_run: Run, second_run: Run) -> None:
+        runs = first_run, second_run
+        self.parting = parting = find_parting(*runs)
+        self.difference = at = parting.beyond or parting.first
+        super().__init__([] if at is None else [at.reading(parting.bound)])
+        self.is_rounding = at is not None and parting.beyond is None
+        ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
+        self.is_complete = None not in ends and ends[0] == ends[1]
+        names = first_run.path.name, second_run.path.name
+        self.names = names if names[0] != names[1] else (str(first_run.path), str(second_run.path))
+        self.settings = tuple(settings_diff(first_run.run, second_run.run))
+        self.acting = () if at is None else acting_at(self.settings, at.stage, self.is_rounding)
+        self.notes = list(self._notes(runs))
+        self.lines = [f"{' and '.join(self.names)}: {self.verdict}"]
 
     @property
     def verdict(self) -> str:
@@ -75,7 +63,7 @@ class TwoRuns:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values for JSON."""
-        at, first, acting = self.difference, self.parting.first, self.acting
+        at, first = self.difference, self.parting.first
         return {
             "runs": list(self.names),
             "verdict": self.verdict,
@@ -84,69 +72,47 @@ class TwoRuns:
             "ranks": list(at.ranks) if at else [],
             "is_rounding": self.is_rounding,
             "rounding_since": first.step if first is not None and first is not at else None,
-            "settings": [asdict(setting) | {"acts": setting in acting} for setting in self.settings],
+            "settings": [asdict(setting) | {"acts": setting in self.acting} for setting in self.settings],
             "num_common": self.parting.num_common,
-            "notes": list(self.notes),
+            "notes": self.notes,
         }
 
     def __str__(self) -> str:
-        lines = [f"{' and '.join(self.names)}: {self.verdict}"]
-        if self.readings:
-            lines += reading_table(self.readings).plain().splitlines()
-        return "\n".join([*lines, *_sentences(self), *(f"Note: {note}." for note in self.notes)])
+        return "\n".join([super().__str__(), *self._sentences(), *(f"Note: {note}." for note in self.notes)])
 
+    def _sentences(self) -> Iterator[str]:
+        at, first, bound = self.difference, self.parting.first, self.parting.bound
+        if at is None:
+            if self.settings:
+                yield f"Recorded settings that differ: {_listed(self.settings)}."
+            return
+        if at.only_in is not None:
+            yield f"Only {self.names[at.only_in]} has {at.tensor}."
+        if math.isfinite(at.relative) and at.values[0] != at.values[1]:
+            reach = f"rounding reaches {bound:.2g}" if math.isfinite(bound) else "the step before was not hashed"
+            shared = "" if at.common == 1 else f", beside the factor {at.common:.6g} of all gradients"
+            yield f"The relative difference is {at.relative:.2g}{shared}; {reach}."
+        if first is not None and first is not at:
+            yield f"By rounding they differ since step {first.step}, first in {first.place}."
+        if self.acting:
+            yield f"Recorded settings that differ and can act there: {_listed(self.acting)}."
+        else:
+            yield f"No recorded setting that differs can act there. {_REPEAT}"
+        if inactive := [setting for setting in self.settings if setting not in self.acting]:
+            yield f"They differ too, and cannot act there: {_listed(inactive)}."
 
-def _sentences(pair: TwoRuns) -> Iterator[str]:
-    at, first, acting = pair.difference, pair.parting.first, pair.acting
-    inactive = [setting for setting in pair.settings if setting not in acting]
-    if at is None:
-        if pair.settings:
-            yield f"Recorded settings that differ: {_listed(pair.settings)}."
-        return
-    if at.only_in is not None:
-        yield f"Only {pair.names[at.only_in]} has {at.tensor}."
-    if math.isfinite(at.relative) and at.values[0] != at.values[1]:
-        is_known = math.isfinite(pair.parting.bound)
-        bound = f"rounding reaches {pair.parting.bound:.2g}" if is_known else "the step before was not hashed"
-        yield f"The relative difference is {at.relative:.2g}; {bound}."
-    if first is not None and first is not at:
-        yield f"By rounding they differ since step {first.step}, first in {first.place}."
-    if acting:
-        yield f"Recorded settings that differ and can act there: {_listed(acting)}."
-    else:
-        yield f"No recorded setting that differs can act there: {_VARIES if pair.is_rounding else _DAMAGE}"
-    if inactive:
-        yield f"They differ too, and cannot act there: {_listed(inactive)}."
+    def _notes(self, runs: Sequence[Run]) -> Iterator[str]:
+        lengths, at = [len(run.steps) for run in runs], self.difference
+        if self.parting.num_common and lengths[0] != lengths[1]:
+            yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {self.parting.num_common} are common"
+        if not all(run.run.get("config") or run.run.get("versions") for run in runs):
+            yield "one of them has neither settings nor versions in its record"
+        if at is not None and at.what in ("loss", "grad_norm") and not self.parting.is_hashed:
+            is_ours = all(loop_of(run) == "trainer" for run in runs)
+            flag = "--fingerprints-every 1" if is_ours else "ng.RunRecorder(…, fingerprints_every=1)"
+            yield f"the tensor is not recorded: repeat both up to step {at.step} with {flag}"
 
 
 def _listed(settings: Sequence[SettingDifference]) -> str:
     more = len(settings) - _NAMED
     return ", ".join(map(str, settings[:_NAMED])) + (f" and {more} more" if more > 0 else "")
-
-
-def compare_two(first_run: Run, second_run: Run) -> TwoRuns:
-    """Find the first difference of two runs from their records, finished or not."""
-    runs, parting = (first_run, second_run), find_parting(first_run, second_run)
-    ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
-    names = first_run.path.name, second_run.path.name
-    return TwoRuns(
-        names if names[0] != names[1] else (str(first_run.path), str(second_run.path)),
-        parting,
-        tuple(settings_diff(first_run.run, second_run.run)),
-        None not in ends and ends[0] == ends[1],
-        tuple(_notes(runs, parting)),
-    )
-
-
-def _notes(runs: Sequence[Run], parting: Parting) -> Iterator[str]:
-    lengths = [len(run.steps) for run in runs]
-    if parting.num_common and lengths[0] != lengths[1]:
-        yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {parting.num_common} are common"
-    if not all(run.run.get("config") or run.run.get("versions") for run in runs):
-        yield "one of them has neither settings nor versions in its record"
-    at = parting.beyond or parting.first
-    if at is not None and at.what in ("loss", "grad_norm") and not parting.is_hashed:
-        flag = "ng.RunRecorder(…, fingerprints_every=1)"
-        if all(loop_of(run) == "trainer" for run in runs):
-            flag = "--fingerprints-every 1"
-        yield f"the tensor is not recorded: repeat both up to step {at.step} with {flag}"

@@ -10,10 +10,12 @@ from typing import Any
 from torch import nn
 
 from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.gradients import Backward, Loss, gradient_readings
+from narrowgauge.checks.gradients import Backward, gradient_readings
 from narrowgauge.checks.grid import grid_lines
+from narrowgauge.checks.manifest import manifest
 from narrowgauge.checks.parameters import parameter_readings
-from narrowgauge.checks.set_up import SetUp, described, set_up_of
+from narrowgauge.checks.set_up import SetUp, set_up_of
+from narrowgauge.checks.slope import Loss
 from narrowgauge.checks.updates import update_readings
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
@@ -31,14 +33,16 @@ def check(
 ) -> Readings:
     """Find the losses and errors of a training set-up before it trains.
 
-    Without ``batch`` the model is not called: only weights, states and settings are read. With ``batch`` and ``loss`` one
-    configured step is compared with float32 in one process, tensor by tensor. All ranks make the call.
+    Without ``batch`` the model is not called: only weights, states and settings are read. With ``batch`` and ``loss``, compare
+    the gradient with the slope of the loss, and one configured step with float32 in one process, tensor by tensor. All ranks
+    make the call. Gradients, buffers, states, generators and attributes of modules are as before at the end.
     ``ng.RunRecorder(..., audit_every=100)`` compares steps of the run with the optimizer's rule.
 
     Args:
         model: as the loop calls it, possibly wrapped or compiled.
         optimizer: any ``torch.optim.Optimizer``, of this or another library, possibly wrapped; or a list of several.
-        batch: this rank's batch: tensors with a first dim of sequences, in tuples or dicts. A list holds micro-batches.
+        batch: this rank's batch: tensors with a first dim of sequences, in tuples or dicts. A list holds micro-batches, unless
+            ``loss`` takes it whole.
         loss: ``loss(model, batch)`` returns the objective, a mean over its batch, with the loop's autocast.
         backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, with its accumulation, loss
             scale and reductions. ``None``: each micro-batch's loss, divided by their number.
@@ -47,8 +51,8 @@ def check(
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without ``loss``.
 
-    Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: one pass of the model and three of a float32
-        copy, 20 more if a difference is near its bound.
+    Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: one pass of the model, three of a float64 copy,
+        three of a float32 copy, 20 more if a difference is near its bound; 34 bytes per parameter.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -61,15 +65,19 @@ def check(
         raise RecipeError("Cannot compare gradients because batch= needs loss=, and loss= needs batch=.", "Pass both.")
     set_up = set_up_of(model, optimizer)
     readings, unseen = [*static_readings(set_up)], set_up.unseen
-    lines = described(set_up) + grid_lines(set_up)
+    lines = manifest(set_up) + grid_lines(set_up)
+    done = list[str]()
     if loss is not None:
-        more, words = gradient_readings(set_up, batch, loss, backward, unseen)
+        more, words, done = gradient_readings(set_up, batch, loss, backward, unseen)
         readings, lines = readings + more, lines + words
     if (linears := linears_of(model)) is not None and "narrow" in linears.matrices().values():
         lines = [*lines, str(linears)]
-    number = sum(p.parameter.numel() for p in set_up.trained)
-    looked_at = f"{counted(len(set_up.trained), 'tensor')}, {counted(number, 'element')} looked at"
-    return Readings(readings, lines, looked_at, unseen)
+    if predicted := set_up.predicted:
+        kinds = sorted({type(p.optimizer).__name__ for p in predicted})
+        done = [f"updates of {counted(len(predicted), 'tensor')} by {', '.join(kinds)}", *done]
+    return Readings(
+        readings, lines, "; ".join([f"settings of {counted(len(set_up.trained), 'tensor')}", *done]), unseen
+    )
 
 
 def static_readings(set_up: SetUp) -> list[Reading]:

@@ -1,8 +1,8 @@
 """Check the gradient of a set-up: compare one configured step with float32 in one process, on a deep copy.
 
-The configured pass runs on the model itself, before training: with its autocast, accumulation, DDP, FSDP2 or compiled parts.
-Its gradients, buffers and random generators are restored. The reference is a deep copy in float32, without wrappers. It
-takes the batches of all ranks at once. Both run in evaluation mode, without dropout.
+The configured pass runs on the model itself, before training: with its mode, autocast, accumulation, loss scale, recomputation,
+DDP, FSDP2 or compiled parts. Nothing of it stays. The reference is a deep copy in float32, without wrappers. It takes the
+batches of all ranks at once. Both run in training mode, or in evaluation mode where training draws random numbers.
 
 Monte Carlo arithmetic gives the bound: round every result of the reference at random, and measure the change of the gradient.
 A difference within 4 times this change is rounding. A larger difference is fitted by one factor, or by a number for each
@@ -14,35 +14,42 @@ Sources: D. S. Parker, Monte Carlo Arithmetic (UCLA CSD-970002, 1997). One bound
 from __future__ import annotations
 
 import copy
+import gc
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
-from narrowgauge.checks.step_check import joined
+from narrowgauge.checks.slope import (
+    Gradients,
+    Loss,
+    Widened,
+    cast_to,
+    float32_copy,
+    gradients_of,
+    scalar,
+    slope_readings,
+    whole,
+)
 from narrowgauge.distributed.ranks import Ranks, all_ranks
-from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.linear import NarrowLayer
+from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.put_back import generators_put_back, put_back
+from narrowgauge.put_back import put_back
 from narrowgauge.runs.finding import counted
-from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.formats import FORMATS, Format, dtype_name
+from narrowgauge.spec.formats import FORMATS, dtype_name
 from narrowgauge.torch_hooks import OwnHook
-from narrowgauge.torch_names import graph_dtypes, unwrapped_model
+from narrowgauge.torch_names import graph_dtypes
 
 MARGIN = 4.0
 """Bounds over the largest of some random roundings."""
@@ -54,59 +61,117 @@ LEAST = 2.0**-20
 """The least bound, eight ulps of float32: float32 sums in another order."""
 _NEAR = 0.005
 """Relative distance within which a factor equals a number of the set-up."""
-_LEAST_FACTOR = 0.25
-"""Narrow casts round more values down than up, and so shorten a gradient by a few percent."""
 MOST_TERMS = 16
 """Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks."""
-Loss = Callable[[nn.Module, Any], Tensor]
+_NO_TERMS = "In a copy of the model the loss does not depend on it."
 Backward = Callable[[nn.Module, Any], object]
-Gradients = dict[str, Tensor]
+
+
+class _Configured(NamedTuple):
+    """A configured step: whole gradients without a loss scale, the formats of all results, the last loss, and the mode.
+
+    Args:
+        draws: whether a pass drew random numbers.
+    """
+
+    gradients: Gradients
+    dtypes: set[torch.dtype]
+    loss: Tensor | None
+    is_training: bool
+    draws: bool
 
 
 def gradient_readings(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
-) -> tuple[list[Reading], list[str]]:
-    """Compare the gradients of one configured step with float32's in one process. All ranks make the call.
+) -> tuple[list[Reading], list[str], list[str]]:
+    """Compare the gradients of one configured step with the slope of the loss, and with float32's. All ranks make the call.
 
     Args:
         unseen: filled with the names that could not be compared, and the reasons.
 
     Returns:
-        Readings beyond rounding, the same on every rank; and a line about the equal gradients.
+        Readings beyond rounding, the same on every rank; lines; and what was looked at.
     """
     ranks, model = all_ranks(), set_up.model
     if any(p.is_complex() for p in model.parameters()):
         unseen["the gradient"] = "complex parameters"
-        return [], []
-    parts = list(batch) if isinstance(batch, list) else [batch]
-    if not parts:
-        raise RecipeError("Cannot compare gradients because batch= is an empty list.", "Pass a batch or micro-batches.")
+        return [], [], []
+    inside = set(map(id, model.parameters()))
+    outside = {p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside}
     reference, before = float32_copy(model), _versions(model)
-    with put_back(model):
-        for module in model.modules():
-            module.training = False  # not train(False), which some modules override
-        ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
-        gradients, dtypes, objective = _configured(model, batch, parts, loss, backward, ours)
+    parts = _micro_batches(reference, batch, loss)
+    configured = _configured(set_up, outside, batch, parts, loss, backward, True, unseen)
+    if ranks.largest(int(configured.draws)):
+        configured = _configured(set_up, outside, batch, parts, loss, backward, False, unseen)
     if stepped := [name for name, version in _versions(model).items() if before[name] != version]:
         _put_weights_back(model, reference, stepped)
-        return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], []
-    differing = _apart(gradients, ranks)
+        return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], [], []
+    differing = _apart(configured.gradients, ranks)
     all_parts = [part for of_rank in ranks.gather(parts) for part in of_rank]
-    unit = _unit_roundoff(model, dtypes)
+    formats = {dtype_name(dtype) for dtype in configured.dtypes} & FORMATS.keys()
+    formats |= {"tfloat32"} if torch.get_float32_matmul_precision() != "highest" else set()
+    unit = max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
 
-    def compare() -> tuple[list[Reading], list[str], str]:
-        try:
-            return *_compared(_Reference(reference, all_parts, loss, unit), gradients, ranks, differing), ""
-        except RuntimeError as error:  # a kernel that takes 16 bits alone
-            return [], [], f"the float32 copy cannot compute: {type(error).__name__}: {error}"[:200]
+    def slope(whole_batch: Any, reasons: dict[str, str]) -> tuple[list[Reading], list[str], str]:
+        _set_training(reference, True)
+        readings, lines, value = slope_readings(reference, outside, whole_batch, loss)
+        return readings + _loss_readings(model, value, lines), lines, "the slope of the loss"
 
-    readings, lines, why_not = ranks.of_first(compare)
-    if why_not:
-        unseen["the gradient"] = why_not
-    return readings, lines + coarse_loss(objective)
+    def one_process(whole_batch: Any, reasons: dict[str, str]) -> tuple[list[Reading], list[str], str]:
+        _set_training(reference, configured.is_training)
+        exact = _Reference(reference, outside, whole_batch, all_parts, loss, unit)
+        readings, lines = _compared(exact, configured.gradients, ranks, differing, reasons)
+        if configured.draws and any(reading.what in ("gradient", "gradient-factor") for reading in readings):
+            raise ArithmeticError("the loss draws random numbers in evaluation mode too")
+        if not configured.is_training:
+            lines[-1] += "; in evaluation mode, since training draws random numbers"
+        return readings, lines, f"gradients of {counted(len(exact.exact), 'tensor')}"
+
+    def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
+        readings, lines, done, reasons = list[Reading](), list[str](), list[str](), dict[str, str]()
+        whole_batch = concatenated(all_parts)
+        for area, part in {"the slope of the loss": slope, "the gradient": one_process}.items():
+            try:
+                more, words, what = part(whole_batch, reasons)
+            except NarrowgaugeError:
+                raise
+            except Exception as error:  # a kernel that takes other formats, too little memory, no slope
+                reasons[area] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            else:
+                readings, lines, done = readings + more, lines + words, [*done, what]
+        return readings, lines, done, reasons
+
+    readings, lines, done, reasons = ranks.of_first(compare)
+    unseen |= reasons
+    return readings, lines + coarse_loss(configured.loss), done
 
 
 # ── as configured ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _set_training(model: nn.Module, is_training: bool) -> None:
+    """Set the mode of a model. A model that trains already keeps the mode of each part."""
+    if not is_training:
+        for module in model.modules():
+            module.training = False  # not train(False), which some modules override
+    elif not model.training:
+        model.train()
+
+
+def _micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
+    """Return the micro-batches in a list. A list of tensors that ``loss`` takes is one batch, as a DataLoader makes it."""
+    if not isinstance(batch, list):
+        return [batch]
+    if not batch:
+        raise RecipeError("Cannot compare gradients because batch= is an empty list.", "Pass a batch or micro-batches.")
+    if any(isinstance(item, Tensor) for item in batch):
+        try:
+            with put_back(reference), torch.no_grad(), Widened():
+                loss(reference, cast_to(batch, torch.float32, NARROW))
+            return [batch]
+        except Exception:  # whatever the user's code raises for what it cannot read
+            pass
+    return batch
 
 
 def _versions(model: nn.Module) -> dict[str, int]:
@@ -123,11 +188,13 @@ def _put_weights_back(model: nn.Module, reference: nn.Module, names: Sequence[st
 
 
 def _configured(
-    model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None, ours: Sequence[Optimizer]
-) -> tuple[Gradients, set[torch.dtype], Tensor | None]:
-    """Run the configured passes. Return whole gradients without our loss scale, the formats of all results, and the last loss."""
-    dtypes: set[torch.dtype] = set()
+    set_up: SetUp, outside: Mapping[str, Any], batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None,
+    is_training: bool, unseen: dict[str, str],
+) -> _Configured:  # fmt: skip
+    """Run the configured passes, and put everything back."""
+    model, dtypes = set_up.model, set[torch.dtype]()
     value: Tensor | None = None
+    ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
     reduction = next((optimizer.reduction for optimizer in ours), None)
     requests = [(scaler, scaler.request) for optimizer in ours if (scaler := optimizer.loss_scaler) is not None]
 
@@ -135,31 +202,103 @@ def _configured(
         leaves = tree_leaves(_items(output) if is_dataclass(output) else output)
         dtypes.update(graph_dtypes(t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None))
 
-    handle = model.register_forward_hook(OwnHook(note))
-    try:
-        if backward is not None:
-            backward(model, batch)
-        for place, part in enumerate(parts) if backward is None else ():
-            last = place == len(parts) - 1
-            waits: AbstractContextManager[Any] = nullcontext() if last else getattr(model, "no_sync", nullcontext)()
-            with waits if reduction is None else reduction.micro_batch(is_last=last):
-                value = _scalar(loss(model, part))
-                dtypes |= graph_dtypes([value])
-                (value / len(parts)).backward()
-    finally:
-        handle.remove()
-    scale: Tensor | float = 1.0
-    for scaler, request in requests:
-        if scaler.request is not request:  # this pass scaled its loss; the optimizer would divide
-            scale, scaler.request = scaler.scale_tensor, request
-    gradients = {}
-    for name, p in model.named_parameters():
-        gradient = p.grad if p.grad is not None else getattr(p, "main_grad", None)
-        if p.requires_grad and isinstance(gradient, Tensor):
-            full = _whole(gradient.detach()).to_dense()
-            gradients[inner_name(name)] = full.float() / scale if isinstance(scale, Tensor) else full.clone()
-            dtypes.add(p.dtype)
-    return gradients, dtypes, value
+    handle, generators = model.register_forward_hook(OwnHook(note)), _generators(model)
+    parameters = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad} | dict(outside)
+    with put_back(model, parameters.values(), set_up.optimizers) as unrestored, _Scales() as scales:
+        _set_training(model, is_training)
+        if not is_training:
+            for module in model.modules():  # many a loop's backward= begins with model.train()
+                vars(module)["train"] = partial(_unchanged, module)
+        try:
+            if backward is not None:
+                backward(model, batch)
+            for place, part in enumerate(parts) if backward is None else ():
+                last = place == len(parts) - 1
+                waits: AbstractContextManager[Any] = nullcontext() if last else getattr(model, "no_sync", nullcontext)()
+                with waits if reduction is None else reduction.micro_batch(is_last=last):
+                    value = scalar(loss(model, part))
+                    dtypes |= graph_dtypes([value])
+                    (value / len(parts)).backward()
+        finally:
+            handle.remove()
+        scale: Tensor | float = scales.left
+        for scaler, request in requests:
+            if scaler.request is not request:  # this pass scaled its loss; the optimizer would divide
+                scale, scaler.request = scaler.scale_tensor, request
+        gradients = {}
+        for name, p in parameters.items():
+            gradient = p.grad if p.grad is not None else getattr(p, "main_grad", None)
+            if isinstance(gradient, Tensor):
+                gradients[name] = whole(gradient.detach()).to_dense().clone()
+                if isinstance(scale, Tensor) or scale != 1:
+                    gradients[name] = gradients[name].float() / scale
+                dtypes.add(p.dtype)
+        draws = any(not torch.equal(a, b) for a, b in zip(generators, _generators(model), strict=True))
+    unseen |= unrestored
+    return _Configured(gradients, dtypes, value, is_training, draws)
+
+
+def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+def _generators(model: nn.Module) -> list[Tensor]:
+    """Return the states of PyTorch's generators that a pass may draw from."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+
+class _Scales:
+    """The loss scale that torch's scalers apply in a pass. Scalers are as before at the end."""
+
+    def __enter__(self) -> _Scales:
+        self.scaled, self.unscaled = list[torch.amp.GradScaler](), list[torch.amp.GradScaler]()
+        scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]
+        self.before = [(scaler, copy.deepcopy(vars(scaler))) for scaler in scalers]
+        for scaler in scalers:  # attributes of the object, which go with the rest
+            for name, calls in (("scale", self.scaled), ("unscale_", self.unscaled)):
+                vars(scaler)[name] = partial(self._noted, calls, scaler, getattr(scaler, name))
+        return self
+
+    @staticmethod
+    def _noted(calls: list[Any], scaler: torch.amp.GradScaler, call: Callable[[Any], Any], value: Any) -> Any:
+        calls.append(scaler)
+        return call(value)
+
+    @property
+    def left(self) -> float:
+        """Return the scale by which the scaler's step would still divide."""
+        return self.scaled[-1].get_scale() if self.scaled and not self.unscaled else 1.0
+
+    def __exit__(self, *_: object) -> None:
+        for scaler, attributes in self.before:
+            vars(scaler).clear()
+            vars(scaler).update(attributes)
+
+
+def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
+    """Return the number of ranks whose gradient has other bits than rank 0's, by tensor, without equal tensors."""
+    first, *hashes = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
+    counts = {name: sum(prints.get(name) != bits for prints in hashes) for name, bits in first.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Reading]:
+    """Compare a language model's loss at the start with that of equal probabilities, ln V."""
+    size = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+    has_head = any(isinstance(m, nn.Linear) and m.out_features == size for m in model.modules())
+    if size < 2 or not has_head or not math.isfinite(value):
+        return []
+    uniform, kind = math.log(size), KINDS["loss-at-start"]
+    off, low, high = abs(value / uniform - 1), 1e-3 * uniform, kind.bound * uniform
+    words = f" beside ln {size:,} = {uniform:.4g}" if off > 0.01 else f" = ln {size:,}"
+    lines.append(f"loss {value:.4g}{words}{', so the logits are equal' if off < 1e-5 else ''}")
+    if low <= value <= high:
+        return []
+    words = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
+    if value > high:
+        words = "more than equal probabilities give: look at the initial weights, or is it a sum?"
+    return [kind.reading("", value, None, high if value > high else low, words=words)]
 
 
 def coarse_loss(loss: Any) -> list[str]:
@@ -176,127 +315,6 @@ def coarse_loss(loss: Any) -> list[str]:
         f"loss in {dtype_name(loss.dtype)}: near {float(loss):.3g} its values lie {spacing:.3g} apart; take the loss of "
         "logits.float()"
     ]
-
-
-def _scalar(result: Any) -> Tensor:
-    """Return what the user's ``loss`` returned, if a backward pass can begin there."""
-    if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
-        kind = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-        kind += ", without a graph" if isinstance(result, Tensor) and not result.requires_grad else ""
-        raise RecipeError(
-            f"Cannot compare gradients because loss(model, batch) returned {kind}.",
-            "Return the mean loss over the batch, a tensor of one element.",
-        )
-    return result
-
-
-def _whole(tensor: Any) -> Tensor:
-    """Return a tensor with the parts of all ranks."""
-    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return full
-
-
-def _unit_roundoff(model: nn.Module, dtypes: set[torch.dtype]) -> float:
-    """Return the unit roundoff of the coarsest format in which the configured pass computes."""
-    formats = {dtype_name(dtype) for dtype in dtypes} & FORMATS.keys()
-    formats |= {"tfloat32"} if torch.get_float32_matmul_precision() != "highest" else set()
-    for module in model.modules():
-        if isinstance(module, NarrowLayer):
-            formats |= {cast.format for cast in module.compute.casts.values() if cast.format in FORMATS}
-    return max((_unit_of(FORMATS[name]) for name in formats), default=2.0**-24)
-
-
-def _unit_of(row: Format) -> float:
-    """Return the error of a value over the value, or for integers over a row's rms, about a quarter of its largest value."""
-    return 2.0 / row.max if row.kind == "int" else row.epsilon / 2
-
-
-def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
-    """Return the number of ranks whose gradient has other bits than rank 0's, by tensor, without equal tensors."""
-    first, *hashes = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
-    counts = {name: sum(prints.get(name) != bits for prints in hashes) for name, bits in first.items()}
-    return {name: count for name, count in counts.items() if count}
-
-
-# ── float32 in one process ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def float32_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy in float32 and evaluation mode, unsharded, without wrappers, compiled code or FSDP2 hooks.
-
-    All ranks of a sharded model make the call. Our low-precision layers multiply in float32.
-    """
-    model, memo, classes = unwrapped_model(model), dict[int, Any](), dict[nn.Module, type]()
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(_whole(p.detach()).float().clone(), requires_grad=p.requires_grad)
-    for module in model.modules():
-        if type(module).__name__.startswith("FSDP") and len(type(module).__mro__) > 2:
-            classes[module] = type(module)
-            names = [name for name in module.__dict__ if "_hooks" in name or name.startswith("__composable_api_state")]
-            memo |= {id(module.__dict__[name]): OrderedDict() for name in names}
-        # Such as auxiliary losses and attention maps of an earlier forward pass: only leaves can be copied.
-        results = [
-            t for t in tree_leaves(list(vars(module).values())) if isinstance(t, Tensor) and t.grad_fn is not None
-        ]
-        memo |= {id(tensor): tensor.detach().clone() for tensor in results}
-    try:
-        for module, kind in classes.items():
-            module.__class__ = kind.__mro__[2]
-        twin = copy.deepcopy(model, memo)
-    finally:
-        for module, kind in classes.items():
-            module.__class__ = kind
-    for module in twin.modules():
-        module.training = False
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            module._compiled_call_impl = None
-        if isinstance(module, NarrowLayer):
-            module.set_compute(COMPUTES["float32"])
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in NARROW:
-                module._buffers[name] = buffer.float()
-    return twin
-
-
-class Widened(TorchDispatchMode):
-    """Compute in float32 instead of 16 bits, for casts by autocast or by the model. Round each result at random.
-
-    Args:
-        unit: the largest relative rounding of a result; 0 rounds nothing.
-    """
-
-    def __init__(self, unit: float = 0.0, seed: int = 0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.unit, self.generators, self.seed = unit, dict[torch.device, torch.Generator](), seed
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") in NARROW:
-            kwargs["dtype"] = torch.float32
-        result = func(*args, **kwargs)
-        is_fresh = all(value.alias_info is None for value in func._schema.returns)
-        return tree_map(self._rounded, result) if self.unit and is_fresh else result
-
-    def _rounded(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
-            return x
-        if x.device not in self.generators:
-            self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
-        noise = torch.rand(x.shape, generator=self.generators[x.device], device=x.device, dtype=torch.float32)
-        # Coarser formats are those of casts, which take matrices: the loss stays in 16 bits or more.
-        unit = self.unit if x.numel() > 1 else min(self.unit, 2.0**-8)
-        return x * (1 + unit * (2 * noise - 1)).to(x.dtype)
-
-
-def gradients_of(model: nn.Module, part: Any, loss: Loss, unit: float = 0.0, seed: int = 0) -> Gradients:
-    """Return the gradients of a float32 model, float64 on its device."""
-    named = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    with generators_put_back(), Widened(unit, seed):
-        gradients: Any = torch.autograd.grad(_scalar(loss(model, part)), list(named.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p, dtype=torch.float64) if g is None else g.detach().to_dense().double()
-        for (name, p), g in zip(named.items(), gradients, strict=True)
-    }
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
@@ -344,102 +362,144 @@ def _items(value: Any) -> dict[str, Any]:
 
 
 class _Reference:
-    """The exact gradients of a step by tensor, and how far random roundings of every result move them.
+    """The gradients of a step in one process by tensor, and how far random roundings of every result move them.
 
     Args:
-        parts: the micro-batches of all ranks. Their gradients are those of the mean over all of them.
+        model: a float32 copy. Our low-precision layers have their casts.
+        outside: leaves beside the model, such as a head, that the loss uses.
+        parts: the micro-batches of all ranks; ``batch`` joins them.
         unit: the largest relative rounding of a result.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[Any], loss: Loss, unit: float) -> None:
-        self.model, self.loss, self.unit = model, loss, unit
-        self.parts = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x, list(parts))
-        self.batch = concatenated(self.parts)
-        self.exact = gradients_of(model, self.batch, loss)
+    def __init__(
+        self, model: nn.Module, outside: Mapping[str, Any], batch: Any, parts: Sequence[Any], loss: Loss, unit: float
+    ) -> None:
+        self.model, self.loss, self.unit, self.num_roundings = model, loss, unit, 0
+        self.leaves = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad} | dict(outside)
+        self.batch, self.parts = (cast_to(x, torch.float32, NARROW) for x in (batch, list(parts)))
+        self.exact = self.gradients(self.batch)
+        for name in [name for name in outside if not self.exact[name].any()]:
+            del self.exact[name], self.leaves[name]
         self.lengths = {name: float(r.norm()) for name, r in self.exact.items()}
-        self.distances = dict.fromkeys(self.exact, 0.0)
-        self.factor_errors = dict.fromkeys(self.exact, 0.0)
-        self.num_roundings = 0
+        self.distances, self.factor_errors = dict.fromkeys(self.exact, 0.0), dict.fromkeys(self.exact, 0.0)
         self.round_until(FEW_ROUNDINGS)
+
+    def gradients(self, batch: Any, unit: float = 0.0, seed: int = 0) -> Gradients:
+        return gradients_of(self.model, self.leaves, batch, self.loss, Widened(torch.float32, unit, seed))[0]
 
     def round_until(self, number: int) -> None:
         """Measure by this number of roundings in all. Keep the largest distances, and not the gradients."""
         for seed in range(self.num_roundings, number):
-            for name, g in gradients_of(self.model, self.batch, self.loss, self.unit, seed).items():
-                distance = float((g - self.exact[name]).norm())
-                self.distances[name] = max(self.distances[name], distance)
+            for name, g in self.gradients(self.batch, self.unit, seed).items():
+                length = self.lengths[name] or 1.0
+                self.distances[name] = max(self.distances[name], float((g - self.exact[name]).norm()) / length)
                 self.factor_errors[name] = max(self.factor_errors[name], abs(self.factor(name, g) - 1))
         self.num_roundings = number
 
     def bound(self, name: str) -> float:
         """Return the largest relative distance that is rounding."""
-        length = self.lengths[name]
-        return max(LEAST, MARGIN * self.distances[name] / length) if length else LEAST
+        return max(LEAST, MARGIN * self.distances[name])
 
     def factor(self, name: str, gradient: Tensor) -> float:
         """Return the component of a gradient along the exact one, over the exact one."""
         length = self.lengths[name]
         return float((gradient * self.exact[name]).sum()) / length**2 if length else 1.0
 
-    @cached_property
-    def terms(self) -> list[Gradients]:
-        """Return the gradients of each micro-batch, if there are several, but not too many."""
-        is_worth = 1 < len(self.parts) <= MOST_TERMS
-        return [gradients_of(self.model, part, self.loss) for part in self.parts] if is_worth else []
+    def weights(self, terms: Sequence[Gradients], name: str, gradient: Tensor) -> tuple[list[float], float]:
+        """Return the weight of each micro-batch's gradient in a gradient, and the relative length that they do not explain."""
+        columns = torch.stack([term[name].flatten().cpu() for term in terms], 1)
+        target = gradient.flatten().cpu()
+        weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
+        return weights.tolist(), float((target - columns @ weights).norm()) / (float(target.norm()) or 1.0)
 
 
 def _compared(
-    reference: _Reference, gradients: Gradients, ranks: Ranks, differing: Mapping[str, int]
+    reference: _Reference, gradients: Gradients, ranks: Ranks, differing: Mapping[str, int], reasons: dict[str, str]
 ) -> tuple[list[Reading], list[str]]:
     """Return the readings and a line. Before a tensor near its bound is accused, measure by more random roundings."""
-    readings, distances = list[Reading](), list[float]()
+    readings, equal = _differences(reference, gradients, ranks, differing, [])
+    if any(reading.what.startswith("gradient") and reading.excess <= _NEAR_MISS for reading in readings):
+        reference.round_until(MANY_ROUNDINGS)
+        readings, equal = _differences(reference, gradients, ranks, differing, [])
+    unexplained = [reading.tensor for reading in readings if reading.what == "gradient"]
+    if unexplained and 1 < len(reference.parts) <= MOST_TERMS:
+        terms = [reference.gradients(part) for part in reference.parts]
+        if any(reference.weights(terms, name, reference.exact[name])[1] > 16 * LEAST for name in unexplained):
+            # Such as a balance loss, or pairs within a batch: the sum of the parts is another function than the whole.
+            reasons["the weights of micro-batches"] = "the loss over all of them is no weighted sum of their losses"
+            reference.exact = {n: torch.stack([t[n] for t in terms]).mean(0) for n in reference.exact}
+            reference.lengths = {name: float(r.norm()) for name, r in reference.exact.items()}
+        readings, equal = _differences(reference, gradients, ranks, differing, terms)
+    line = f"gradients: {len(equal)} of {counted(len(reference.exact), 'tensor')} equal to float32's in one process"
+    if equal:
+        line += f", within rounding (largest difference {max(equal):.1e}, unit roundoff {reference.unit:.1e})"
+    return _grouped(readings, len(reference.exact)), [line]
+
+
+def _differences(
+    reference: _Reference, gradients: Gradients, ranks: Ranks, differing: Mapping[str, int], terms: Sequence[Gradients]
+) -> tuple[list[Reading], list[float]]:
+    """Return a reading for each tensor beyond its bound, and the distances of the others."""
+    readings, distances, zero = list[Reading](), list[float](), list[str]()
     for name in reversed(reference.exact):  # in the order of backward
         if name in differing:
             readings.append(KINDS["not-reduced"].reading(name, differing[name], 0))
             continue
         r, length, bound = reference.exact[name], reference.lengths[name], reference.bound(name)
         g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
-        distance = float((g - r).norm()) / (length or 1e-300)
-        factor = reference.factor(name, g)
-        # Rounding may change a gradient by more than its length, but its component along the exact one by far less.
-        is_along = abs(factor - 1) <= max(_LEAST_FACTOR, MARGIN * reference.factor_errors[name])
+        distance, factor = float((g - r).norm()) / (length or 1.0), reference.factor(name, g)
         if bad := int((~g.isfinite()).sum()):
             if all(reading.what != "nonfinite-gradient" for reading in readings):  # the first in backward
-                wide = (
-                    "float32's are"
-                    if bool(r.isfinite().all())
-                    else "nor are float32's, so look at weights, data and loss"
-                )
+                is_wide = bool(r.isfinite().all())
+                wide = "float32's are" if is_wide else "nor are float32's, so look at weights, data and loss"
                 readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide))
         elif not bool(g.any()) and (length or name not in gradients):
-            readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(reference.exact)))
-        elif distance <= bound and is_along:
+            zero.append(name)
+        elif not length and distance > bound:
+            readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=_NO_TERMS))
+        # Rounding may change a gradient by more than its length, but its component along the exact one by far less.
+        elif distance <= bound and abs(factor - 1) <= max(_NEAR, MARGIN * reference.factor_errors[name]):
             distances.append(distance)
-        elif bound < distance <= _NEAR_MISS * bound and reference.num_roundings == FEW_ROUNDINGS:
-            reference.round_until(MANY_ROUNDINGS)
-            return _compared(reference, gradients, ranks, differing)
         elif factor and float((g - factor * r).norm()) <= bound * abs(factor) * length:
             equals = equal_to(factor, len(reference.parts) // ranks.size, ranks.size)
             readings.append(KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals))
         else:
-            terms = [term[name] for term in reference.terms]
-            words = _counts_of(g, r, terms, bound) if terms else ""
+            words = _counts_of(reference, terms, name, g, bound) if terms else ""
             readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
-    line = f"gradients: {len(distances)} of {counted(len(reference.exact), 'tensor')} equal to float32's in one process"
-    if distances:
-        line += f", within rounding (largest difference {max(distances):.1e}, unit roundoff {reference.unit:.1e})"
-    return joined(readings, len(reference.exact)), [line]
+    if zero:
+        count = len(reference.exact)
+        readings.append(KINDS["no-gradient"].reading(of_all(zero), len(zero), 0, count=count))
+    return readings, distances
 
 
-def _counts_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float) -> str:
+def _grouped(readings: Sequence[Reading], number: int) -> list[Reading]:
+    """Join readings of one kind, and of one factor within their bounds. The tensor is empty if all tensors have the reading."""
+    groups = list[list[Reading]]()
+    for reading in readings:
+        like = next((members for members in groups if _is_like(members[0], reading)), None)
+        if like is None:
+            groups.append([reading])
+        else:
+            like.append(reading)
+    results = []
+    for members in groups:
+        worst, names = max(members, key=lambda r: r.excess), [r.tensor for r in members]
+        results.append(replace(worst, tensor="" if len(names) == number > 1 else of_all(names)))
+    return results
+
+
+def _is_like(a: Reading, b: Reading) -> bool:
+    near = max(_NEAR, a.bound or 0.0, b.bound or 0.0) * abs(a.value or 0.0)
+    return a.what == b.what and (a.what != "gradient-factor" or abs((a.value or 0.0) - (b.value or 0.0)) <= near)
+
+
+def _counts_of(reference: _Reference, terms: Sequence[Gradients], name: str, g: Tensor, bound: float) -> str:
     """Say how often each micro-batch counts, if a weighted sum of their gradients explains the difference."""
-    columns = torch.stack([term.flatten().cpu() for term in terms], 1)
-    pairs = torch.stack([g.flatten().cpu(), r.flatten().cpu()], 1)
-    weights = torch.linalg.lstsq(columns, pairs, driver="gelsd").solution
-    residual = float((pairs - columns @ weights)[:, 0].norm())
-    if residual > 2 * bound * float(g.norm()) or bool((weights[:, 1].abs() < 1e-6).any()):
+    weights, rest = reference.weights(terms, name, g)
+    right, _ = reference.weights(terms, name, reference.exact[name])
+    if rest > 2 * bound or min(map(abs, right)) < 1e-6:
         return ""
-    times = ", ".join(f"{round(ratio, 4) + 0.0:.3g}" for ratio in (weights[:, 0] / weights[:, 1]).tolist())
+    times = ", ".join(f"{round(a / b, 4) + 0.0:.3g}" for a, b in zip(weights, right, strict=True))
     return f"Micro-batches count {times} times, rank after rank."
 
 

@@ -23,7 +23,7 @@ def grid_lines(set_up: SetUp) -> list[str]:
     seen: dict[torch.dtype, list[tuple[float, float]]] = {}
     rates: dict[torch.dtype, float] = {}
     for p in set_up.trained:
-        if (dtype := _grid(p)) is not None and p.is_normalized and p.rate:
+        if (dtype := _grid(p)) is not None and p.size and p.rate:
             update = STEPS * p.rate
             seen.setdefault(dtype, []).append((visible_part(spread(p.parameter), dtype, update), p.parameter.numel()))
             rates[dtype] = p.rate

@@ -1,6 +1,6 @@
 """Check that a resumed run is the same run, for any loop.
 
-Compare the saved state with the state of fresh objects after the load. Then both take the step after the checkpoint.
+Compare the saved state with the state of fresh objects after the load. Then both take the steps after the checkpoint.
 Tensors are compared by fingerprints of their bits and of their values. Fingerprints do not depend on sharding, so
 the second part may run on another number of ranks.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
@@ -27,24 +27,33 @@ from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
+from narrowgauge.runs.finding import counted
 
 Objects = Mapping[str, Any]
 Step = Callable[[], Objects]
 Entry = dict[str, Any]
-BITS, VALUE, NOT_RESTORED = "same bits", "same value", "not restored"
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LONG = 16
 """A list of more plain values than this is one state, by its hash."""
 
 
+CAUSES = (
+    ("param_groups", "lr", "rate", "sched"), ("step", "epoch", "position", "iteration"), ("scale",), ("generator", "rng"),
+    ("batch", "data", "token", "loader", "sampler"), ("state.",), ("master",),
+)  # fmt: skip
+"""Words in the names of states, causes first. Others, such as weights, are last."""
+
+
 def check_resume(
     step: Step | None,
     save: Callable[[], Any],
-    load: Callable[[Any], tuple[Objects, Step]] | None,
+    load: Callable[[Any], tuple[Any, ...]] | None,
     *,
+    steps: int = 1,
+    resumes: int = 1,
     record: str | Path | None = None,
 ) -> Readings:
-    """Prove that a resumed loop is the same run: restore in fresh objects, and repeat the step after the checkpoint.
+    """Prove that a resumed loop is the same run: restore in fresh objects, and repeat the steps after the checkpoint.
 
     All ranks make the call. Another number of ranks takes two calls. One job passes ``load=None`` and a ``record`` to write.
     The other passes ``step=None`` and the same ``record``; its ``save()`` says where the checkpoint is.
@@ -53,10 +62,14 @@ def check_resume(
         step: takes the loop's next step and returns the loop's objects by name: modules, optimizers, tensors, numbers, and
             anything with a ``state_dict()``, in dicts and lists. Other objects are in ``unseen``.
         save: writes a checkpoint, and returns the argument of ``load``.
-        load: rebuilds everything from the checkpoint, and returns the fresh objects by the same names, and their ``step``.
+        load: rebuilds everything from the checkpoint. It returns the fresh objects by the same names, and their ``step``; for
+            more than one resume also their ``save``. An object that is ``None`` until the next step is not compared.
+        steps: repeated after each resume. Take enough to cross an epoch.
+        resumes: 2 saves the resumed run too, and resumes it again: the place in an epoch is often lost then.
         record: the file that carries the saved state to another job.
     Returns:
-        A reading for each kind of state that is not restored. Its lines say of each kind: same bits, same value, or not restored.
+        A reading for each kind of state that differs, causes first: rate, counters, loss scale, generators, batch, states,
+        weights.
     Raises:
         RecipeError: two jobs without a record.
 
@@ -76,53 +89,77 @@ def check_resume(
     if step is not None:
         undrawn = _generators()
         before = snapshot(step(), unseen)
-        saved = save()
-        generators = _generators()
-        after = snapshot(step(), unseen)
+        saved, generators = save(), _generators()
+        after = [snapshot(_last_of(step, steps), unseen) for _ in range(resumes)]
         if file is not None and ranks.is_first:
-            file.write_text(json.dumps({"held": before, "after": after}), encoding="utf-8")
+            file.write_text(json.dumps({"before": before, "after": after}), encoding="utf-8")
         if load is None:
             return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"], unseen=unseen)
-        drawn = _generators()
         # A generator that the steps do not draw from changes nothing. In another job each rank has its own.
-        before |= {name: entry for name, entry in generators.items() if drawn[name] != undrawn[name]}
+        drawn = [name for name, entry in _generators().items() if entry != undrawn[name]]
+        before |= {name: generators[name] for name in drawn}
     else:
         assert file is not None
         recorded = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
-        before, after, saved = recorded["held"], recorded["after"], save()
-    # The random generators of a new process differ, so a load must set them.
-    torch.rand(7), np.random.rand(7), random.random()
+        before, after, saved, drawn = recorded["before"], recorded["after"], save(), []
     assert load is not None
-    objects, fresh_step = load(saved)
-    loaded = snapshot(objects, unseen) | _generators()
-    before = {name: entry for name, entry in before.items() if name.partition("|")[0] in {*objects, "generators"}}
-    readings, lines = _differences(before, loaded, "after the load")
-    again = snapshot(fresh_step(), unseen)
-    if not readings:
-        readings, more = _differences(after, again, "after one step more")
-        lines += more
-    return Readings(readings, lines, "every state has the bits of the run that went on", unseen)
+    lines = list[str]()
+    for number, expected in enumerate(after):
+        # The random generators of a new process differ, so a load must set them.
+        torch.rand(7), np.random.rand(7), random.random()
+        objects, fresh_step, *fresh_save = load(saved)
+        there = {name for name, value in objects.items() if value is not None} | {"generators"}
+        before = {name: entry for name, entry in before.items() if name.partition("|")[0] in there}
+        when = "after the load" if number == 0 else f"after load {number + 1}"
+        readings = _differences(before, snapshot(objects, unseen) | _generators(), when, "", lines)
+        if readings:
+            return Readings(readings, lines, unseen=unseen)
+        now = snapshot(_last_of(fresh_step, steps), unseen)
+        when = f"{counted(steps, 'step')} {when}"
+        hint = " The load restored all that is returned. Look at what is not: the next batch, a counter, a generator."
+        if number + 1 < len(after):
+            saved, before = (
+                fresh_save[0](),
+                now | {name: entry for name, entry in _generators().items() if name in drawn},
+            )
+        if readings := _differences(expected, now, when, hint, lines):
+            return Readings(readings, lines, unseen=unseen)
+    looked_at = (
+        f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
+    )
+    return Readings([], lines, looked_at, unseen)
 
 
-def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: str) -> tuple[list[Reading], list[str]]:
-    """Return a reading for each kind of state that is not restored, and a line with the counts."""
-    verdicts: dict[str, dict[str, list[str]]] = {}
-    for name, entry in before.items():
-        verdict, loaded = NOT_RESTORED, now.get(name)
-        if loaded is not None and entry["value"] == loaded["value"]:
-            verdict = BITS if entry["bits"] == loaded["bits"] else VALUE
-        verdicts.setdefault(name.split("|")[1], {}).setdefault(verdict, []).append(name)
-    readings, words = [], []
-    for kind, groups in verdicts.items():
-        counts = {verdict: f"{verdict} ({len(names)})" for verdict, names in groups.items()}
-        words.append(f"{kind} {', '.join(counts.values())}")
-        if names := groups.get(NOT_RESTORED):
-            entry, loaded = before[names[0]], now.get(names[0], {"shown": "nothing", "number": None})
-            first, number = names[0].split("|", 2)[2], sum(map(len, groups.values()))
-            label = f"{len(names)} of {number}: {first}: " if first else ""
+def _last_of(step: Step, steps: int) -> Objects:
+    return [step() for _ in range(steps)][-1]
+
+
+def _differences(
+    before: Mapping[str, Entry], now: Mapping[str, Entry], when: str, hint: str, lines: list[str]
+) -> list[Reading]:
+    """Return a reading for each kind of state that differs, causes first. Add a line with the number of equal states."""
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(before, key=_rank):
+        kinds.setdefault(name.split("|")[1], []).append(name)
+    readings, number = [], 0
+    for kind, members in kinds.items():
+        names = [name for name in members if name not in now or before[name]["bits"] != now[name]["bits"]]
+        number += len(members) - len(names)
+        if names:
+            entry, loaded = before[names[0]], now.get(names[0], {"shown": "nothing", "number": None, "value": None})
+            first = names[0].split("|", 2)[2]
+            label = f"{len(names)} of {len(members)}: {first}: " if first else ""
             message = f"{label}{entry['shown']} was saved, {loaded['shown']} is there {when}."
+            message += " Its values are equal, its format is not." if entry["value"] == loaded["value"] else hint
             readings.append(KINDS["not-restored"].reading(kind, loaded["number"], entry["number"], message=message))
-    return readings, [f"{when}: {'; '.join(words)}"]
+    lines.append(f"{when}: {number} of {len(before)} states have the same bits")
+    return readings
+
+
+def _rank(name: str) -> int:
+    _, kind, state = name.lower().split("|", 2)
+    text = f"{state} {kind.rpartition('.')[2]}" if "." in kind else kind
+    return next((place for place, words in enumerate(CAUSES) if any(word in text for word in words)), len(CAUSES))
 
 
 # ── the state of a loop ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,11 +171,16 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
     Fill ``unseen`` with the kinds of states that cannot be read.
     """
     states = {f"{key}|{kind}|{name}": x for key, value in objects.items() for kind, name, x in _states_of(key, value)}
+    of_modules = {id(p) for value in objects.values() if isinstance(value, nn.Module) for p in value.parameters()}
+    for key, value in objects.items():
+        if isinstance(value, torch.optim.Optimizer):
+            stepped = [p for group in value.param_groups for p in group["params"]]
+            states[f"{key}|{key}.parameters in the modules|"] = sum(id(p) in of_modules for p in stepped)
     tensors = {k: x for k, x in states.items() if isinstance(x, Tensor) and x.layout is torch.strided}
     bits, _ = fingerprints_whole_and_own(tensors)
-    values, _ = fingerprints_whole_and_own(
-        {k: t.double() if t.is_floating_point() else t.long() for k, t in tensors.items()}
-    )
+    values: dict[str, int] = {}
+    for k, t in tensors.items():  # one at a time: the copies are large
+        values |= fingerprints_whole_and_own({k: t.double() if t.is_floating_point() else t.long()})[0]
     entries: dict[str, Entry] = {}
     for key, value in states.items():
         if key in tensors:
@@ -154,7 +196,8 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
             unseen.setdefault(kind, f"{name} {type(value).__name__} has no state_dict()".lstrip())
         else:
             number = float(value) if isinstance(value, (int, float)) else None
-            entries[key] = _entry(repr(value), repr(value if number is None else number), number, repr(value)[:60])
+            text = repr(value if number is None else number)  # 1 and 1.0 are equal
+            entries[key] = _entry(text, text, number, repr(value)[:60])
     return entries
 
 
@@ -206,3 +249,16 @@ def _generators() -> dict[str, Entry]:
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu")
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
     return {f"generators|generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}
+
+
+# ── for a certificate ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def loop_entries(objects: Objects) -> dict[str, Entry]:
+    """Return the entries of a loop's objects and of the process's random generators. All ranks make the call."""
+    return snapshot(objects, {}) | _generators()
+
+
+def differences_after_load(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> list[Reading]:
+    """Return a reading for each kind of state that is not restored, causes first."""
+    return _differences(before, now, "after the load", "", [])

@@ -6,9 +6,11 @@ weights this is ``naive``, with a master copy ``master``, with Kahan compensatio
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from narrowgauge.checks.step_samples import spread
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
+from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.torch_names import plain_name
@@ -46,6 +48,44 @@ KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
 )
 
 
+class StepRule(NamedTuple):
+    """The size of an optimizer's steps, and how it decays.
+
+    Args:
+        size: root mean square of a step over the learning rate, or a function of the parameter; ``None``: as the gradient.
+        roundings: of a 16-bit weight in a step with decay. With two, decay multiplies the weight and is rounded alone.
+    """
+
+    size: float | Callable[[SteppedParameter], float] | None
+    roundings: int
+
+
+def _orthogonal(p: SteppedParameter) -> float:
+    """Return the size of a matrix with singular values of 1, times Muon's factor for the shape."""
+    rows, columns = matrix_shape(p.parameter.shape)[-2:]
+    if p.group.get("adjust_lr_fn") == "match_rms_adamw":
+        return 0.2
+    return math.sqrt(max(1.0, rows / columns) / max(rows, columns))
+
+
+def _relative(p: SteppedParameter) -> float:
+    """Return the root mean square of the weights, to which the steps are relative."""
+    is_relative = p.group.get("scale_parameter", True)
+    return max(1e-3, float(spread(p.parameter).float().square().mean().sqrt())) if is_relative else 1.0
+
+
+TYPICAL = 0.23
+"""RMS of Adam's step over its learning rate, for gradients of random sign: √((1 − β1) / (1 + β1)) at β1 = 0.9."""
+STEP_RULES: dict[str, StepRule] = {
+    "adamw": StepRule(TYPICAL, 2), "adam": StepRule(TYPICAL, 1), "adan": StepRule(TYPICAL, 2), "lamb": StepRule(_relative, 1),
+    "lion": StepRule(1.0, 2), "sign": StepRule(1.0, 1), "muon": StepRule(_orthogonal, 2), "adafactor": StepRule(_relative, 2),
+    "rmsprop": StepRule(1.0, 1), "sgd": StepRule(None, 1),
+}  # fmt: skip
+"""By what the name of an optimizer's class contains. A class that fits no row, or two unlike ones, is unseen."""
+ROUNDS_DECAY_ALONE = ("torch", "optimi")
+"""Libraries whose decay multiplies the weight in its own format, unless their kernel is fused. Others compute in float32."""
+
+
 @dataclass(frozen=True)
 class SteppedParameter:
     """A parameter in an optimizer, under its name in the model, with its equivalent storage."""
@@ -58,22 +98,59 @@ class SteppedParameter:
 
     @property
     def rate(self) -> float:
-        """Return the largest of the learning rate, the initial rate that a schedule multiplies, and a cycle's peak."""
+        """Return the learning rate of now. Before the first step, return the peak of its schedule."""
         # Some have None: transformers' Adafactor computes its own.
-        return max(float(self.group.get(name) or 0.0) for name in ("lr", "initial_lr", "max_lr"))
+        names = ("lr",) if self.state else ("lr", "initial_lr", "max_lr")
+        return max(float(self.group.get(name) or 0.0) for name in names)
 
     @property
     def state(self) -> dict[str, Any]:
+        if isinstance(self.optimizer, Optimizer):
+            return {"step": number} if (number := self.optimizer.num_steps(self.parameter)) else {}
         return dict(self.optimizer.state.get(self.parameter, {}))
 
     @property
+    def library(self) -> str:
+        """Return the library whose step it is. A class that is derived without a step of its own has its parent's."""
+        return type(self.optimizer).step.__module__.partition(".")[0]
+
+    @property
+    def step_rule(self) -> StepRule | None:
+        """Return the row of ``STEP_RULES`` that fits; ``None`` for an unknown rule."""
+        name = type(self.optimizer).__name__.lower()
+        if isinstance(self.optimizer, Optimizer):
+            name = self.optimizer.rule_in(self.group, self.parameter).name
+        rows = [row for row in STEP_RULES if row in name]
+        rows = [row for row in rows if not any(row in other and row != other for other in rows)]
+        return STEP_RULES[rows[0]] if len(rows) == 1 else None
+
+    @property
+    def decays_alone(self) -> bool:
+        """Return whether the decay is rounded on its own, before the step is added."""
+        rule, is_kahan = self.step_rule, self.storage is STORAGES["kahan"]
+        if isinstance(self.optimizer, Optimizer) or self.group.get("fused") or self.group.get("triton"):
+            return False
+        is_decoupled = (rule is not None and rule.roundings > 1) or bool(self.group.get("decoupled_weight_decay"))
+        return is_decoupled and (is_kahan or (self.is_short and self.library in ROUNDS_DECAY_ALONE))
+
+    @property
+    def size(self) -> float | None:
+        """Return the root mean square of a step over the learning rate; ``None`` if it is as large as the gradient."""
+        size = None if self.step_rule is None else self.step_rule.size
+        return size(self) if callable(size) else size
+
+    @property
     def unpredicted(self) -> str:
-        """Return why its updates are not predicted: an unknown format, or a stored weight unlike the visible one."""
-        row, dtype = self.storage, self.parameter.dtype
+        """Return why its updates are not predicted: an unknown rule or format, or a stored weight unlike the visible one."""
+        row, dtype, kind = self.storage, self.parameter.dtype, type(self.optimizer).__name__
         if dtype not in NAIVE:
             return dtype_name(dtype)
-        if "adafactor" in type(self.optimizer).__name__.lower():
-            return "Adafactor's steps, which are relative to the weights"
+        if self.step_rule is None:
+            return f"steps of {kind}"
+        if self.group.get("lr", 0.0) is None:
+            return f"{kind} computes its own learning rate"
+        if dtype in NARROW and self.library not in KNOWN and not self.state and not row.beside:
+            return f"{kind} may keep a copy of the weights from its first step on"
         is_visible = row.weight.mantissa_bits == 23 - VISIBLE[row.visible][1]
         return "" if row.beside or is_visible else f'storage "{row.name}"'
 
@@ -86,15 +163,7 @@ class SteppedParameter:
     def keeps_nothing(self) -> bool:
         """Return whether the visible weight is all that is kept; float32 is too."""
         row = self.storage
-        if type(self.optimizer).__module__.partition(".")[0] not in KNOWN and not self.state:
-            return False  # a user's class may make a master copy in its first step
         return not row.beside and row.weight.rounding == "nearest" and self.parameter.dtype is not torch.float64
-
-    @property
-    def is_normalized(self) -> bool:
-        """Return whether a rule bounds its changes by about the learning rate, independent of the gradient's size."""
-        kind = type(self.optimizer).__name__.lower()
-        return "sign" in kind or not ("sgd" in kind or "lbfgs" in kind)
 
 
 @dataclass
@@ -132,6 +201,11 @@ class SetUp:
         ]
 
     @property
+    def predicted(self) -> list[SteppedParameter]:
+        """Return the trained parameters whose updates are predicted."""
+        return [p for p in self.trained if not p.unpredicted]
+
+    @property
     def unseen(self) -> dict[str, str]:
         """Return the parameters whose updates are not predicted, and the reasons."""
         names: dict[str, list[str]] = {}
@@ -158,32 +232,6 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
             )
         optimizers.append(inner)
     return SetUp(model, optimizers)
-
-
-def described(set_up: SetUp) -> list[str]:
-    """Return a line with the formats of weights, gradients, states and buffers, and the stacks that matrix rules step."""
-    by_kind: dict[str, dict[str, None]] = {"weights": {}, "gradients": {}, "states": {}}
-    stacks: dict[str, list[str]] = {}
-    for p in set_up.stepped:
-        states = [s for s in p.state.values() if isinstance(s, Tensor) and s.ndim and s.is_floating_point()]
-        if not states and type(p.optimizer).__module__.startswith("torch.optim"):
-            states = [p.parameter]
-        gradient = p.parameter if p.parameter.grad is None else p.parameter.grad
-        is_ours = isinstance(p.optimizer, Optimizer)
-        by_kind["weights"][dtype_name(p.parameter.dtype)] = None
-        by_kind["gradients"][dtype_name(gradient.dtype)] = None
-        by_kind["states"] |= {p.storage.name: None} if is_ours else {dtype_name(s.dtype): None for s in states}
-        rule = p.optimizer.rule_in(p.group, p.parameter) if isinstance(p.optimizer, Optimizer) else None
-        if isinstance(rule, MatrixRule) and len(matrix_shape(p.parameter.shape)) == 3:
-            stacks.setdefault(rule.name, []).append(p.name)
-    if buffers := {dtype_name(b.dtype): None for b in set_up.model.buffers() if b.is_floating_point()}:
-        by_kind["buffers"] = buffers
-    formats = "; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())
-    lines = [f"{rule} steps each matrix of {of_all(names)} alone (3 dims)" for rule, names in stacks.items()]
-    weights = {f"{name}.weight" for name, module in set_up.model.named_modules() if isinstance(module, nn.Conv1d)}
-    if convolutions := [name for names in stacks.values() for name in names if name in weights]:
-        lines.append(f'{of_all(convolutions)} belongs to a convolution: put it into a param group with "rule": "adamw"')
-    return [formats, *lines]
 
 
 def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Storage:

@@ -113,15 +113,22 @@ class StepCheck:
 
 def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
     """Join readings of one kind and like values. The tensor is empty if all ``number`` tensors have the reading."""
-    groups: dict[tuple[str, str], list[Reading]] = {}
+    groups: list[list[Reading]] = []
     for reading in readings:
-        like = f"{reading.value:.2g}/{reading.expected:.6g}" if reading.expected and reading.value is not None else ""
-        groups.setdefault((reading.what, like), []).append(reading)
+        alike = next((members for members in groups if _are_alike(members[0], reading)), None)
+        groups.append([reading]) if alike is None else alike.append(reading)
     results = []
-    for members in sorted(groups.values(), key=len, reverse=True):
+    for members in sorted(groups, key=len, reverse=True):
         worst, names = max(members, key=lambda r: r.excess), list(dict.fromkeys(r.tensor for r in members))
         results.append(replace(worst, tensor="" if len(names) == number > 1 else of_all(names)))
     return results
+
+
+def _are_alike(first: Reading, second: Reading) -> bool:
+    """Return whether two readings are of one kind, with values within 2 % where a value is expected."""
+    if first.what != second.what or not first.expected or first.value is None or second.value is None:
+        return first.what == second.what
+    return first.expected == second.expected and abs(second.value - first.value) <= 0.02 * abs(first.value)
 
 
 # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -152,11 +159,7 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
 
 def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]) -> list[Reading]:
     """Recompute the update of every sampled parameter."""
-    still = [s for s in step.samples.values() if not s.parameter.requires_grad and s.after]
-    frozen = [s.name for s in still if _differs(s.after["weight"], s.before["weight"])]
-    readings = [KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0)] if frozen else []
     stepped = [s for s in step.samples.values() if s.gradient is not None and s.after and s.gradient.numel()]
-    readings += joined([reading for sample in stepped for reading in _damage(sample)], len(stepped))
     reasons = [step.why_not, *(sample.why_not for sample in stepped)]
     if not stepped:
         reasons.append("no parameter had a gradient")
@@ -166,27 +169,13 @@ def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen:
         reasons.append("amsgrad divides by the largest second moment so far, which is not kept")
     if why_not := next(filter(None, reasons), ""):
         unseen["the update"] = why_not
-        return readings
-    return readings + joined([r for sample in stepped for r in _of_parameter(sample, unseen)], len(stepped))
+        return []
+    return joined([r for sample in stepped for r in _of_parameter(sample, unseen)], len(stepped))
 
 
 def _differs(now: Tensor, before: Tensor) -> bool:
     """Return whether any element differs. NaN equals NaN."""
     return now.shape != before.shape or not bool(((now == before) | before.isnan()).all())
-
-
-def _damage(sample: Sample) -> Iterator[Reading]:
-    """Read what made finite weights NaN or infinite: their gradient, or else the step itself."""
-    assert sample.gradient is not None
-    bad = int((~sample.after["weight"].isfinite()).sum())
-    if not bad or not bool(sample.before["weight"].isfinite().all()):
-        return
-    if of_gradient := int((~sample.gradient.isfinite()).sum()):
-        advice = "The step wrote values of the gradient that are not finite to the weights. Skip a step whose norm is not finite."
-        yield Reading(0, "gradient", sample.name, "nonfinite-gradient", of_gradient, 0, 0, advice)
-    else:
-        advice = "The step made them of a finite gradient, weight and state. Look at eps in the format of the weights."
-        yield Reading(0, "optimizer step", sample.name, "nonfinite", bad, 0, 0, advice)
 
 
 def _count_readings(sample: Sample) -> Iterator[Reading]:
@@ -263,7 +252,7 @@ _MEANING = {
 
 def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
     """Read the numbers of a state or a weight that are not the rule's, or else its distance from the rule's."""
-    length = max(float((written.expected - written.fixed).norm()), 1e-300)
+    length = float((written.expected - written.fixed).norm())
     difference = written.difference(_UNEXPLAINED_SHARE * length if name == "weight" else 0.0)
     if difference is None:
         return
@@ -287,7 +276,7 @@ def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
     if not wrong:
         spacing = torch.finfo(sample.after[name].dtype).eps * written.expected.abs().clamp_min(1e-30)
         share = float(((sample.after[name] - written.expected).abs() > 4 * spacing).double().mean())
-        distance, bound = difference.distance / length, difference.bound / length
+        distance, bound = (x / length if length else x and math.inf for x in (difference.distance, difference.bound))
         words = f"differs from its rule's by {distance:.2g} of its length"
         kind = KINDS["weight" if name == "weight" else "state"]
         yield kind.reading(sample.name, distance, 0.0, bound, state=name, words=words, share=share, more=more)
@@ -328,8 +317,8 @@ def _written_between(sample: Sample, name: str, now: Tensor | None) -> Iterator[
     if now.shape != before.shape:  # of other shards
         return
     x, y = now.double(), before.double()
-    length = max(float(y.norm()), 1e-300)
-    distance, factor = float((x - y).norm()) / length, float(x @ y) / length**2
+    length = float(y.norm())
+    distance, factor = (float((x - y).norm()) / length, float(x @ y) / length**2) if length else (math.inf, 0.0)
     # Averages that are swapped in and back out leave a rounding error.
     slack = 4 * torch.finfo(now.dtype).eps
     if now.dtype in (torch.float32, torch.float64) and distance <= slack:

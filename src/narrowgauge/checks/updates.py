@@ -1,8 +1,8 @@
 """Predict the updates of each tensor that rounding will lose, from weights, states, learning rate and storage.
 
 Move each weight by the step of its rule and round it as its storage does. With Adam's moments in the state, use
-their step. Before the first step, draw from a normal distribution with the typical size of Adam's steps, clamped to the
-learning rate. The sums and ratios are the audit's, so the prediction compares directly with the audit during the run.
+their step. Otherwise draw from a normal distribution with the typical size of the rule's steps, clamped to the learning
+rate. The sums and ratios are the audit's, so the prediction compares directly with the audit during the run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.set_up import NARROW, SetUp, SteppedParameter
+from narrowgauge.checks.set_up import NARROW, TYPICAL, SetUp, SteppedParameter
 from narrowgauge.checks.step_samples import spread
 from narrowgauge.numerics.metrics import update_metrics, update_sums
 from narrowgauge.numerics.rounding import round_to
@@ -27,14 +27,11 @@ from narrowgauge.spec.storages import STORAGES, Storage
 
 STILL = 0.9
 """A tensor is frozen if the largest step leaves more than this fraction of its elements unchanged."""
-_TYPICAL = 0.23
-"""RMS of Adam's step over its learning rate, for gradients of random sign: √((1 − β1) / (1 + β1)) at β1 = 0.9."""
-DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
 
 
 def update_readings(set_up: SetUp) -> Iterator[Reading]:
     """Yield losses by rounding: frozen tensors, lost updates, lost decay, frozen moments, truncated settings."""
-    trained = [p for p in set_up.trained if not p.unpredicted]
+    trained = set_up.predicted
     still = [p for p in trained if _stands_still(p)]
     yield from _standing_still(still)
     yield from _lost_updates([p for p in trained if p.is_short and p not in still])
@@ -57,15 +54,12 @@ def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
         first, second = spread(mean).float() / (1 - betas[0] ** count), spread(square).float() / (1 - betas[1] ** count)
         step: Tensor = first / (second.sqrt() + float(stepped.group.get("eps", 1e-8)))
         return -rate * step
-    if stepped.is_normalized:
-        share = (torch.arange(len(weight), dtype=torch.float64, device=weight.device) * 0.6180339887498949 + 0.5) % 1.0
-        kind = type(stepped.optimizer).__name__.lower()
-        size = 1.0 if "sign" in kind or "lion" in kind else _TYPICAL
-        draw = math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1) if size < 1 else (share - 0.5).sign()
-        return (-rate * (size * draw).clamp(-1, 1)).float()
-    if stepped.parameter.grad is None:
-        return None
-    return -rate * spread(stepped.parameter.grad).float()
+    if (size := stepped.size) is None:
+        direction = state.get("momentum_buffer", stepped.parameter.grad)
+        return None if direction is None else -rate * spread(direction).float()
+    share = (torch.arange(len(weight), dtype=torch.float64, device=weight.device) * 0.6180339887498949 + 0.5) % 1.0
+    draw = math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1) if size < 1 else (share - 0.5).sign()
+    return (-rate * (size * draw).clamp(-1, 1)).float()
 
 
 def predicted(stepped: SteppedParameter, change: Tensor, weight: Tensor) -> Tensor:
@@ -75,15 +69,16 @@ def predicted(stepped: SteppedParameter, change: Tensor, weight: Tensor) -> Tens
 
 
 def _stands_still(stepped: SteppedParameter) -> bool:
-    """Return whether the largest step, the learning rate itself, moves nearly no element."""
-    if not (stepped.rate > 0 and stepped.is_normalized and stepped.keeps_nothing):
+    """Return whether the largest step moves nearly no element: Adam's is the learning rate, others' 4 times their size."""
+    if not (stepped.rate > 0 and stepped.size and stepped.keeps_nothing):
         return False
     weight = spread(stepped.parameter)
     if not weight.count_nonzero():
         return False
+    largest = stepped.rate * (min(1.0, 4 * stepped.size) if stepped.size != TYPICAL else 1.0)
     # Test both directions: below a power of two the ulp is half as large.
     signs = 1 - 2 * (torch.arange(len(weight), device=weight.device) % 2).float()
-    share = float(update_metrics(predicted(stepped, stepped.rate * signs, weight))["lost_fraction"])
+    share = float(update_metrics(predicted(stepped, largest * signs, weight))["lost_fraction"])
     return share > STILL
 
 
@@ -123,8 +118,8 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
         value, lost = (float(update_metrics(total)[name]) for name in ("edq", "lost_fraction"))
         advice = (
             f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}; {value:.2f} of the update is stored, "
-            f'least of all in {worst[1]} ({worst[0]:.2f}). storage "{row.fallback}" keeps them in '
-            f"{STORAGES[row.fallback].bytes_per_param:g} bytes per parameter, where this takes {row.bytes_per_param:g}."
+            f'least in {worst[1]} ({worst[0]:.2f}). Storage "{row.fallback}" keeps them in '
+            f"{STORAGES[row.fallback].bytes_per_param:g} bytes a parameter; this takes {row.bytes_per_param:g}."
         )
         names = of_all(name for _, name, _ in members)
         yield Reading(0, "storage", names, "lost-updates", value, 1.0, 1.0 - MIN_EDQ, advice)
@@ -133,9 +128,8 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
 def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
     members = []
     for p in set_up.trained:
-        kind, step = type(p.optimizer).__name__.lower(), p.rate * float(p.group.get("weight_decay") or 0.0)
-        is_decoupled = any(name in kind for name in DECOUPLED) or bool(p.group.get("decoupled_weight_decay"))
-        if p.is_short and is_decoupled and 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2):
+        step = p.rate * float(p.group.get("weight_decay") or 0.0)
+        if p.decays_alone and 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2):
             members.append(p)
     if members:
         bits = members[0].storage.weight.mantissa_bits + 2
@@ -159,8 +153,8 @@ def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
         if 0 < 1 - float(betas[1]) < least:
             fallback = "float32-states8" if p.storage.visible == "float32" else p.storage.fallback
             advice = (
-                f"beta2 = {float(betas[1]):g} moves a second moment of {bits} mantissa bits by less than half a spacing: "
-                f'it never falls. Take beta2 below {1 - least:.4g}, or storage "{fallback}".'
+                f"beta2 = {float(betas[1]):g} never lowers a second moment of {bits} mantissa bits: 1 − beta2 is less than half "
+                f'the gap between two values. Take beta2 below {1 - least:.4g}, or storage "{fallback}".'
             )
             name = f"{p.name} and all of its group" if len(p.group["params"]) > 1 else p.name
             yield Reading(0, "storage", name, "frozen-moments", 1 - float(betas[1]), None, least, advice)

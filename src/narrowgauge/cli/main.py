@@ -168,8 +168,7 @@ def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
 
     TEXT is a text file, a .jsonl file with "text" in each line, or a folder of .txt, .md, .py and .jsonl files.
     """
-    from narrowgauge.trainer.data.text import read_documents
-    from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
+    from narrowgauge.trainer.data.tokens import load_tokenizer, read_documents, write_tokens
 
     click.echo(write_tokens(read_documents(text), *load_tokenizer(tokenizer), out))
 
@@ -373,6 +372,21 @@ def diagnose(run: Path, other: Path | None, as_json: bool, step: int | None) -> 
         places = rounding_places(record.path, step, say=lambda line: click.echo(line, err=True))
         row, text = row | {"replay": dataclasses.asdict(places)}, f"{text}\n\n{places}"
     return tables.write_json(row) if as_json else click.echo(text)
+
+
+@main.command("moved", short_help="Which weights two checkpoints differ in.")
+@click.argument("base", type=_path)
+@click.argument("checkpoint", type=_path)
+@flags.json_object
+def moved(base: Path, checkpoint: Path, as_json: bool) -> None:
+    """Print which weights of CHECKPOINT differ from those of BASE, which did not move, and which are exactly 1 or not finite.
+
+    Each is a .safetensors file, or a folder of them, such as a Hugging Face model, an adapter or an export.
+    """
+    from narrowgauge.checks.moved import moved as compare_weights
+
+    result = compare_weights(base, checkpoint)
+    return tables.write_json(result.to_dict()) if as_json else click.echo(result)
 
 
 def _record(path: Path) -> Run:

@@ -28,23 +28,14 @@ from narrowgauge.spec.sums import Reduction
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Describe the ranks that sum a gradient, as a table of replicas and shards.
+    """Describe the ranks that sum a gradient, as a table of replicas and shards."""
 
-    Args:
-        shards: number of pieces of the gradient.
-        replicas: number of ranks that keep each piece.
-        group: the process group of all of them; ``None`` for a single process.
-        shard_group: the ranks of this rank's row, in the order of the pieces.
-        replica_group: the ranks of this rank's column.
-        places: row and column of each rank of ``group``, in its order.
-    """
-
-    shards: int = 1
-    replicas: int = 1
-    group: Any = None
-    shard_group: Any = None
-    replica_group: Any = None
-    places: tuple[tuple[int, int], ...] = ((0, 0),)
+    shards: int = 1  # pieces of the gradient
+    replicas: int = 1  # ranks that keep each piece
+    group: Any = None  # all of them; None for a single process
+    shard_group: Any = None  # this rank's row, in the order of the pieces
+    replica_group: Any = None  # this rank's column
+    places: tuple[tuple[int, int], ...] = ((0, 0),)  # row and column of each rank of the group, in its order
 
     @property
     def size(self) -> int:
@@ -95,8 +86,6 @@ def group_of(ranks: Sequence[int]) -> Any:
 class Exchange:
     """Sum one flat gradient over ranks by the backend, in the gradient's format or a wider one. Then divide once.
 
-    Args:
-        average: divide the sum by the number of ranks.
     Attributes:
         on_gradient: called with this rank's gradient before it is sent.
         spans: when each sum of this step began and ended: seconds, or events of a GPU.
@@ -139,7 +128,6 @@ class Exchange:
         """Forget the micro-batches since the last step."""
 
     def num_bytes(self) -> int:
-        """Return the bytes kept between micro-batches and steps, counted from live tensors."""
         return 0
 
 

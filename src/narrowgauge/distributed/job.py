@@ -106,8 +106,10 @@ def require_same(settings: Mapping[str, Any]) -> None:
     from narrowgauge import __version__
     from narrowgauge.distributed.ranks import all_ranks
 
-    threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-    software = {"narrowgauge": __version__, "torch": torch.__version__, "threads": threads, "processor": capability}
+    software = {
+        "narrowgauge": __version__, "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+    }  # fmt: skip
     first, *other_ranks = all_ranks().gather({**settings, **software})
     for number, settings_there in enumerate(other_ranks, 1):
         for name in first.keys() | settings_there.keys():

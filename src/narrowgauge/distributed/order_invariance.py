@@ -79,21 +79,18 @@ def refuse_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> Callable[[], 
 
     They are PyTorch's again once all who have called this have called the function that they got.
     """
-    if _restores:
-        _restores.append(lambda: None)
-    else:
-        _restores.append(torch_names.replace_total_norm(lambda norm: functools.partial(_checked_norm, norm, is_summed)))
+
+    def replace(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return functools.partial(_checked_norm, norm, is_summed)
+
+    _restores.append((lambda: None) if _restores else torch_names.replace_total_norm(replace))
     return lambda: _restores.pop()()
 
 
 def _checked_norm(
-    original: Callable[..., Tensor],
-    is_summed: Callable[[Iterable[Tensor]], bool],
-    tensors: Any,
-    norm_type: float = 2.0,
-    *options: Any,
-    **named_options: Any,
-) -> Tensor:
+    original: Callable[..., Tensor], is_summed: Callable[[Iterable[Tensor]], bool],
+    tensors: Any, norm_type: float = 2.0, *options: Any, **named_options: Any,
+) -> Tensor:  # fmt: skip
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if float(norm_type) != math.inf and is_summed(tensors):  # a maximum does not depend on order
         raise RecipeError(

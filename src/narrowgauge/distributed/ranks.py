@@ -39,7 +39,6 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process writes files and prints to the console."""
         return self.rank == 0
 
     @property
@@ -57,7 +56,6 @@ class Ranks:
         return values
 
     def largest(self, number: int) -> int:
-        """Return the largest number over ranks, on every rank."""
         if self.size == 1:
             return number
         largest = torch.tensor(number, dtype=torch.int64, device=self.device)
@@ -65,11 +63,7 @@ class Ranks:
         return int(largest)
 
     def of_first(self, function: Callable[[], T]) -> T:
-        """Call a function on rank 0 only, and return its result on every rank. The result is pickled.
-
-        Raises:
-            NarrowgaugeError, OSError, ReportedError: as in :meth:`together`.
-        """
+        """Call a function on rank 0 only, and return its result, pickled, on every rank. Raise as :meth:`together`."""
         results: list[Any] = [self.together(lambda: function() if self.is_first else None)]
         if self.size > 1:
             dist.broadcast_object_list(results, group=self.group, group_src=0)
@@ -92,7 +86,8 @@ class Ranks:
             results.append(function())
         except BaseException as error:
             failure = error
-        failures = self.gather(None if failure is None else _shared_error(failure))
+        is_clear = failure is None or isinstance(failure, (NarrowgaugeError, OSError))
+        failures = self.gather(failure if is_clear else ReportedError(status=1))
         first = next((rank for rank, error in enumerate(failures) if error is not None), None)
         if failure is not None and (first == self.rank or not isinstance(failure, Exception)):
             raise failure
@@ -106,18 +101,9 @@ class Ranks:
             dist.destroy_process_group(self.group)
 
     def apart(self) -> Ranks:
-        """Return the same ranks in a separate process group, which sends objects from the CPU.
-
-        There a rank waits two hours for the others, which may be writing large files.
-        """
-        if self.size == 1:
-            return self
-        return Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=timedelta(hours=2)))
-
-
-def _shared_error(error: BaseException) -> NarrowgaugeError | OSError:
-    """Return the error for the other ranks: the same one if its message explains the problem."""
-    return error if isinstance(error, (NarrowgaugeError, OSError)) else ReportedError(status=1)
+        """Return the same ranks in a separate process group on the CPU, with two hours for large files."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(hours=2)) if self.size > 1 else None
+        return Ranks(self.rank, self.size, group)
 
 
 ALONE = Ranks()
@@ -129,12 +115,7 @@ def has_group() -> bool:
 
 
 def all_ranks() -> Ranks:
-    """Return the ranks of the default process group. Without a group, return a single process.
-
-    Example:
-        >>> all_ranks()
-        Ranks(rank=0, size=1)
-    """
+    """Return the ranks of the default process group. Without a group, return a single process."""
     if not has_group():
         return ALONE
     _pause_at_exit()

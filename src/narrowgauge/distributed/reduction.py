@@ -22,10 +22,9 @@ from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import ONE_RANK, ExactExchange, Exchange, RankGrid, group_of, of_mesh, replicated
 from narrowgauge.distributed.order_invariance import follow_forwards, generator_state, refuse_norms
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.replicated import Replicated
 from narrowgauge.distributed.sharding import settle
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.dtensor import by_group, is_sharded, local_of
+from narrowgauge.numerics.dtensor import by_group, local_of
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.torch_hooks import OwnHook
@@ -95,9 +94,10 @@ class _MicroBatch:
 class _GroupSum:
     """Sum the gradients of a parameter group of FSDP2 by an exchange, as its ``set_custom_reduce_scatter`` asks."""
 
+    _summed: _MicroBatch | None = None
+
     def __init__(self, reduction: GradientReduction, exchange: Exchange) -> None:
         self.reduction, self.exchange = reduction, exchange
-        self._summed: _MicroBatch | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -154,7 +154,6 @@ class GradientReduction:
             raise
 
     def _take_over(self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]) -> None:
-        """Take the sums of gradients over from FSDP2, DDP and autograd."""
         sharded_ids, grid = self._take_over_shards(register)
         whole_params = [p for p in self._trainable if id(p) not in sharded_ids]
         self._sharded = [p for p in self._trainable if id(p) in sharded_ids]
@@ -189,10 +188,9 @@ class GradientReduction:
                 micro-batch draws random numbers, if it does not use all parameters of an FSDP2 group, or if FSDP2 is set to
                 keep gradients on a rank.
         """
-        if self.current is not None:
-            raise RuntimeError("micro_batch was entered within another")
-        if self._is_closed:
-            raise RuntimeError("micro_batch was entered of a reduction that is closed")
+        if self.current is not None or self._is_closed:
+            place = "within another" if self.current is not None else "of a reduction that is closed"
+            raise RuntimeError(f"micro_batch was entered {place}")
         self._begin()
         if self._ddp is not None:
             # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank 0's in each forward pass.
@@ -216,7 +214,6 @@ class GradientReduction:
             self.current = None
 
     def _before_pass(self, micro_batch: _MicroBatch) -> Any:
-        """Set this rank's sums aside if the pass does not count."""
         waiting = {p: p.grad for p in self._replicated.parameters} if micro_batch.is_absent else {}
         for parameter in waiting:
             parameter.grad = None
@@ -234,10 +231,7 @@ class GradientReduction:
             self._replicated.add()
 
     def accumulate_in(self, accumulator: Any) -> None:
-        """Sum the micro-batches of a step in a :class:`narrowgauge.GradientAccumulator`, and not in autograd and FSDP2.
-
-        An order-invariant reduction sums them itself and ignores it.
-        """
+        """Sum micro-batches in a :class:`narrowgauge.GradientAccumulator`. An order-invariant reduction ignores it."""
         self._accumulator = accumulator
 
     @contextlib.contextmanager
@@ -268,14 +262,14 @@ class GradientReduction:
 
     def seconds(self) -> float:
         """Return how long this rank took for this step's sums: to send, to wait for other ranks, and to add."""
-        total = 0.0
-        for began, ended in (span for exchange in self._exchanges for span in exchange.spans):
+
+        def seconds(began: Any, ended: Any) -> float:
             if isinstance(ended, float):
-                total += ended - began
-            else:
-                ended.synchronize()
-                total += began.elapsed_time(ended) / 1000
-        return total
+                return float(ended - began)
+            ended.synchronize()
+            return float(began.elapsed_time(ended)) / 1000
+
+        return sum(seconds(*span) for exchange in self._exchanges for span in exchange.spans)
 
     @property
     def is_installed(self) -> bool:
@@ -292,10 +286,8 @@ class GradientReduction:
     def require_open(self) -> _MicroBatch:
         """Return the micro-batch whose block is open. Refuse a backward pass outside one."""
         if self.current is None:
-            raise RecipeError(
-                f"Cannot sum gradients by '{self.row.name}' in a backward pass outside micro_batch().",
-                _IN_MICRO_BATCHES,
-            )
+            problem = f"Cannot sum gradients by '{self.row.name}' in a backward pass outside micro_batch()."
+            raise RecipeError(problem, _IN_MICRO_BATCHES)
         return self.current
 
     def _arrive(self, parameter: Tensor) -> None:
@@ -316,10 +308,7 @@ class GradientReduction:
         self._arrived.clear()
 
     def _require_known(self) -> None:
-        """Refuse trainable parameters that were frozen or missing when the reduction was installed.
-
-        Their gradients would not be summed, or summed as another parameter's. Replicas would drift.
-        """
+        """Refuse trainable parameters that were frozen or missing at the start: their replicas would drift."""
         groups = [group for _, group in torch_names.fsdp_groups(self._model)]
         known_ids = {id(p) for p in self._trainable} | {id(p) for g in groups for p in torch_names.fsdp_gathered(g)}
         sharded = [p for group in groups for p in torch_names.fsdp_parameters(group)]
@@ -367,11 +356,10 @@ class ExactReduction(GradientReduction):
             self._undo.append(weakref.finalize(self, refuse_norms(_are_summed_exactly)))
 
     def _before_pass(self, micro_batch: _MicroBatch) -> Any:
-        """Return the state of the generators."""
         if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
             raise RecipeError(
-                "Cannot sum gradients exactly because set_requires_gradient_sync(False), or set_requires_all_reduce(False), of "
-                "FSDP2 adds them up on each rank.",
+                "Cannot sum gradients exactly because FSDP2 adds them up on each rank, by set_requires_gradient_sync(False) or "
+                "set_requires_all_reduce(False).",
                 "Leave both True: the sum takes each micro-batch by itself.",
             )
         device = self._fsdp[0][1].device if self._fsdp else next(iter(self._trainable), torch.empty(0)).device
@@ -383,8 +371,7 @@ class ExactReduction(GradientReduction):
         if before and state and state != before:
             raise RecipeError(
                 "a micro-batch drew random numbers from PyTorch's default generator (dropout, sampling, layers left out at "
-                "random), whose state depends on what this rank has computed before: other bits come out on another number of "
-                "ranks.",
+                "random), whose state depends on what this rank has computed before.",
                 "Set the probabilities of dropout to 0, in attention too; or draw within torch.random.fork_rng(), seeded there "
                 "by the step and the micro-batch's own number; or take another reduction.",
             )
@@ -414,12 +401,12 @@ class ExactReduction(GradientReduction):
         """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the sum once more."""
         for module, group in self._fsdp:
             for parameter in torch_names.fsdp_parameters(group):
-                dtype = torch_names.fsdp_sum_dtype(group, parameter)
-                if dtype != parameter.dtype:
-                    stored = dtype_name(parameter.dtype)
+                summed = dtype_name(torch_names.fsdp_sum_dtype(group, parameter))
+                stored = dtype_name(parameter.dtype)
+                if summed != stored:
                     raise RecipeError(
-                        f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 sums them in {dtype_name(dtype)} "
-                        f"and its parameters are {stored}.",
+                        f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 sums them in {summed} and its "
+                        f"parameters are {stored}.",
                         f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum needs no wider one.",
                     )
 
@@ -453,14 +440,90 @@ def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGri
 
 
 def _grid_of(model: nn.Module, mesh: Any) -> RankGrid:
-    sharded = next(filter(is_sharded, model.parameters()), None)
-    if sharded is not None:
-        raise RecipeError(
-            f"a parameter of shape {tuple(sharded.shape)} is a DTensor that FSDP2 did not make.",
-            "Shard with fully_shard.",
-        )
     if mesh is not None:
         return replicated(group_of(mesh.mesh.flatten().tolist()))
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return replicated(model.process_group)
     return replicated()
+
+
+# ── replicated gradients: of a replicated model, of parameters that FSDP2 ignores, and of a model in DDP ────────────────────
+#
+# They are copied into flat buckets of one dtype, and the buckets are summed. The buckets hold every trainable parameter in the
+# model's order, with a gradient or without. So their layout is the same on all ranks and in all micro-batches.
+
+BUCKET_BYTES = 32 << 20
+"""Bytes that are copied and summed at a time: enough to hide latency, small beside a model."""
+
+
+class Replicated:
+    """Sum the gradients of parameters that every rank holds in full.
+
+    Args:
+        parameters: the replicated ones, in the same order on all ranks.
+        make: makes the exchange of a bucket.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], grid: RankGrid, make: Callable[[RankGrid], Exchange]) -> None:
+        self.parameters, self.grid = list(parameters), grid
+        self.buckets = [(bucket, make(grid)) for bucket in _in_buckets(parameters)]
+        self._used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
+
+    @torch.no_grad()
+    def add(self, *, is_absent: bool = False, is_last: bool = True) -> None:
+        """Add ``p.grad``, unless absent. After the last micro-batch write the sums to it; before, set it to ``None``."""
+        if not self.parameters:
+            return
+        gradients = {p: None if is_absent else p.grad for p in self.parameters}
+        self._used |= torch.tensor([g is not None for g in gradients.values()], dtype=torch.uint8, device="cpu")
+        if is_last and self.grid.size > 1:  # on any rank, in any micro-batch
+            anywhere = self._used.to(self.parameters[0].device)
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.grid.group)
+            self._used = anywhere.cpu()
+        used = dict(zip(self.parameters, self._used.tolist(), strict=True)) if is_last else {}
+        for bucket, exchange in self.buckets:
+            sizes = [local_of(p).numel() for p in bucket]
+            flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
+            parts = dict(zip(bucket, flat.split(sizes), strict=True))
+            for parameter, part in parts.items():
+                gradient = gradients[parameter]
+                part.zero_() if gradient is None else part.copy_(_dense(gradient).reshape(-1))
+            exchange.take(flat, flat, is_last=is_last)
+            for parameter, part in parts.items():
+                if not used.get(parameter):
+                    parameter.grad = None
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                gradient = local_of(parameter.grad)
+                gradient.copy_(part.view(gradient.shape))
+        if is_last:
+            self._used.zero_()
+
+    def discard(self) -> None:
+        self._used.zero_()
+
+
+def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the parameters in order, in buckets of one dtype and device, of at most :data:`BUCKET_BYTES` or one parameter."""
+    buckets: list[list[Tensor]] = []
+    open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
+    for parameter in parameters:
+        kind = (parameter.dtype, parameter.device)
+        size = local_of(parameter).numel() * parameter.element_size()
+        bucket, filled = open_buckets.get(kind, ([], BUCKET_BYTES))
+        if filled + size > BUCKET_BYTES:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        open_buckets[kind] = (bucket, filled + size)
+    return buckets
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        raise RecipeError(
+            f"a gradient of shape {tuple(gradient.shape)} is sparse, and gradients are summed across ranks in flat buckets.",
+            "Make the embedding with sparse=False.",
+        )
+    return local_of(gradient)

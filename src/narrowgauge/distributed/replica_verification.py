@@ -67,13 +67,13 @@ def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[Corruptio
         wrong = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
         if not wrong:
             continue
-        if 2 * len(wrong) < len(ranks):
-            who = " and ".join(f"rank {rank}" for rank in wrong)
+        has_majority = 2 * len(wrong) < len(ranks)
+        who = " and ".join(f"rank {rank}" for rank in (wrong if has_majority else ranks))
+        if has_majority:
             message = f"{name} of {who} differs from that of {len(ranks) - len(wrong)} other ranks after step {step}."
-            advice, rank = f"Take the machine of rank {wrong[0]} out of service", wrong[0]
+            advice = f"Take the machine of rank {wrong[0]} out of service"
         else:
-            message = f"{name} differs between {' and '.join(f'rank {rank}' for rank in ranks)} after step {step}."
-            advice, rank = "Test the memory of these machines", None
+            message, advice = f"{name} differs between {who} after step {step}.", "Test the memory of these machines"
         advice += ", and resume: the last checkpoint was saved before the damage."
-        errors.append(CorruptionError(message, advice, rank, name))
+        errors.append(CorruptionError(message, advice, wrong[0] if has_majority else None, name))
     return errors

@@ -35,14 +35,6 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
         RecipeError: the mesh has more than two axes, or two without names.
     Cost: per micro-batch two gathers of every layer and one reduction of its gradients. A rank holds its part of the model and
         two whole layers.
-    Example:
-        >>> import torch.distributed as dist
-        >>> from torch.distributed.device_mesh import init_device_mesh
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), init_device_mesh("cpu", (1,)))
-        >>> type(model[0].weight).__name__
-        'DTensor'
-        >>> dist.destroy_process_group()
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
@@ -64,8 +56,8 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        nested = {id(m) for outer in lists for m in outer.modules() if m is not outer}
-        layers = [layer for outer in lists if id(outer) not in nested for layer in outer]
+        nested = {m for outer in lists for m in outer.modules() if m is not outer}
+        layers = [layer for outer in lists if outer not in nested for layer in outer]
     return [layer for layer in layers if any(True for _ in layer.parameters())]
 
 

@@ -1,4 +1,5 @@
 from .attach import GaugeNotice as GaugeNotice
+from .attach import Gauges as Gauges
 from .nan_origin.bad_value import BadValue as BadValue
 from .nan_origin.tracing import first_bad_value as first_bad_value
-from .recording.run_recorder import RunNotice as RunNotice
+from .recording.watch import RunNotice as RunNotice

@@ -3,8 +3,8 @@
 Gauges watch only tensors that are in memory anyway: the operands of linear layers' matmuls, forward and backward; weights and
 gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every ``every``
 steps the tensors are recorded (:mod:`narrowgauge.gauges.sampling`). At the end of the step they are measured
-(:mod:`narrowgauge.gauges.tensor_metrics`) and written as one record of ``gauges.jsonl``. On other steps only the reference of a
-few second moments is updated.
+(:mod:`narrowgauge.gauges.tensor_metrics`) and written as one record of ``gauges.jsonl``. On other steps only the exact sums of
+second moments are updated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from narrowgauge import inductor
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges import attention, hooks
+from narrowgauge.gauges import hooks
+from narrowgauge.gauges.attention import Heads, heads_of, record_module
 from narrowgauge.gauges.moment_shadow import MomentShadow, leading_states
 from narrowgauge.gauges.sampling import SAMPLING, Recorder, is_any_recording
 from narrowgauge.gauges.tensor_metrics import SHARED, exponents, fetch, join_shards, measure, rounded, row_of
@@ -68,14 +69,14 @@ class Gauges:
                 "Pass the model with its optimizer.",
             )
         self.recorder, self._undo, self._layers = Recorder(), ExitStack(), dict[str, nn.Module]()
+        self._scales: dict[str, float] = {}
         self._attach()
         for kind in SHARED:
             for name in self.parameters:
                 self.recorder.watch(kind, name)
         if isinstance(optimizer, Optimizer) and any(map(is_split_over_ranks, self.parameters.values())):
             optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
-        matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
-        self.shadow = MomentShadow(optimizer, matrices if every else {})
+        self.shadow = MomentShadow(optimizer, self.parameters if every else {})
         self._undo.callback(optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove)
         self._undo.callback(Follower(optimizer, self._before_step, self._after_step).remove)
         self.step = 0
@@ -123,17 +124,29 @@ class Gauges:
                 first = first_of_input(name)
                 shares_input = first != name and first in self._layers
                 self._place(name, module, *([] if shares_input else ["input"]), "output_grad")
-                self._undo.callback(module.register_forward_hook(hooks.record_linear).remove)
-            elif attention.is_attention(module):
-                self._place(name, module, "attention")
-                self._undo.callback(attention.record_module(module))
+                self._undo.callback(module.register_forward_hook(hooks.record_linear, with_kwargs=True).remove)
+            elif (heads := heads_of(module)) is not None:
+                self._scales[name] = heads.scale
+                self._watch_heads(name, heads)
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         self._head = next((name for name, layer in self._layers.items() if layer is head), "")
+
+    def _watch_heads(self, name: str, heads: Heads) -> None:
+        """Watch queries and keys where they leave their modules, or their one module."""
+        entries = {kind: self.recorder.watch(kind, name) for kind in ("query", "key")}
+        modules: list[tuple[Any, list[str]]] = [(heads.query, ["query"]), (heads.key, ["key"])]
+        if heads.query is heads.key:
+            modules = [(heads.query, ["query", "key"])]
+        for module, kinds in modules:
+            parts = [-1] if len(kinds) == 1 else [0, 1]
+            module.gauge_heads = [(entries[kind], heads.width, part) for kind, part in zip(kinds, parts, strict=True)]
+            self._undo.callback(module.__dict__.pop, "gauge_heads", None)
+            self._undo.callback(module.register_forward_hook(record_module).remove)
 
     def _place(self, name: str, module: Any, *kinds: str) -> None:
         """Give a module its entries. An attribute, not a closure, so that equal layers share code."""
         entries = {kind: self.recorder.watch(kind, name) for kind in kinds}
-        module.gauge_entries = tuple(entries.get(kind) for kind in ("input", "output_grad", "attention"))
+        module.gauge_entries = tuple(entries.get(kind) for kind in ("input", "output_grad"))
         self._undo.callback(module.__dict__.pop, "gauge_entries", None)
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -163,16 +176,17 @@ class Gauges:
             states = leading_states(self.optimizer, self.parameters.values(), kind).values()
             if present := [x for x in states if x is not None]:
                 parts[f"histogram {kind}"] = exponents(torch.cat(present))
-        if (moments := self.shadow.measure()) is not None:
-            parts["moments"] = moments
+        if (bias := self.shadow.bias()) is not None:
+            parts["moments"] = bias
         if (logits := self._head_logits()) is not None:
             parts["logits"] = logits
         fetched = fetch(parts)
-        row: Row = {"step": step, **row_of(self.recorder, fetched)}
+        row: Row = {"step": step, **row_of(self.recorder, fetched, self._scales)}
         if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
             row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
-        if "moments" in fetched and (table := self.shadow.rows(fetched["moments"])):
-            row["moments"] = table
+        if "moments" in fetched:
+            biases = zip(self.shadow.parameters or {}, fetched["moments"].tolist(), strict=True)
+            row["moments"] = {name: [value] for name, bias in biases if (value := rounded(bias)) is not None}
         if "logits" in fetched:
             row["logits"] = {self._head: [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]}
         row["seconds"] = rounded(time.perf_counter() - began)
@@ -232,12 +246,11 @@ def attach_gauges(
     metrics are of each rank's own shard and batch.
 
     Attaching sets two options of ``torch.compile`` for the whole process, so that previously compiled code sees the hooks.
-    Guards on module hooks are kept, and a function may be compiled 64 times. If a module calls PyTorch's
-    ``scaled_dot_product_attention``, that name refers to a recording wrapper until the gauges are detached.
+    Guards on module hooks are kept, and a function may be compiled 64 times.
 
     Args:
         model: any module or part of one, prepared or not, compiled after this call or not at all. Its linear layers,
-            low-precision experts and modules whose class name contains "Attention" are watched.
+            low-precision experts, and queries and keys of modules whose class name contains "Attention" are watched.
         optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper of one. Its steps are
             counted. A Narrowgauge optimizer created without parameter names takes the model's names.
         every: number of steps between samples; 0 disables sampling.

@@ -1,13 +1,13 @@
 """The hooks on a model's forward and backward. Hooks on the optimizer's step are in :mod:`narrowgauge.torch_hooks`.
 
 Gauges hook with one function per kind of tensor, so that layers share compiled code. Differences between layers are in an
-attribute of the module, ``gauge_entries``: the entries at :data:`INPUT`, :data:`OUTPUT_GRAD` and :data:`ATTENTION`, ``None`` if
-not watched. The recorder follows passes, outputs and gradients of eager steps. A compiler skips its hooks.
+attribute of the module, ``gauge_entries``: the entries at :data:`INPUT` and :data:`OUTPUT_GRAD`, ``None`` if not watched. The
+recorder follows passes, outputs and gradients of eager steps. A compiler skips its hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,20 +19,20 @@ from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.torch_hooks import OwnHook
 from narrowgauge.torch_names import plain_name
 
-INPUT, OUTPUT_GRAD, ATTENTION = range(3)
-"""The places in ``gauge_entries``: the module's input, its output's gradient, its attention."""
+INPUT, OUTPUT_GRAD = range(2)
+"""The places in ``gauge_entries``: the module's input, its output's gradient."""
 Undo = Callable[[], object]
 
 # ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def record_linear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Record the input and the gradient of the output of a watched linear layer, as its forward hook."""
     if not is_sampled(module):
         return None
     entry = entry_of(module, INPUT)
     if entry is not None:
-        record_tensor(as_multiplied(args[0]), entry)
+        record_tensor(as_multiplied(args[0] if args else kwargs["input"]), entry)
     return record_gradient(output, entry_of(module, OUTPUT_GRAD))
 
 
@@ -89,8 +89,11 @@ def follow_passes(module: nn.Module, before: Callable[[Any, Any], object], after
     )
 
 
-def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object]) -> Undo:
-    """Call a function with the first output of each module that has parameters, until undone."""
+def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object], names: Collection[str] = ()) -> Undo:
+    """Call a function with the first output of each module of these names that has parameters, until undone.
+
+    Without names, of each module with parameters of its own.
+    """
 
     def hook(name: str) -> Any:
         def take(module: nn.Module, args: Any, output: Any) -> None:
@@ -104,7 +107,7 @@ def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object]) -> Un
         *(
             module.register_forward_hook(hook(plain_name(name)))
             for name, module in model.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
+            if any(True for _ in module.parameters(recurse=bool(names))) and (not names or name in names)
         )
     )
 

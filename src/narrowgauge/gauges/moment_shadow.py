@@ -1,9 +1,10 @@
-"""Second moments beside exact ones, on the first values of some parameters.
+"""Second moments beside exact ones, on the first values of each tensor.
 
-A float32 reference (*shadow*) of the second moments of a few hundred values is updated on every step. Second moments rounded
-to nearest in too few bits stop following the reference. The ratio of their sums shows this long before the loss does.
+A second moment is a linear sum of squared gradients. So the sum of a tensor's second moments follows from one number a step,
+the sum of its squared gradients. Second moments rounded to nearest in too few bits stop following it. The ratio of the two
+shows this long before the loss does.
 
-The reference starts from the stored moments when it is attached, so it restarts after a resume. For sharded parameters each
+The exact sums start from the stored moments when they are attached, so they restart after a resume. For sharded parameters each
 rank measures the first values of its own shard.
 """
 
@@ -15,17 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges.tensor_metrics import rounded
-from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.schema import Row
 
 NUM_VALUES = 64
 """Number of values measured per parameter."""
-
-MAX_SHADOWED = 24
-"""Maximum number of parameters with a reference, evenly spaced. A reference costs time on every step."""
 
 
 def leading_states(
@@ -42,7 +37,7 @@ def leading_states(
 
 
 class MomentShadow:
-    """Exact second moments of the first values of some parameters, float32 ``[parameters, NUM_VALUES]``.
+    """Exact sums of the first second moments of each parameter, float64 ``[parameters]``.
 
     The parameters are chosen after the first step, among those with ``exp_avg_sq`` in their state. Without any,
     later steps do nothing.
@@ -55,41 +50,34 @@ class MomentShadow:
     def forget(self) -> None:
         """Restart from the stored moments after the next step."""
         self.parameters: dict[str, Tensor] | None = None
-        self.exact: Tensor | None = None
-        self._last: tuple[Tensor, Tensor] | None = None
-        self._weight: Tensor | None = None
+        self._exact, self._weight = torch.zeros(0), torch.zeros(0)
 
     def step(self) -> None:
         """Apply the optimizer's last step, from the gradients, which still exist."""
         if self.parameters is None:
             self._begin()
-            return
-        weight = self._weight
-        if self.exact is None or weight is None:
-            return
-        gradients = [
-            p.grad if p.grad is not None and p.grad.layout is torch.strided else None for p in self.parameters.values()
-        ]
-        if None in gradients:  # a parameter without a gradient takes no step
-            weight = weight * torch.tensor([[float(g is not None)] for g in gradients], device=weight.device)
-        gradient = _joined([weight.new_zeros(0) if g is None else leading_of(g) for g in gradients])
-        # Our optimizers say by what they multiplied the gradients, and whether they skipped the step. A fused torch optimizer
-        # writes the gradients back unscaled, and torch.amp.GradScaler sets found_inf on it.
-        control = getattr(self.optimizer, "last_control", None)
-        scale, skip = (1.0, getattr(self.optimizer, "found_inf", None)) if control is None else control[:2]
-        gradient.mul_(scale)
-        if skip is not None:
-            weight = torch.where(skip != 0, 0.0, weight)
-        # A non-finite gradient times a weight of 0 would be NaN.
-        gradient = torch.where(weight == 0, 0.0, gradient)
-        self.exact = torch.lerp(self.exact, gradient.square_(), weight)
+        elif self.parameters:
+            grads = [p.grad if p.grad is None else local_of(p.grad) for p in self.parameters.values()]
+            is_stepped = [g is not None and g.layout is torch.strided for g in grads]
+            parts = [leading_of(g) for g, used in zip(grads, is_stepped, strict=True) if g is not None and used]
+            squares = torch.zeros_like(self._exact)
+            weight = self._weight * torch.tensor(is_stepped, device=squares.device)
+            if parts:
+                squares[weight != 0] = torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square()
+            # Our optimizers say by what they multiplied the gradients, and whether they skipped the step. A fused torch
+            # optimizer writes the gradients back unscaled, and torch.amp.GradScaler sets found_inf on it.
+            control = getattr(self.optimizer, "last_control", None)
+            scale, skip = (1.0, getattr(self.optimizer, "found_inf", None)) if control is None else control[:2]
+            weight = weight if skip is None else torch.where(skip != 0, 0.0, weight)
+            # A non-finite gradient times a weight of 0 would be NaN.
+            self._exact = torch.where(weight == 0, self._exact, torch.lerp(self._exact, squares * scale**2, weight))
 
     def _begin(self) -> None:
         """Choose the parameters and start from the stored moments."""
         # Loading a state replaces the groups.
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         moments = leading_states(self.optimizer, self.candidates.values(), "exp_avg_sq")
-        shadowed = {
+        self.parameters = {
             name: p
             for name, p in self.candidates.items()
             # Some optimizers have one second moment for the whole tensor.
@@ -97,11 +85,9 @@ class MomentShadow:
             and (m := moments[p]) is not None
             and len(m) == len(leading_of(p.detach()))
         }
-        self.parameters = dict(list(shadowed.items())[:: max(1, -(-len(shadowed) // MAX_SHADOWED))])
-        self.exact = self.stored()
-        if self.exact is not None:
-            factors = [[1 - float(groups[p]["betas"][1])] for p in self.parameters.values()]
-            self._weight = torch.tensor(factors, dtype=torch.float32, device=self.exact.device)
+        if (stored := self._stored()) is not None:
+            factors = [1 - float(groups[p]["betas"][1]) for p in self.parameters.values()]
+            self._exact, self._weight = stored, stored.new_tensor(factors)
 
     def _squares_gradients(self, group: Mapping[str, Any]) -> bool:
         """Return whether the second moments of a group are of the gradients alone. Adam adds its decay to them.
@@ -112,27 +98,16 @@ class MomentShadow:
         is_decoupled = name.startswith("AdamW") or group.get("decoupled_weight_decay")
         return name.startswith("Adam") and "betas" in group and bool(is_decoupled or not group.get("weight_decay"))
 
-    def stored(self) -> Tensor | None:
-        """Return the stored second moments; ``None`` without a shadow."""
+    def _stored(self) -> Tensor | None:
+        """Return the sums of the stored second moments; ``None`` without any."""
         moments = leading_states(self.optimizer, (self.parameters or {}).values(), "exp_avg_sq").values()
-        parts = [moment for moment in moments if moment is not None]
-        return _joined(parts) if parts and len(parts) == len(moments) else None
+        sums = [moment.double().sum() for moment in moments if moment is not None]
+        return torch.stack(sums) if sums and len(sums) == len(moments) else None
 
-    def measure(self) -> Tensor | None:
-        """Return bias and frozen fraction of each parameter with a shadow, float64 ``[parameters, 2]``."""
-        stored, exact = self.stored(), self.exact
-        if stored is None or exact is None:
-            return None
-        (last_stored, last_exact), self._last = self._last or (stored, exact), (stored, exact)
-        # A change of one ulp of bfloat16, which bfloat16 could represent.
-        moved = (exact - last_exact).abs() > last_exact * 2.0**-7
-        frozen = (moved & (stored == last_stored)).sum(1) / moved.sum(1)  # NaN in the first sample
-        return torch.stack([metrics.moment_bias(stored, exact), frozen.double()], 1)
-
-    def rows(self, measured: Tensor) -> Row:
-        """Return the table ``moments`` of a record."""
-        rows = {n: [rounded(v) for v in pair] for n, pair in zip(self.parameters or {}, measured.tolist(), strict=True)}
-        return {name: row for name, row in rows.items() if row != [None, None]}
+    def bias(self) -> Tensor | None:
+        """Return the stored sum over the exact one of each of ``parameters``, float64."""
+        stored = self._stored()
+        return None if stored is None else stored / self._exact
 
 
 def leading_of(x: Tensor) -> Tensor:
@@ -144,8 +119,3 @@ def leading_of(x: Tensor) -> Tensor:
     if x.is_contiguous():  # one call: there are hundreds of tensors on every step
         return x.as_strided((min(NUM_VALUES, x.numel()),), (1,))
     return x.reshape(-1)[:NUM_VALUES]
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Values of many tensors as float32 ``[tensors, NUM_VALUES]``, zero-padded; the metrics ignore zeros."""
-    return torch.stack([torch.nn.functional.pad(part.float(), (0, NUM_VALUES - len(part))) for part in parts])

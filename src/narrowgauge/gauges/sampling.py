@@ -21,14 +21,11 @@ from torch import Tensor
 
 from narrowgauge import torch_names
 from narrowgauge.numerics.exact_sums import largest_magnitude
-from narrowgauge.numerics.metrics import attention_statistics, rms
+from narrowgauge.numerics.metrics import rms
 from narrowgauge.transforms.scaled_tensor import Scaled
 
 SAMPLE = 1 << 13
 """Number of values copied from each tensor: whole rows, evenly spaced."""
-
-QUERIES = 8
-"""Number of query positions whose attention is measured."""
 
 
 class Sampling:
@@ -48,7 +45,7 @@ def is_sampled(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class WatchedTensor:
-    """A tensor with an entry in the recorder. Its kind is a key of ``runs.schema.TENSOR_KINDS``, or ``attention``."""
+    """A tensor with an entry in the recorder. Its kind is a key of ``runs.schema.TENSOR_KINDS``, ``query`` or ``key``."""
 
     kind: str
     name: str
@@ -63,7 +60,7 @@ class WatchedTensor:
 class Recorder:
     """Statistics and samples of the watched tensors of one model. An entry's number is its index in ``watched``.
 
-    Statistics are amax, rms and the number of non-finite values; for attention the largest logit, the entropy, and 0. Calls
+    Statistics are amax, rms and the number of non-finite values; for queries and keys the largest norm of a head. Calls
     record only while ``is_recording``. Compiled code may run its sampled version for another recorder.
     """
 
@@ -109,19 +106,6 @@ class Recorder:
         )
         self.stats_of[index] = largest, rms(x), bad
         self.samples[index] = sample_rows(x)
-
-    def record_attention(self, index: int, query: Tensor, key: Tensor, scale: float) -> None:
-        """Record the causal attention logits of a batch's first sequence; query, key: ``[(batch,) heads, tokens, width]``."""
-        if not self.is_recording or not query.numel() or not key.numel():
-            return
-        query, key = (x[(0,) * max(0, x.ndim - 3)] for x in (query, key))
-        if query.ndim != 3 or query.shape[0] % key.shape[0]:
-            return
-        with torch.autocast(query.device.type, enabled=False):
-            numbers = torch.arange(1, QUERIES + 1, dtype=torch.int64, device=query.device)
-            positions = numbers * query.shape[1] // QUERIES - 1
-            largest, entropy = attention_statistics(query, key, scale, positions.clamp(min=0))
-        self.stats_of[index] = (largest, entropy, torch.zeros_like(largest))
 
 
 def sample_rows(x: Tensor) -> Tensor:

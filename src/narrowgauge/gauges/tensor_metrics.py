@@ -7,6 +7,7 @@ counts of whole parameters. Every rank makes the same calls, even if it holds no
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -102,14 +103,14 @@ def exponents(values: Tensor) -> Tensor:
     return metrics.exponent_histogram(values, FIRST_EXPONENT, NUM_EXPONENTS)
 
 
-def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
-    """Return the tables of a record from the result of :func:`fetch`."""
+def row_of(recorder: Recorder, fetched: Mapping[str, Tensor], scales: Mapping[str, float]) -> Row:
+    """Return the tables of a record from the result of :func:`fetch`; ``scales`` are the factors of attention logits."""
     tensors: Row = {}
-    attention: Row = {}
+    norms: dict[str, list[float]] = defaultdict(list)
     for index, row in zip(sorted(recorder.stats_of), fetched.get("tensors", ()), strict=True):
         watched, (amax, rms, bad, outlier) = recorder.watched[index], row[:4].tolist()
-        if watched.kind == "attention":
-            attention[watched.name] = [rounded(value, keep_nan=True) for value in (amax, rms)]
+        if watched.kind in ("query", "key"):
+            norms[watched.name].append(amax)
         else:
             lost = lost_shares(row[4:]) if row[-1] else [None] * 3  # without a cast all of its sums are zero
             tensors[watched.key] = [rounded(value) for value in (amax, rms, int(bad), *lost, outlier)]
@@ -118,6 +119,9 @@ def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
         name.removeprefix("histogram "): values.long().tolist()
         for name, values in fetched.items()
         if name.startswith("histogram ") and values.any()
+    }
+    attention = {
+        n: [rounded(scales[n] * math.prod(pair), keep_nan=True)] for n, pair in norms.items() if len(pair) == 2
     }
     tables_of_row = {"tensors": tensors, "attention": attention, "histograms": histograms}
     return {name: table for name, table in tables_of_row.items() if table}

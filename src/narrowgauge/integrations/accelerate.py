@@ -27,10 +27,17 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
     groups = {p: group for group in ours.param_groups for p in group["params"]}
     old = [p for p in ours.state if isinstance(p, Tensor) and p not in groups]
     new = [p for p in groups if ours.state_of(p) is None]
-    if len(old) != len(new):
-        raise RecipeError(f"Cannot pass on the states of {len(old)} parameters, because {len(new)} took their places.")
-    for before, parameter in zip(old, new, strict=True):
-        _check_replacement(before, parameter)
+    is_same = len(old) == len(new)
+    for before, parameter in zip(old, new, strict=False):
+        is_same &= before.shape == parameter.shape and before.dtype is parameter.dtype
+        shard = local_of(parameter.detach())
+        is_same = is_same and torch.equal(own_part(parameter, before.detach().to(shard.device)), shard)
+    if not is_same:
+        raise RecipeError(
+            f"Cannot pass on the states of {len(old)} parameters because the {len(new)} in their places have other shapes, "
+            "formats or values.",
+            "Load weights before ng.prepare, and leave Accelerate's mixed_precision at 'no': the recipe says what to compute in.",
+        )
     for group in ours.param_groups:
         ours.make_missing(group, group["params"])
     for before, parameter in zip(old, new, strict=True):
@@ -39,18 +46,3 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
         values = {name: value.to(target.parameter.device) for name, value in source.in_parameter_order().items()}
         target.take({name: v if name in unsharded else own_part(parameter, v) for name, v in values.items()})
         target.step = source.step
-
-
-def _check_replacement(before: Tensor, parameter: Tensor) -> None:
-    if before.shape != parameter.shape or before.dtype is not parameter.dtype:
-        raise RecipeError(
-            f"Cannot pass on a state because a {before.dtype} parameter of shape {tuple(before.shape)} was replaced by a "
-            f"{parameter.dtype} one of shape {tuple(parameter.shape)}.",
-            "Leave Accelerate's mixed_precision at 'no': the recipe says what to compute in.",
-        )
-    shard = local_of(parameter.detach())
-    if not torch.equal(own_part(parameter, before.detach().to(shard.device)), shard):
-        raise RecipeError(
-            f"Cannot pass on a state because a parameter of shape {tuple(before.shape)} was replaced by one with other values.",
-            "Load weights before ng.prepare, or delete the old entry of optimizer.state to begin anew.",
-        )

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
 from narrowgauge.optim.audit import audit, unwrapped
@@ -17,8 +17,6 @@ from narrowgauge.optim.optimizers import AdamW
 
 def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict[str, Any]]:
     """Return :class:`narrowgauge.AdamW` and its options, for ``optimizer_cls_and_kwargs=`` of a Trainer.
-
-    A Trainer passes nothing from its arguments to a class that its user names.
 
     Args:
         args: their ``learning_rate``, ``adam_beta1``, ``adam_beta2``, ``adam_epsilon`` and ``weight_decay`` are taken.
@@ -35,10 +33,9 @@ def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict
 class NarrowgaugeCallback(TrainerCallback):
     """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings that defeat it.
 
-    Each step has a row. Its loss is the Trainer's mean since its last log entry, so only steps with a log entry have one. Set
-    ``logging_steps=1`` for each step's own loss, and ``logging_nan_inf_filter=False`` to see a NaN.
-
-    A new training never overwrites a record: it takes ``folder-2``, ``folder-3`` …. A resumed training continues in the last.
+    Each step has a row. The Trainer gives a loss only to its log entries: set ``logging_steps=1`` for each step's own, and
+    ``logging_nan_inf_filter=False`` to see a NaN. A new training never overwrites a record: it takes ``folder-2`` and so on. A
+    resumed training continues in the last.
 
     Args:
         folder: the run folder; ``None`` takes ``narrowgauge`` in ``output_dir``.
@@ -55,10 +52,7 @@ class NarrowgaugeCallback(TrainerCallback):
         self._rate = 0.0
         self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
-        """Open the run folder. A resumed training goes back to its checkpoint's step."""
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._close(finished=False)  # from an interrupted training
         optimizer, resume = unwrapped(named["optimizer"]), state.global_step > 0
         for warning in _warnings(args, optimizer):
@@ -75,15 +69,11 @@ class NarrowgaugeCallback(TrainerCallback):
         if resume:
             self.recorder.go_back(state.global_step)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         # The schedule steps before the step ends.
         self._rate = float(unwrapped(named["optimizer"]).param_groups[0]["lr"])
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
 
     def _record_step(self, state: TrainerState, loss: float | None = None, **columns: Any) -> None:
@@ -91,8 +81,7 @@ class NarrowgaugeCallback(TrainerCallback):
         if self.recorder is not None and self.recorder.num_steps < state.global_step:
             self.recorder.step(loss, lr=self._rate, **columns)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Record the step, and add the audit to its log entry."""
+    def on_log(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         logs, optimizer = named.get("logs") or {}, unwrapped(named.get("optimizer"))
         if self.recorder is None or "loss" not in logs:
             return
@@ -104,13 +93,13 @@ class NarrowgaugeCallback(TrainerCallback):
             logs.update(readings)
             state.log_history[-1].update(readings)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
         loss = (named.get("metrics") or {}).get("eval_loss")
         if self.recorder is not None and loss is not None:
             self.recorder.evaluate(loss)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
         self._close(finished=state.global_step >= state.max_steps)
 
@@ -140,7 +129,6 @@ def _warnings(args: TrainingArguments, optimizer: Any) -> list[str]:
 
 
 def _settings(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """Return the settings under the names of ``narrowgauge train``, by which runs are compared."""
     parts = args.gradient_accumulation_steps
     return {
         "steps": state.max_steps,

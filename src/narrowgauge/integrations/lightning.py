@@ -68,7 +68,6 @@ class NarrowgaugeMonitor(Callback):
         keep_ranks_apart(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Open the run folder. A resumed fit goes back to its checkpoint's step."""
         optimizer, count = trainer.optimizers[0], len(trainer.optimizers)
         if count > 1:
             warnings.warn(f"Of {count} optimizers, the record shows the rate and the audit of the first.", stacklevel=2)
@@ -100,7 +99,6 @@ class NarrowgaugeMonitor(Callback):
             self._rate = float(optimizer.param_groups[0]["lr"])  # Lightning's schedules step before the batch ends
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Add a micro-batch, and record the step that it ended."""
         if self.recorder is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -137,7 +135,6 @@ class NarrowgaugeMonitor(Callback):
 
 
 def _log(trainer: Any, kind: str, row: Row) -> None:
-    """Send the numbers of a row to the Trainer's loggers."""
     numbers = numbers_of(kind, row)
     for logger in trainer.loggers if numbers else ():
         logger.log_metrics(numbers, step=row["step"])

@@ -54,18 +54,11 @@ class _Product(torch.autograd.Function):
 
 
 class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
-    """A frozen linear layer with codes and scales instead of a weight, through which gradients flow to its input.
+    """A frozen linear layer with codes and scales instead of a weight, through which gradients flow to its input."""
 
-    It is an ``nn.Linear`` to PEFT, so adapters may be added before or after.
-
-    Attributes:
-        plain_class: its class with a weight: ``nn.Linear`` or transformers' ``Conv1D``.
-    """
-
-    plain_class: type[nn.Module]
+    plain_class: type[nn.Module]  # with a weight: nn.Linear, or transformers' Conv1D
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply ``[..., in]`` to ``[..., out]`` in the input's dtype, or in autocast's."""
         device = input.device.type
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         rows = x.reshape(-1, self.in_features)
@@ -80,7 +73,6 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
         return None if self.bias is None or self.bias.requires_grad else self.bias
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """Multiply ``[rows, in]``, without a gradient."""
         codes, scales, name = self.weight_codes, self.weight_scales, self.registered_name
         return cast(Tensor, inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name))
 
@@ -115,7 +107,6 @@ class PackedLinear(FrozenLinear):
         return packed_pairs(four_bit_codes(cast_weight.codes), 1), scales, outer
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """Multiply with the widened weight."""
         return linear(rows, self.dequantize().to(rows.dtype), self.frozen_bias)
 
     def dequantize(self) -> Tensor:

@@ -1,9 +1,7 @@
 """torchtitan: a converter for the model's linear layers, and an optimizer config.
 
-torchtitan 0.3 trains bfloat16 weights with ``training.dtype = "bfloat16"``. It shards and initializes the model, and then
-builds its optimizers. At that point our optimizers are made by name, and the converter's layers are swapped. torchtitan
-converts a model's *config*, and binds each layer's ``forward`` before the weights exist. So the converter puts layers into the
-config that can be swapped later.
+torchtitan 0.3 converts a model's *config*, and binds each layer's ``forward`` before the weights exist. So the converter puts
+layers into the config that can be swapped later: once the model is sharded and initialized, and torchtitan builds its optimizers.
 """
 
 from __future__ import annotations
@@ -113,7 +111,6 @@ class NarrowgaugeOptimizers(OptimizersContainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         for optimizer in self.optimizers:
             saved = optimizer.state_dict()
             for group in saved["param_groups"]:

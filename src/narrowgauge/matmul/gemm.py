@@ -56,6 +56,9 @@ def multiply(
         return _scaled(*native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, inside, fast=fast), after, dtype)
     a, b = _widened(lhs, dims[0]), _widened(rhs, dims[1])
     a, b = a if dims[0] == 1 else a.t(), b.t() if dims[1] == 1 else b
+    if a.dtype != b.dtype:  # only one is narrow, and perhaps padded
+        size = min(a.shape[1], b.shape[0])
+        a, b = a[:, :size].float(), b[:size].float()
     by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)
     by_column = None if rhs.outer is None else rhs.outer.reshape(1, -1)
     if a.dtype == torch.int8:

@@ -79,7 +79,8 @@ def cast_matrix(
         amax: float32 ``[1, 1]``: scale by this instead of the tensor's own amax.
     """
     if cast.is_wide:
-        return Operand(x.detach().to(dtype))
+        x = x.detach() if fold is None else x.detach() * fold
+        return Operand((x if cast.rotation == "none" else _rotate(dim, padded(x, cast, dim))).to(dtype))
     x = padded(x.detach(), cast, dim)
     size = x.numel()
     if cast.block is None:

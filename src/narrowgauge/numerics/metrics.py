@@ -189,38 +189,6 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
     return counts.scatter_add_(0, counted, torch.ones_like(counted))[:bins]
 
 
-def moment_bias(stored: Tensor, exact: Tensor) -> Tensor:
-    """Return Σ stored / Σ exact of second moments ``[..., n]``, float64 ``[...]``. Above 1 if they froze, NaN for zeros."""
-    return _ratio(stored.double().sum(-1), exact.double().sum(-1))
-
-
-def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tensor) -> Tensor:
-    """Return the largest attention logit of some queries, and the mean entropy of their weights: float32 ``[2]``.
-
-    A query attends to keys up to its own position, as in a causal model. The entropy is relative to even weights. It is 1 if
-    all keys count equally, and 0 if only one does. First tokens have one key and count as 1.
-
-    Args:
-        query: ``[heads, tokens, width]`` of one sequence.
-        key: ``[key heads, tokens, width]``. Query heads are a multiple of key heads and share them in turn.
-        scale: factor of the logits.
-        places: int64 ``[queries]``, the positions of the queries.
-    Example:
-        >>> x = torch.zeros(1, 4, 8)
-        >>> attention_statistics(x, x, 1.0, torch.tensor([3])).tolist()
-        [0.0, 1.0]
-    """
-    if query.shape[0] % key.shape[0]:
-        raise FormatError(f"Cannot share {key.shape[0]} key heads among {query.shape[0]} query heads.")
-    wide = key.detach().float().repeat_interleave(query.shape[0] // key.shape[0], 0)
-    logits = query.detach()[:, places].float() @ wide.transpose(1, 2) * scale
-    seen = torch.arange(key.shape[1], dtype=torch.int64, device=key.device) <= places[:, None]
-    logits = torch.where(seen, logits, -torch.inf)
-    entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
-    even = (places + 1).float().log()
-    return torch.stack([logits.amax(), torch.where(even > 0, entropy / even, 1.0).mean()])
-
-
 # ── casts ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 CAST_SUMS = ("signal", "error", "beyond", "zeroed", "nonzero", "total")

@@ -25,7 +25,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.publishing import read_runs, run_folders
 from narrowgauge.report.runs_page import render
 from narrowgauge.runs.foreign_logs import log_files
-from narrowgauge.runs.lines import ROW_FILES
+from narrowgauge.runs.record import ROW_FILES
 
 HERE = "127.0.0.1"
 HOSTS = frozenset({HERE, "localhost"})

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from narrowgauge.analysis.columns import Series, column
+from narrowgauge.analysis.columns import Series, column, rows_of
+from narrowgauge.analysis.comparison.classification import RunStats
 from narrowgauge.analysis.comparison.comparison import Comparison
-from narrowgauge.analysis.comparison.run_stats import RunStats
-from narrowgauge.analysis.diagnose import Diagnosis, diagnose, rows_of
+from narrowgauge.analysis.diagnose import Diagnosis, diagnose
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.figures.heat_maps import heat_maps
 from narrowgauge.report.figures.histograms import histogram

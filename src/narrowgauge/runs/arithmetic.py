@@ -1,13 +1,7 @@
 """The measured arithmetic of a machine in ``run.toml``, and the comparison of two machines.
 
-Two correct machines may differ in their last bits, and so may one machine under two settings. They add in another order, fuse
-a multiplication with an addition, or round a function differently. Each row of ``data/probes.toml`` names one such property.
-:mod:`narrowgauge.gauges.arithmetic` measures it under the same name, with PyTorch. Comparing needs no torch.
-Results are short texts, equal if the bits are::
-
-    [arithmetic.settings]
-    torch = "2.13.0+cpu"
-    threads = "2"
+Two correct machines may add in another order, fuse a multiplication with an addition, or round a function differently. Each row
+of ``data/probes.toml`` names one such property. :mod:`narrowgauge.gauges.arithmetic` measures it. Results are short texts::
 
     [arithmetic.results]
     "sum of rows" = "bits #9ce46445"

@@ -23,19 +23,16 @@ from narrowgauge.errors import RecordError
 TEMPORARY = ".tmp-"
 """Prefix of every unfinished file. Files that a crash leaves under this prefix may be deleted."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
 
 def disk_error(path: Path, error: Exception) -> RecordError:
     """Return a ``RecordError`` for an error of the operating system. On a full disk it gives the free bytes."""
     error = system_error(error) or OSError(str(error))
-    if error.errno not in _FULL:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         status = 1 if error.errno in (errno.EIO, errno.EFBIG) else 2
         advice = "Check the path and who may write there."
         return RecordError(f"Cannot use {path}: {error.strerror or error}.", advice, status=status)
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(place).free
-    message = f"Cannot write {path}: the disk is full ({free:,} bytes free)."
+    message = f"Cannot write {path}: the disk is full ({shutil.disk_usage(place).free:,} bytes free)."
     return RecordError(message, "Free some space, then give the same command again.", status=1)
 
 
@@ -70,11 +67,9 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file. Any reader, also after a crash, sees the old bytes or the new ones.
+    """Replace a file in an existing folder. Any reader, also after a crash, sees the old bytes or the new ones.
 
-    The folder must exist. Refuse a folder, a device or a pipe, because a rename would remove it.
-
-    Cost: two fsyncs, a few milliseconds.
+    Refuse a folder, a device or a pipe, because a rename would remove it.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):
@@ -91,18 +86,13 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder. Rename it to ``path`` if the block succeeds, remove it if the block fails.
-
-    ``path`` may be an empty folder, but not the current one.
-    """
+    """Yield a temporary folder, renamed to ``path`` if the block succeeds. ``path`` may be empty, but not the current folder."""
     path = path.absolute()
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):
         reason = "the current folder" if path == Path.cwd() else ""
-        if path.exists() and not path.is_dir():
-            reason = "a file"
-        elif path.exists() and any(path.iterdir()):
-            reason = "not empty"
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            reason = "not empty" if path.is_dir() else "a file"
         if reason:
             raise RecordError(f"Cannot write {path}: it exists and is {reason}.", "Name a new folder.")
         try:
@@ -121,7 +111,6 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """Return all bytes of a file, or ``None`` if there is none."""
     with disk_errors(path):
         return path.read_bytes() if path.exists() else None
 
@@ -135,7 +124,6 @@ def load_json(text: bytes | str) -> Any:
 
 
 def digest(path: Path) -> str:
-    """Return the BLAKE2b-256 of a file in hexadecimal, in constant memory."""
     return hash_of(path, path.stat().st_size).hexdigest()
 
 

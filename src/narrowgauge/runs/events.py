@@ -1,8 +1,4 @@
-"""Events: messages for a person about a run.
-
-The console, ``events.jsonl``, TensorBoard and the report show the same events. The sentence is for people. Code should read the
-kind, the detector and the other columns instead.
-"""
+"""Events: messages for a person about a run. Code should read the kind, the detector and the other columns instead."""
 
 from __future__ import annotations
 
@@ -11,18 +7,8 @@ from dataclasses import asdict, dataclass
 
 from narrowgauge.errors import suggestion
 from narrowgauge.runs.finding import sentences
+from narrowgauge.runs.schema import EVENT_KINDS as KINDS
 from narrowgauge.runs.schema import Row
-
-KINDS = frozenset({
-    # the course of a run
-    "start", "resume", "stop", "finish", "checkpoint", "note", "skip",
-    # what goes wrong in it
-    "warning", "divergence", "corruption", "checkpoint_damaged",
-    # symptoms, each with detectors in analysis/data/detectors.toml
-    "lost_updates", "unchanged_weights", "lost_decay", "noise", "frozen_moments", "underflow", "overflow", "outliers",
-    "attention", "logits", "loss_scale", "loss_spike", "gradient_spike", "growth", "dead_layer", "nonfinite",
-})  # fmt: skip
-"""Every kind of event."""
 
 _LISTENERS: list[Callable[[Event], object]] = []
 
@@ -81,15 +67,11 @@ def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
         callback: takes an :class:`Event`. Its exception ends the run.
     Returns:
         A function that removes the callback.
-
     Example:
-        >>> kinds = []
-        >>> stop = on_event(lambda event: kinds.append(event.kind))
+        >>> stop = on_event(lambda event: print(event.kind))
         >>> emit(Event("note", 0, "bits may differ"))
+        note
         >>> stop()
-        >>> emit(Event("finish", 9, "done"))
-        >>> kinds
-        ['note']
     """
     _LISTENERS.append(callback)
 

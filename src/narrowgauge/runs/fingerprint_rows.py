@@ -32,8 +32,6 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
         ``KIND:NAME`` of the difference, the ranks that differ from the others (none if unknown), and a sentence
         without its full stop. Empty if ranks agree wherever they must.
     Example:
-        >>> parted_in({"step": 4, "ranks": {"clip": [0.5, 1.0]}})[2]
-        'the factor that clips the gradients differs in step 4: 0.5 on rank 0, 1 on rank 1'
         >>> shards = {"weight:a": [7, None, 5, None, 5, None], "weight:a of ranks 1, 3 and 5": [None, 8, None, 6, None, 6]}
         >>> parted_in({"step": 4, "parted": shards})[2]
         'weight a differs on ranks 0 and 1 from the others after step 4'

@@ -1,7 +1,7 @@
 """Runs of other frameworks, read from their logs. Values that a log does not hold stay unknown.
 
-Such a run has losses, learning rates and gradient norms at the logged steps. It has no recipe, seed, bytes or audit. It is
-named after its folder. Nothing is guessed from values: a metric under a name that is not in :data:`NAMES` is not read.
+Such a run has losses, learning rates and gradient norms at the logged steps, and is named after its folder. A metric under a name
+that is not in ``data/log_names.toml`` is not read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,34 +19,11 @@ import numpy as np
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.runs.schema import EVAL, STEP, Row, is_whole, short
+from narrowgauge.spec.toml import load_data
 
-NAMES: dict[str, tuple[str, ...]] = {
-    "loss": (
-        "loss", "train_loss", "train/loss", "train_loss_step", "train/loss_step", "training_loss", "loss/train", "lm_loss",
-        "loss_metrics/global_avg_loss", "train_loss_epoch", "train/crossentropyloss", "train/ce_loss",
-    ),
-    "lr": ("lr", "learning_rate", "train/lr", "train/learning_rate", "lr-*", "lr/*", "*/lr", "optim/learning_rate_group0"),
-    "grad_norm": (
-        "grad_norm", "train/grad_norm", "gradient_norm", "grad_norm/total", "grad_2.0_norm_total", "optim/total_grad_norm",
-        "total_grad_norm", "gnorm", "norm",
-    ),
-    "val_loss": (
-        "val_loss", "eval_loss", "eval/loss", "validation/loss", "validation_loss", "val/loss", "valid_loss", "valid/loss",
-        "loss/val", "loss/validation", "val_loss_epoch", "validation_metrics/loss",
-    ),
-    "tokens_per_second": (
-        "tokens_per_second", "tokens_per_sec", "tokens/s", "tok/s", "tps", "throughput(tps)", "train/tokens_per_second",
-        "train/tokens_per_sec", "throughput/tokens_per_sec", "throughput/device/tokens_per_second*", "train_tokens_per_second",
-    ),
-    "seconds": ("seconds", "step_time", "iteration-time", "time_metrics/end_to_end(s)", "train/step_time", "iter_time"),
-    "utilization": ("gpu_util", "gpu_utilization", "utilization", "system.gpu.*.gpu", "system/gpu.*.gpu"),
-    "loss_scale": ("loss_scale", "train/loss_scale", "loss-scale", "train/samples/loss_scale", "grad_scale"),
-}  # fmt: skip
-"""The names of each column, the best first, with shell wildcards. Case does not matter, and a space is an underscore. Sources:
-our own names, Hugging Face's Trainer, Lightning's tutorials and ``LearningRateMonitor``, torchtitan, Megatron, OLMo, and
-PyTorch's TensorBoard tutorial."""
-_STEPS = ("train/global_step", "trainer/global_step", "global_step", "step", "iteration", "iter", "steps", "_step")
-"""The names of a column of steps, the best first. Optimizer steps come before W&B's count of ``wandb.log`` calls."""
+NAMES: dict[str, list[str]] = load_data("log_names", "runs")
+"""The names of each column in a log, the best first, with shell wildcards."""
+_STEPS = NAMES.pop("step")
 SOURCE = "source"
 """The table of ``Run.run`` that names the log of another framework's run."""
 
@@ -68,7 +46,6 @@ def named(names: Iterable[str], column: str) -> str | None:
 
 
 def _read_state(file: Path) -> Series:
-    """Read ``log_history`` of Hugging Face's Trainer."""
     state = load_json(file.read_bytes())
     rows = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -96,13 +73,11 @@ def _read_csv(file: Path) -> Series:
 
 
 def _series(rows: list[Row], first: int = 0) -> Series:
-    if not rows:
-        return {}
     names: dict[str, Any] = {}
     for name in (name for row in rows for name in row):
         names.setdefault(str(name).strip().lower(), name)
-    step_name = next((names.pop(name) for name in _STEPS if name in names), None)
-    if step_name is None:
+    step_name = next((names.pop(name) for name in _STEPS if name in names), "")
+    if rows and not step_name:
         raise ValueError(f"it has no column of steps ({', '.join(_STEPS[2:])})")
     series: Series = {}
     for row in rows:
@@ -130,29 +105,23 @@ def _read_events(file: Path) -> Series:
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
-        raise RecordError(
-            f"Cannot read {file}: the package tensorboard is not installed.", "pip install tensorboard."
-        ) from error
+        problem = f"Cannot read {file}: the package tensorboard is not installed."
+        raise RecordError(problem, "pip install tensorboard.") from error
     records, series = PyRecordReader_New(str(file)), Series()
-    try:
+    with closing(records.file_handle), suppress(errors.OutOfRangeError):
         while True:
-            records.GetNext()
+            try:
+                records.GetNext()
+            except errors.DataLossError as error:
+                if "runcated" in str(error):
+                    break
+                raise ValueError(str(error.message).removeprefix(f"{file} ")) from error
             event = event_pb2.Event.FromString(records.record())
             for value in event.summary.value:
                 array = make_ndarray(value.tensor) if value.HasField("tensor") else np.array(value.simple_value)
                 if value.HasField("simple_value") or (not array.shape and array.dtype.kind in "fiu"):
                     series.setdefault(value.tag, {})[event.step] = float(array)
-    except errors.OutOfRangeError:
-        return series
-    except errors.DataLossError as error:
-        if "runcated" not in str(error):
-            raise ValueError(str(error.message).removeprefix(f"{file} ")) from error
-        return series
-    finally:
-        records.file_handle.close()
-
-
-# ── a run from any of them ──────────────────────────────────────────────────────────────────────────────────────────
+    return series
 
 
 _READERS: dict[str, Callable[[Path], Series]] = {
@@ -171,7 +140,6 @@ def _pattern_of(file: Path) -> str:
 
 
 def log_files(path: Path) -> list[Path]:
-    """Return the files of the log at a path; none if no log is there."""
     if path.is_file():
         return [path] if _pattern_of(path) else []
     for pattern in list(_READERS)[:-1]:
@@ -183,15 +151,14 @@ def log_files(path: Path) -> list[Path]:
 
 
 def is_log(path: Path) -> bool:
-    """Return whether a file or folder is a log of another framework."""
     with disk_errors(path):
         return bool(log_files(path))
 
 
 def read_log(path: Path) -> dict[str, Any] | None:
-    """Return the fields of the :class:`narrowgauge.Run` that a log describes. Return ``None`` without a log.
+    """Return the fields of the :class:`narrowgauge.Run` that a log describes; ``None`` without a log.
 
-    The summary has the last losses. It is ``None`` if the log says that the run has not ended.
+    The summary is ``None`` if the log says that the run has not ended.
     """
     with disk_errors(path):
         files = log_files(path)
@@ -234,10 +201,7 @@ def _progress(file: Path) -> tuple[Row, bool]:
 
 
 def _rows(values: Series, columns: Mapping[str, Any]) -> list[Row]:
-    """Return the rows of some columns, ascending. A row lacks the columns not logged at its step.
-
-    Losses that begin at step 0 are of step 1.
-    """
+    """Return the rows of some columns, ascending. Losses that begin at step 0 are of step 1."""
     loss = named(values, "loss")
     first = 1 if loss is not None and min(values[loss]) == 0 else 0
     by_step: dict[int, Row] = {}

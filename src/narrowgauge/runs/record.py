@@ -16,8 +16,10 @@ The columns are in data/columns.toml. A reader at any moment finds valid rows an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date, time
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,7 @@ from typing import Any
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
-from narrowgauge.runs.lines import read_rows, restored
-from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
+from narrowgauge.runs.schema import NOT_FINITE, TEXT, VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml import load_toml
 
 
@@ -90,22 +91,18 @@ def config_of(run: Row) -> Any:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder holds a run, finished or not."""
     with disk_errors(path):
         return (path / "run.toml").is_file()
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a run folder, finished or not, even while it is being written.
-
-    Drop a torn last line. Refuse a damaged line anywhere else, and a row with a value of the wrong type. Logs
-    of other frameworks are read too (``runs/foreign_logs.py``). Values that such a log lacks are absent.
+    """Read a run folder, finished or not, even while it is being written. Drop a torn last line.
 
     Args:
         path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files,
             or their folder. Or a table (CSV).
     Returns:
-        Its content.
+        Its content. Values that a log lacks are absent.
     Raises:
         RecordError: the run is missing, a file is damaged, or a newer version wrote it.
     Example:
@@ -138,27 +135,24 @@ def read_settings(path: Path) -> Row:
         )
     try:
         run: Row = load_toml(data.decode())
-        require_whole(run)
+        if wrong := wrong_setting(run):
+            raise ValueError(wrong)
     except (ValueError, KeyError) as error:
         raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
     _require_known(run, path)
     return run
 
 
-def require_whole(run: Row) -> None:
-    """Raise ``ValueError`` if a number in ``run.toml`` that readers count with is not whole."""
+def wrong_setting(run: Row) -> str:
+    """Name a number in ``run.toml`` that readers count with and that is not whole. Empty if all are."""
     config = run["config"] if isinstance(run.get("config"), dict) else {}
     numbers = {"schema_version": run["schema_version"], "seed": config.get("seed", 0), "steps": config.get("steps", 0)}
-    for key, value in numbers.items():
-        if not is_whole(value):
-            raise ValueError(f"its {key} = {short(value)} is not a whole number")
+    wrong = next((key for key, value in numbers.items() if not is_whole(value)), None)
+    return "" if wrong is None else f"its {wrong} = {short(numbers[wrong])} is not a whole number"
 
 
 def latest_runs(path: Path) -> str:
-    """Return a sentence with the three newest runs in or beside a folder, or else in ``runs/`` here. Without runs return ``""``.
-
-    Example of the sentence: `` The latest runs there: runs/llama-1m-bfloat16-word-2, runs/llama-1m-bfloat16-word-1.``
-    """
+    """Return a sentence with the three newest runs in or beside a folder, or else in ``runs/`` here; empty without runs."""
     for place in (path, path.parent, Path("runs")):
         with suppress(OSError):
             files = sorted(place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
@@ -176,7 +170,6 @@ def _require_known(table: Row, path: Path) -> None:
 
 
 def read_summary(file: Path) -> Row | None:
-    """Return the metrics of a finished run; ``None`` without the file."""
     data = read_bytes(file)
     if data is None:
         return None
@@ -189,3 +182,55 @@ def read_summary(file: Path) -> Row | None:
         raise RecordError(f"{file} is damaged: {error}.", advice) from error
     _require_known(summary, file.parent)
     return dict(summary)
+
+
+# ── the lines of a file ─────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# One write appends a row and its newline. So a last line without a newline is torn, and dropped. Any other line that does not
+# parse is refused. JSON lacks NaN and infinities, so they are stored as "nan", "inf" and "-inf".
+
+ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
+"""The kinds of rows. Each has a file: ``steps.jsonl`` and so on."""
+_QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
+
+
+def read_rows(file: Path) -> list[Row]:
+    """Return the rows of a file. Drop a torn last line, refuse a damaged line."""
+    return [row for _, row in rows_with_lengths(file)]
+
+
+def rows_with_lengths(file: Path) -> Iterator[tuple[int, Row]]:
+    """Yield each row of a file with the length of its line in bytes."""
+    *lines, _ = (read_bytes(file) or b"").split(b"\n")
+    for number, line in enumerate(lines, 1):
+        row: Any = None
+        try:
+            row = load_json(line)
+            row = restored(row) if any(name in line for name in _QUOTED) else row
+            problem = wrong_value(file.stem, row) if isinstance(row, dict) else "no object"
+        except (ValueError, RecursionError) as error:
+            problem = f"no row ({error})"
+        if problem:
+            raise RecordError(f"{file} is damaged: line {number} of {len(lines)} has {problem}.", "Delete that line.")
+        yield len(line) + 1, row
+
+
+def restored(value: Any, key: str = "") -> Any:
+    """Turn the names of NaN and infinities back into floats. Leave columns of text unchanged."""
+    if isinstance(value, dict):
+        return {name: restored(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [restored(item, key) for item in value]
+    if isinstance(value, str) and value in NOT_FINITE and key not in TEXT:
+        return float(value)
+    return value
+
+
+def toml_value(value: Any) -> Any:
+    """Return a value that TOML has: without ``None``, numbers of NumPy and PyTorch as Python's, all else as text."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, dict):
+        return {str(key): toml_value(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [toml_value(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str, date, time)) else str(value)

@@ -1,7 +1,7 @@
 """The schema of a run's record: every column of every file in a run folder, defined once in ``data/columns.toml``.
 
-The writer and the reader check rows against these tables. The console and TensorBoard take their formats and tags from them. The
-documentation prints them. Rows may hold further columns, which are not checked.
+The writer and the reader check rows against these tables. The console and the documentation print them. Rows may hold further
+columns, which are not checked.
 
 A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the order of :data:`METRICS`::
 
@@ -30,11 +30,9 @@ Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "l
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a record: a row of ``data/columns.toml``, which explains the fields.
+    """One column of a record: a row of ``data/columns.toml``, which explains the fields. ``show`` formats for the console.
 
-    Args:
-        show: formats the value for the console.
-        metrics: the entries of each list of a ``lists`` column, in order.
+    ``metrics`` are the entries of each list of a ``lists`` column, in order.
     """
 
     name: str
@@ -54,24 +52,15 @@ class Column:
         return "–" if row.get(self.name) is None else self.show(row[self.name])
 
 
-# ── what gauges measure ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-TENSOR_KINDS: dict[str, str] = {
-    "input": "what enters a linear layer: the left operand of output",
-    "output_grad": "the gradient of a linear layer's output: the left operand of grad_input",
-    "weight": "the weights as the model sees them",
-    "grad": "the gradients of the parameters",
-    "exp_avg": "first moments",
-    "exp_avg_sq": "second moments",
-}
+_DATA = load_data("columns", "runs")
+TENSOR_KINDS: dict[str, str] = _DATA.pop("tensor_kinds")
 """Every kind of tensor that gauges watch, and its meaning."""
-
+EVENT_KINDS = frozenset(kind for kinds in _DATA.pop("event_kinds").values() for kind in kinds)
+"""Every kind of event."""
 FIRST_EXPONENT = -64
 NUM_EXPONENTS = 112
 """Bin ``k`` of a histogram counts magnitudes from ``2**(FIRST_EXPONENT + k)`` to just below twice that. Smaller magnitudes are
 in the first bin, larger ones in the last. Zeros and non-finite values are not counted."""
-
-# ── one table per file ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _lost_share(edq: float) -> str:
@@ -95,7 +84,7 @@ def _tables(data: Row) -> dict[str, dict[str, Column]]:
     }
 
 
-TABLES: dict[str, dict[str, Column]] = _tables(load_data("columns", "runs"))
+TABLES: dict[str, dict[str, Column]] = _tables(_DATA)
 """The columns of each file, by the file's stem."""
 STEP, EVAL, EVENT, GAUGE, SUMMARY = (TABLES[kind] for kind in ("steps", "evals", "events", "gauges", "summary"))
 METRICS: dict[str, dict[str, Column]] = {
@@ -107,18 +96,10 @@ METRICS: dict[str, dict[str, Column]] = {
 
 
 def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
-    """Return one metric of a tensor, parameter or module in a row of ``gauges.jsonl``. Return ``None`` if it is missing.
-
-    Example:
-        >>> metric_of({"step": 1, "moments": {"w": [1.25, 0.0]}}, "moments", "w", "bias")
-        1.25
-    """
+    """Return one metric of a tensor, parameter or module in a row of ``gauges.jsonl``; ``None`` if it is missing."""
     values = row.get(table, {}).get(name)
     place = list(METRICS[table]).index(metric)
     return values[place] if values is not None and place < len(values) else None
-
-
-# ── values of a row ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def number(value: Any) -> float | None:
@@ -141,7 +122,6 @@ def finite_number(value: Any) -> float | None:
 
 
 def step_of(row: Row) -> int:
-    """Return the step of a row; 0 where it has none."""
     step = row.get("step")
     return int(step) if isinstance(step, (int, float)) else 0
 
@@ -162,8 +142,6 @@ _NUMBER: frozenset[type] = frozenset({int, float, bool, type(None)})
 def wrong_value(kind: str, row: Row) -> str:
     """Describe the first value in a row that does not have the type of its column. Empty if all have.
 
-    Non-finite values may be given by name, as in the file.
-
     Example:
         >>> wrong_value("evals", {"step": 3, "val_loss": "low"}), wrong_value("evals", {"step": 3, "val_loss": 2.5})
         ("val_loss = 'low', which is not a number", '')
@@ -178,15 +156,16 @@ def wrong_value(kind: str, row: Row) -> str:
 
 
 def _why_wrong(column: Column, value: Any) -> str:
-    if column.type == "text" and not isinstance(value, str | None):
-        return f"{column.name} = {short(value)}, which is not text"
-    if column.type in ("count", "number", "flag") and not _is_number(value):
-        return f"{column.name} = {short(value)}, which is not a number"
-    if column.type != "lists":
-        return ""
-    if not isinstance(value, dict):
-        return f"{column.name} = {short(value)}, which is not a table"
-    for name, numbers in value.items():
+    is_right, word = True, "a number"
+    if column.type == "text":
+        is_right, word = isinstance(value, str | None), "text"
+    elif column.type in ("count", "number", "flag"):
+        is_right = _is_number(value)
+    elif column.type == "lists":
+        is_right, word = isinstance(value, dict), "a table"
+    if not is_right:
+        return f"{column.name} = {short(value)}, which is not {word}"
+    for name, numbers in value.items() if column.type == "lists" else ():
         if not isinstance(numbers, list | None):
             return f"{name} = {short(numbers)} in {column.name}, which is not a list"
         # The first test is of types alone, and ten times as fast.
@@ -205,7 +184,6 @@ def is_whole(value: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """Format a value for a message, in at most forty characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -214,8 +192,8 @@ def gauge_metrics(row: Row) -> Iterator[tuple[str, str, dict[str, float | None]]
     """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by name.
 
     Example:
-        >>> list(gauge_metrics({"step": 1, "moments": {"w": [1.25, None]}}))
-        [('moments', 'w', {'bias': 1.25, 'frozen_fraction': None})]
+        >>> list(gauge_metrics({"step": 1, "moments": {"w": [1.25]}}))
+        [('moments', 'w', {'bias': 1.25})]
     """
     for table, names in METRICS.items():
         for name, values in (row.get(table) or {}).items():
@@ -227,8 +205,6 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
 
     Args:
         kind: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``. The number of an event is its value, or 1.
-        row: one row of that file.
-
     Example:
         >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "updates": {"w": [1.0]}})
         ({'validation/loss': 2.5}, {'edq/w': 1.0})

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,14 @@ import tomli_w
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, hash_of, sync, write_whole
 from narrowgauge.runs.events import Event, emit
-from narrowgauge.runs.lines import ROW_FILES, read_rows, rows_with_lengths, toml_value
-from narrowgauge.runs.record import read_settings, require_whole
+from narrowgauge.runs.record import (
+    ROW_FILES,
+    read_rows,
+    read_settings,
+    rows_with_lengths,
+    toml_value,
+    wrong_setting,
+)
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 from narrowgauge.spec.tables import json_value
 
@@ -34,12 +40,10 @@ _FILES = [f"{name}.jsonl" for name in ROW_FILES]
 class RunWriter:
     """Write a run folder, which :meth:`create` makes and :meth:`open` continues. Close it, or use it in a ``with`` block.
 
-    A reader never sees half a row. A second writer is refused while the first one is open. A row with a value of the wrong
-    type is refused, and not written.
+    A reader never sees half a row. A second writer is refused, and a row with a value of the wrong type.
 
     Args:
         path: the run folder.
-
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "own")
@@ -56,12 +60,10 @@ class RunWriter:
 
     @classmethod
     def create(cls, path: str | Path, run: Row) -> RunWriter:
-        """Make a run folder and write its ``run.toml``.
+        """Make a run folder, absent or empty before, and write its ``run.toml``.
 
         Args:
-            path: the folder; absent or empty.
             run: all settings. ``None`` values are left out, since TOML has none. ``schema_version`` is added.
-
         Raises:
             RecordError: the folder is not empty, another process is writing there, or the disk refuses.
         """
@@ -88,21 +90,16 @@ class RunWriter:
 
     @classmethod
     def open(cls, path: str | Path) -> RunWriter:
-        """Continue a run. Cut off a torn last line of each file.
-
-        Raises:
-            RecordError: the run is missing, a newer version wrote it, or another process is writing it.
-        """
+        """Continue a run, which no other process may be writing. Cut off a torn last line of each file."""
         writer = cls(path)
         read_settings(writer.path)
         writer._open_rows()
-        try:
+        with ExitStack() as undo:
+            undo.callback(writer.close)
             for name in ROW_FILES:
                 writer._cut(name, None)
             writer._hash_rows()
-        except BaseException:
-            writer.close()
-            raise
+            undo.pop_all()
         return writer
 
     def digests(self) -> dict[str, tuple[int, str]]:
@@ -120,7 +117,9 @@ class RunWriter:
         Raises:
             RecordError: rows up to ``step`` are missing or changed. The files stay unchanged.
         """
-        problem = _lost_step(self.path / "steps.jsonl", range(first, step + 1))
+        expected = range(first, step + 1)
+        steps = zip_longest(expected, [row["step"] for row in read_rows(self._file("steps"))][: len(expected)])
+        problem = next((f"steps.jsonl lacks step {number}" for number, present in steps if present != number), "")
         for name, (length, digest) in (digests or {}).items():
             if not problem and self._hash(name, length).hexdigest() != digest:
                 problem = f"{name}.jsonl is not as it was written"
@@ -137,10 +136,8 @@ class RunWriter:
     def amend(self, run: Row) -> None:
         """Replace ``run.toml``, for a resume that changes its settings. ``run`` is as for :meth:`create`."""
         content = {**toml_value(run), "schema_version": VERSION}
-        try:
-            require_whole(content)
-        except ValueError as error:
-            raise RecordError(f"Cannot write the run {self.path}: {error}.", "Give a whole number.") from error
+        if wrong := wrong_setting(content):
+            raise RecordError(f"Cannot write the run {self.path}: {wrong}.", "Give a whole number.")
         write_whole(self.path / "run.toml", tomli_w.dumps(content).encode())
 
     def append(self, kind: str, row: Row) -> None:
@@ -221,7 +218,6 @@ class RunWriter:
             os.ftruncate(self._descriptors[name], length)
 
     def _hash_rows(self) -> None:
-        """Hash the present rows of steps and evaluations; :meth:`append` adds the later ones."""
         self._hashes = {name: self._hash(name, self._length(name)) for name in ("steps", "evals")}
 
     def _hash(self, name: str, length: int) -> hashlib.blake2b:
@@ -238,12 +234,6 @@ class RunWriter:
             message = f"Cannot write this row of {kind} to {self.path}: it has {wrong}."
             raise RecordError(message, "docs/reference.md lists the columns.")
         return written
-
-
-def _lost_step(file: Path, expected: range) -> str:
-    """Name the first lost row, without a full stop. Empty if all are present, in order."""
-    rows = zip_longest(expected, [row["step"] for row in read_rows(file)][: len(expected)])
-    return next((f"{file.name} lacks step {step}" for step, present in rows if present != step), "")
 
 
 def require_free(path: str | Path) -> None:

@@ -204,8 +204,12 @@ class Compute:
             ['output.left', 'grad_weight.right']
         """
         casts = self.casts
+        # A left operand is multiplied by a right one's scales per column before its cast: it belongs to that product alone.
+        folded = [f"{name}.left" for name, product in self.products.items() if product.right.granularity == "column"]
         return {
-            name: slot.reuses if slot.reuses and casts[slot.reuses].serves(casts[name]) else name
+            name: slot.reuses
+            if slot.reuses and not {name, slot.reuses} & set(folded) and casts[slot.reuses].serves(casts[name])
+            else name
             for name, slot in SLOTS.items()
         }
 

@@ -334,17 +334,17 @@ STORAGES: dict[str, Storage] = {
         ),
         _row(
             "nearest8", "bfloat16", "float8-row+e4m3-row+e5m3-row",
-            loses="every update below half a spacing (2^-4 of the weight): a control, which must lose",
+            loses="every update below half an ulp (2^-4 of the weight): a control, which must lose",
             source="8-bit master weights rounded to nearest, as in FP8-LM's ablation (2310.18313, table 6, #3)",
         ),
         _row(
             "float32-states8", "float32", "float32+e4m3-row+e5m3-row", vectors="float32", fallback="float32",
-            loses="20 bits of each moment, stochastic; the model sees the float32 weight, of which nothing is lost",
+            loses="20 bits of each moment, stochastic; nothing of the weight, which the model sees in float32",
             source="Narrowgauge; what 8-bit optimizers store beside float32 weights (Dettmers et al. 2022, 2110.02861)",
         ),
         _row(
             "no-master", "bfloat16", "bfloat16+float32+float32", vectors=None,
-            loses="every update below half a spacing (2^-9 of the weight); moments are float32",
+            loses="every update below half an ulp (2^-9 of the weight); moments are float32",
             source="a common meaning of bfloat16 training: moments in float32, no master weights",
         ),
         _row(
@@ -371,7 +371,7 @@ STORAGES: dict[str, Storage] = {
         ),
         _row(
             "naive", "bfloat16", "bfloat16+bfloat16+bfloat16", vectors=None,
-            loses="every update below half a spacing (2^-9 of the weight); second moments freeze at beta2 0.999",
+            loses="every update below half an ulp (2^-9 of the weight); second moments freeze at beta2 0.999",
             source="torch.optim.AdamW(fused=True) on bfloat16 weights, up to ties; torch's default also loses decay under 2^-9",
         ),
         _row(
@@ -398,7 +398,7 @@ STORAGES: dict[str, Storage] = {
         ),
         _row(
             "float16/naive", "float16", "float16+float16+float16-held", vectors=None, fallback="float16/split",
-            loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
+            loses="every update below half an ulp (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what most optimizers do when given float16 parameters; held here, where theirs become zero",
         ),
         _row(
@@ -415,7 +415,7 @@ STORAGES: dict[str, Storage] = {
         ),
         _row(
             "float16-throughout/naive", "float16", "float16+float16+float16-held", vectors=None, fallback="float16/split",
-            loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
+            loses="every update below half an ulp (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what the abstract of 1911.07384 claims: no float32 copy of anything",
         ),
         _row(
@@ -428,7 +428,7 @@ STORAGES: dict[str, Storage] = {
         _row(
             "scalify-float16/scaled16", "float16", "float16+float16-row+float16-row-held", vectors="float16/master",
             fallback="float16/split",
-            loses="every update below half a spacing (2^-12 of the weight); second moments stop up to 2^-11 / (1 - beta2) short",
+            loses="every update below half an ulp (2^-12 of the weight); second moments stop up to 2^-11 / (1 - beta2) short",
             source="Balança et al. 2024, Scalify (2407.17353): weights and scaled moments in float16, no master; scales by row",
         ),
         _row(

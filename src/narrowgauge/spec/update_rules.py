@@ -171,7 +171,7 @@ _RULES = (
         source="Sutskever et al., ICML 2013",
     ),
     UpdateRule(
-        "lion", "Lion", "one moment, of which the sign is the step", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
+        "lion", "Lion", "one moment; its sign is the step", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
         rate=1 / 3,  # of 3 to 10 in the paper, with as much more decay
         moments=_MOMENTS[:1], source="Chen et al., NeurIPS 2023 (2302.06675)",
     ),
@@ -201,7 +201,7 @@ _RULES = (
         is_matrix=True, moments=(), source="Zhao et al., ICML 2024 (2403.03507)",
     ),
     UpdateRule(
-        "gradnorm_lorp", "GradNormLoRP", "after the paper: lengths and low-rank directions of columns apart", _ADAM,
+        "gradnorm_lorp", "GradNormLoRP", "after the paper: columns as lengths and low-rank directions", _ADAM,
         (*_SUBSPACE, Option("scale", 1.0, Range())),
         is_matrix=True, moments=(), source="Huang et al., AAAI 2025 (2412.19616)",
     ),

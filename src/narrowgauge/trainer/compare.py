@@ -1,26 +1,24 @@
 """Compare recipes: ``ng.compare`` in a loop of your own, ``narrowgauge compare`` with the built-in trainer.
 
 A comparison is a folder. It holds a run folder for each recipe and seed, and at the end ``compare.json`` and ``report.html``.
-Runs go seed by seed, so complete pairs exist whenever a comparison stops. A run that diverges is a result like any other.
-
-The same ``narrowgauge compare`` continues a stopped comparison. Finished runs stay. An interrupted run resumes from its
-checkpoint. Recipes and seeds may be added.
+Runs go seed by seed, so complete pairs exist whenever a comparison stops. A run that diverges is a result like any other. The
+same ``narrowgauge compare`` continues a stopped comparison. Recipes and seeds may be added.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from narrowgauge.analysis.comparison.classification import divergence
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
-from narrowgauge.analysis.comparison.run_stats import divergence
 from narrowgauge.errors import NarrowgaugeError, RecipeError, require_package
 from narrowgauge.report.publishing import publish, read_runs
 from narrowgauge.runs.finding import counted, duration
@@ -84,22 +82,16 @@ def compare(
 
     Returns:
         The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
-
     Raises:
         NarrowgaugeError: no recipe or seed, duplicates, a function without a loss, or a row with values that are not numbers.
         RecordError: ``out`` is not empty.
-
     Example:
         >>> def train_function(recipe, seed, log):
-        ...     for step in range(1, 4):
-        ...         log.step({"loss": 3 - step / 2})
-        ...     wide = recipe == "bfloat16/master"
-        ...     return {"val_loss": 1.5 + seed / 10 - 0.002 * seed * wide, "bytes_per_param": 16 if wide else 8}
+        ...     log.step({"loss": 2.5})
+        ...     return 1.5 + seed / 10
         >>> comparison = compare(train_function, ["bfloat16/master", "bfloat16/word"], seeds=2)
         >>> [(row["recipe"], row["num_seeds"]) for row in comparison.rows]
         [('bfloat16/master', 2), ('bfloat16/word', 2)]
-        >>> comparison.baseline
-        'bfloat16/master'
     """
     plan = planned([recipes] if isinstance(recipes, str) else list(recipes), seeds)
     from narrowgauge.distributed.ranks import all_ranks
@@ -117,7 +109,6 @@ def compare(
 
 
 def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path) -> Run:
-    """Call a training function, record its run in a folder, and return the run on every rank."""
     from narrowgauge.gauges.recording.record import Record, numbers
     from narrowgauge.gauges.recording.run_recorder import warn
 
@@ -147,11 +138,7 @@ def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed
 def define(recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int = 1) -> list[TrainConfig]:
     """Return the checked settings of each run of a comparison, seed by seed. ``out`` is the name of the run's folder.
 
-    Args:
-        settings: fields of ``TrainConfig`` that all runs share.
-
-    Raises:
-        NarrowgaugeError: a setting is invalid.
+    ``settings`` are fields of ``TrainConfig`` that all runs share.
     """
     require_package("plotly")
     plan, base = planned(recipes, seeds), TrainConfig(**settings).validated()
@@ -161,9 +148,7 @@ def define(recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int
 
 
 def run_comparison(
-    configs: Sequence[TrainConfig],
-    out: str | Path | None = None,
-    stream: TextIO | None = None,
+    configs: Sequence[TrainConfig], out: str | Path | None = None, stream: TextIO | None = None
 ) -> tuple[Comparison, Path]:
     """Make the unfinished runs of a comparison, compare them, and write the page.
 
@@ -181,26 +166,30 @@ def run_comparison(
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
     folder = Path(out) if out is not None else first_free(Path("comparisons") / Path(configs[0].model).name)
-    plan = _plan(configs, folder)
+    configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
+    present = [run_to_continue(config) for config in configs]
+    if configs[0].lr is None:  # it follows from the model's size; a comparison goes on with its rate
+        lr = next((run.config.get("lr") for run in present if run is not None), None)
+        configs = [replace(config, lr=lr) for config in configs]
 
     def say(line: str) -> None:
         print(line, file=stream, flush=True)
 
-    say(f"{counted(len(plan), 'run')} in {folder}")
+    say(f"{counted(len(configs), 'run')} in {folder}")
     runs: list[Run] = []
-    for number, (config, run) in enumerate(plan, 1):
+    for number, (config, run) in enumerate(zip(configs, present, strict=True), 1):
         began, is_new = time.monotonic(), run is None or not is_over(run)
         try:
             run = _trained(config, stream) if run is None or is_new else run
         except KeyboardInterrupt as interruption:
             raise type(interruption)(
-                f"{len(runs)} of {len(plan)} runs are done. Give the same command with --out {folder} to continue."
+                f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to continue."
             ) from None
         runs.append(run)
         loss = f"validation loss {run.summary['val_loss']:.4f}" if run.summary else ""
         result = f"diverged ({reason})" if (reason := divergence(run)) else loss
         took = duration(time.monotonic() - began) if is_new else "earlier"
-        say(f"{number}/{len(plan)}  {config.recipe.title}, seed {config.seed}  {result}  {took}")
+        say(f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}  {result}  {took}")
     if (unigram_loss := runs[0].run["data"].get("unigram_loss")) is not None:
         say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
     requested = {run.path for run in runs}
@@ -212,16 +201,6 @@ def run_comparison(
     return comparison, publish(comparison, folder)
 
 
-def _plan(configs: Sequence[TrainConfig], folder: Path) -> list[tuple[TrainConfig, Run | None]]:
-    """Return the settings of each run in its folder, and the run there. Refuse runs with other settings."""
-    configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
-    plan = [(config, run_to_continue(config)) for config in configs]
-    if configs[0].lr is None and (existing := [run for _, run in plan if run is not None]):
-        # Continued without naming a rate, which follows from the model's size.
-        return [(replace(config, lr=existing[0].config.get("lr")), run) for config, run in plan]
-    return plan
-
-
 def _trained(config: TrainConfig, stream: TextIO | None) -> Run:
     """Train a run, or continue one that was stopped. A divergence is a result like any other."""
     # Imported late: PyTorch takes seconds to load, and a wrong definition is reported before.
@@ -230,18 +209,15 @@ def _trained(config: TrainConfig, stream: TextIO | None) -> Run:
     from narrowgauge.distributed.job import threads_of
     from narrowgauge.trainer import loop
 
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+    torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     folder = Path(str(config.out))
     try:
-        with threads_of(config.threads, config.recipe.reduction.order_invariant):
+        with threads_of(config.threads, config.recipe.reduction.order_invariant), suppress(loop.DivergenceError):
             loop.train(config, console=Console(config.steps, 0, stream))
-    except loop.DivergenceError:
-        pass  # it is in the record
     except NarrowgaugeError as error:
         error.message = f"{folder.name}: {error.message}"
         raise

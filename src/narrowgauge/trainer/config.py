@@ -1,9 +1,8 @@
 """The configuration of a training run: one frozen dataclass that defines the flags, the TOML keys and ``run.toml``.
 
-A field is declared once, with its default, one line of help and a constraint on its value. Each field is a flag of the command
-line and a key of a ``--config`` file. The record of a run holds all of them. Fields left at None are derived from others by a
-rule stated in their help. ``filled`` does it when the model is there, so that the record of a run does not depend on rules
-that may change. Nothing here needs PyTorch.
+A field has its default, one line of help and a constraint on its value. It is a flag of the command line and a key of a
+``--config`` file. ``filled`` derives fields left at None when the model is there, so that the record of a run does not depend on
+rules that may change. Nothing here needs PyTorch.
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ from narrowgauge.spec.sums import ACCUMULATION_DTYPES, SHARDINGS
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import Choice, Range
 
-_KINDS: dict[str, tuple[type, str]] = {
-    "str": (str, "text"), "int": (int, "an integer"), "float": (float, "a number"), "bool": (bool, "true or false"),
-    "Recipe": (Recipe, "a recipe"),
+_KINDS: dict[type, str] = {
+    str: "text", int: "an integer", float: "a number", bool: "true or false", Recipe: "a recipe",
 }  # fmt: skip
 
 
 def setting(default: Any, help: str, law: Range | Choice | None = None) -> Any:
-    """Return a field with its default, its help and its allowed values."""
     return dataclasses.field(default=default, metadata={"help": help, "law": law})
 
 
@@ -52,8 +49,7 @@ def count(default: int | None, help: str, least: int = 1) -> Any:
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
     """Return the type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or ``Recipe``."""
-    # Annotations of settings are strings that name the plain type first.
-    return _KINDS[str(field.type).split(" ")[0]][0]
+    return next(kind for kind in _KINDS if kind.__name__ == str(field.type).split(" ")[0])
 
 
 def require(field: dataclasses.Field[Any], value: Any) -> None:
@@ -63,8 +59,7 @@ def require(field: dataclasses.Field[Any], value: Any) -> None:
     kind, law, flag = kind_of(field), field.metadata["law"], f"--{field.name.replace('_', '-')}"
     # Exact types: True is an int in Python. An int may stand for a float.
     if type(value) is not kind and not (kind is float and type(value) is int):
-        name = dict(_KINDS.values())[kind]
-        raise NarrowgaugeError(f"{field.name} = {value!r} was requested; it must be {name}.", f"Change {flag}.")
+        raise NarrowgaugeError(f"{field.name} = {value!r} was requested; it must be {_KINDS[kind]}.", f"Change {flag}.")
     if kind is str and not value:
         raise NarrowgaugeError(f"{field.name} is empty.", f"Omit {flag}.")
     if law is not None:
@@ -76,13 +71,13 @@ def known_model(name: str) -> str:
     path = Path(name).expanduser()
     if name.strip().lower() in MODELS or not (path.exists() or "/" in name or "\\" in name):
         return get_model(name).name
-    if not path.exists():
-        raise DataError(
-            f"the model folder {name} does not exist.", "Name a folder, or a preset: narrowgauge show models."
-        )
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
-        raise DataError(f"the model folder {name} holds no config.json.", "Name a Hugging Face model folder.")
+        problem = "holds no config.json" if path.exists() else "does not exist"
+        raise DataError(
+            f"the model folder {name} {problem}.",
+            "Name a Hugging Face model folder, or a preset: narrowgauge show models.",
+        )
     refuse_own_code(folder)
     return str(folder.resolve())
 
@@ -96,10 +91,8 @@ OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 
 _DEFAULT = parse("bfloat16/word")
-
-# Above these sizes compilation pays off within a short run.
-COMPILE_PARAMETERS = 5_000_000
-COMPILE_STEPS = 1000
+# From these sizes on, compilation pays off within a run.
+COMPILE_PARAMETERS, COMPILE_STEPS = 5_000_000, 1000
 
 
 @dataclass(frozen=True)
@@ -168,12 +161,10 @@ class TrainConfig:
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """Return the arguments of the optimizer, but for the learning rate."""
         return {"betas": (self.beta1, self.beta2), "eps": self.eps, "weight_decay": self.weight_decay}
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences per micro-batch."""
         return self.batch_size // self.gradient_accumulation_steps
 
     @property
@@ -182,9 +173,6 @@ class TrainConfig:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of one optimizer step, from 1 to ``steps``, of filled settings.
-
-        Invariant: it rises linearly to ``lr`` at ``warmup_steps`` and, unless the schedule is constant, falls to
-        ``lr * min_lr_ratio`` at ``steps``.
 
         Example:
             >>> config = TrainConfig(steps=110, lr=1.0, warmup_steps=10, schedule="linear", min_lr_ratio=0.0)
@@ -207,9 +195,6 @@ class TrainConfig:
             num_parameters: size of a model that is no preset.
         Raises:
             ChipError: the settings ask for a compiled model, and nothing can be compiled here.
-        Example:
-            >>> TrainConfig(model="llama-125m").filled().lr
-            0.0006
         """
         size = MODELS[self.model].num_parameters if self.model in MODELS else num_parameters
         values: dict[str, Any] = {}
@@ -228,17 +213,12 @@ class TrainConfig:
         return replace(self, **values)
 
     def validated(self) -> TrainConfig:
-        """Check every setting, alone and against the others.
-
-        Invariant: idempotent, and nothing is written. Checks that need the model happen when it is built.
+        """Check every setting, alone and against the others. Checks that need the model happen when it is built.
 
         Returns:
-            The settings with the model's full name and full paths, so that the run can be resumed from any folder; with
-            ``out`` chosen.
+            The settings with full names and paths, so that the run can be resumed from any folder; with ``out`` chosen.
         Raises:
-            RecipeError: an incomplete recipe, by name or table, or an unknown preset.
-            DataError: the data or the model folder does not exist.
-            NarrowgaugeError: any other invalid value.
+            NarrowgaugeError: an invalid value.
         """
         # Imported late: the command line makes flags of these settings without this module.
         from narrowgauge.trainer.data.tokens import read_tokens
@@ -256,10 +236,8 @@ class TrainConfig:
         config = replace(self, model=known_model(self.model))
         config.require_agreement()
         if self.data is None:
-            raise DataError(
-                "Cannot train because no data was named.",
-                "Make a token map, and name it: narrowgauge tokenize TEXT OUT, then --data OUT.",
-            )
+            advice = "Make a token map, and name it: narrowgauge tokenize TEXT OUT, then --data OUT."
+            raise DataError("Cannot train because no data was named.", advice)
         config = replace(config, data=str(read_tokens(self.data).folder.resolve()))
         if config.out is None:
             stem = f"{Path(config.model).name}-{config.recipe.name.replace('/', '-')}"
@@ -307,7 +285,6 @@ class TrainConfig:
                 raise kind(f"Cannot train: {message}.", advice)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a TOML table with a key per setting; None is left out."""
         table = {field.name: getattr(self, field.name) for field in fields(self)} | {"recipe": self.recipe.to_value()}
         return {name: value for name, value in table.items() if value is not None}
 
@@ -315,11 +292,7 @@ class TrainConfig:
     def from_dict(cls, table: Mapping[str, Any], where: str = "the settings") -> TrainConfig:
         """Read a table from :meth:`to_dict`. Missing keys get their defaults. Values are not checked against each other.
 
-        Args:
-            table: settings by name; ``recipe`` is a name or a table of its own.
-            where: name of the table in error messages.
-        Raises:
-            NarrowgaugeError: an unknown key, or a value of the wrong type or out of range.
+        ``where`` names the table in error messages.
         """
         settings = {field.name: field for field in fields(cls)}
         values: dict[str, Any] = {}
@@ -335,12 +308,7 @@ class TrainConfig:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> TrainConfig:
-        """Read settings from a UTF-8 TOML file, or from a ``run.toml`` without the run's folder.
-
-        Raises:
-            DataError: the file is missing or not TOML.
-            NarrowgaugeError: an unknown key or an invalid value.
-        """
+        """Read settings from a UTF-8 TOML file, or from a ``run.toml`` without the run's folder."""
         try:
             table = load_toml(Path(path).read_text(encoding="utf-8"))
         except (ValueError, OSError) as error:

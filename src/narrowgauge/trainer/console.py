@@ -12,9 +12,7 @@ _LINE = ("loss", "tokens_per_second", "lr", "edq")
 
 
 class Console:
-    """Print the progress of one run to standard output, or a stream: a line every ``log_every`` steps.
-
-    With ``log_every`` 0 print only notes, as for a run of a comparison. ``is_quiet`` prints nothing.
+    """Print the progress of one run: a line every ``log_every`` steps; with 0 only notes. ``is_quiet`` prints nothing.
 
     Attributes:
         failure: why a line could not be written: its reader has left, or the disk is full. No line follows.
@@ -25,7 +23,6 @@ class Console:
         self.failure: OSError | None = None
 
     def say(self, line: str, always: bool = False) -> None:
-        """Print a message."""
         if self.is_quiet or self.failure is not None or not (self.log_every or always):
             return
         try:
@@ -47,7 +44,6 @@ class Console:
             self.say("  ".join([place, *(STEP[name].text(row) for name in _LINE if row.get(name) is not None)]))
 
     def summary(self, row: Row) -> None:
-        """Print the table of a finished run."""
         columns = [
             Column(column.label, column.cell, code=column.type == "recipe", right=column.type != "recipe")
             for column in SUMMARY.values()

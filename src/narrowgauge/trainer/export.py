@@ -16,15 +16,10 @@ def export(folder: Path, out: Path) -> Path:
     """Write the model of a run's newest good checkpoint as a Hugging Face folder, complete or absent.
 
     ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` load it. The weights have the bits that the model sees.
-    A run on a token map without a tokenizer exports only the model.
-
-    Args:
-        out: the folder to make; missing parents are made.
+    A run on a token map without a tokenizer exports only the model. Missing parents of ``out`` are made.
 
     Raises:
         RecordError: the run has no good checkpoint, ``out`` is not empty, or the disk is full.
-
-    Cost: the model and its optimizer in memory.
     """
     with whole_folder(Path(out)) as temporary:
         _write(load(folder), temporary)
@@ -49,11 +44,8 @@ def _write(session: Session, temporary: Path) -> None:
                 table.bos_token_id = table.eos_token_id = end
         model.save_pretrained(temporary, state_dict=weights)
         # Loading casts all weights to the declared dtype: one that changes no value.
-        model.config.dtype = (
-            torch.bfloat16
-            if dtypes <= {torch.bfloat16}
-            else max(dtypes | {torch.float32}, key=lambda dtype: dtype.itemsize)
-        )
+        widest = max(dtypes | {torch.float32}, key=lambda dtype: dtype.itemsize)
+        model.config.dtype = torch.bfloat16 if dtypes <= {torch.bfloat16} else widest
         model.config.save_pretrained(temporary)
         # safetensors gives its files mode 0600. The others follow the umask.
         for file in temporary.glob("*.safetensors"):
@@ -61,7 +53,6 @@ def _write(session: Session, temporary: Path) -> None:
 
 
 def _write_tokenizer(file: Path, end: int, out: Path, config: Any) -> None:
-    """Write the tokenizer of a run, with its end-of-text token, as a Hugging Face one."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

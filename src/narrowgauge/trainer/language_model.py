@@ -1,12 +1,10 @@
 """Language models built from a configuration and a seed, and their loss.
 
 The models are Hugging Face classes, so a trained model is a folder that other tools can read. A preset is a configuration in
-``narrowgauge.spec.models``. Its weights are initialized here in float32 from the seed only, so that every
-recipe starts from the same weights. Nothing is downloaded. A path is a folder with a ``config.json`` and, optionally,
-weights.
+``narrowgauge.spec.models``. Its weights are drawn in float32 from the seed only, so that every recipe starts from the same
+weights. Nothing is downloaded.
 
-The loss is a *sum* over tokens, not a mean. Sums of micro-batches of any size add up to the sum of the batch.
-They are divided once at the end.
+The loss is a *sum* over tokens. Sums of micro-batches of any size add up to the sum of the batch, which is divided once.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ if TYPE_CHECKING:  # transformers takes seconds to import: each function below i
 
 
 def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
-    """Return a causal language model in float32 on the CPU, in training mode.
+    """Return a causal language model in float32 on the CPU, in training mode, without dropout.
 
-    Initial weights depend on ``seed`` and the configuration only, and the caller's generator is unchanged. Nothing is cached
-    between tokens, and dropout in the top level of the configuration is 0.
+    Initial weights depend on ``seed`` and the configuration only, and the caller's generator is unchanged.
 
     Args:
         model: the name of a preset (``narrowgauge show models``), or a folder with ``config.json``. Weights in it are loaded
@@ -48,10 +45,6 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
     Raises:
         RecipeError: no preset has that name.
         DataError: the folder's model or weights cannot be read or do not fit.
-
-    Example:
-        >>> build("llama-1m", seed=0).num_parameters()
-        1016960
     """
     from transformers import AutoConfig
 
@@ -93,20 +86,19 @@ def _require_causal(model: PreTrainedModel, folder: Path) -> None:
         )
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the summed cross entropy of ``[..., vocabulary]``, in float32, or float64 for float64 logits."""
     return F.cross_entropy(at_least_float32(logits.flatten(0, -2)), targets, reduction="sum")
 
 
 def loss_sum(
-    model: PreTrainedModel, tokens: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    model: PreTrainedModel, tokens: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor] = _cross_entropy
 ) -> Tensor:
     """Return the summed cross entropy of predicting each next token, a float32 or float64 scalar in nats.
 
     Args:
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
-        loss_of: :func:`cross_entropy`, or that function compiled.
-
+        loss_of: of the logits and targets; by default the summed cross entropy.
     Example:
         >>> model = build("llama-1m", seed=0)
         >>> tokens = torch.arange(18).reshape(2, 9)
@@ -131,10 +123,8 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
 def compiled_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return :func:`loss_sum` of this model as a compiled function of the tokens alone.
 
-    Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``, and the cross entropy is
-    compiled too. Everything else runs eagerly. All layers share one graph, so the first step costs the same for 8 layers as for
-    80. The steps are as fast as with one graph for the whole model (measured: llama-8m in bfloat16, RESULTS.md). A model whose
-    layers are not transformers' ``GradientCheckpointingLayer`` runs them eagerly.
+    Each ``GradientCheckpointingLayer`` of transformers is compiled in place, which changes no name, parameter or ``state_dict``,
+    and the cross entropy is compiled too. Everything else runs eagerly. All layers share one graph.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -149,31 +139,24 @@ def compiled_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
             module.forward = torch.compile(module.forward, fullgraph=is_whole, options=options)
         else:
             module.compile(fullgraph=is_whole, options=options)
-    return partial(loss_sum, model, loss_of=torch.compile(cross_entropy, fullgraph=True))
-
-
-_GPT2 = {
-    "n_positions": "max_positions", "n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_heads",
-    "n_inner": "intermediate_size", "tie_word_embeddings": "tie_embeddings",
-}  # fmt: skip
-_LLAMA = {
-    "hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "max_position_embeddings": "max_positions",
-    "tie_word_embeddings": "tie_embeddings",
-}  # fmt: skip
-"""Fields of the two Hugging Face configurations, each with the column of a preset."""
+    return partial(loss_sum, model, loss_of=torch.compile(_cross_entropy, fullgraph=True))
 
 
 def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
     from transformers import GPT2Config, LlamaConfig
 
-    # The defaults of the classes belong to other tokenizers; export writes the correct ones.
-    options: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    options["vocab_size"] = row.vocab_size if vocab_size is None else vocab_size
+    options: dict[str, Any] = {
+        "vocab_size": row.vocab_size if vocab_size is None else vocab_size, "hidden_size": row.hidden_size,
+        "num_hidden_layers": row.num_layers, "num_attention_heads": row.num_heads,
+        "max_position_embeddings": row.max_positions, "tie_word_embeddings": row.tie_embeddings,
+        # The defaults of the classes belong to other tokenizers; export writes the correct ones.
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
     if row.family == "gpt2":
-        return GPT2Config(**{name: getattr(row, column) for name, column in _GPT2.items()}, **options)
-    options |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": row.rope_theta}}
-    return LlamaConfig(**{name: getattr(row, column) for name, column in _LLAMA.items()}, **options)
+        return GPT2Config(n_inner=row.intermediate_size, **options)
+    options |= {"intermediate_size": row.intermediate_size, "num_key_value_heads": row.num_kv_heads}
+    rope = {"rope_type": "default", "rope_theta": row.rope_theta}
+    return LlamaConfig(rms_norm_eps=1e-5, rope_parameters=rope, **options)
 
 
 def _without_dropout(config: Any) -> Any:
@@ -186,7 +169,6 @@ def _without_dropout(config: Any) -> Any:
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars while it reads or writes weights."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

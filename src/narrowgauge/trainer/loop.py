@@ -1,11 +1,10 @@
 """The training loop. It can be interrupted at any moment and resumed with the same bits.
 
-The loop contains no arithmetic and no format. It calls ``prepare`` like any training loop. Each step is recorded before the
-next begins, and checkpoints are written atomically. So a killed run loses only the steps since its last checkpoint and
-repeats them with the same bits.
+Each step is recorded before the next begins, and checkpoints are written atomically. So a killed run loses only the steps since
+its last checkpoint and repeats them with the same bits.
 
-Several ranks run this loop side by side. Rank 0 decides everything that depends on files, on the clock or on a signal,
-or the ranks agree, so that all take the same branches. Only rank 0 writes the run folder and prints.
+Several ranks run this loop side by side. Rank 0 decides everything that depends on files, on the clock or on a signal, or the
+ranks agree, so that all take the same branches. Only rank 0 writes the run folder and prints.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
@@ -32,16 +31,9 @@ from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS, weights_file
+from narrowgauge.trainer import resume_checks
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.resume_checks import (
-    changed_settings,
-    is_over,
-    require_restart,
-    require_same_run,
-    run_to_continue,
-    unfinished_run,
-)
 from narrowgauge.trainer.session import Session, build, describe, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
@@ -68,11 +60,11 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
     ranks = all_ranks()
     config = ranks.of_first(lambda: config.validated().on_ranks(ranks.size))
     folder, shown = Path(str(config.out)), console or _console(config)
-    if (run := ranks.of_first(lambda: run_to_continue(config))) is not None:
+    if (run := ranks.of_first(lambda: resume_checks.run_to_continue(config))) is not None:
         if run.summary is not None:
             shown.say(f"{folder} is finished: {counted(run.summary['steps'], 'step')}.")
             return folder
-        if is_over(run):
+        if resume_checks.is_over(run):
             raise DivergenceError(f"{folder} stopped: {run.events[-1]['message']}.", GO_BACK)
         return resume(folder, config.stop_after, console=console)
     data = open_on_ranks(config)
@@ -83,7 +75,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
         content["data"]["unigram_loss"] = data.unigram_loss()  # of all tokens, so not again at each resume
         return RunWriter.create(folder, content)
 
-    with _record(config, shown, create) as record:
+    with Record(create, config.recipe, shown.event, shown.row) as record:
         if ranks.is_first and data.tokenizer_path is not None:
             with disk_errors(folder):
                 shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
@@ -108,23 +100,22 @@ def resume(
         restart: begin again at step 0 if the run has lost its checkpoints.
         console: displays the progress; ``None`` for standard output.
     Raises:
-        RecordError: the run is missing or finished, has lost its checkpoints, another process is writing it, or its data or
-            records do not match its checkpoint.
+        RecordError: the run is missing, finished, being written, or without its checkpoints; or its data or records do not match.
     """
     folder, ranks = Path(folder), all_ranks()
-    run = unfinished_run(folder)
+    run = resume_checks.unfinished_run(folder)
     config = replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), stop_after=stop_after)
     config.require_agreement(ranks.size)
     shown = console or _console(config)
-    with _record(config, shown, lambda: RunWriter.open(folder)) as record:
+    with Record(lambda: RunWriter.open(folder), config.recipe, shown.event, shown.row) as record:
         damaged: list[str] = []
         checkpoint = latest_checkpoint(
             folder, lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"), ranks
         )
         if checkpoint is not None:
-            require_same_run(run, checkpoint.state()["settings"], config)
+            resume_checks.require_same_run(run, checkpoint.state()["settings"], config)
         elif not restart:
-            require_restart(run, config, "; ".join(damaged))
+            resume_checks.require_restart(run, config, "; ".join(damaged))
         session = build(config, folder, open_on_ranks(config, run))
         present = describe(session)
         state = {} if checkpoint is None else session.load(checkpoint)
@@ -135,18 +126,18 @@ def resume(
                 "Name a later step with --stop-after, or leave it out.",
             )
         events = [Event("checkpoint_damaged", 0, f"{damage} and was not loaded") for damage in damaged]
-        changed = changed_settings(state.get("settings", present["config"]), present["config"])
-        # The token map may have moved; its tokens are those of the start.
-        notes = [
-            f"{n} was {old} up to step {step} and is {new} from there on" for n, old, new in changed if n != "data"
-        ]
-        events += [Event("note", step, note, detector="changed-settings") for note in notes]
+        for name, old, new in resume_checks.changed_settings(
+            state.get("settings", present["config"]), present["config"]
+        ):
+            if name != "data":  # the token map may have moved; its tokens are those of the start
+                note = f"{name} was {old} up to step {step} and is {new} from there on"
+                events.append(Event("note", step, note, detector="changed-settings"))
         events += [Event("note", step, note, detector="changed-software") for note in differences(run.run, present)]
-        where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
         _watch(session, record, shown)
         record.go_back(step, digests=state.get("rows"))
         for event in events:
             record.event(event, shown=True)
+        where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
         record.event(Event("resume", step, f"from step {step}{where}"))
         _run(session, record, shown)
     return folder
@@ -154,10 +145,6 @@ def resume(
 
 def _console(config: TrainConfig) -> Console:
     return Console(config.steps, config.log_every, is_quiet=not all_ranks().is_first)
-
-
-def _record(config: TrainConfig, console: Console, open_folder: Callable[[], RunWriter]) -> Record:
-    return Record(open_folder, config.recipe, console.event, console.row)
 
 
 def _watch(session: Session, record: Record, console: Console) -> None:
@@ -179,7 +166,6 @@ class _End(Enum):
 
 
 def _run(session: Session, record: Record, console: Console) -> None:
-    """Take the steps that are left, and end."""
     config, here, row = session.config, session.here, Row()
     end = _End.LAST_STEP if session.step >= config.steps else None
     # Unless spikes are only reported, the step is judged before its update, so that a spike changes no weight.
@@ -231,7 +217,7 @@ def _finish(end: _End, session: Session, record: Record, console: Console, row: 
         return console.summary(summary)
     session.saver.close()
     if end is _End.SPIKE:
-        record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK))
+        record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK, stage="loss"))
         raise DivergenceError(f"stopped after step {session.step}: {symptom(row)}.", GO_BACK)
     record.stop(end.value)
     console.say(f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}")
@@ -242,7 +228,6 @@ def _finish(end: _End, session: Session, record: Record, console: Console, row: 
 
 
 def _save(session: Session, record: Record) -> None:
-    """Begin to write a checkpoint, behind its rows."""
     session.verify_replicas()
     if record.writer is not None:
         record.writer.sync()
@@ -255,10 +240,8 @@ def _ended(session: Session, record: Record, console: Console) -> Iterator[None]
     try:
         yield
     except CorruptionError as error:
-        message, tensor, rank = error.message.rstrip("."), error.tensor, error.rank
-        record.event(
-            Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice, detector="replicas")
-        )
+        event = Event("corruption", session.step, error.message.rstrip("."), advice=error.advice, detector="replicas")
+        record.event(replace(event, tensor=error.tensor, rank=error.rank))
         raise
     finally:
         session.saver.leave()
@@ -271,10 +254,7 @@ def _ended(session: Session, record: Record, console: Console) -> Iterator[None]
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Yield a list that receives the first SIGINT, SIGTERM or SIGHUP. A second signal ends the process at once.
-
-    The files on the disk are consistent at any moment.
-    """
+    """Yield a list that receives the first SIGINT, SIGTERM or SIGHUP. A second signal ends the process at once."""
     received: list[int] = []
 
     def receive(number: int, frame: Any) -> None:

@@ -1,6 +1,6 @@
 """Check a run folder before it goes on: whether it is over, and settings that changed since the run began.
 
-Every checkpoint holds the settings of its run. Nothing here needs PyTorch.
+Nothing here needs PyTorch.
 """
 
 from __future__ import annotations
@@ -36,12 +36,9 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         [('lr', '0.003', '0.007')]
     """
     first, second = (json_value({**TrainConfig().to_dict(), **table}) for table in (before, now))
-
-    def text(table: Mapping[str, Any], name: str) -> str:
-        return short(table[name]) if name in table else "not set"
-
     names = [name for name in {**first, **second} if name not in _FREE and first.get(name) != second.get(name)]
-    return [(name, text(first, name), text(second, name)) for name in names]
+    texts = ([short(table[name]) if name in table else "not set" for name in names] for table in (first, second))
+    return list(zip(names, *texts, strict=True))
 
 
 def other_settings(run: Run, config: TrainConfig) -> list[tuple[str, str, str]]:
@@ -54,8 +51,7 @@ def other_settings(run: Run, config: TrainConfig) -> list[tuple[str, str, str]]:
 def run_to_continue(config: TrainConfig) -> Run | None:
     """Return the run in the folder of checked settings, which then goes on; ``None`` if the folder is free.
 
-    Raises:
-        RecordError: the folder holds something else, or a run with other settings or data.
+    Refuse a folder that holds something else, or a run with other settings or data.
     """
     folder = Path(str(config.out))
     if not is_run(folder):
@@ -82,7 +78,6 @@ def require_same_data(run: Run, config: TrainConfig, fingerprint: str) -> None:
 
 
 def is_over(run: Run) -> bool:
-    """Return whether a run is finished, or diverged and stopped."""
     return run.summary is not None or (bool(run.events) and run.events[-1].get("kind") == "divergence")
 
 
@@ -128,11 +123,9 @@ def run_of_trainer(folder: Path) -> Run:
 
 
 def unfinished_run(folder: Path) -> Run:
-    """Return the record of a run that is not finished."""
     run = run_of_trainer(folder)
     if run.summary is not None:
-        raise RecordError(
-            f"{folder} is finished: {counted(run.summary['steps'], 'step')}, validation loss {run.summary['val_loss']:.4f}.",
-            "Start another run with narrowgauge train.",
-        )
+        loss = f"validation loss {run.summary['val_loss']:.4f}"
+        message = f"{folder} is finished: {counted(run.summary['steps'], 'step')}, {loss}."
+        raise RecordError(message, "Start another run with narrowgauge train.")
     return run

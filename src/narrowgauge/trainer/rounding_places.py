@@ -1,24 +1,22 @@
 """Recompute the gradients of a run's step in float32, with one place of rounding at a time: find the cost of each rounding.
 
 A float32 copy of the model takes the step with the stored weights: the exact step. Then each place of the recipe's rounding is
-put in alone, and at last all together. The three matmuls of a low-precision linear layer multiply the values of the layer's own
-casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits.
+put in alone, and at last all together. A compute with some of the recipe's casts is one like any other.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from narrowgauge.checkpoints.saving import latest_checkpoint
@@ -26,20 +24,17 @@ from narrowgauge.distributed.job import threads_of
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.gauges.nan_origin.tracing import first_bad_value
 from narrowgauge.gauges.recording.step_row import StepReader
-from narrowgauge.matmul.layer_matmuls import Call, cast_to_slot, scales_to_fold
-from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
-from narrowgauge.matmul.operand import block_values
-from narrowgauge.numerics.quantization import rotate
+from narrowgauge.matmul.linear import Linear, is_linear
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.runs.schema import Row
-from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, SLOTS
+from narrowgauge.spec.computes import COMPUTES, SLOTS, Cast, Compute
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.language_model import loss_sum
 from narrowgauge.trainer.resume_checks import require_same_run, run_of_trainer
 from narrowgauge.trainer.session import Session, build, open_on_ranks
-from narrowgauge.trainer.step import differentiate, losses, train_step
+from narrowgauge.trainer.step import differentiate, train_step
 
 PLACES: dict[str, str] = {
     "inputs": "linear layers cast their inputs, in all their matmuls",
@@ -50,11 +45,7 @@ PLACES: dict[str, str] = {
     "accumulation": "gradients of micro-batches are summed in bfloat16",
 }
 """The places of a step's rounding, each with what it does alone."""
-VARIANTS: dict[str, str] = {
-    "run": "the run's own kernels",
-    "all": "all places together, with sums in float32",
-    **PLACES,
-}
+VARIANTS = {"run": "the run's own kernels", "all": "all places together, with sums in float32", **PLACES}
 _CAST_AT = {"input": "inputs", "weight": "weights", "gradient": "output-gradients"}
 """The place at which each tensor of a layer is cast."""
 _COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
@@ -64,10 +55,8 @@ _OF_ONE_PROCESS: dict[str, Any] = {
 }  # fmt: skip
 """Settings that change no bit of an eager step on one process."""
 
-Tensors = dict[str, Tensor]
-Result = tuple[float, Tensors]
+Result = tuple[float, dict[str, Tensor]]
 """The mean loss of a step, and its gradients, unclipped and at loss scale 1."""
-Operands = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -78,8 +67,7 @@ class RoundingPlaces:
         started: the step of the checkpoint from which the steps were repeated; 0 for the initial weights.
         mismatch: a sentence about the first difference between the repeated steps and the record; empty without one.
         rows: ``name``, a key of :data:`VARIANTS`; relative differences of ``loss`` and ``gradient``; and ``share``, the
-            squared difference of the gradient over that of ``all``. ``None`` if not finite. Places without rounding are left
-            out.
+            squared difference of the gradient over the one of ``all``. Places without rounding are left out.
         bad_value: the operation that made the first NaN or infinity of the run's step; empty if the step is finite.
     """
 
@@ -92,16 +80,14 @@ class RoundingPlaces:
     def table(self) -> Table:
         """Return the variants as a table."""
 
-        def three_digits(name: str, row: Row) -> float | None:
-            return None if row[name] is None else float(f"{row[name]:.3g}")
+        def number(name: str) -> Callable[[Row], float | None]:
+            return lambda row: None if row[name] is None else float(f"{row[name]:.3g}")
 
-        columns = (
-            *name_columns(variant="name"),
-            *number_columns(**{name: partial(three_digits, name) for name in ("loss", "gradient", "share")}),
-            *text_columns(what_is_rounded=lambda row: VARIANTS[row["name"]]),
-        )
+        names = name_columns(variant="name")
+        numbers = number_columns(**{name: number(name) for name in ("loss", "gradient", "share")})
+        texts = text_columns(what_is_rounded=lambda row: VARIANTS[row["name"]])
         title = "Relative differences to float32, and the share of the squared difference of all places"
-        return Table(columns, list(self.rows), title)
+        return Table((*names, *numbers, *texts), list(self.rows), title)
 
     def __str__(self) -> str:
         since = f"checkpoint {self.started}" if self.started else "the initial weights"
@@ -111,14 +97,9 @@ class RoundingPlaces:
 
 
 def rounding_places(
-    folder: str | Path,
-    step: int,
-    *,
-    say: Callable[[str], object] = lambda line: None,
+    folder: str | Path, step: int, *, say: Callable[[str], object] = lambda line: None
 ) -> RoundingPlaces:
-    """Recompute the gradients of a run's step in float32, and with each place of rounding alone.
-
-    Nothing in the run folder changes, not even a lock. The model is not compiled.
+    """Recompute the gradients of a run's step in float32, and with each place of rounding alone. The run folder stays as it is.
 
     Args:
         folder: the run folder of ``narrowgauge train``.
@@ -128,7 +109,6 @@ def rounding_places(
         The variants as rows; printed as a table.
     Raises:
         RecordError: the run or step is missing, or its data, model or checkpoint cannot be used.
-
     Cost: the steps since the nearest checkpoint, then eight eager passes in float32; memory for two models.
     Example: ``print(narrowgauge.rounding_places("runs/first", 28))``
     """
@@ -160,14 +140,20 @@ def rounding_places(
             mismatch = mismatch or _mismatch(row, reader.row(session.step, columns))
         say("Computing the step in float32, and with each place of rounding alone.")
         wide = replace(config, recipe=Recipe(COMPUTES["float32"], STORAGES["float32"]))
-        repeated = _Step(session, build(wide, Path(temporary), data).model)
-        exact, every = repeated.gradients(()), repeated.gradients(PLACES)
-        alone = {name: repeated.gradients((name,)) for name in PLACES}
-        of_run = repeated.gradients_of_run()
+        copy = build(wide, Path(temporary), data)
+        copy.step, copy.sequences = session.step, session.sequences
+        copy.optimizer.loss_scaler = session.optimizer.loss_scaler
+        layers = {} if session.linears is None else session.linears.layers
+        computes = {name: layer.compute for name, layer in layers.items() if isinstance(layer, Linear)}
+        narrow = {name: compute for name, compute in computes.items() if not compute.is_wide}
+        copy.linears = swap_linears(copy.model, narrow.get, seed=config.seed) if narrow else None
+        exact, every = (_rounded_result(session, copy, places) for places in ((), PLACES))
+        alone = {name: _rounded_result(session, copy, (name,)) for name in PLACES}
+        of_run = _result(session)
         last = {"step": step, "batch_crc": session.batch_crc, "loss": of_run[0]}
         mismatch = mismatch or _mismatch(recorded.get(step, {}), last)
-        bad = None
-        if not all(torch.isfinite(x).all() for x in (torch.tensor(of_run[0], device="cpu"), *of_run[1].values())):
+        bad, is_finite = None, math.isfinite(of_run[0]) and all(torch.isfinite(x).all() for x in of_run[1].values())
+        if not is_finite:
             bad = first_bad_value(session.model, partial(differentiate, session))
     total = _row("all", every, exact)
     rows = [_row(name, result, exact, total["gradient"] or 0.0) for name, result in alone.items()]
@@ -199,156 +185,72 @@ def _mismatch(recorded: Row, row: Row) -> str:
 def _row(name: str, result: Result, exact: Result, total: float = 0.0) -> Row:
     """Return the row of a result. ``total`` is the difference of all places; those of single ones add up in squares."""
     loss = abs(result[0] - exact[0]) / max(abs(exact[0]), 1e-30)
-    gradient = _difference(result[1], exact[1])
+    off = sum(float((result[1][name].double() - x.double()).square().sum()) for name, x in exact[1].items())
+    squares = sum(float(x.double().square().sum()) for x in exact[1].values())
+    gradient = (off / squares) ** 0.5 if squares else float(off > 0)
     if not (math.isfinite(loss) and math.isfinite(gradient)):
         return {"name": name, "loss": None, "gradient": None, "share": None}
     return {"name": name, "loss": loss, "gradient": gradient, "share": (gradient / total) ** 2 if total else None}
 
 
-def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the norm of the difference of two sets over the norm of the second, in float64; 0 for two zeros."""
-    off = sum(float((tensors[name].double() - x.double()).square().sum()) for name, x in expected.items())
-    total = sum(float(x.double().square().sum()) for x in expected.values())
-    return (off / total) ** 0.5 if total else float(off > 0)
-
-
 # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Step:
-    """Computes the gradients of the next step of a session, in the float32 model ``plain``, with some places ``rounded``."""
-
-    def __init__(self, session: Session, plain: nn.Module) -> None:
-        self.session, self.plain = session, plain
-        optimizer, scaler = session.optimizer, session.optimizer.loss_scaler
-        self.scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), dtype=torch.float32)))
-        self.parameters: dict[str, nn.Parameter] = dict(session.model.named_parameters())
-        trained = optimizer.parameter_names()
-        self.visible = {name: p.detach().float().clone() for name, p in self.parameters.items()}
-        self.stored = self.visible | {name: optimizer.stored(p) for name, p in self.parameters.items() if p in trained}
-        self.rounded: Collection[str] = ()
-        self.dtype: torch.dtype = getattr(torch, session.config.recipe.dtype)
-
-    def gradients_of_run(self) -> Result:
-        """Compute the gradients as the run does."""
-        loss = float(differentiate(self.session))
-        tensors = {n: p.grad.detach().float() / self.scale for n, p in self.parameters.items() if p.grad is not None}
-        self.session.optimizer.zero_grad(set_to_none=True)
-        return loss, tensors
-
-    def gradients(self, rounded: Collection[str]) -> Result:
-        """Compute the gradients with rounding at these places alone."""
-        self.rounded = rounded
-        values = self.visible if "weights" in rounded else self.stored
-        with torch.no_grad():
-            for name, parameter in self.plain.named_parameters():
-                parameter.copy_(values[name])
-        model: Any = self.plain
-        total: Tensors = {}
-        loss = 0.0
-        with self._attached():
-            for share in losses(self.session, lambda tokens: loss_sum(model, tokens)):
-                (share * self.scale).backward()
-                loss += float(share.detach())
-                for name, parameter in self.plain.named_parameters():
-                    if parameter.grad is not None:
-                        gradient, parameter.grad = self._in_weight_format(parameter.grad, name), None
-                        total[name] = self._sum(total[name], gradient, name) if name in total else gradient
-        return loss, {name: self._in_weight_format(gradient, name) / self.scale for name, gradient in total.items()}
-
-    def _in_weight_format(self, gradient: Tensor, name: str) -> Tensor:
-        """Round a gradient to the format in which the run's parameter holds it."""
-        return gradient.to(self.parameters[name].dtype).float() if "weight-gradients" in self.rounded else gradient
-
-    def _sum(self, total: Tensor, gradient: Tensor, name: str) -> Tensor:
-        """Add two micro-batches' gradients as the run does."""
-        is_narrow = self.session.config.accumulation_dtype == "bfloat16" and self.parameters[name].element_size() == 2
-        total = total + gradient
-        return total.bfloat16().float() if is_narrow and "accumulation" in self.rounded else total
-
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        """Compute linear layers as the recipe does. Cast what enters and leaves each other module."""
-        undo: list[Callable[[], Any]] = []
-        for name, module in self.plain.named_modules():
-            if is_linear(module):
-                module.forward = partial(self._linear, name, module)
-                undo.append(partial(delattr, module, "forward"))
-            elif "activations" in self.rounded:
-                undo.append(module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True).remove)
-                undo.append(module.register_forward_hook(self._cast_output).remove)
-        try:
-            yield
-        finally:
-            for remove in undo:
-                remove()
-
-    def _cast(self, values: Any) -> Any:
-        """Cast all floating tensors in nested values to the recipe's dtype."""
-        return tree_map(lambda x: x.to(self.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
-
-    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._cast((args, kwargs))
-
-    def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._cast(output)
-
-    # ── a linear layer with some of its casts ───────────────────────────────────────────────────────────────────────
-
-    def _linear(self, name: str, module: Any, x: Tensor) -> Tensor:
-        """Compute a linear layer as the recipe does, with sums in float32."""
-        layers = {} if self.session.linears is None else self.session.linears.layers
-        layer, weight = layers.get(name), module.weight.t() if is_transposed(module) else module.weight
-        if isinstance(layer, Linear) and not layer.compute.is_wide:
-            operands = partial(self._operands, layer, x.shape[-2] if x.ndim > 2 else 1)
-            product: Any = _Product
-            y: Tensor = product.apply(x.reshape(-1, x.shape[-1]).float(), weight, module.bias, operands)
-            y = y.view(*x.shape[:-1], -1)
-        else:
-            y = F.linear(x.float(), weight, module.bias)
-        return y.to(self.dtype) if "activations" in self.rounded else y
-
-    def _operands(self, layer: Linear, length: int, matmul: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two tensors of a matmul after their casts, in float32. ``length`` is the tokens of a sequence."""
-        right_values, outer = self._values(layer, length, f"{matmul}.right", right)
-        fold = scales_to_fold(outer, layer.compute, matmul)
-        return self._values(layer, length, f"{matmul}.left", left, fold)[0], right_values
-
-    def _values(
-        self, layer: Linear, length: int, slot: str, x: Tensor, fold: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the values of ``x`` after the cast of a slot, and the cast's outer scale. Without a rounding, return ``x``."""
-        compute = layer.compute
-        tensor, slot = SLOTS[slot].tensor, compute.cast_slots[slot]
-        cast, dim = compute.casts[slot], SLOTS[slot].dim
-        if _CAST_AT[tensor] not in self.rounded or cast.is_wide:
-            return x, None
-        operand = cast_to_slot(x, Call(layer.registered_name, layer.keys(), length), slot, fold)
-        values = operand.data.float() if operand.inner is None else block_values(operand, dim).float()
-        values = values if operand.outer is None else values * operand.outer
-        if cast.rotation != "none":  # rotate back by the transposed matrix
-            matrix = rotate(torch.eye(ROTATION_SIZE, device=x.device), 1)
-            blocks = values.unflatten(dim, (-1, ROTATION_SIZE)).movedim(dim + 1, -1)
-            values = (blocks @ matrix.t()).movedim(-1, dim + 1).flatten(dim, dim + 1)
-        values = values[: x.shape[0], : x.shape[1]]
-        return values if fold is None else values / fold, operand.outer
+def _result(session: Session) -> Result:
+    """Compute the next step of a session, and drop its gradients."""
+    scaler = session.optimizer.loss_scaler
+    scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), dtype=torch.float32)))
+    loss = float(differentiate(session))
+    named = session.model.named_parameters()
+    tensors = {name: p.grad.detach().float() / scale for name, p in named if p.grad is not None}
+    session.optimizer.zero_grad(set_to_none=True)
+    return loss, tensors
 
 
-class _Product(torch.autograd.Function):
-    """``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and its gradients. ``operands`` casts the tensors of a matmul."""
+def _rounded_result(run: Session, copy: Session, places: Collection[str]) -> Result:
+    """Compute the next step of a run in its float32 copy, with rounding at these places alone."""
+    trained, dtype = run.optimizer.parameter_names(), getattr(torch, run.config.recipe.dtype)
+    dtypes = {name: p.dtype for name, p in run.model.named_parameters()}
+    sums_in_bfloat16 = "accumulation" in places and run.config.accumulation_dtype == "bfloat16"
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.operands, ctx.has_bias = operands, bias is not None
-        left, right = operands("output", x, weight)
-        return left @ right.t() if bias is None else left @ right.t() + bias
+    def cast(values: Any, dtype: torch.dtype) -> Any:
+        return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        left, right = ctx.operands("grad_input", grad, weight)
-        by_input = left @ right
-        left, right = ctx.operands("grad_weight", grad, x)
-        return by_input, left.t() @ right, grad.sum(0) if ctx.has_bias else None, None
+    def round_gradient(dtype: torch.dtype, gradient: Tensor) -> Tensor:
+        return gradient.to(dtype).float() if "weight-gradients" in places else gradient
+
+    def round_sum(parameter: Any) -> None:
+        parameter.grad = parameter.grad.bfloat16().float()
+
+    def enter(module: Any, *inputs: Any) -> Any:  # a linear layer casts its inputs itself
+        return cast(inputs, torch.float32 if is_linear(module) else dtype)
+
+    if run.linears is not None and copy.linears is not None:
+        layers = run.linears.layers
+        copy.linears.set_compute(lambda name: _casting(layers[name].compute, places))
+    with ExitStack() as undo:
+        for name, parameter in copy.model.named_parameters():
+            visible = run.model.get_parameter(name)
+            is_stored = visible in trained and "weights" not in places
+            parameter.data.copy_(run.optimizer.stored(visible) if is_stored else visible)
+            undo.callback(parameter.register_hook(partial(round_gradient, dtypes[name])).remove)
+            if sums_in_bfloat16 and visible.element_size() == 2:
+                undo.callback(parameter.register_post_accumulate_grad_hook(round_sum).remove)
+        for module in copy.model.modules() if "activations" in places else ():
+            undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(lambda _, inputs, output: cast(output, dtype)).remove)
+        loss, tensors = _result(copy)
+    return loss, {name: round_gradient(dtypes[name], gradient) for name, gradient in tensors.items()}
+
+
+def _casting(compute: Compute, places: Collection[str]) -> Compute:
+    """Return a compute that casts the tensors at these places, and multiplies the others in float32."""
+    casts = {
+        slot: cast if _CAST_AT[SLOTS[slot].tensor] in places else Cast("float32", rotation=cast.rotation)
+        for slot, cast in compute.casts.items()
+    }
+    products: dict[str, Any] = {
+        name: replace(product, left=casts[f"{name}.left"], right=casts[f"{name}.right"])
+        for name, product in compute.products.items()
+    }
+    return replace(compute, dtype="float32", **products)

@@ -1,8 +1,7 @@
 """A session: a model, its optimizer and its data at some step. Build, save and load it.
 
-The state of a session is a function of its settings and its checkpoint. The seed gives the initial weights and the order
-of the data. (seed, step) gives the random bits of rounding. No generator state is saved. A restored session
-continues with the same bits as an uninterrupted one.
+Its state is a function of its settings and its checkpoint. The seed gives the initial weights and the order of the data, (seed,
+step) the random bits of rounding. So a restored session continues with the bits of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from narrowgauge.assembly.preparation import is_matrix, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
+from narrowgauge.distributed.exchanges import all_gather
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
@@ -50,11 +50,49 @@ from narrowgauge.spec.models import weights_file
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank
 from narrowgauge.trainer.resume_checks import require_same_data, run_of_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One round of a rank in a step. Micro-batch m holds the same sequences for any number of ranks, and runs on rank m % ranks.
+
+    A rank that has none left repeats its first and contributes nothing, since every rank takes part in every exchange.
+    """
+
+    number: int  # in the step, over all ranks
+    is_absent: bool = False  # the rank has no micro-batch left and repeats this one
+    is_last: bool = False  # the last round of the step
+
+
+def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) -> list[MicroBatch]:
+    """Return the rounds of one rank, in a step with at least one micro-batch for each rank.
+
+    Example:
+        >>> [(part.number, part.is_absent) for part in micro_batches_of_rank(5, rank=2, size=3)]
+        [(2, False), (2, True)]
+    """
+    numbers = range(rank, rank + size * -(-num_micro_batches // size), size)
+    return [
+        MicroBatch(number if number < num_micro_batches else rank, number >= num_micro_batches, number == numbers[-1])
+        for number in numbers
+    ]
+
+
+def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1) -> Tensor:
+    """Sum the 0-d ``shares`` of all ranks' rounds in the order of the micro-batches: the same bits for any number of ranks."""
+    table = torch.stack([share.detach() for share in shares])
+    if size > 1:
+        gathered = torch.empty(size * len(shares), dtype=table.dtype, device=table.device)
+        all_gather(gathered, table)
+        table = gathered.view(size, -1).t().reshape(-1)  # round by round, each by rank: the order of the micro-batches
+    total = table[0]
+    for share in table[1:num_micro_batches].unbind():
+        total = total + share
+    return total
 
 
 @dataclass
@@ -64,7 +102,6 @@ class Session:
     Args:
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
         accumulator: sums the gradients of micro-batches, if this process has several and the reduction does not.
-        linears: the model's low-precision layers, if its recipe has any.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with nothing to sum.
         step: optimizer steps done.
         sequences: sequences read by these steps, whatever their batch sizes were.
@@ -111,7 +148,6 @@ class Session:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Return the micro-batches of a step that this rank computes, in order."""
         return micro_batches_of_rank(self.config.gradient_accumulation_steps, self.here.rank, self.here.size)
 
     def batch(self) -> list[Tensor]:
@@ -119,14 +155,12 @@ class Session:
         c, batch, sums, began = self.config, [], [], time.perf_counter()
         for part in self.micro_batches:
             first = self.sequences + part.number * c.micro_batch_size
-            batch.append(torch.from_numpy(self.data.batch(first, c.micro_batch_size, c.sequence_length, c.seed)))
-            if not part.is_absent:
-                sums.append(batch_checksum(batch[-1].numpy()))
-        of_ranks = self.here.gather((time.perf_counter() - began, sums))
-        self.loader_seconds = max(seconds for seconds, _ in of_ranks)
-        total = sum(int(checksum, 16) for _, sums_of_rank in of_ranks for checksum in sums_of_rank)
-        self.batch_crc = f"{total % 2**64:016x}"
-        return [tokens.to(self.device) for tokens in batch]
+            tokens = self.data.batch(first, c.micro_batch_size, c.sequence_length, c.seed)
+            batch.append(torch.from_numpy(tokens).to(self.device))
+            sums.append(0 if part.is_absent else int(batch_checksum(tokens), 16))
+        seconds, totals = zip(*self.here.gather((time.perf_counter() - began, sum(sums))), strict=True)
+        self.loader_seconds, self.batch_crc = max(seconds), f"{sum(totals) % 2**64:016x}"
+        return batch
 
     def weights_fingerprint(self) -> str:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
@@ -182,16 +216,12 @@ class Session:
         ``rows`` are the :meth:`~narrowgauge.runs.writer.RunWriter.digests` of the record, on rank 0.
         """
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
-        scaler = self.optimizer.loss_scaler
         state = {
-            "step": self.step,
-            "sequences": self.sequences,
-            "num_skipped": self.optimizer.num_skipped,
-            "fingerprint": self.weights_fingerprint(),
-            "settings": self.config.to_dict(),
-            "rows": rows,
-            **({} if scaler is None else {"loss_scaler": scaler.state_dict()}),
-        }
+            "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
+            "fingerprint": self.weights_fingerprint(), "settings": self.config.to_dict(), "rows": rows,
+        }  # fmt: skip
+        if (scaler := self.optimizer.loss_scaler) is not None:
+            state["loss_scaler"] = scaler.state_dict()
         self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -200,23 +230,21 @@ class Session:
         Raises:
             RecordError: it is of another model, or its weights differ from the saved ones.
         """
-        state, where = checkpoint.state(), f"checkpoint {checkpoint.path.name} of {checkpoint.path.parents[1]}"
+        state, optimizer, named = checkpoint.state(), self.optimizer, dict(self.model.named_parameters())
 
         def read() -> dict[str, Tensor]:
             with disk_errors(checkpoint.path):
-                named = self.model.named_parameters()
-                return load_tensors(checkpoint.path, named, self.optimizer, self.config.model)
+                return load_tensors(checkpoint.path, named.items(), optimizer, self.config.model)
 
-        tensors = self.saver.ranks.together(read)
-        restore_tensors(tensors, self.model.named_parameters(), self.optimizer)
-        self.optimizer.num_skipped = state["num_skipped"]
-        if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
-            self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
+        restore_tensors(self.saver.ranks.together(read), named.items(), optimizer)
+        optimizer.num_skipped = state["num_skipped"]
+        if optimizer.loss_scaler is not None and "loss_scaler" in state:
+            optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
         self.step = self.saver.resumed_from = state["step"]
         self.sequences = state.get("sequences", self.step * self.config.batch_size)
-        if state["fingerprint"] != self.weights_fingerprint():
+        if state["fingerprint"] != (fingerprint := self.weights_fingerprint()):
             raise RecordError(
-                f"{where} gives weights {self.weights_fingerprint()}, and {state['fingerprint']} was saved.",
+                f"{checkpoint.path} gives weights {fingerprint}, and {state['fingerprint']} was saved.",
                 "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
             )
         return state
@@ -234,11 +262,16 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         language_model.enable_activation_checkpointing(model)
     optimizer = _optimizer(model, config, here)
     accumulator, reduction = _sums(model, optimizer, config, here)
-    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, reduction, here)
+    summed = language_model.compiled_loss(model) if config.compile else partial(language_model.loss_sum, model)
+
+    def loss(tokens: Tensor) -> Tensor:
+        with compute_scope(config.recipe, tokens.device):
+            return summed(tokens)
+
+    return Session(config, folder, data, model, optimizer, loss, accumulator, reduction, here)
 
 
 def _optimizer(model: PreTrainedModel, config: TrainConfig, here: Ranks) -> Optimizer:
-    """Prepare the model, on the ranks' mesh if there are several, and return its optimizer."""
     mesh = None
     if here.size > 1:
         axis = "replicate" if config.shard == "none" else "shard"
@@ -247,18 +280,10 @@ def _optimizer(model: PreTrainedModel, config: TrainConfig, here: Ranks) -> Opti
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
         _, optimizer = prepare(
-            model,
-            config.recipe,
-            lr=config.lr,
-            **config.optimizer_options,
-            decays=is_matrix,
-            max_grad_norm=config.max_grad_norm,
-            seed=config.seed,
-            audit_every=config.audit_every,
-            mesh=mesh,
-            shard=config.shard,
-            average=False,
-        )
+            model, config.recipe, lr=config.lr, **config.optimizer_options, decays=is_matrix,
+            max_grad_norm=config.max_grad_norm, seed=config.seed, audit_every=config.audit_every,
+            mesh=mesh, shard=config.shard, average=False,
+        )  # fmt: skip
     return cast(Optimizer, optimizer)
 
 
@@ -280,17 +305,6 @@ def _sums(
     return accumulator, reduction
 
 
-def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
-    """Return the summed loss of a batch in the recipe's compute, compiled or not."""
-    summed = language_model.compiled_loss(model) if config.compile else partial(language_model.loss_sum, model)
-
-    def scoped(tokens: Tensor) -> Tensor:
-        with compute_scope(config.recipe, tokens.device):
-            return summed(tokens)
-
-    return scoped
-
-
 def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
     """Refuse weights that belong to another tokenizer than the tokens, where both are known."""
     file, other = Path(config.model) / "tokenizer.json", data.tokenizer_path
@@ -304,34 +318,23 @@ def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
 
 
 def describe(session: Session) -> dict[str, Any]:
-    """Return the content of ``run.toml``: settings, versions, machine, data."""
+    config, data = session.config, session.data
     return {
-        "config": session.config.to_dict(),
+        "config": config.to_dict(),
         **describe_process(session.device, session.here.size),
         "data": {
-            "folder": str(session.data.folder),
-            "held_out": session.config.held_out,
-            "seed": session.config.seed,
-            "fingerprint": session.data.fingerprint,
-            "tokens": session.data.num_tokens,
-            "vocab_size": session.data.vocab_size,
-            "end_of_text": session.data.end_of_text,
+            "folder": str(data.folder), "held_out": config.held_out, "seed": config.seed, "fingerprint": data.fingerprint,
+            "tokens": data.num_tokens, "vocab_size": data.vocab_size, "end_of_text": data.end_of_text,
         },
         "model": describe_model(session.model),
-    }
+    }  # fmt: skip
 
 
 # ── data and checkpoints on the disk ────────────────────────────────────────────────────────────────────────────────
 
 
 def open_on_ranks(config: TrainConfig, run: Run | None = None) -> Dataset:
-    """Open the data of the settings on every rank. ``run`` is the run that goes on with them.
-
-    Raises:
-        DataError: they cannot be read, or are too short.
-        RecordError: they are other tokens than those of the run.
-        RankError: ranks have other tokens.
-    """
+    """Open the data of the settings on every rank. Refuse other tokens than those of ``run``, which goes on with them."""
     ranks = all_ranks()
     data = ranks.together(lambda: open_data(str(config.data), config.held_out, config.seed))
     data.require(config.sequence_length)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
 import numpy as np
@@ -25,8 +25,7 @@ from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.put_back import generators_put_back
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.micro_batches import micro_batches_of_rank, sum_in_order
-from narrowgauge.trainer.session import Session
+from narrowgauge.trainer.session import Session, micro_batches_of_rank, sum_in_order
 
 COUNTED_STEP = 2
 """The step whose memory is counted: all optimizer states exist, and the first has compiled."""
@@ -80,46 +79,34 @@ def differentiate(session: Session) -> Tensor:
     Returns:
         The loss, 0-d, with the same bits on every rank and for every number of ranks.
     """
-    scaler, reduction = session.optimizer.loss_scaler, session.reduction
+    config, linears, reduction = session.config, session.linears, session.reduction
+    scaler, parts, shares = session.optimizer.loss_scaler, session.micro_batches, []
     accumulator = session.accumulator if reduction is None else None  # a reduction calls it itself
     if accumulator is not None:
         accumulator.discard()  # half a batch of a step that failed
     # A cache of casts of sharded weights would keep the whole model on each rank.
-    is_cached = len(session.micro_batches) > 1 and not fsdp_modules(session.model)
+    is_cached = len(parts) > 1 and not fsdp_modules(session.model)
     with float32_attention(), cached_weights() if is_cached else nullcontext():
-        shares = []
-        with closing(losses(session)) as parts:
-            for loss in parts:
+        for part, tokens in zip(parts, session.batch(), strict=True):
+            first = part.number * config.micro_batch_size
+            if linears is not None:
+                linears.step = session.step
+                linears.set_first_token(first * config.sequence_length)
+            with nullcontext() if reduction is None else reduction.micro_batch(part.is_last, part.is_absent):
+                is_counted = session.step == COUNTED_STEP - 1 and session.saved_bytes is None
+                with (
+                    random_numbers(config.seed, session.step, part.number),
+                    session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
+                    session.count_saved() if is_counted else nullcontext(),
+                ):
+                    loss = session.loss(tokens) / config.tokens_per_step
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 if accumulator is not None:
                     accumulator.accumulate()
-                shares.append(loss.detach())
+            shares.append(loss.detach())
         if accumulator is not None:
             accumulator.finish()
-    return sum_in_order(shares, session.config.gradient_accumulation_steps, session.here.size)
-
-
-def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> Generator[Tensor]:
-    """Yield the fraction of the step's loss of each micro-batch of this rank. Its backward pass belongs before the next.
-
-    ``loss`` replaces the session's own, whose gradients are summed over ranks.
-    """
-    config, linears = session.config, session.linears
-    reduction = session.reduction if loss is None else None
-    for part, tokens in zip(session.micro_batches, session.batch(), strict=True):
-        first = part.number * config.micro_batch_size
-        if linears is not None:
-            linears.step = session.step
-            linears.set_first_token(first * config.sequence_length)
-        with nullcontext() if reduction is None else reduction.micro_batch(part.is_last, part.is_absent):
-            is_counted = session.step == COUNTED_STEP - 1 and session.saved_bytes is None
-            with (
-                random_numbers(config.seed, session.step, part.number),
-                session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
-                session.count_saved() if is_counted else nullcontext(),
-            ):
-                total = (loss or session.loss)(tokens)
-            yield total / config.tokens_per_step
+    return sum_in_order(shares, config.gradient_accumulation_steps, session.here.size)
 
 
 @contextmanager

@@ -87,6 +87,7 @@ def test_the_verdict_says_when_nothing_is_smaller() -> None:
 
 
 def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> None:
+    assert interval([1.0, 2.0, 3.0]) == (2.0, pytest.approx(2.484, abs=5e-4)), "by a table of Student's t"
     assert interval([0.5]) == (0.5, math.inf)
     assert interval([0.5, 0.5]) == (0.5, 0.0)
     assert interval([0.5, math.nan])[1] == math.inf

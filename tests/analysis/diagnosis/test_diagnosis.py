@@ -78,7 +78,10 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "float16/split", both(steps(1, loss_scale=64.0), steps(2, 40, skipped=True)), 2, "optimizer step", "", "skipped-steps",
     ),
     "a loss that is not finite": ("bfloat16/word", steps(loss=math.nan), AT, "loss", "", "nonfinite-step"),
-    "a norm that is not finite": ("bfloat16/word", steps(grad_norm=math.inf), AT, "optimizer step", "", "skipped-steps"),
+    "a norm that is not finite": ("bfloat16/word", steps(grad_norm=math.inf), AT, "gradient", "", "nonfinite-step"),
+    "one norm that is not finite, in a step that was applied": (
+        "bfloat16/word", steps(AT, AT, grad_norm=math.nan), AT, "gradient", "", "nonfinite-step",
+    ),
     "a loss that spikes": ("bfloat16/word", steps(AT, AT, loss=9.0), AT, "loss", "", "loss-spike"),
     "a loss scale that falls": ("float16/split", steps(1, loss_scale=halved), 113, "gradient", "", "scale-halvings"),
     "a loss scale that began anew": (
@@ -87,8 +90,8 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     # the storage, of all parameters and of one
     "lost updates by the audit": ("bfloat16/naive", steps(edq=0.3, noise=0.5), AT + 2, "storage", "", "lost-updates"),
     "lost decay by the audit": ("bfloat16/naive", steps(lost_decay=0.9), AT + 2, "storage", "", "lost-decay"),
-    "large second moments": ("bfloat16/word", sampled(moment={"bias": 1.6}), 110, "storage", WEIGHT, "second-moments"),
-    "small second moments": ("bfloat16/word", sampled(moment={"bias": 0.6}), 110, "storage", WEIGHT, "second-moments"),
+    "large second moments": ("bfloat16/word", sampled(moment={"bias": 1.6}), 110, "storage", WEIGHT, "frozen-moments"),
+    "small second moments": ("bfloat16/word", sampled(moment={"bias": 0.6}), 110, "storage", WEIGHT, "small-second-moments"),
     "weights that mostly stand still": ("bfloat16/naive", moved(0.1, 64, True), NUM_STEPS, "storage", "a", "weights-unmoved"),
     # tensors of layers
     "a cast that drowns a gradient": (
@@ -115,20 +118,22 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     ),
     # recorded events
     "a step that is not the rule's": (
-        "bfloat16/word", event("warning", 2, detector="rate", tensor="a"), 2, "optimizer step", "a", "rate",
+        "bfloat16/word", event("warning", 2, detector="rate", tensor="a", stage="optimizer step"), 2, "optimizer step", "a",
+        "rate",
     ),
     "weights written between steps": (
         "bfloat16/word", event("warning", 2, detector="weights-written", tensor="a"), 2, "between steps", "a", "weights-written",
     ),
-    "a divergence": ("bfloat16/word", event("divergence"), AT, "loss", "", "divergence"),
+    "a divergence": ("bfloat16/word", event("divergence", stage="loss"), AT, "loss", "", "divergence"),
     "an alarm of the audit": (
-        "bfloat16/naive", event("lost_updates", detector="audit", tensor="a", value=0.5), AT, "storage", "a", "lost-updates",
+        "bfloat16/naive", event("lost_updates", detector="audit", tensor="a", value=0.5, stage="storage"), AT, "storage", "a",
+        "lost-updates",
     ),
-    "replicas that differ": ("bfloat16/word", event("corruption", detector="replicas"), AT, "optimizer step", "", "replicas"),
+    "replicas that differ": ("bfloat16/word", event("corruption", detector="replicas"), AT, "between steps", "", "replicas"),
     "settings that a resume changed": (
         "bfloat16/word", event("note", detector="changed-settings"), AT, "between steps", "", "changed-settings",
     ),
-    "a kind of event of a later version": ("bfloat16/word", event("a later kind"), AT, "optimizer step", "", "a later kind"),
+    "a kind of event of a later version": ("bfloat16/word", event("a later kind"), AT, "between steps", "", "a later kind"),
     # fingerprints
     "ranks that hold other weights": (
         "bfloat16/word", hashed({"step": 3, "parted": {"weight:a": [7, 7, 8]}}), 3, "optimizer step", "weight:a", "ranks-differ",
@@ -194,7 +199,7 @@ HEALTHY: dict[str, tuple[str, Fault]] = {
     "throughput that falls by a quarter": ("bfloat16/word", steps(seconds=0.132)),
     "a resume with the same state": ("bfloat16/word", hashed({"step": 3, "tensors": W}, {"step": 3, "tensors": W})),
     "float32 weights that are seldom reached": ("float32/float32", moved(0.1, 64, False)),
-    "a last step that was skipped": ("bfloat16/word", steps(NUM_STEPS, grad_norm=math.inf)),
+    "a last step that was skipped": ("bfloat16/word", steps(NUM_STEPS, grad_norm=math.inf, skipped=True, loss_scale=2.0)),
     "routine": ("bfloat16/word", both(*(event(kind) for kind in ("start", "resume", "stop", "finish", "checkpoint", "note")))),
 }  # fmt: skip
 
@@ -219,9 +224,65 @@ def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
 def test_skipped_steps_are_said_first_of_all_and_applied_ones_are_counted() -> None:
     run = struck("bfloat16/word", both(steps(1, 120, skipped=True, loss=math.nan), event("skip")))
     found = ng.diagnose(run)
-    assert str(found).startswith("made: 120 of 160 steps were skipped; 1 reading is beyond its bound, at step 1.\n")
-    assert (found.num_steps, found.num_applied) == (160, 40)
-    assert [(r.stage, r.value, r.expected, r.bound) for r in found.readings] == [("optimizer step", 120, 0, 6)]
+    assert str(found).startswith(
+        "made: 120 of 160 steps were skipped; 2 readings are beyond their bound, from step 1 on.\n"
+    )
+    assert (found.num_rows, found.num_applied) == (160, 40)
+    assert [(r.stage, r.what, r.value) for r in found.readings] == [
+        ("loss", "nonfinite-step", 1), ("optimizer step", "skipped-steps", 120),
+    ]  # fmt: skip
+    assert found.readings[1].bound == 24 + 3 + 8 and "of the first, it happened." in found.readings[1].advice
+
+
+def test_a_log_without_a_column_of_skipped_steps_tells_nothing_of_them(tmp_path: Path) -> None:
+    log = tmp_path / "trainer_state.json"
+
+    def diagnosed(bad: range, loss: float) -> ng.Diagnosis:
+        healthy = [{"step": step, "loss": 4.0 - step / 100, "grad_norm": 1.0} for step in range(5, 75, 5)]
+        history = [{**row, "loss": loss, "grad_norm": math.nan} if row["step"] in bad else row for row in healthy]
+        log.write_text(json.dumps({"log_history": history, "global_step": 70, "max_steps": 70}))
+        return ng.diagnose(log)
+
+    # transformers logs a loss of 0 where it was NaN
+    lost = diagnosed(range(35, 75), 0.0)
+    assert [(r.step, r.stage, r.what, r.value) for r in lost.readings] == [(35, "gradient", "nonfinite-step", 8)]
+    assert not lost.ok and "8 of 14 rows" in str(lost) and "The log does not tell" in str(lost)
+    assert "began after step 30, at the latest at 35" in str(lost)
+    assert (lost.num_rows, lost.num_applied) == (14, None) and "skipped steps" in lost.unseen
+    passed = diagnosed(range(35, 40), 3.6)
+    assert passed.ok and [r.severity for r in passed.readings] == ["note"], "a loss scaler may have skipped it"
+    assert "14 rows watched; looked at" in diagnosed(range(0), 0.0).verdict
+    assert ng.diagnose(Run(tmp_path, {}, [{"step": 1}])).verdict.startswith("Nothing was looked at")
+
+
+def test_what_follows_a_loss_that_is_not_finite_is_not_named_for_it() -> None:
+    late = event("nonfinite", AT + 8, detector="first-nonfinite", tensor="innocent", stage="gradient")
+    found = ng.diagnose(struck("bfloat16/word", both(steps(loss=math.nan), late)))
+    assert "innocent" not in [r.tensor for r in found.readings] and found.readings[0].what == "nonfinite-step"
+    assert "follow from it: 1." in found.readings[0].advice
+    then = event("nonfinite", AT, detector="first-nonfinite", tensor="guilty", stage="gradient")
+    readings = ng.diagnose(struck("bfloat16/word", both(steps(loss=math.nan), then))).readings
+    assert [(r.stage, r.tensor) for r in readings[:2]] == [("loss", ""), ("gradient", "guilty")]
+
+
+def test_an_alarm_that_was_recorded_is_printed_whatever_the_rows_say() -> None:
+    alarm = event("nonfinite", 10, detector="nonfinite-step", stage="loss")
+    run = struck("bfloat16/word", both(steps(10, 10, grad_norm=math.nan), alarm))
+    run.run["recorder"] = {}
+    found = ng.diagnose(run)
+    assert [(r.step, r.what) for r in found.readings] == [(10, "nonfinite-step")] and found.num_applied == NUM_STEPS
+
+
+def test_advice_says_no_more_than_was_measured() -> None:
+    def advice(*row: object) -> str:
+        (reading,) = (
+            r for r in ng.diagnose(struck("bfloat16/naive", moved(*row))).readings if r.what == "weights-unmoved"
+        )
+        return reading.advice
+
+    assert "storage" in advice(0.1, 64, True) and "rate" not in advice(0.1, 64, True)
+    assert "storage" not in advice(0.0, 64, False) and "rate" in advice(0.0, 64, False)
+    assert "rate" in advice(0.0, 64, True) and "If neither is zero: use storage" in advice(0.0, 64, True)
 
 
 def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:
@@ -294,7 +355,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "garbled settings": (write("run.toml", f"{TOML}[config\n"), 2, "run.toml is damaged"),
     "settings that are none": (write("run.toml", f'{TOML}config = 3\nmachine = "x"\ndata = "y"\n'), 0, "loss-spike"),
     "an unknown recipe": (write("run.toml", f'{TOML}[config]\nrecipe = "foo/bar"\n'), 0, "loss-spike"),
-    "no row": (write("steps.jsonl", ""), 0, "Nothing found: 0 steps watched"),
+    "no row": (write("steps.jsonl", ""), 0, "Nothing found: 0 steps watched; looked at lost updates, tensors of layers."),
     "rows without a loss": (
         write("steps.jsonl", rows(*({"step": k, "loss": None} for k in range(1, 60)))), 0, "Not recorded: the loss of 59 of",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.analysis.two_runs import compare_two
+from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.session import Session
@@ -59,9 +59,9 @@ def flipped_bit(session: Session) -> None:
 
 CASES: dict[str, tuple[Any, dict[str, Any], int, str, str, str]] = {
     "another seed": (None, {"seed": 1}, 0, "start", "weight:model.embed_tokens.weight", "seed 0 and 1"),
-    "another order of the data": (other_order, {}, AT, "data", "tokens:batch", "other code or damaged memory"),
-    "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "other code or damaged memory"),
-    "a flipped bit": (flipped_bit, {}, AT, "between steps", f"held:{WEIGHT}", "other code or damaged memory"),
+    "another order of the data": (other_order, {}, AT, "data", "tokens:batch", "can act there. Repeat one run."),
+    "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "can act there. Repeat one run."),
+    "a flipped bit": (flipped_bit, {}, AT, "between steps", f"held:{WEIGHT}", "can act there. Repeat one run."),
 }  # fmt: skip
 """By case: what strikes the second run, its settings, then step, stage and tensor of the first difference, and a sentence."""
 
@@ -80,7 +80,7 @@ def plain(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_changed_is_located(case: str, place: Path, plain: Run, tmp_path: Path) -> None:
     strike, changes, step, stage, tensor, sentence = CASES[case]
-    found = compare_two(plain, run_with(place, tmp_path / "run", strike, **changes))
+    found = TwoRuns(plain, run_with(place, tmp_path / "run", strike, **changes))
     first = found.readings[0]
     assert first.step == step and first.stage == (stage or first.stage), str(found)
     assert first.tensor == (tensor or first.tensor) and sentence in str(found), str(found)
@@ -90,9 +90,9 @@ def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(place: Path, pl
     again, unhashed = (
         run_with(place, tmp_path / name, None, fingerprints_every=every) for name, every in (("a", 1), ("b", 0))
     )
-    assert compare_two(plain, again).verdict == "The same run, bit for bit to the last weight."
+    assert TwoRuns(plain, again).verdict == "The same run, bit for bit to the last weight."
     assert again.fingerprints == plain.fingerprints and [row["step"] for row in again.fingerprints] == list(range(7))
-    assert compare_two(plain, unhashed).is_complete and unhashed.fingerprints == []
+    assert TwoRuns(plain, unhashed).is_complete and unhashed.fingerprints == []
 
 
 @torch.no_grad()
@@ -106,5 +106,5 @@ def test_training_amplifies_rounding_and_stays_within_the_envelope(place: Path, 
     """Twelve steps after gradients began to differ by an ulp or so, nothing is taken for more than rounding."""
     strikes = {"a": None, "b": rounded_gradients}
     options = {"steps": 16, "recipe": "float32/float32"}
-    found = compare_two(*(run_with(place, tmp_path / name, strike, **options) for name, strike in strikes.items()))
+    found = TwoRuns(*(run_with(place, tmp_path / name, strike, **options) for name, strike in strikes.items()))
     assert found.is_rounding and found.readings[0].step == AT, str(found)

@@ -45,23 +45,19 @@ SCALED = {"loss_scale": 65536.0}
 # name: recipe, rows of gauges, rows of steps; kind, tensor and step of the one event.
 CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
     "lost-updates": (NAIVE, sampled(update={"edq": 0.3, "noise": 0.84}), [], "lost_updates", WEIGHT, 440),
-    "unchanged-weights": (NAIVE, sampled(update={"edq": 0.95, "lost_fraction": 0.6, "imprecision_share": 0.7}), [],
-                          "unchanged_weights", WEIGHT, 440),
     "lost-decay": (NAIVE, sampled(update={"edq": 0.97, "lost_decay": 0.8}), [], "lost_decay", WEIGHT, 440),
-    "noise": (NAIVE, sampled(update={"noise": 20.0}), [], "noise", WEIGHT, 440),
-    "frozen-moments": (NAIVE, sampled(moment={"frozen_fraction": 0.9}), [], "frozen_moments", WEIGHT, 440),
+    "frozen-moments": (NAIVE, sampled(moment={"bias": 1.6}), [], "frozen_moments", WEIGHT, 440),
     "underflow": (FLOAT8, sampled(output_grad={"underflow": 0.3, "sqnr_db": 4.0}), [], "underflow", f"output_grad:{LAYER}", 420),
     "overflow": (FLOAT8, sampled(input={"overflow": 0.02, "sqnr_db": 2.0}), [], "overflow", f"input:{LAYER}", 400),
     "growing-outliers": (FLOAT8, sampled(input={"outlier": 65.0}), [], "outliers", f"input:{LAYER}", 440),
     "weight-jump": (FLOAT8, sampled(weight={"amax": 2.0**13}), [], "outliers", f"weight:{WEIGHT}", 400),
     "attention-logits": (NAIVE, sampled(attention={"max_logit": 2e4}), [], "attention", ATTENTION, 400),
     "attention-growth": (NAIVE, sampled(480, 600, attention={"max_logit": 150.0}), [], "attention", ATTENTION, 520),
-    "attention-entropy": (NAIVE, sampled(attention={"entropy": 0.01}), [], "attention", ATTENTION, 440),
     "logit-drift": (NAIVE, sampled(logits={"log_z": 31.0}), [], "logits", "lm_head", 440),
     "dead-gradient": (NAIVE, sampled(grad={"rms": 0.0}), [], "dead_layer", f"grad:{WEIGHT}", 440),
+    "small-second-moments": (NAIVE, sampled(moment={"bias": 0.6}), [], "frozen_moments", WEIGHT, 440),
     "nonfinite": (NAIVE, sampled(input={"nonfinite": 1}, output_grad={"nonfinite": 9}), [], "nonfinite", f"input:{LAYER}", 400),
     "nonfinite-gradient": (NAIVE, sampled(output_grad={"nonfinite": 1}), [], "nonfinite", f"output_grad:{LAYER}", 400),
-    "nonfinite-scaled": (FLOAT16, sampled(grad={"nonfinite": 1}), [], "nonfinite", f"grad:{WEIGHT}", 440),
     "nonfinite-step": (NAIVE, [], stepped(lambda s: {"loss": math.nan} if s >= 400 else {}), "nonfinite", None, 400),
     "zero-gradient": (NAIVE, [], stepped(lambda s: {"grad_norm": 0.0} if s >= 400 else {}), "dead_layer", None, 402),
     "scale-halvings": (FLOAT16, [], stepped(lambda s: {"loss_scale": 2.0 ** (16 - sum(s >= k for k in (400, 420, 440)))}),
@@ -121,12 +117,8 @@ def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
         (parse("bfloat16/stochastic"), {"update": {"edq": 0.0, "noise": 1.0}}),
         # Updates that are large, and noise that is large beside small updates alone.
         (parse("bfloat16/weight8"), {"update": {"noise": 0.9}}),
-        # Stochastic second moments move seldom and are right on average; wide codes of any kind follow.
-        (parse("bfloat16/word"), {"moment": {"frozen_fraction": 0.9, "bias": 1.2}}),
-        # A tail, a low part or stochastic rounding keeps what a step does not show; what nobody meant to move is not lost.
-        (parse("bfloat16/word"), {"update": {"edq": 0.95, "lost_fraction": 0.6, "imprecision_share": 0.7}}),
-        (parse("bfloat16/stochastic"), {"update": {"edq": 0.95, "lost_fraction": 0.9, "imprecision_share": 0.9}}),
-        (NAIVE, {"update": {"edq": 1.0, "lost_fraction": 0.1, "imprecision_share": 0.95}}),
+        # Codes of three mantissa bits are right on average.
+        (parse("bfloat16/word"), {"moment": {"bias": 1.2}}),
         # What a healthy cast to four bits drops, or cuts off by its power-of-two scale.
         (parse("mxfp4/word"), {"input": {"underflow": 0.74, "overflow": 0.1, "sqnr_db": 12.2}}),
         # Outliers hurt no operand that enters as it is, and massive ones that were always there are no growth.

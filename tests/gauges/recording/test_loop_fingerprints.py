@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import narrowgauge as ng
-from narrowgauge.analysis.two_runs import compare_two
+from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.gauges.recording import fingerprints
 from narrowgauge.runs.record import Run
 
@@ -63,7 +63,7 @@ def recorded(
 
 def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
     found, unhashed = recorded(tmp_path / "a"), recorded(tmp_path / "b", every=0)
-    assert unhashed.fingerprints == [] and compare_two(found, unhashed).is_complete  # the last weights are the same
+    assert unhashed.fingerprints == [] and TwoRuns(found, unhashed).is_complete  # the last weights are the same
     rows = {row["step"]: row["tensors"] for row in found.fingerprints}
     assert list(rows) == list(range(STEPS + 1))
     names = [name for name, _ in model_of().named_parameters()]
@@ -100,10 +100,10 @@ def scale_a_weight(model: nn.Module, step: int) -> None:
 
 
 def test_a_weight_that_changes_between_steps_is_located(tmp_path: Path) -> None:
-    found = compare_two(recorded(tmp_path / "plain"), recorded(tmp_path / "other", after_step=scale_a_weight))
+    found = TwoRuns(recorded(tmp_path / "plain"), recorded(tmp_path / "other", after_step=scale_a_weight))
     first = found.readings[0]
     assert (first.step, first.stage, first.tensor, first.what) == (5, "between steps", "held:1.weight", "changed")
-    assert "Only other has held:1.weight." in str(found) and "damage does not come twice" in str(found)
+    assert "Only other has held:1.weight." in str(found)
 
 
 def test_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
 def test_one_run_under_autocast_is_another_format(tmp_path: Path) -> None:
     plain, cast = recorded(tmp_path / "plain"), recorded(tmp_path / "cast", cast=True)
     assert [run.run["model"]["formats"] for run in (plain, cast)] == ["float32", "bfloat16, float32"]
-    assert "can act there: formats float32 and bfloat16, float32." in str(compare_two(plain, cast))
+    assert "can act there: formats float32 and bfloat16, float32." in str(TwoRuns(plain, cast))
 
 
 def test_an_error_while_hashing_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

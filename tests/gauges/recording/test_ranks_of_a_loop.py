@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.analysis.two_runs import compare_two
+from narrowgauge.analysis.two_runs import TwoRuns
 from ranks import run_ranks
 
 STEPS, AT, NAME = 3, 2, "1.weight"
@@ -52,7 +52,7 @@ def train_all(rank: int, place: Path) -> list[list[Tensor]]:
 def test_the_step_the_tensor_and_the_rank_of_a_fault_are_told(tmp_path: Path) -> None:
     healthy, _, _, plain = run_ranks(train_all, 2, tmp_path / "ranks", tmp_path)[0]
     for fault in ("after", "before"):
-        runs = compare_two(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / fault))
+        runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / fault))
         found = runs.difference
         assert found is not None and (found.step, found.tensor, found.ranks) == (AT, f"grad:{NAME}", (1,))
         assert f"grad:{NAME} (gradient) of rank 1" in runs.verdict

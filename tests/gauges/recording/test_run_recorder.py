@@ -86,6 +86,7 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     loop.take(range(3), recorder)
     checkpoint = loop.state()
     loop.take(range(3, 5), recorder)
+    recorder._is_open = False
     recorder._record.writer.close()  # type: ignore[union-attr]  # the lock ends with the process
     again = Loop(run)
     again.load(checkpoint)

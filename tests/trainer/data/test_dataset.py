@@ -15,8 +15,15 @@ import pytest
 
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.trainer.data.dataset import Dataset, Stream, open_data
-from narrowgauge.trainer.data.text import Document, read_documents
-from narrowgauge.trainer.data.tokens import END_OF_TEXT, load_tokenizer, pieces, read_tokens, write_tokens
+from narrowgauge.trainer.data.tokens import (
+    END_OF_TEXT,
+    Document,
+    load_tokenizer,
+    pieces,
+    read_documents,
+    read_tokens,
+    write_tokens,
+)
 
 SENTENCE = "the number of bits a weight keeps decides what a step may still change in it"
 WORDS = SENTENCE.split(" ")

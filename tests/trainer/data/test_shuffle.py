@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from narrowgauge.trainer.data.shuffle import shuffled
+from narrowgauge.trainer.data.dataset import shuffled
 
 
 def mix(word: int) -> int:

@@ -1,8 +1,8 @@
 """Classify each recipe of a comparison. The verdict, the tables and the page read the result.
 
-A *rank* compares a recipe's final losses with the baseline's. A *fault* is a reason not to use a
-recipe, at any rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %. The thresholds stand here,
-except the audit's threshold of lost updates (:data:`~narrowgauge.spec.significance.MIN_EDQ`).
+A *rank* compares a recipe's final losses with the baseline's. A *fault* is a reason not to use a recipe, at any rank: it
+diverged, loses its updates, skipped steps, or ends worse by more than 1 %. A recipe that loses its updates falls behind late, at
+small learning rates. The large first steps dominate sums over a run, so we read the audit's last values.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
+from narrowgauge.analysis.columns import column
 from narrowgauge.analysis.comparison.intervals import PairedDifference, interval
-from narrowgauge.analysis.comparison.run_stats import RunStats
+from narrowgauge.analysis.comparison.labels import seed_of
+from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.runs.finding import counted
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row, finite_number, number
 from narrowgauge.spec.significance import MIN_EDQ
 
 NEGLIGIBLE = 1e-3
@@ -25,6 +30,8 @@ ACCEPTABLE = 0.01
 """A certain increase up to this fraction of the baseline's loss is a price. A larger one is a fault."""
 MAX_SKIPPED = 0.05
 """Fraction of skipped steps that makes a fault. A loss scale settles within fewer."""
+MAX_LOSS_RISE = 0.2
+"""A run has diverged if its loss rises by more than this fraction from start to end."""
 
 
 class Rank(Enum):
@@ -39,21 +46,67 @@ class Rank(Enum):
     NO_LOSS = "no loss"
 
 
-def rank(difference: PairedDifference | None, loss: float) -> Rank:
-    """Return the rank of a recipe, from its difference to the baseline's loss; ``None`` without a common seed.
+# ── one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    Example:
-        >>> rank(PairedDifference("a", 0.1, 0.02, 3), 4.0), rank(PairedDifference("a", 0.01, 0.02, 3), 4.0)
-        (<Rank.WORSE: 'worse'>, <Rank.WITHIN_NOISE: 'within the noise'>)
+
+def divergence(run: Run) -> str:
+    """Describe how a run diverged; empty if it did not."""
+    for event in run.events:
+        if event.get("kind") == "divergence":
+            return f"at step {event.get('step')}: {event.get('message', '')}"
+    losses = [float(row["loss"]) for row in run.steps if row.get("loss") is not None]
+    summary = {"val_loss": losses[-1] if losses else None} if run.summary is None else run.summary
+    end = number(summary.get("val_loss"))
+    if end is not None and not math.isfinite(end):
+        return f"its {'loss' if run.summary is None else 'validation loss'} is {end}"
+    if len(run.steps) >= 10 and losses:
+        first, last = statistics.median(losses[:5]), statistics.median(losses[-5:])
+        if last - first > MAX_LOSS_RISE * abs(first):
+            return f"its loss began at {first:.2f} and ended at {last:.2f}"
+    return ""
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """Hold a run of a comparison and its shared statistics.
+
+    Args:
+        label: label of its recipe, as printed.
+        divergence: how the run diverged; empty if it did not.
+        late_edq: median of the last tenth of audited values (at least three), else the summary's value.
     """
-    negligible = NEGLIGIBLE * abs(loss)
-    if difference is None or not math.isfinite(difference.half):
-        return Rank.NO_INTERVAL
-    if difference.low > 0 and difference.high > negligible:
-        return Rank.WORSE
-    if difference.high < 0 and -difference.low > negligible:
-        return Rank.BETTER
-    return Rank.INCONCLUSIVE if difference.high > ACCEPTABLE * abs(loss) else Rank.WITHIN_NOISE
+
+    label: str
+    seed: int
+    run: Run
+    divergence: str
+    late_edq: float | None
+
+    @classmethod
+    def of(cls, run: Run, label: str) -> RunStats:
+        values = column(run, "steps", "edq").finite
+        late = float(np.median(values[-max(3, len(values) // 10) :])) if len(values) else None
+        late = finite_number((run.summary or {}).get("edq")) if late is None else late
+        return cls(label, seed_of(run), run, divergence(run), late)
+
+    @property
+    def counts(self) -> bool:
+        """Return whether averages may include this run."""
+        return self.run.summary is not None and not self.divergence and self.run.summary.get("val_loss") is not None
+
+    @property
+    def data(self) -> str | None:
+        """Return the fingerprint of the data and their split; ``None`` if it is not recorded."""
+        return (self.run.run.get("data") or {}).get("fingerprint")
+
+    @property
+    def loss(self) -> float:
+        """Return the last validation loss. Only a run that counts has one."""
+        assert self.run.summary is not None
+        return float(self.run.summary["val_loss"])
+
+
+# ── one recipe ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -94,41 +147,60 @@ class Classification:
 
 
 def classify(
-    groups: Mapping[str, Sequence[RunStats]], rows: Mapping[str, Row], baseline: str | None
-) -> dict[str, Classification]:
-    """Classify every recipe of a comparison, by its label. ``rows`` are the rows of ``compare.json``."""
+    groups: Mapping[str, Sequence[RunStats]], rows: Mapping[str, Row]
+) -> tuple[dict[str, Classification], str | None]:
+    """Classify every recipe by its label, and choose the baseline. ``rows`` are the rows of ``compare.json``."""
+    baseline = _widest(groups, rows)
     loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
     classes = {}
     for label, group in groups.items():
-        difference, faults = paired_difference(label, groups, baseline), run_faults(group)
-        ranked = Rank.BASELINE if label == baseline else rank(difference, loss)
-        if not rows[label]["num_seeds"]:
-            ranked = Rank.NO_LOSS
+        difference = None if baseline in (None, label) else _paired_difference(label, group, groups[baseline])
+        faults, is_ranked = run_faults(group), rows[label]["num_seeds"] > 0
+        ranked = Rank.BASELINE if label == baseline else rank(difference, loss) if is_ranked else Rank.NO_LOSS
         if difference is not None and ranked is Rank.WORSE and difference.mean > ACCEPTABLE * abs(loss):
             share = f" ({difference.mean / abs(loss):+.1%})" if loss else ""
             faults.append(f"ends worse than {baseline} by {difference.text}{share}")
-        classes[label] = Classification(
-            label, tuple(group), rows[label], ranked, difference, tuple(faults), late_edq(group)
-        )
-    return classes
+        edq = _late_edq(group)
+        classes[label] = Classification(label, tuple(group), rows[label], ranked, difference, tuple(faults), edq)
+    return classes, baseline
 
 
-def paired_difference(
-    label: str, groups: Mapping[str, Sequence[RunStats]], baseline: str | None
-) -> PairedDifference | None:
-    """Return a recipe's loss minus the baseline's over common seeds; ``None`` without any, or for the baseline itself.
+_WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
-    Runs on other data than the baseline's are left out.
-    """
-    if baseline is None or label == baseline:
-        return None
-    base = {run.seed: run for run in groups[baseline] if run.counts}
-    paired = [(run, base[run.seed]) for run in groups[label] if run.counts and run.seed in base]
+
+def _widest(groups: Mapping[str, Sequence[RunStats]], rows: Mapping[str, Row]) -> str | None:
+    """Return the baseline: the most precise recipe without faults."""
+
+    def width(label: str) -> tuple[bool, bool, float, int]:
+        recipe = recipe_of(groups[label][0].run)
+        bits = _WIDTHS.get(recipe.compute.name, 0) if recipe is not None else 0
+        return not run_faults(groups[label]), bits > 0, round(rows[label]["bytes_per_param"] or 0.0, 1), bits
+
+    usable = [label for label in rows if rows[label]["num_seeds"]]
+    return max(usable, key=width, default=None)
+
+
+def rank(difference: PairedDifference | None, loss: float) -> Rank:
+    """Return the rank of a recipe, from its difference to the baseline's loss; ``None`` without a common seed."""
+    negligible = NEGLIGIBLE * abs(loss)
+    if difference is None or not math.isfinite(difference.half):
+        return Rank.NO_INTERVAL
+    if difference.low > 0 and difference.high > negligible:
+        return Rank.WORSE
+    if difference.high < 0 and -difference.low > negligible:
+        return Rank.BETTER
+    return Rank.INCONCLUSIVE if difference.high > ACCEPTABLE * abs(loss) else Rank.WITHIN_NOISE
+
+
+def _paired_difference(label: str, group: Sequence[RunStats], baseline: Sequence[RunStats]) -> PairedDifference | None:
+    """Return a recipe's loss minus the baseline's over common seeds on the same data; ``None`` without any."""
+    base = {run.seed: run for run in baseline if run.counts}
+    paired = [(run, base[run.seed]) for run in group if run.counts and run.seed in base]
     pairs = [run.loss - other.loss for run, other in paired if None in (run.data, other.data) or run.data == other.data]
     return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
 
 
-def late_edq(group: Sequence[RunStats]) -> float | None:
+def _late_edq(group: Sequence[RunStats]) -> float | None:
     """Return the median of the late EDQ over the runs that count."""
     values = [run.late_edq for run in group if run.counts and run.late_edq is not None]
     return statistics.median(values) if values else None
@@ -141,7 +213,7 @@ def run_faults(group: Sequence[RunStats]) -> list[str]:
         words = diverged[0].divergence.strip().rstrip(".")
         of_runs = f"{len(diverged)} of {counted(len(group), 'run')}"
         faults.append(f"diverged in {of_runs} (seed {diverged[0].seed}, {words})")
-    edq = late_edq(group)
+    edq = _late_edq(group)
     if edq is not None and edq < MIN_EDQ:
         faults.append(f"loses its updates (a late EDQ of {edq:.2f}, where 1 loses nothing)")
     ended = [(run.run.summary, len(run.run.steps)) for run in group if run.counts and run.run.summary is not None]

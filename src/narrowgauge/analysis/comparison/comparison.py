@@ -5,8 +5,9 @@ contains little of the seed's effect. Its mean over the seeds gets an interval (
 one baseline. The baseline is chosen by its cost, never by its loss. The best of several equal recipes is the luckiest. Relative
 to it, the others would look worse than they are.
 
-Diverged and unfinished runs are named and enter no average. ``classification.py`` classifies each recipe. ``verdict.py``
-writes the sentences.
+Diverged and unfinished runs are named and enter no average. A recipe wins only if its interval rules out a loss worse by more
+than 1 %. Each interval is for one recipe: of twenty harmless recipes, expect one outside.
+Only runs of one seed are paired, so only their settings must agree. Another seed always has another validation text.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from narrowgauge.analysis.columns import column
-from narrowgauge.analysis.comparison.classification import ACCEPTABLE, Classification, Rank, classify, run_faults
-from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_loss
+from narrowgauge.analysis.comparison.classification import ACCEPTABLE, Classification, Rank, RunStats, classify
+from narrowgauge.analysis.comparison.intervals import MOST_SEEDS, PairedDifference, seeds_needed, shown_loss
 from narrowgauge.analysis.comparison.labels import run_labels
-from narrowgauge.analysis.comparison.run_stats import RunStats
-from narrowgauge.analysis.comparison.verdict import sentences
-from narrowgauge.analysis.settings import recipe_of
+from narrowgauge.analysis.settings import settings_diff
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.finding import listed
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row
 from narrowgauge.spec.tables import Column, Table, json_value
@@ -61,8 +62,9 @@ class Comparison:
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """Return at most six sentences."""
-        return tuple(sentences(self))
+        """Return at most six sentences, the most important first."""
+        runs = [run for recipe in self.classes.values() for run in recipe.runs]
+        return _cheapest(self), *_of_recipes(self), *_of_runs(runs)
 
     @property
     def differences(self) -> tuple[PairedDifference, ...]:
@@ -83,37 +85,28 @@ class Comparison:
     @property
     def cheapest(self) -> Classification | None:
         """Return the cheapest recipe that is fit for use. With one seed each, all compared ones without faults are."""
-        usable = [
-            recipe
-            for recipe in self.classes.values()
-            if recipe.is_fit
-            or (not self.has_intervals and recipe.difference and recipe.usable_rank is Rank.NO_INTERVAL)
-        ]
-        sized = [recipe for recipe in usable if recipe.row["bytes_per_param"] is not None]
-        return min(sized, key=lambda recipe: recipe.cost, default=None)
+        sized = [recipe for recipe in self.classes.values() if recipe.row["bytes_per_param"] is not None]
+        is_single = not self.has_intervals
+        usable = [r for r in sized if r.is_fit or (is_single and r.difference and r.usable_rank is Rank.NO_INTERVAL)]
+        return min(usable, key=lambda recipe: recipe.cost, default=None)
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
-        minus = {difference.recipe: difference.text for difference in self.differences}
+        minus, classes = {difference.recipe: difference.text for difference in self.differences}, self.classes
         difference = Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True)
         columns = (
             Column("recipe", "recipe", code=True),
-            Column("val. loss", lambda row: _shown_loss(row, self.classes[row["recipe"]].runs), right=True),
+            Column("val. loss", lambda row: _shown_loss(row, classes[row["recipe"]].runs), right=True),
             *([difference] if minus else []),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
             Column("MiB a step", SUMMARY["step_memory_bytes"].cell, right=True),
-            Column("late EDQ", lambda row: self._shown_edq(row["recipe"]), right=True),
-            Column("seeds", "num_seeds", right=True),
             Column(
-                "verdict",
-                lambda row: rank.value if (rank := self.classes[row["recipe"]].usable_rank) else "not to be used",
+                "late EDQ", lambda r: "–" if (x := classes[r["recipe"]].late_edq) is None else f"{x:.3f}", right=True
             ),
+            Column("seeds", "num_seeds", right=True),
+            Column("verdict", lambda row: getattr(classes[row["recipe"]].usable_rank, "value", "not to be used")),
         )
         return Table(columns, list(self.rows))
-
-    def _shown_edq(self, label: str) -> str:
-        edq = self.classes[label].late_edq
-        return "–" if edq is None else f"{edq:.3f}"
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""
@@ -135,8 +128,6 @@ def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
 
 def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Compare runs by recipe and seed.
-
-    Invariant: torch is not needed, nothing is written, and the same runs give the same sentences.
 
     The baseline is the most precise recipe with a finished run, no divergence and no lost updates. Recipes without
     low-precision matmuls come first. Then more bytes per parameter, then the wider compute, then the order decide. Losses
@@ -167,8 +158,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     for run, label in zip(runs, run_labels(runs), strict=True):
         groups.setdefault(label, []).append(RunStats.of(run, label))
     rows = {label: _row(label, group) for label, group in groups.items()}
-    baseline = _widest(rows, groups)
-    return Comparison(classify(groups, rows, baseline), baseline)
+    return Comparison(*classify(groups, rows))
 
 
 def _row(label: str, group: Sequence[RunStats]) -> Row:
@@ -198,14 +188,97 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
     }
 
 
-_WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
+# ── the verdict ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _widest(rows: Mapping[str, Row], groups: Mapping[str, Sequence[RunStats]]) -> str | None:
-    def width(label: str) -> tuple[bool, bool, float, int]:
-        recipe = recipe_of(groups[label][0].run)
-        bits = _WIDTHS.get(recipe.compute.name, 0) if recipe is not None else 0
-        return not run_faults(groups[label]), bits > 0, round(rows[label]["bytes_per_param"] or 0.0, 1), bits
+def _cheapest(comparison: Comparison) -> str:
+    base = comparison.baseline
+    if base is None or not comparison.differences:
+        if base is not None and len(comparison.classes) == 1:
+            return f"{base} alone was run: validation loss {shown_loss(comparison.rows[0]['val_loss'])}."
+        return "No two recipes have finished runs of one seed on the same data, so nothing can be compared."
+    tables = [run.run.run.get("data") or {} for run in comparison.classes[base].runs]
+    levels = [table["unigram_loss"] for table in tables if "unigram_loss" in table]
+    if levels and not comparison.classes[base].row["val_loss"] < min(levels):
+        level = f"{min(levels):.4f}"
+        return f"No recipe is named: {base} learned no more than token frequencies, at {level}. Take more steps."
+    best = comparison.cheapest
+    if best is None:
+        has_bytes = any(recipe.row["bytes_per_param"] is not None for recipe in comparison.classes.values())
+        reason = "no record holds bytes per parameter"
+        if has_bytes:
+            reason = "none of known bytes per parameter is fit for use"
+        return f"No recipe is named the cheapest: {reason}."
+    reference, size = comparison.classes[base], f"{best.row['bytes_per_param']:.2f} bytes per parameter"
+    hint = "" if comparison.has_intervals else "One seed each, so a difference may be chance: take 3. "
+    if best.label == base:
+        is_least = all(recipe.cost[0] >= best.cost[0] for recipe in comparison.classes.values())
+        words = "No recipe takes fewer bytes than" if is_least else "No smaller recipe is known to be as good as"
+        return f"{hint}{words} {base}: {size}."
+    if best.cost[0] == reference.cost[0]:
+        size += f", as {base}, and more tokens per second"
+    elif reference.row["bytes_per_param"] is not None:
+        size += f" instead of the {reference.row['bytes_per_param']:.2f} of {base}"
+    loss, difference = "", best.difference
+    if difference is not None:
+        seeds = f" (95 % interval over {difference.num_pairs} seeds)" if difference.num_pairs > 1 else ""
+        loss = f" Its loss differs from that of {base} by {difference.text}{seeds}."
+    if hint:
+        return f"{hint}{best.label} costs least: {size}.{loss}"
+    is_cheaper = [r.usable_rank is Rank.INCONCLUSIVE and r.cost < best.cost for r in comparison.classes.values()]
+    place = "of those that these seeds can rank" if any(is_cheaper) else "within the noise"
+    return f"{best.label} is the cheapest {place}: {size}.{loss}"
 
-    usable = [label for label in rows if rows[label]["num_seeds"]]
-    return max(usable, key=width, default=None)
+
+def _of_recipes(comparison: Comparison) -> Iterator[str]:
+    """Say what these seeds do not resolve, what is worse, not to be used, and not audited."""
+    recipes, base = comparison.classes.values(), comparison.baseline
+    named: dict[Rank | None, list[PairedDifference]] = {}
+    for recipe in recipes:
+        if recipe.difference is not None:
+            named.setdefault(recipe.usable_rank, []).append(recipe.difference)
+    texts = {rank: listed(f"{d.recipe} ({d.text})" for d in differences) for rank, differences in named.items()}
+    if unsure := named.get(Rank.INCONCLUSIVE):
+        needed = [seeds_needed(difference.spread, comparison.acceptable) or MOST_SEEDS + 1 for difference in unsure]
+        most = max(*needed, *(difference.num_pairs + 1 for difference in unsure))
+        advice = f"{most} seeds tell it in four of five such comparisons."
+        if most > MOST_SEEDS:
+            advice = f"More than {MOST_SEEDS} seeds would tell: take longer runs."
+        question = f"worse than {base} by more than 1 % of the loss or not"
+        yield f"Not resolved, {question}: {texts[Rank.INCONCLUSIVE]}. {advice}"
+    if Rank.WORSE in texts:
+        yield f"Worse by less than 1 %, by their 95 % intervals: {texts[Rank.WORSE]}."
+    if faulty := [f"{recipe.label} {', '.join(recipe.faults)}" for recipe in recipes if recipe.faults]:
+        yield f"Not to be used: {'; '.join(faulty)}."
+    unseen = [r.label for r in recipes if not r.faults and r.row["num_seeds"] and r.late_edq is None]
+    if unseen and len(recipes) > 1:
+        yield f"Not audited, so lost updates would not be seen: {listed(unseen)}."
+
+
+_FREE = ("recipe", "seed", "warmup_steps")
+"""Settings that may differ between compared runs."""
+_ALIKE = (("data", "fingerprint"), ("machine", "device"), ("machine", "num_threads"))
+"""Entries of other tables of ``run.toml`` that may not."""
+
+
+def _of_runs(runs: Sequence[RunStats]) -> Iterator[str]:
+    """Name the runs left out, and the settings that differ between runs of one seed. Skip settings that one run lacks."""
+    unfinished = []
+    for run in runs:
+        if not run.counts and not run.divergence:
+            steps, planned = int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0, run.run.config.get("steps")
+            unfinished.append(f"{run.label}, seed {run.seed} ({steps}{f' of {planned}' if planned else ''} steps)")
+    if unfinished:
+        yield f"Left out of every number, not finished or without a validation loss: {listed(unfinished)}."
+    values: dict[str, dict[str, None]] = {}
+    for first, second in combinations(runs, 2):
+        for setting in settings_diff(first.run.run, second.run.run) if first.seed == second.seed else ():
+            is_config = setting.table == "config" and setting.name not in _FREE
+            if is_config or (setting.table, setting.name) in _ALIKE:
+                values.setdefault(setting.name, {}).update(dict.fromkeys(setting.values))
+    items = ["data, so those losses are not compared"] if values.pop("fingerprint", None) else []
+    items += [f"{name} {', '.join(texts)}" for name, texts in values.items()]
+    if logs := dict.fromkeys(run.label for run in runs if run.run.is_foreign):
+        items.append(f"logs of other frameworks, without recipe, audit or seed (0 is taken): {listed(logs)}")
+    if items:
+        yield f"The runs differ in more than recipe and seed ({'; '.join(items)})."

@@ -1,8 +1,7 @@
 """Labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the page.
 
-A recipe's label is its full name, plus its own name or its table's overrides. Runs that
-differ only in their seed share a label. If one recipe ran twice with one seed, the differing settings join the label. If no
-setting differs, the folder does. A label is for people: no code parses it.
+Runs that differ only in their seed share a label. If one recipe ran twice with one seed, the differing settings join the label;
+if no setting differs, the folder does. A label is for people: no code parses it.
 """
 
 from __future__ import annotations
@@ -42,12 +41,7 @@ def parsed_recipe(recipe: Any) -> Recipe | None:
 
 
 def recipe_name(recipe: Any) -> str:
-    """Return the label of a recipe: its title, or the name itself if unknown.
-
-    Example:
-        >>> recipe_name("bf16/word"), recipe_name({"recipe": "bfloat16/word", "name": "x"}), recipe_name("mine")
-        ('bfloat16/word', 'bfloat16/word', 'mine')
-    """
+    """Return the label of a recipe: its title, or the name itself if unknown."""
     parsed = parsed_recipe(recipe)
     return str(recipe) if parsed is None else parsed.title
 
@@ -64,8 +58,7 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
     Example:
         >>> from pathlib import Path
-        >>> rates = (1e-3, 1e-4)
-        >>> run_labels([Run(Path("a"), {"config": {"recipe": "bf16/word", "lr": lr}}) for lr in rates])
+        >>> run_labels([Run(Path("a"), {"config": {"recipe": "bf16/word", "lr": lr}}) for lr in (1e-3, 1e-4)])
         ['bfloat16/word, lr 0.001', 'bfloat16/word, lr 0.0001']
     """
     # A folder may carry the name of another recipe.
@@ -81,9 +74,8 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 def _by_settings(runs: Sequence[Run]) -> list[str]:
     """Return the differing settings that all runs record, as one text per run; empty texts if too many differ."""
-    shared = [key for key in runs[0].config if all(key in run.config for run in runs)]
-    differing = [key for key in shared if len({repr(run.config[key]) for run in runs}) > 1]
-    differing = [key for key in differing if key not in ("recipe", "seed", "out")]
+    shared = {key for key in runs[0].config if all(key in run.config for run in runs)} - {"recipe", "seed", "out"}
+    differing = [k for k in runs[0].config if k in shared and len({repr(run.config[k]) for run in runs}) > 1]
     named = differing if len(differing) <= MOST_SETTINGS else []
     return ["".join(f", {key} {run.config[key]}" for key in named) for run in runs]
 

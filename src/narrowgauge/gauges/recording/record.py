@@ -125,9 +125,8 @@ class Record(AbstractContextManager["Record"]):
             before(alarms)
             for alarm in alarms:
                 advice, value, step = f"storage '{alarm.fallback}'", alarm.reading.edq, self.num_steps + 1
-                self.event(
-                    Event("lost_updates", step, alarm.message, alarm.tensor, value, advice=advice, detector="audit")
-                )
+                event = Event("lost_updates", step, alarm.message, alarm.tensor, value, advice=advice, stage="storage")
+                self.event(replace(event, detector="audit"))
 
         optimizer.on_alarm = alarmed
         self.undo.callback(setattr, optimizer, "on_alarm", before)
@@ -170,7 +169,7 @@ class Record(AbstractContextManager["Record"]):
         self._num_failed = 0 if is_finite(row) or can_lower_scale else self._num_failed + 1
         if self._num_failed == FAILURES:
             message = f"the last {FAILURES} steps failed: {symptom(row)}"
-            self.event(Event("divergence", self.num_steps, message, advice=GO_BACK), shown=True)
+            self.event(Event("divergence", self.num_steps, message, advice=GO_BACK, stage="loss"), shown=True)
         if self.gauges is not None and self.gauges.step != self.num_steps:  # the loop did not call the optimizer
             self.gauges.step = self.num_steps
         reader.begin()

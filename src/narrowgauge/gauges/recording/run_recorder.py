@@ -6,10 +6,13 @@ Nothing of the recorder belongs in a checkpoint.
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import sys
 import warnings
-from collections.abc import Collection, Mapping
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,12 +30,12 @@ from narrowgauge.checks.step_samples import spread, weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.gauges import hooks
+from narrowgauge.gauges.recording.certificate import SAVED, Certificate
 from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences, formats_of
 from narrowgauge.gauges.recording.record import OnRow, Record
-from narrowgauge.gauges.recording.step_row import FirstNonfinite, batch_checksum, is_finite
-from narrowgauge.machine import require_float64
+from narrowgauge.gauges.recording.step_row import batch_checksum
+from narrowgauge.gauges.recording.watch import RunNotice, Watch
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
@@ -45,15 +48,19 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 
+_OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
+atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))
 
-class RunRecorder:
-    """Record a training loop of your own in a run folder, as ``narrowgauge train`` records its runs.
 
-    ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder like the trainer's. A loop computes
-    the same bits with and without a recorder. Each finding of the detectors becomes an event, a :class:`RunNotice` and a call
-    of ``ng.on_event``'s callbacks.
+class RunRecorder(Watch):
+    """Watch a training loop of your own, and record it in a run folder, as ``narrowgauge train`` records its runs.
 
-    On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's.
+    It is an :func:`narrowgauge.watch` with a folder. ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the
+    folder like the trainer's. A loop computes the same bits with and without a recorder. Each finding of the watch and of the
+    detectors becomes an event, a :class:`RunNotice` and a call of ``ng.on_event``'s callbacks.
+
+    On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A process that ends without
+    :meth:`close` closes the record.
 
     Args:
         folder: the run folder; absent or empty, unless ``resume``.
@@ -62,6 +69,7 @@ class RunRecorder:
         recipe: the recipe with which the model was prepared. ``None``: read it from the model and the optimizer, if possible.
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the settings in which runs differ, and
             pair runs of one ``seed``.
+        every: steps between sampled steps of the watch, as in :func:`narrowgauge.watch`; 0 for none.
         gauges_every: steps between samples of the gauges; 0 for none.
         audit_every: steps between comparisons of an update with the optimizer's rule. The second step is compared too. 0 for
             none. Differences become events, and the step's row says which tensors were compared.
@@ -114,6 +122,7 @@ class RunRecorder:
         *,
         recipe: str | Path | Recipe | None = None,
         settings: Mapping[str, Any] | None = None,
+        every: int = 50,
         gauges_every: int = 0,
         audit_every: int = 0,
         fingerprints_every: int = 1000,
@@ -123,12 +132,7 @@ class RunRecorder:
         on_row: OnRow | None = None,
         resume: bool = False,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise RecipeError(
-                f"RunRecorder records a module, and got a {type(model).__name__}.", "Pass the model first."
-            )
-        require_float64(model.parameters())
-        self.model, self.optimizer = model, unwrapped(optimizer)
+        self.model, self.optimizer = set_up_of(model, []).model, unwrapped(optimizer)
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(policy, self.optimizer)
         content, here = self._description(policy, dict(settings or {})), all_ranks()
@@ -147,8 +151,10 @@ class RunRecorder:
                 model, passes, self.optimizer, fingerprints_every, here, partial(self.event, "note")
             )
             self._record.undo.callback(self._prints.remove)
-            self._unfollow = hooks.follow_passes(passes, lambda args, kwargs: None, self._computed)
-            self._record.undo.callback(lambda: self._unfollow())
+            self._has_formats = False
+            super().__init__(model, self.optimizer, every=every, called=called)
+            self._record.undo.callback(self.remove)
+            self._has_start, self._columns = not goes_on, Row()
             self.gauges = self._record.watch(model, optimizer, every=gauges_every)
             self._audited: StepCheck | None = None
             self._reported: set[tuple[str, str]] = set()
@@ -158,19 +164,18 @@ class RunRecorder:
                     model, self.optimizer, audit_every, self._audited_step, max_grad_norm=max_grad_norm, ignore=ignore
                 )
                 self._record.undo.callback(self._audited.remove)
+            self._certificate = Certificate(model, self.optimizer)
             self._must_go_back = earlier is not None and bool(earlier.steps)
             self._is_open, self._run = True, content if earlier is None else earlier.run
-            self._first_bad = FirstNonfinite(model)
-            self._record.undo.callback(self._first_bad.remove)
             if earlier is None:
                 self.event("start", f"{content['config']['model']} in a loop of its own")
                 self._check(0)
-            self._samples = {name: spread(p) for name, p in self._trained().items()}
             if not self._must_go_back:
                 self._begin_at(0)
             for change in differences(earlier.run, content) if earlier is not None else ():
                 self.event("note", change, detector="changed-software")
             undo.pop_all()
+        _OPEN.add(self)
 
     @property
     def num_steps(self) -> int:
@@ -181,7 +186,7 @@ class RunRecorder:
 
     def step(
         self,
-        loss: float | Tensor | None,
+        loss: float | Tensor | None = None,
         *,
         tokens: int | None = None,
         batch: Tensor | None = None,
@@ -208,17 +213,16 @@ class RunRecorder:
             "tokens": None if tokens is None else self._record.tokens + tokens,
             "batch_crc": None if batch is None else batch_checksum(_integers(batch.detach().cpu())),
             "recomputed": self._recomputed or None,
+            **self._columns,
             **columns,
         }
-        self._recomputed = {}
+        self._recomputed, self._columns = {}, {}
         row = self._record.step({name: value for name, value in entries.items() if value is not None})
+        super().step(row.get("loss"))
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
             for line in coarse_loss(loss):
                 self.event("note", line)
-        if name := self._first_bad.take(bool(row.get("skipped")) or not is_finite(row)):
-            message = f"the gradient of '{name}' is the first in backward that is not finite"
-            self.event("nonfinite", message, tensor=name, detector="first-nonfinite", stage="gradient")
         self._record.fingerprint(self._prints)
         self._prints.expect(self.num_steps + 1)
 
@@ -241,7 +245,21 @@ class RunRecorder:
         """
         self._record.event(Event(kind, self.num_steps, message, **fields))
 
-    def go_back(self, step: int) -> None:
+    def saved(self, path: str | Path, **objects: Any) -> None:
+        """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
+
+        After a resume, :meth:`go_back` warns of each kind of state that differs from them, causes first.
+
+        Args:
+            path: the file or folder of the checkpoint.
+            objects: what decides the next step besides model, optimizer and the process's random generators: ``scheduler``,
+                ``scaler``, ``loader``, a ``torch.Generator``, and ``batch``, the next one.
+        Cost: one read of every state, and a second for its norm.
+        """
+        self._certificate.write(path, objects)
+        self.event("checkpoint", f"{SAVED}{Path(path).absolute()}")
+
+    def go_back(self, step: int, **objects: Any) -> None:
         """Continue after ``step``. Delete rows of later steps, since the loop repeats these steps.
 
         Call it after loading a checkpoint, in a resumed loop or after a rollback. Call it in an empty folder too, if a loop
@@ -249,25 +267,30 @@ class RunRecorder:
 
         Args:
             step: steps that the loaded checkpoint has done.
+            objects: the loaded ones, by the names that :meth:`saved` was given.
         Raises:
             RecordError: rows up to that step are missing.
         """
         began, goes_on = self.num_steps, self._must_go_back or step > 0
         # The first row may be of a later step, if the loop continued another run's checkpoint.
-        rows = self._record.here.of_first(lambda: read_run(self.folder)).steps
+        run = self._record.here.of_first(lambda: read_run(self.folder))
+        rows, paths = run.steps, [e["message"] for e in run.events if e["kind"] == "checkpoint" and e["step"] == step]
         self._record.go_back(step, first=rows[0]["step"] if rows else step + 1)
         if not began:  # a rollback keeps the samples of the start, which a new process does not know
-            is_start = not rows or rows[0]["step"] > step
-            self._samples = {name: spread(p) for name, p in self._trained().items()} if is_start else {}
+            self._has_start = not rows or rows[0]["step"] > step
+            self._start_samples()
+        self._step = step
         if self._audited is not None:
             self._audited.go_on_from_checkpoint()
         self._must_go_back = False
+        for reading in self._certificate.differences(paths[-1].removeprefix(SAVED), objects) if paths else ():
+            self._record.event(event_of(reading, step), shown=True)
         self._begin_at(step)
         if goes_on or began:
             self.event("resume", f"from step {step}" + (f", after {began} were done" if began else ""))
 
     def close(self, finished: bool = True) -> None:
-        """End the record. A second call does nothing.
+        """End the record. A second call does nothing. Without a call, the end of the process or of the recorder is one.
 
         Args:
             finished: the loop has done its last step, so write ``summary.json``. Otherwise the run can be resumed.
@@ -283,6 +306,11 @@ class RunRecorder:
         finally:
             self._record.close()
 
+    def __del__(self) -> None:
+        # Ranks that may have ended already are not waited for.
+        if getattr(self, "_is_open", False) and self._record.here.size == 1:
+            self.close(finished=getattr(sys, "last_value", None) is None)
+
     def __enter__(self) -> RunRecorder:
         return self
 
@@ -295,21 +323,34 @@ class RunRecorder:
         """Check the set-up. Missing parameters may have another optimizer. Report each kind once."""
         readings = {r.what: r for r in reversed([*static_readings(set_up_of(self.model, self.optimizer))])}
         silent = {"missing-parameters", "no-gradient"}
-        self._report([r for r in readings.values() if r.severity != "note" and r.what not in silent], step, static=True)
+        self._record_new(
+            [r for r in readings.values() if r.severity != "note" and r.what not in silent], step, static=True
+        )
 
     def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
         """Report a compared step, and save the compared names for its row."""
         self._recomputed = row or self._recomputed
         # Writes between two steps belong to the step before.
-        self._report(readings, self.num_steps + 1 if row else self.num_steps)
+        self._record_new(readings, self.num_steps + 1 if row else self.num_steps)
 
-    def _report(self, readings: list[Reading], step: int, *, static: bool = False) -> None:
+    def _record_new(self, readings: list[Reading], step: int, *, static: bool = False) -> None:
         """Write an event for each new reading."""
         for reading in readings:
             place = reading.what, "" if static else reading.tensor
             if place not in self._reported:
                 self._reported.add(place)
                 self._record.event(event_of(reading, step), shown=not static and reading.severity != "note")
+
+    def _say(self, readings: list[Reading]) -> None:
+        """Write an event for each reading, and show them in a sentence."""
+        for reading in readings:
+            self._record.event(event_of(reading, reading.step))
+        super()._say(readings)
+
+    def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
+        yield from super()._sampled_readings(optimizer, step)
+        if not isinstance(optimizer, Optimizer):  # the rows of ours have the audit's figures
+            self._columns = {name: x for name, x in self.numbers().items() if name.startswith("effective_lr")}
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -319,21 +360,19 @@ class RunRecorder:
         self._record.fingerprint(self._prints)
         self._prints.expect(step + 1)
 
-    def _computed(self, output: Any) -> None:
-        """Record the formats of the first forward pass. After a resume, note changed formats."""
-        if not (formats := formats_of(output)):
+    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Record the formats of the first forward pass too. After a resume, note changed formats."""
+        super()._after_pass(module, args, output)
+        is_seen = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not self._has_formats
+        if not (formats := formats_of(output) if is_seen else {}):
             return
-        self._unfollow()
+        self._has_formats = True
         before, now = self._run["model"].get("formats"), formats["formats"]
         if before is None and self._record.writer is not None:
             self._record.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
         elif before not in (None, now):
             message = f"the model computed in {before} when the run began, and now computes in {now}"
             self.event("note", message, detector="changed-settings")
-
-    def _trained(self) -> dict[str, Tensor]:
-        """Return the optimizer's unfrozen parameters, by name."""
-        return {p.name: p.parameter for p in set_up_of(self.model, self.optimizer).trained}
 
     def _summary(self) -> Row:
         stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -343,21 +382,16 @@ class RunRecorder:
             recipe=config.get("recipe"),
             model=str(config.get("model", self._run["model"]["class"])),
             weights_fingerprint=fingerprint_whole(stored),
-            moved=self._moved(),
+            moved=self._shares_moved(),
         )
 
-    def _moved(self) -> dict[str, list[Any]]:
+    def _shares_moved(self) -> dict[str, list[Any]]:
         """Return the fraction of elements that moved, their number, and whether they have 16 bits, by trained tensor."""
-        optimizer, moved = self.optimizer, {}
-        for name, p in self._trained().items():
-            was_stepped = (
-                bool(optimizer.num_steps(p))
-                if isinstance(optimizer, Optimizer)
-                else p in optimizer.state or not optimizer.state
-            )
-            before, now = self._samples.get(name), spread(p)
-            if was_stepped and before is not None and before.numel() and now.shape == before.shape:
-                share = round(float((now != before).double().mean()), 6)
+        moved = {}
+        for name, p in self._trained.items() if self._has_start else ():
+            before, now = self._start[name], spread(weight_of(self.optimizer, p))
+            if name in self._had_gradient and before.numel() and now.shape == before.shape:
+                share = round(float((self._moved[name] | (now != before)).double().mean()), 6)
                 moved[name] = [share, p.numel(), p.element_size() == 2]
         return moved
 
@@ -413,10 +447,6 @@ def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
             f"a record of recipe '{recipe.name}' was requested, and the optimizer's storage is '{names[0]}'.",
             "Name the recipe that was given to prepare, or leave it out.",
         )
-
-
-class RunNotice(UserWarning):
-    """Warn about a recorded loop. The warning is in ``events.jsonl`` too."""
 
 
 def _integers(batch: Tensor) -> Any:

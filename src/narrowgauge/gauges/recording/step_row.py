@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from contextlib import ExitStack
 from statistics import fmean
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from narrowgauge.analysis.spikes import Spike
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.reduction import reduction_of
-from narrowgauge.gauges.hooks import follow_gradients
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import figures_of, unwrapped
@@ -136,36 +134,6 @@ class StepReader:
         total: int = sum(t.numel() * t.element_size() for t in local)
         number: int = sum(local_of(p).numel() for p in parameters)
         return total / max(1, number)
-
-
-_IN_A_ROW = 8
-"""Look for the first non-finite gradient after this many skipped steps in a row: a scaler searches for its scale."""
-
-
-class FirstNonfinite:
-    """Find the first parameter in backward with a non-finite gradient, once steps fail. No hooks on other steps."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self._in_a_row, self._name, self._is_told = model, 0, "", False
-        self._hooks = ExitStack()
-
-    def take(self, failed: bool) -> str:
-        """Count a step. Return the name of the parameter once it is found."""
-        self.remove()
-        self._in_a_row = self._in_a_row + 1 if failed else 0
-        if self._is_told:
-            return ""
-        if not self._name and self._in_a_row >= _IN_A_ROW:
-            self._hooks.callback(follow_gradients(self.model, self._see))
-        self._is_told = bool(self._name)
-        return self._name
-
-    def remove(self) -> None:
-        self._hooks.close()
-
-    def _see(self, name: str, gradient: Tensor) -> None:
-        if not self._name and not bool(gradient.isfinite().all()):
-            self._name = name
 
 
 def batch_checksum(batch: np.ndarray) -> str:

@@ -98,9 +98,9 @@ HEAT_MAPS: dict[str, Metric] = {
         0.0, 2.0, good=1.0,
     ),
     "max_logit": Metric(
-        "attention", "max_logit", "Largest attention logit",
-        "A row is an attention layer. Logits that rise through the hundreds lead to attention on a single token and to "
-        "gradient spikes.",
+        "attention", "max_logit", "Bound of attention logits",
+        "A row is an attention layer: the largest norms of a query and a key, and the factor of their products. "
+        "Logits that rise through the hundreds lead to attention on a single token and to gradient spikes.",
         1.0, 1e4, is_log=True,
     ),
 }  # fmt: skip

@@ -1,8 +1,10 @@
 """Serve batches whose order is a function of (seed, step).
 
-Training divides the token stream into windows that do not overlap. It reads all of them in a new order every epoch. The
-order comes from a Feistel network, a permutation that can be evaluated at any position. No generator state is saved, and
-batch 7,000 needs none of the batches before it.
+Training divides the token stream into windows that do not overlap. It reads all of them in a new order every epoch. The order
+comes from a Feistel network, a permutation given by a formula. It splits a number into two halves and scrambles each in turn with
+a hash of the other, keyed by (seed, epoch). This is invertible. On a range that is not a power of two it is repeated until the
+result is in range. So no generator state is saved, batch 7,000 needs none of the batches before it, and no library changes the
+order of an old run.
 
 The seed and a document's name decide whether the document is held out. So adding a file moves no other document. Tokens
 are not copied at the start of a run: ``run.toml`` names the token map and its fingerprint.
@@ -18,8 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from narrowgauge.errors import DataError
-from narrowgauge.trainer.data.shuffle import shuffled
 from narrowgauge.trainer.data.tokens import TokenMap, read_tokens
+
+_ROUNDS = 6
 
 
 class Stream:
@@ -57,12 +60,10 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of training tokens."""
         return len(self.train)
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Return the tokenizer of the token map, if it is known."""
         file = None if self.folder is None else self.folder / "tokenizer.json"
         return file if file is not None and file.is_file() else None
 
@@ -92,8 +93,6 @@ class Dataset:
 
         Inputs are ``[:, :-1]``, targets ``[:, 1:]``. The stream depends on (seed, sequence_length) only. Each epoch of the
         stream holds every window once.
-
-        Cost: about 0.1 ms plus reading the tokens.
         """
         self.require(sequence_length)
         num_windows = (self.num_tokens - 1) // sequence_length
@@ -126,12 +125,8 @@ def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
     """Open a token map, and split it by document. If one side would be empty, hold out the end of the text instead.
 
     Args:
-        folder: the token map, see :mod:`narrowgauge.trainer.data.tokens`.
         held_out: fraction of the documents held out for validation, above 0 and below 1.
         seed: of the split.
-
-    Raises:
-        DataError: the map is missing or damaged.
     """
     tokens = read_tokens(folder)
     ends = tokens.documents[:, 1].astype(np.int64)
@@ -152,7 +147,6 @@ def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
 
 
 def data_fingerprint(tokens: TokenMap, held_out: float, seed: int) -> str:
-    """Return a fingerprint of tokens and their split."""
     key = json.dumps([tokens.fingerprint, held_out, seed]).encode()
     return hashlib.blake2b(key, digest_size=16).hexdigest()
 
@@ -160,3 +154,48 @@ def data_fingerprint(tokens: TokenMap, held_out: float, seed: int) -> str:
 def _is_held_out(name_hash: int, held_out: float, seed: int) -> bool:
     bits = hashlib.blake2b(f"{seed} {name_hash}".encode(), digest_size=8).digest()
     return int.from_bytes(bits, "little") < held_out * 2**64
+
+
+# ── the order ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
+    """Return the windows at given positions of the infinite stream of epochs.
+
+    Args:
+        items: positions in the stream, uint64.
+    Returns:
+        int64 of the same shape, values below ``num_windows``: over each epoch (as many consecutive positions) a permutation.
+    Example:
+        >>> sorted(shuffled(np.arange(5, dtype=np.uint64), 5, seed=3).tolist())
+        [0, 1, 2, 3, 4]
+
+    Source: Luby and Rackoff 1988 (Feistel networks); Black and Rogaway 2002 (walking the cycle to any size).
+    """
+    items = np.asarray(items, dtype=np.uint64)
+    epochs, places = items // np.uint64(num_windows), items % np.uint64(num_windows)
+    keys = _mix(_mix(np.full_like(items, seed & (1 << 64) - 1)) + epochs)
+    # At least six bits: with fewer, a Feistel network reaches too few permutations.
+    half = np.uint64(max(3, ((num_windows - 1).bit_length() + 1) // 2))
+    places = _feistel(places, keys, half)
+    while (outside := places >= num_windows).any():
+        places[outside] = _feistel(places[outside], keys[outside], half)
+    return places.astype(np.int64)
+
+
+def _feistel(places: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    high, low = places >> half, places & mask
+    for number in range(_ROUNDS):
+        high, low = low, high ^ (_mix(keys + _mix(low + np.uint64(number << 40))) & mask)
+    joined: np.ndarray = high << half | low
+    return joined
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    """splitmix64 (Steele, Lea and Flood 2014): every input bit moves every output bit."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = words ^ words >> np.uint64(31)
+    return mixed

@@ -3,37 +3,105 @@
 A token map is a folder: ``tokens.bin`` (uint16 or uint32, little endian), ``documents.bin`` (pairs of uint64: the hash of a
 document's name, and where the document ends), ``tokens.json`` (dtype, vocabulary, end-of-text token), and ``tokenizer.json``
 where the tokenizer is known. Every document ends with the end-of-text token.
+
+A document's name decides whether the document is held out. So a name never depends on other documents. A file is named by its
+path within the source. A line of ``.jsonl`` is named by a hash of its text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
 from narrowgauge.errors import DataError, require_package
 from narrowgauge.runs.atomic_io import load_json, whole_folder
-from narrowgauge.trainer.data.text import SUFFIXES, Document
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SCHEMA_VERSION = 1
+SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 
 _PIECE_CHARACTERS = 1 << 18
 _LONG_WORD = re.compile(r"\S{4096}")
 _BATCH_CHARACTERS = 1 << 22
 _PAGE_BYTES, _MAX_PAGES = 1 << 12, 1 << 10
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
+
+
+# ── text ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Document(NamedTuple):
+    name: str
+    text: str
+
+
+def read_documents(source: str | Path) -> Iterator[Document]:
+    """Yield the documents of a text or ``.jsonl`` file (``text`` in each line), or of a folder of such files, by name.
+
+    Hidden files and empty documents are left out. A source or file that cannot be read, or is not UTF-8 text, is a ``DataError``.
+    """
+    path = Path(source)
+    if not (path.is_dir() or path.is_file()):
+        raise DataError(f"No text in {source}: there is no such file or folder.", "Name a file or folder of text.")
+    for file, name in _files(path) if path.is_dir() else [(path, path.name)]:
+        yield from (document for document in _read_file(file, name) if document.text)
+
+
+def _files(root: Path) -> list[tuple[Path, str]]:
+    """Return the files below a folder with their relative names, sorted by name."""
+    files = []
+    for folder, folders, names in os.walk(root, onerror=_refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = [Path(folder, name) for name in names if name.endswith(SUFFIXES) and not name.startswith(".")]
+        # A pipe would wait for its writer.
+        files += [(path, path.relative_to(root).as_posix()) for path in paths if not path.is_fifo()]
+    return sorted(files, key=lambda pair: pair[1])
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise DataError(f"Cannot read the text in {error.filename}: {error.strerror}.", "Check who may read it.") from error
+
+
+def _read_file(path: Path, name: str) -> Iterator[Document]:
+    number = 0
+    try:
+        if path.suffix != ".jsonl":
+            yield Document(name, path.read_text(encoding="utf-8-sig"))
+            return
+        with path.open(encoding="utf-8-sig") as stream:
+            for line in stream:
+                number += 1
+                if line.strip():  # JSON can hold lone surrogates, UTF-8 cannot
+                    encoded = load_json(line)["text"].encode(errors="replace")
+                    yield Document(hashlib.blake2b(encoded, digest_size=16).hexdigest(), encoded.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"The file {path} is not UTF-8 text: byte {error.object[error.start]:#04x} ({error.reason}).",
+            "Convert it, or leave it out.",
+        ) from error
+    except OSError as error:
+        _refuse(error)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path}, line {number} has no text in a field 'text' ({type(error).__name__}: {error}).",
+            'A .jsonl file has one object per line, such as {"text": "…"}.',
+        ) from error
+
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -95,18 +163,10 @@ def read_tokens(path: str | Path) -> TokenMap:
 
 
 def write_tokens(documents: Iterable[Document], tokenizer: Tokenizer, end_of_text: int, out: Path) -> Path:
-    """Tokenize documents into a new token map, complete or absent.
+    """Tokenize documents into a new token map, complete or absent. The token ``end_of_text`` ends each document.
 
     Text that spells a special token is encoded like other text. A document of more than 2^18 characters is encoded in pieces,
     each up to its last newline if it has one, and a word of more than 4,096 in pieces of 4,096.
-
-    Args:
-        end_of_text: the token that ends each document.
-        out: the folder to make.
-
-    Raises:
-        DataError: there is no text.
-        RecordError: ``out`` is not empty, or the disk is full.
 
     Cost: about 0.5 s per MB on two cores.
     """
@@ -123,9 +183,8 @@ def write_tokens(documents: Iterable[Document], tokenizer: Tokenizer, end_of_tex
         if not ends:
             raise DataError("Cannot make a token map because there is no text.", f"Give {' '.join(SUFFIXES)} files.")
         np.array(ends, dtype="<u8").tofile(folder / "documents.bin")
-        head = {
-            "schema_version": SCHEMA_VERSION, "dtype": dtype.name, "vocab_size": vocab_size, "end_of_text": end_of_text,
-        }  # fmt: skip
+        head = {"schema_version": SCHEMA_VERSION, "dtype": dtype.name}
+        head |= {"vocab_size": vocab_size, "end_of_text": end_of_text}
         (folder / "tokens.json").write_text(json.dumps(head, indent=1), encoding="utf-8")
     return out
 
@@ -169,7 +228,6 @@ def load_tokenizer(path: str | Path | None) -> tuple[Tokenizer, int]:
 
 
 def hash_name(name: str) -> int:
-    """Return the 64-bit hash of a document's name, which decides whether it is held out."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
 
 

@@ -1,0 +1,62 @@
+"""The certificate of a checkpoint: hashes of every state of a loop, compared after a resume, causes first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.reading import Reading
+from narrowgauge.checks.resume import Entry, differences_after_load, loop_entries
+from narrowgauge.distributed.ranks import all_ranks
+
+SAVED = "the loop saved "
+"""Begins the message of the event that names a checkpoint."""
+
+
+class Certificate:
+    """Write hashes of a loop's states beside a checkpoint, and compare the loop with them after the load.
+
+    Args:
+        model: its state_dict is the weights.
+        optimizer: with all its states and settings.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._objects, self._undrawn = {"weights": model, "optimizer": optimizer}, loop_entries({})
+
+    def write(self, path: str | Path, objects: Mapping[str, Any]) -> None:
+        """Write ``PATH.certificate.json``. All ranks make the call."""
+        entries = self._entries(objects)
+        # A generator that the loop does not draw from changes nothing.
+        drawn = {name: entry for name, entry in entries.items() if self._undrawn.get(name) != entry}
+        if all_ranks().is_first:
+            _file(path).write_text(json.dumps(drawn), encoding="utf-8")
+
+    def differences(self, path: str | Path, objects: Mapping[str, Any]) -> list[Reading]:
+        """Return a reading for each kind of state that is not as it was saved, causes first."""
+        file = _file(path)
+        read = lambda: json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None  # noqa: E731
+        saved: dict[str, Entry] | None = all_ranks().of_first(read)
+        if saved is None:
+            message = f"Nothing was compared with the checkpoint, because {file} is gone."
+            return [KINDS["not-restored"].reading(message=message)]
+        now, names = self._entries(objects), {*self._objects, *objects, "generators"}
+        # A value that is None is set by the next step.
+        unset = {name for name, entry in now.items() if entry["shown"] == "None"}
+        before = {k: x for k, x in saved.items() if k.partition("|")[0] in names and k not in unset}
+        return [replace(r, advice=f"{r.tensor}: {r.advice}") for r in differences_after_load(before, now)]
+
+    def _entries(self, objects: Mapping[str, Any]) -> dict[str, Entry]:
+        states = {k: x.get_state() if isinstance(x, torch.Generator) else x for k, x in objects.items()}
+        return loop_entries({**self._objects, **states})
+
+
+def _file(path: str | Path) -> Path:
+    return Path(f"{Path(path)}.certificate.json")

@@ -1,0 +1,141 @@
+"""The updates that an optimizer intends, for any class: repeat its step on a copy in float64.
+
+A copy of the optimizer holds the parameters, gradients and states in float64: whole tensors, or evenly spread elements of large
+ones. Its step gives the intended change. A second copy in the stored formats must take the step that the run takes. If it does
+not, the update of the tensor depends on something else, and is unseen.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowgauge.checks.set_up import storage_of
+from narrowgauge.checks.step_samples import ELEMENTS
+from narrowgauge.numerics.dtensor import is_sharded
+
+WHOLE = 1 << 16
+"""Largest number of elements of a tensor that is copied whole. Rules for matrices need whole matrices."""
+_REPEATED = 0.01
+"""Distance between the step of the copy in the stored formats and the step, as a share of the intended change."""
+_PLAIN = (int, float, str, bool, bytes, tuple, type(None))
+
+
+@dataclass
+class StoredUpdate:
+    """The sums of one tensor's step: ⟨D,D⟩ of the intended change D, and ⟨D,E⟩ with the stored change E; float64 ``[2]``."""
+
+    parameter: Tensor
+    group: int
+    sums: Tensor
+    is_repeated: Tensor
+
+
+class IntendedStep:
+    """An optimizer's next step, repeated on copies. Make it before the step, and read it after.
+
+    Args:
+        optimizer: any that is not Narrowgauge's; ours audit themselves.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.why_not = optimizer, _why_not(optimizer)
+        self._twins: list[dict[Tensor, Tensor]] = []
+        self._before: dict[Tensor, Tensor] = {}
+        if self.why_not:
+            return
+        members = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+            and p.grad.layout is torch.strided
+            and p.numel()
+            and _keeps_visible(optimizer, group, p)
+        ]
+        if not members:
+            self.why_not = "no tensor is whole on this rank and kept in its weight alone"
+            return
+        self._before = {p: _part(p, p).double() for p in members}
+        try:
+            devices = {p.device for p in members if p.is_cuda}
+            with torch.random.fork_rng(list(devices)):
+                self._twins = [_stepped(optimizer, members, dtype) for dtype in (None, torch.float64)]
+        except Exception as error:  # a step that needs whole tensors, a closure, or another device
+            self.why_not = f"its step cannot be repeated on a copy ({type(error).__name__})"
+
+    def updates(self) -> Iterator[StoredUpdate]:
+        """Yield the sums of each tensor, after the step."""
+        groups = {p: k for k, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        for p, before in self._before.items() if self._twins else ():
+            stored, exact = self._twins
+            now = _part(p, p)
+            intended, change = exact[p] - before, now.double() - before
+            is_repeated = (now.double() - stored[p]).norm() <= _REPEATED * intended.norm()
+            sums = torch.stack([intended.square().sum(), (intended * change).sum()]) * (p.numel() / now.numel())
+            yield StoredUpdate(p, groups[p], sums, is_repeated)
+
+
+def _why_not(optimizer: torch.optim.Optimizer) -> str:
+    """Return why a step on a copy could change the run; empty if it cannot. Code of other libraries may reach other objects."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return ""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return "its step may talk to other ranks"
+    known = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys() | {"step", "found_inf", "grad_scale"}
+    others = [name for name, value in vars(optimizer).items() if name not in known and not isinstance(value, _PLAIN)]
+    return f"its attribute {others[0]} may be shared with the run" if others else ""
+
+
+def _keeps_visible(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> bool:
+    """Return whether the visible weight is all that is kept: no master copy, no compensation, no sharded tensor."""
+    return not is_sharded(p) and not storage_of(optimizer, group, p).beside
+
+
+def _part(x: Tensor, parameter: Tensor) -> Tensor:
+    """Copy a tensor, or spread elements if it has the shape of a large parameter."""
+    if x.shape == parameter.shape and parameter.numel() > WHOLE:
+        return x.detach().reshape(-1)[:: -(-parameter.numel() // ELEMENTS) | 1].clone()
+    return x.detach().clone()
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, members: list[Tensor], dtype: torch.dtype | None
+) -> dict[Tensor, Tensor]:
+    """Return each parameter's values after the step of a copy, whose tensors have a dtype, or their own for ``None``."""
+
+    def cast(x: Tensor) -> Tensor:
+        is_cast = dtype is not None and x.is_floating_point() and type(x) in (Tensor, torch.nn.Parameter)
+        return x.to(dtype) if is_cast else x
+
+    def state_part(value: Any, p: Tensor) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        return cast(_part(value, p)) if value.ndim else value.clone()
+
+    parts = {p: torch.nn.Parameter(cast(_part(p, p))) for p in members}
+    twin = object.__new__(type(optimizer))
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    twin.param_groups = [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        | {"params": [parts[p] for p in group["params"] if p in parts]}
+        for group in optimizer.param_groups
+    ]
+    state = copy.copy(optimizer.state)
+    state.clear()
+    for p, part in parts.items():
+        assert p.grad is not None
+        part.grad = cast(_part(p.grad, p))
+        if p in optimizer.state:
+            state[part] = {name: state_part(value, p) for name, value in optimizer.state[p].items()}
+    twin.state = state
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(twin)
+    return {p: part.detach() for p, part in parts.items()}

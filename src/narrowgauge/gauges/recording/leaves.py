@@ -1,0 +1,64 @@
+"""The leaves of an autograd graph, and names for them: a tensor may have a gradient that no optimizer knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from narrowgauge.torch_names import map_tensors
+
+
+def graph_leaves(output: Any) -> list[Tensor]:
+    """Return the tensors to whose gradients a backward pass from these outputs adds.
+
+    Example:
+        >>> import torch
+        >>> weight, data = torch.ones(2, requires_grad=True), torch.ones(2)
+        >>> [leaf is weight for leaf in graph_leaves({"loss": (weight * data).sum()})]
+        [True]
+    """
+    nodes, visited, leaves = list[Any](), set[Any](), list[Tensor]()
+
+    def begin(x: Tensor) -> Tensor:
+        nodes.append(x.grad_fn)
+        return x
+
+    map_tensors(begin, output)
+    while nodes:
+        if (node := nodes.pop()) is None or node in visited:
+            continue
+        visited.add(node)
+        nodes += [parent for parent, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+    return leaves
+
+
+def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
+    """Name tensors by their parameter, or by the attribute that holds them or their module, or by their shape.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> model.heads = [nn.Linear(2, 3)]
+        >>> names_of(model, [model.bias, model.heads[0].weight])
+        ['bias', 'heads.0.weight']
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def search(value: Any, path: str, depth: int) -> None:
+        if isinstance(value, Tensor):
+            names.setdefault(id(value), path)
+        elif isinstance(value, nn.Module):
+            for name, p in value.named_parameters():
+                names.setdefault(id(p), f"{path}.{name}")
+        elif isinstance(value, (list, tuple, dict)) and depth < 2:
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                search(item, f"{path}.{key}", depth + 1)
+
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_"):
+                search(value, f"{prefix}.{name}".lstrip("."), 0)
+    return [names.get(id(x), f"a tensor {list(x.shape)}") for x in tensors]

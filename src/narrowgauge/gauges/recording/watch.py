@@ -1,0 +1,484 @@
+"""``narrowgauge.watch``: watch a training loop, and say nothing while all is well.
+
+Hooks on the model and on the optimizer's step only read. The numbers of a step go to the host in one vector: the norm of each
+gradient, the sum of each block's outputs, and some flags. A GPU's vector is read one step later, so that nothing waits for it.
+On some *sampled* steps the intended update is computed too (:mod:`narrowgauge.gauges.recording.intended_updates`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.reading import Reading, in_order, of_all
+from narrowgauge.checks.set_up import set_up_of
+from narrowgauge.checks.step_samples import spread, weight_of
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.gauges import hooks
+from narrowgauge.gauges.recording.intended_updates import IntendedStep
+from narrowgauge.gauges.recording.leaves import graph_leaves, names_of
+from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.hashing import fingerprint_all
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.finding import counted
+from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step
+from narrowgauge.torch_names import HostCopy, is_transformed, plain_name, unwrapped_model
+
+SETTLED = 50
+"""Steps before a tensor without a gradient or without a change is reported."""
+UNIFORM_STEPS = 20
+"""Steps in a row whose loss is that of a uniform distribution."""
+_BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
+"""Names of the modules whose outputs are summed: blocks and their parts, not the layers in these parts."""
+_STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""All optimizers that have stepped since the first watch of this process."""
+
+
+class RunNotice(UserWarning):
+    """Warn about a watched or recorded loop. A recorder writes the warning to ``events.jsonl`` too."""
+
+
+class _Interval(NamedTuple):
+    """Counts of passes and of backward passes up to an optimizer's last step, and the first gradient of that step."""
+
+    num_passes: int = 0
+    num_backward: int = 0
+    gradient: tuple[int, int] = (0, 0)
+
+
+class Watch:
+    """Hold the hooks and the numbers of a watched loop; created by :func:`watch`.
+
+    Attributes:
+        unseen: what is not watched, and why.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None) -> None:
+        set_up = set_up_of(model, optimizer)
+        self.watched_model, self.optimizers, self.every = unwrapped_model(model), set_up.optimizers, every
+        self._is_sharded = any(is_sharded(p) for p in self.watched_model.parameters())
+        self.unseen: dict[str, str] = {}
+        if self._is_sharded:
+            parts = "tensors without an optimizer", "gradients that were not cleared"
+            self.unseen |= dict.fromkeys(parts, "parameters are sharded")
+        self._names: dict[Tensor, str] = {p.parameter: p.name for p in set_up.stepped}
+        self._trained = {p.name: p.parameter for p in set_up.trained}
+        self._optimizer_of = {p.parameter: p.optimizer for p in set_up.stepped}
+        self._step, self._numbers, self._told = 0, dict[str, float](), dict[str, float]()
+        self._had_gradient, self._num_zero, self._num_uniform, self._num_overflows = set[str](), 0, 0, 0
+        self._start_samples()
+        # Of the current step:
+        self._num_passes = self._num_backward = 0
+        self._intervals = dict.fromkeys(self.optimizers, _Interval())
+        self._sums: dict[str, Tensor] = {}
+        self._flags: dict[str, Tensor] = {}
+        self._modes, self._evaluations = set[bool](), set[bool]()
+        self._was_cleared: bool | Tensor = True
+        self._intended: IntendedStep | None = None
+        self._frozen: dict[Tensor, Tensor] = {}
+        # Between steps:
+        self._unread: list[tuple[int, list[str], HostCopy]] = []
+        self._was_evaluated, self._has_own_writes, self._num_evaluated = False, False, 0
+        self._after: Tensor | None = None
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
+        self._hashes: tuple[str, str] | None = None
+        self._undo, self._here = ExitStack(), all_ranks()
+        self._hook(self.watched_model, self.watched_model if called is None else called)
+
+    def _start_samples(self) -> None:
+        """Take the weights of now for those of the start."""
+        self._start = {name: spread(weight_of(self._optimizer_of[p], p)) for name, p in self._trained.items()}
+        self._moved = {name: torch.zeros_like(values, dtype=torch.bool) for name, values in self._start.items()}
+
+    def _hook(self, model: nn.Module, called: nn.Module) -> None:
+        """Hook the called model, the blocks, the smallest trained parameter, and the optimizers."""
+        after_every_step(_remember)
+        self._undo.callback(called.register_forward_pre_hook(OwnHook(self._before_pass), with_kwargs=True).remove)
+        self._undo.callback(called.register_forward_hook(OwnHook(self._after_pass)).remove)
+        blocks = {name for name, _ in model.named_modules() if name and _BLOCK.fullmatch(plain_name(name))}
+        self._undo.callback(hooks.follow_outputs(model, self._add_sum, blocks))
+        dense = [p for p in self._trained.values() if p.is_leaf and not is_sharded(p) and p.numel()]
+        self._probe = min(dense, key=lambda p: p.numel(), default=None)
+        if self._probe is not None:
+            self._undo.callback(self._probe.register_hook(OwnHook(self._before_gradient)).remove)
+        self._dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+        self._modal = [*self._dropouts, *(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))]
+        sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+        self._vocabulary = max(sizes, default=0)
+        for optimizer in self.optimizers:
+            follower = Follower(
+                optimizer, partial(self._guarded, self._before_step), partial(self._guarded, self._after_step)
+            )
+            self._undo.callback(follower.remove)
+
+    def _guarded(self, function: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
+        """End the watch instead of the loop. Ranks wait for each other, so there the error ends the loop."""
+        try:
+            function(optimizer)
+        except Exception as error:
+            if self._here.size > 1 or isinstance(error, UserWarning):
+                raise
+            self.remove()
+            warnings.warn(f"the watch ended: {type(error).__name__}: {error}", RunNotice, stacklevel=2)
+
+    def remove(self) -> None:
+        """Remove every hook."""
+        self._undo.close()
+
+    def numbers(self) -> dict[str, float]:
+        """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
+
+        ``lr/groupN`` and ``effective_lr/groupN`` are of the last sampled step, ``grad_norm`` is of this rank's gradients that
+        reached the last step. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer.
+        """
+        return dict(self._numbers)
+
+    def step(self, loss: float | Tensor | None = None) -> None:
+        """Watch the loss of a step too. The call is optional. On several ranks, all of them make it.
+
+        Args:
+            loss: of this rank, in nats per token. Reading a tensor waits for its device.
+        """
+        if loss is not None:
+            self._report(self._loss_readings(float(loss.detach() if isinstance(loss, Tensor) else loss)))
+
+    # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _report(self, readings: Iterable[Reading]) -> None:
+        """Say what is new: each kind once, and again when it is twice as far beyond its bound."""
+        fresh = [r for r in readings if r.what not in self._told or r.excess > 2 * self._told[r.what]]
+        self._told |= {r.what: r.excess for r in fresh}
+        if fresh:
+            self._say(in_order(fresh))
+
+    def _say(self, readings: list[Reading]) -> None:
+        """Show the readings of one step in a sentence."""
+        parts = [r.advice if r.tensor in r.advice else f"{r.tensor}: {r.advice}" for r in readings]
+        warnings.warn(f"step {readings[0].step}: {'; '.join(parts)}", RunNotice, stacklevel=2)
+
+    # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or is_transformed():
+            return
+        if not torch.is_grad_enabled():
+            self._evaluations.add(any(m.training for m in self._dropouts))
+            return
+        self._num_passes += 1
+        self._modes.add(module.training or any(m.training for m in self._modal))
+        if self._here.size > 1 and self._step == 1 and self._hashes is None:
+            inputs = enumerate((*args, *kwargs.values()))
+            batch = {str(k): x for k, x in inputs if isinstance(x, Tensor) and x.element_size() <= 8}
+            device, draws = next(module.parameters()).device, any(m.training for m in self._dropouts)
+            state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+            self._hashes = fingerprint_all(batch) if batch else "", fingerprint_all({"": state}) if draws else ""
+
+    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Walk the graph of the first two steps to its leaves, and remember those that the optimizers do not step."""
+        is_seen = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
+        # The leaves of sharded parameters are gathered copies.
+        for leaf in graph_leaves(output) if is_seen and self._step < 2 and not self._is_sharded else ():
+            if leaf not in self._names:
+                reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
+                if reference is None or reference() is not leaf or values is None:
+                    values, steps = spread(leaf), set()
+                self._leaves[id(leaf)] = weakref.ref(leaf), values, steps | {self._step}
+
+    def _add_sum(self, name: str, x: Tensor) -> None:
+        if torch.is_grad_enabled() and x.element_size() > 1 and not is_transformed():
+            total = x.sum(dtype=torch.float32)
+            self._sums[name] = total if name not in self._sums else self._sums[name] + total
+
+    def _before_gradient(self, gradient: Tensor) -> None:
+        """See one backward pass, before its gradient is added to the last one."""
+        if torch.compiler.is_compiling() or self._probe is None:
+            return
+        self._num_backward += 1
+        kept = self._probe.grad
+        self._was_cleared |= True if kept is None or kept.layout is not torch.strided else ~kept.any()
+
+    # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._read()
+        step, last, probe = self._step + 1, self._intervals[optimizer], self._probe
+        if optimizer is self.optimizers[0]:
+            self._report(self._pass_readings(step))
+        gradients = self._gradients(optimizer)
+        first = next(iter(gradients.values()), None)
+        signature = (0, 0) if first is None else (id(first), first._version)
+        interval = _Interval(self._num_passes, self._num_backward, signature)
+        if last.num_backward and interval == last:
+            self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
+        self._intervals[optimizer] = interval
+        norms = torch._foreach_norm(list(gradients.values())) if gradients else []
+        scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, for fused optimizers
+        self._flags = {f"output:{name}": x for name, x in self._sums.items()}
+        self._flags |= {f"grad:{n}": x if scale is None else x / scale for n, x in zip(gradients, norms, strict=True)}
+        self._sums = {}
+        if probe is not None and optimizer is self._optimizer_of[probe]:
+            if self._num_backward > last.num_backward and step > 1:
+                self._flags["cleared"] = torch.as_tensor(self._was_cleared, device=probe.device)
+            if self._after is not None:
+                is_written = ((probe != self._after) & (self._after == self._after)).any()
+                self._flags["swapped" if self._was_evaluated else "written"] = is_written
+        if self._is_sampled(step):
+            self._frozen = {p: spread(p) for p in self._names if not p.requires_grad}
+            self._intended = None if isinstance(optimizer, Optimizer) else IntendedStep(optimizer)
+
+    def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the values."""
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        named = {
+            self._names.get(p, "a new tensor"): local_of(g) for p in reversed(members) if (g := p.grad) is not None
+        }
+        return {n: g if g.layout is torch.strided else g.coalesce().values() for n, g in named.items() if g.numel()}
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        step, probe, skipped = self._step + 1, self._probe, getattr(optimizer, "found_inf", None)
+        if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
+            skipped = optimizer.last_control[1]
+        if skipped is not None:
+            self._flags["skipped"] = skipped
+        device = next(iter(self._names)).device
+        values = [x.detach().to(device, torch.float32).reshape(()) for x in self._flags.values()]
+        vector = torch.stack(values) if values else torch.zeros(0, device=device)
+        self._unread.append((step, list(self._flags), HostCopy(vector)))
+        if probe is not None and optimizer is self._optimizer_of[probe]:
+            self._was_cleared, self._after = False, probe.detach().clone()
+        if self._is_sampled(step):
+            self._report(self._sampled_readings(optimizer, step))
+        if vector.device.type == "cpu":
+            self._read()
+        if optimizer is self.optimizers[-1]:
+            self._step = step
+            if step == 2 and self._here.size > 1:
+                self._report(self._rank_readings(step))
+
+    def _is_sampled(self, step: int) -> bool:
+        return self.every > 0 and (step == 2 or step % self.every == 0)
+
+    def _pass_readings(self, step: int) -> Iterator[Reading]:
+        """Read the modes of the passes since the last step, and once the leaves that no optimizer steps."""
+        things = of_all(f"dropout {m.p:g}" for m in self._dropouts) or "batch statistics"
+        self._was_evaluated = bool(self._evaluations)
+        self._num_evaluated += self._was_evaluated
+        if self._modal and self._modes == {False}:
+            words = f"the model trains in evaluation mode, without {things}: call model.train()"
+            yield KINDS["wrong-mode"].reading("", 1, 0, step=step, words=words)
+        # A loop with such passes in most steps means them.
+        if self._evaluations == {True} and step >= 4 * self._num_evaluated:
+            words = f"the evaluation ran in training mode, with {things}: call model.eval() before it"
+            yield KINDS["wrong-mode"].reading("", 1, 0, step=step - 1, words=words)
+        self._modes, self._evaluations = set(), set()
+        if step == 3:
+            yield from self._leaf_readings(step)
+
+    def _leaf_readings(self, step: int) -> Iterator[Reading]:
+        stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
+        leaves = [
+            leaf
+            for reference, values, steps in self._leaves.values()
+            if (leaf := reference()) is not None and steps == {0, 1} and leaf.grad is not None and leaf not in stepped
+            and torch.equal(spread(leaf), values)
+        ]  # fmt: skip
+        self._leaves = {}
+        self._numbers["untrained_tensors"] = len(leaves)
+        if leaves:
+            names = names_of(self.watched_model, leaves)
+            yield KINDS["missing-parameters"].reading(of_all(names), len(leaves), 0, step=step)
+        for other in _STEPPED.difference(self.optimizers):
+            groups = [group for o in self.optimizers for group in o.param_groups]
+            is_same = any(group is g for group in other.param_groups for g in groups)
+            inner = {value for value in vars(other).values() if isinstance(value, torch.optim.Optimizer)}
+            names = [self._names[p] for g in other.param_groups for p in g["params"] if p in self._names]
+            if names and not is_same and not inner & {*self.optimizers}:
+                yield KINDS["parameters-twice"].reading(of_all(names), len(names), 0, step=step)
+
+    def _read(self) -> None:
+        """Read the vectors of past steps."""
+        for step, keys, copied in self._unread:
+            values = dict(zip(keys, copied.cpu().tolist(), strict=True))
+            self._report(self._value_readings(step, values))
+        self._unread = []
+
+    def _value_readings(self, step: int, values: dict[str, float]) -> Iterator[Reading]:
+        """Read the numbers of one step."""
+        self._has_own_writes |= bool(values.pop("written", 0.0))
+        if values.pop("swapped", 0.0) and not self._has_own_writes:
+            yield KINDS["weights-not-restored"].reading("", 1, 0, step=step - 1)
+        if not values.pop("cleared", 1.0):
+            yield KINDS["gradients-kept"].reading("", 1, 0, step=step)
+        is_skipped = bool(values.pop("skipped", 0.0))
+        norms = {key[5:]: x for key, x in values.items() if key.startswith("grad:")}
+        bad = [key[7:] for key, x in values.items() if key.startswith("output:") and not math.isfinite(x)]
+        if bad:
+            yield KINDS["nonfinite-output"].reading(bad[0], math.nan, step=step)
+        names = [n for n, x in norms.items() if not math.isfinite(x)]
+        self._num_overflows = self._num_overflows + 1 if names and is_skipped else 0
+        if self._num_overflows == KINDS["first-nonfinite"].bound:
+            words = f", in {self._num_overflows} skipped steps in a row"
+            yield KINDS["first-nonfinite"].reading(names[0], self._num_overflows, step=step, words=words)
+        elif names and not is_skipped and not bad:
+            words = f", of {counted(len(names), 'tensor')}, and the optimizer took the step"
+            yield KINDS["first-nonfinite"].reading(names[0], len(names), 0, 0, step, words=words)
+        if not is_skipped:
+            self._had_gradient |= {name for name, x in norms.items() if 0 < x < math.inf}
+        self._num_zero = 0 if any(norms.values()) else self._num_zero + 1
+        if self._num_zero == (kind := KINDS["zero-gradients"]).bound:
+            yield kind.reading("", self._num_zero, step=step)
+        self._numbers["grad_norm"] = math.hypot(*norms.values())
+
+    # ── sampled steps ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
+        """Read the effective learning rate of each group, and which tensors never moved."""
+        first = sum(len(o.param_groups) for o in self.optimizers[: self.optimizers.index(optimizer)])
+        sums = self._sums_of(optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            members = [p for p in group["params"] if p in sums and float(sums[p][0]) > 0]
+            if not members or group["lr"] is None:
+                continue
+            rate, edqs = float(group["lr"]), {p: float(sums[p][1] / sums[p][0]) for p in members}
+            intended, stored = torch.stack([sums[p] for p in members]).sum(0).tolist()
+            edq, worst = stored / intended, min(edqs, key=lambda p: edqs[p])
+            self._numbers |= {f"lr/group{first + index}": rate, f"effective_lr/group{first + index}": rate * edq}
+            kind = KINDS["effective-rate"]
+            if edq < kind.bound and not isinstance(optimizer, Optimizer):  # our audit has alarms of its own
+                yield kind.reading(
+                    "", rate * edq, None, kind.bound * rate, step, rate=rate, format=dtype_name(worst.dtype), share=edq,
+                    worst=self._names[worst], least=edqs[worst],
+                )  # fmt: skip
+        yield from self._moved_readings(optimizer, step)
+
+    def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+        """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, from our audit or from the repeated step."""
+        if isinstance(optimizer, Optimizer):
+            optimizer.settle()
+            if not optimizer.audit_every:
+                self.unseen["effective learning rate"] = "audit_every is 0"
+            return {p: rows[:, :2].sum(0) for p, rows in optimizer.auditor.windows.items()}
+        assert self._intended is not None
+        updates = list(self._intended.updates())
+        seen = {u.parameter: u.sums.cpu() for u in updates if bool(u.is_repeated)}
+        if self._intended.why_not:
+            self.unseen["effective learning rate"] = self._intended.why_not
+        elif names := [self._names[u.parameter] for u in updates if u.parameter not in seen]:
+            self.unseen["effective learning rate"] = f"the step of {of_all(names)} is not repeated by a copy"
+        return seen
+
+    def _moved_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
+        for name, p in self._trained.items():
+            if self._optimizer_of[p] is optimizer:
+                now = spread(weight_of(optimizer, p))
+                if now.shape == self._start[name].shape:
+                    self._moved[name] |= now != self._start[name]
+        if frozen := [self._names[p] for p, values in self._frozen.items() if not torch.equal(spread(p), values)]:
+            yield KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step)
+        still = [name for name, moved in self._moved.items() if moved.numel() and not moved.any()]
+        without = [name for name in self._trained if name not in self._had_gradient]
+        self._numbers |= {"frozen_tensors": len(still), "tensors_without_gradient": len(without)}
+        if step < SETTLED or optimizer is not self.optimizers[-1]:
+            return
+        if without and self._num_passes and len(without) < len(self._trained):
+            count = len(self._trained)
+            yield KINDS["no-gradient"].reading(of_all(without), len(without), 0, step=step, count=count)
+        rates = {p: group["lr"] for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        for is_zero in (True, False):
+            moves = {*still}.difference(without)
+            names = [n for n, p in self._trained.items() if n in moves and (rates.get(p) == 0) is is_zero]
+            if names:
+                formats = of_all(dtype_name(self._trained[name].dtype) for name in names)
+                cause = "the learning rate of their group is 0" if is_zero else f"{formats} rounds their updates away"
+                things = f"{counted(len(names), 'tensor')} {'has' if len(names) == 1 else 'have'}"
+                yield KINDS["never-moved"].reading(of_all(names), len(names), 0, step=step, things=things, cause=cause)
+
+    # ── losses and ranks ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _loss_readings(self, loss: float) -> Iterator[Reading]:
+        expected = math.log(self._vocabulary) if self._vocabulary > 1 else math.nan
+        kind = KINDS["uniform-loss"]
+        self._num_uniform = self._num_uniform + 1 if abs(loss / expected - 1) < kind.bound else 0
+        if self._num_uniform == UNIFORM_STEPS:
+            yield kind.reading(
+                "", loss, expected, kind.bound * expected, self._step, vocabulary=self._vocabulary, steps=UNIFORM_STEPS
+            )
+        losses = self._here.gather(loss)
+        worst = max(losses, key=lambda x: (not math.isfinite(x), x))
+        middle = sorted(losses)[(len(losses) - 1) // 2]
+        bound = KINDS["rank-loss"].bound * max(middle, 0.0) + 1
+        if len(losses) > 1 and (not math.isfinite(worst) or worst > middle + bound):
+            rank = losses.index(worst)
+            yield KINDS["rank-loss"].reading("", worst, middle, bound, self._step, rank=rank)
+
+    def _rank_readings(self, step: int) -> Iterator[Reading]:
+        """Compare the batches and the random generators of the ranks, where each trains on its own data."""
+        batches, states = zip(*self._here.gather(self._hashes or ("", "")), strict=True)
+        is_fsdp = any(type(m).__name__.startswith("FSDP") for m in self.watched_model.modules())
+        if self._is_sharded and not is_fsdp:  # ranks may share a batch
+            self.unseen["batches of ranks"] = "parameters are sharded, not by FSDP"
+        elif len({*batches}) == 1 and batches[0]:
+            words = "trained on the same batch: give each rank its share of the data (DistributedSampler)"
+            yield KINDS["equal-ranks"].reading("", len(batches), 1, 0, step, words=words)
+        elif len({*states}) == 1 and states[0]:
+            words = "draw the same dropout masks for other batches: seed each rank with its number"
+            yield KINDS["equal-ranks"].reading("", len(states), 1, 0, step, words=words)
+
+
+def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _STEPPED.add(optimizer)
+
+
+def watch(model: nn.Module, optimizer: Any, *, every: int = 50) -> Watch:
+    """Watch a training loop. Print nothing while all is well, and one sentence at the step where it is not.
+
+    Each kind of fault is told once, and again when it is twice as large:
+
+    * the learning rate at which the weights really train, for any optimizer; tensors that never moved or never had a gradient;
+    * tensors with a gradient and no optimizer, or with two optimizers; frozen tensors that the optimizer changes;
+    * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
+    * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
+    * the first module whose output is not finite;
+    * on several ranks, equal batches, equal dropout masks, and a rank whose loss is far from the others'.
+
+    A watched loop computes the same bits. On several ranks, all of them make the call.
+
+    Args:
+        model: the trained model, before ``torch.compile`` or not.
+        optimizer: any ``torch.optim.Optimizer``, possibly wrapped; or a list of several, the last to step at the end.
+        every: steps between sampled steps, on which the intended update is computed; the second step is sampled too.
+    Returns:
+        The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` watches the loss too; ``remove()`` ends it.
+    Raises:
+        RecipeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
+
+    Cost: one read of the gradients and of the blocks' outputs in each step. A sampled step repeats the optimizer's step on at
+        most 65,536 elements of each tensor, in float64.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model = torch.nn.Linear(64, 64).bfloat16()
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        >>> watch = ng.watch(model, optimizer)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     for _ in range(2):
+        ...         model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> str(caught[0].message).split(":")[0], watch.numbers()["lr/group0"]
+        ('step 2', 1e-05)
+    """
+    return Watch(model, optimizer, every=every)
