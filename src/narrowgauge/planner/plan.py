@@ -16,7 +16,7 @@ from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import Architecture, read_model
 from narrowgauge.planner.model_state import OPTIMIZER_STATES
 from narrowgauge.planner.plan_tables import Plan
-from narrowgauge.planner.program import Program, programs_of, read_program
+from narrowgauge.planner.program import Program, read_program
 from narrowgauge.planner.roofline import multiplies
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, search, usual_tokens_per_step
 from narrowgauge.spec.chips import Chip
@@ -30,6 +30,8 @@ from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
 USUAL_RECIPES = ("bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
                  "bfloat16/word/reproducible")  # fmt: skip
 """Recipes of the README, which are the default comparison."""
+XLA_RECIPES = ("bfloat16/float32", "bfloat16/master")
+"""The default comparison on TPUs, which this project's optimizers do not run on."""
 # Equal in one configuration for several clusters. Replicas and micro-batches follow from the number of chips.
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "accumulation_dtype")
 _TUNING = ("int8-outlier", "int8-outlier-codes")
@@ -133,26 +135,19 @@ def plan(
         )  # fmt: skip
 
     jobs: list[Job] = []
-    rows: list[Job] = []
     left_out: dict[str, NarrowgaugeError] = {}
     for where in machines:
-        suited = [] if recipes == "all" else suited_recipes(USUAL_RECIPES, where.chip, optimizer)
-        # Of the default recipes take those that some program runs.
-        for names in [asked] if asked else [suited, _native_recipes(where.chip, optimizer)]:
-            rows = []
-            for recipe in names:
-                try:
-                    rows.append(searched(where, recipe))
-                except (ChipError, RecipeError) as error:
-                    if asked and len(machines) == 1:
-                        raise
-                    left_out[f"{recipe.title} on {where.chip.name}"] = error
-            if rows := [job for job in rows if asked or programs_of(job)]:
-                break
-        jobs += rows
+        names = XLA_RECIPES if where.chip.vendor == "Google" else USUAL_RECIPES
+        suited = [] if recipes == "all" else suited_recipes(names, where.chip, optimizer)
+        for recipe in asked or suited or _native_recipes(where.chip, optimizer):
+            try:
+                jobs.append(searched(where, recipe))
+            except (ChipError, RecipeError) as error:
+                if asked and len(machines) == 1:
+                    raise
+                left_out[f"{recipe.title} on {where.chip.name}"] = error
     if not jobs:
-        unknown = ChipError(f"no program trains {architecture.name} there.", "Name a recipe.")
-        raise next(iter(left_out.values()), unknown)
+        raise next(iter(left_out.values()))
     # Rows of one table have one number of tokens per step, if it is a usual one.
     is_free = tokens_per_step is None and "micro_batches" not in fixed
     steps = sorted(job.tokens_per_step for job in jobs if job.fits)
