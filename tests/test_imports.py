@@ -26,6 +26,7 @@ LAYERS = {
     "torch_names": {"torch_names", "torch_hooks", "inductor", "put_back"},
     "compile": {"compile", "edge_values", "triton_printer"},
     "recording": {"gauges.recording"},
+    "own_module": {"planner.own_module"},
     "cli": {"cli", "__main__"},
 }
 ALIKE = ("machine", "runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "gauges",
@@ -51,7 +52,9 @@ SEES = {
     "record": LOWEST | {"runs"},
     "comparison": LOWEST | {"runs", "record"},
     "report": RECORDS | {"diagnosis"},
-    "planner": LOWEST | {"runs"},
+    # The planner imports it where a module is planned.
+    "planner": LOWEST | {"runs", "own_module"},
+    "own_module": LOWEST | {"planner"},
     "diagnosis": LOWEST | {"runs", "record", "monitor", "comparison"},
     "torch_names": LOWEST,
     "compile": LOWEST | {"torch_names"},

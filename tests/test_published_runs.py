@@ -79,19 +79,37 @@ def test_shapes_have_the_published_parameter_counts(published: Any) -> None:
 # ── plans beside the runs that are not held out ───────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("assumed", "mean"), [(False, 0.115), (True, 0.178)])
+@pytest.mark.parametrize(("assumed", "mean"), [(False, 0.105), (True, 0.178)])
 def test_runs_in_view_are_planned_as_documented(planned: Any, assumed: bool, mean: float) -> None:
     points = planned.points_in_view(assumed=assumed)
     assert len(points) == 131
     errors = [abs(point.error) for point in points]
     assert statistics.mean(errors) < mean and statistics.median(errors) < 0.12
-    assert 0.75 <= statistics.mean(point.is_inside for point in points) <= 0.85
+    assert 0.8 <= statistics.mean(point.is_inside for point in points) <= 0.92
     for kind in (False, True):
-        ratios = [point.ratio for point in points if point.has_mixture == kind]
-        written = error_of(has_mixture=kind, has_software=not assumed)
-        assert planned.interval_of(ratios) == pytest.approx(written, abs=6e-4), "run published_runs.py --write"
-    dense = [point for point in points if not point.has_mixture]
-    assert 0.75 <= planned.held_by_others(dense) <= 0.85
+        chosen = [point for point in points if point.has_mixture == kind]
+        written, wider = error_of(has_mixture=kind, has_software=not assumed)[1:], planned.widening_of(chosen)
+        interval = planned.interval_of([point.ratio for point in chosen], wider)
+        assert interval == pytest.approx(written, abs=2e-3), "run published_runs.py --write"
+        if kind:  # the point is the median
+            assert statistics.median(point.ratio for point in chosen) == pytest.approx(1, abs=2e-3)
+        else:
+            assert 0.8 <= planned.held_by_others(chosen, wider) <= 0.85
+
+
+def test_the_memory_of_published_runs_is_planned_as_documented(planned: Any) -> None:
+    """All runs ran. Printed peaks are what the allocator reserved."""
+    points = planned.points_in_view(assumed=False)
+    stated = [point for point in points if "recompute" in point.run.step]
+    assert statistics.mean(point.job.fits for point in stated) >= 0.95
+    errors = []
+    for point in points:
+        if (
+            peak := point.run.measured.get("peak_memory_gib", 0) * 2**30
+            or point.run.measured.get("peak_memory_gb", 0) * 1e9
+        ):
+            errors.append(abs(point.job.memory.total / peak - 1))
+    assert len(errors) == 23 and statistics.mean(errors) < 0.07 and max(errors) < 0.2
 
 
 def test_calculons_points_are_met_within_a_tenth(planned: Any) -> None:

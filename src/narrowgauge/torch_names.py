@@ -40,6 +40,8 @@ Frames of ``Optimizer.profile_hook_step``
 ``torch.utils._python_dispatch._disable_current_modes``
     Try a kernel with real tensors while the compiler traces with fake ones. Alternative: trying all kernels when a model is
     prepared.
+``torch._subclasses.fake_tensor.FakeTensorMode``
+    Count a step of a user's module without its memory. Alternative: the meta device, which has no fused attention.
 ``torch.utils._pytree.tree_map_only``
     Find tensors in module inputs and outputs, also in named tuples and transformers' outputs. Alternative: 15 lines.
 

@@ -23,6 +23,7 @@ from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import _Rank, stages_of
 from narrowgauge.planner.model import read_model
+from narrowgauge.planner.program import read_program
 from narrowgauge.planner.step_time import stage_layers
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -85,7 +86,7 @@ def test_a_layer_keeps_what_autograd_saves(family: str, name: str) -> None:
     """What two layers save beyond one."""
     config, recipe, key = _CONFIGS[family], parse(name), "n_layer" if family == "gpt2" else "num_hidden_layers"
     single, two = (_saved_bytes({**config, key: layers}, recipe) for layers in (1, 2))
-    planned = layer_bytes(of_config({**config, key: 2}, family), recipe)
+    planned = layer_bytes(of_config({**config, key: 2}, family), recipe, read_program("kernels=eager"))
     # Gemma keeps a gain, and a mixture's lists of places are not all counted.
     rel = 3e-3 if family in ("gemma", "mixtral") else 1e-4
     assert planned.per_token + planned.casts / 128 == pytest.approx((two - single) / 128, rel=rel)
@@ -94,7 +95,7 @@ def test_a_layer_keeps_what_autograd_saves(family: str, name: str) -> None:
 def test_fused_gpt_layers_keep_what_was_published() -> None:
     """34 bytes per token and feature, of which two are dropout masks: Korthikanti et al., arXiv 2205.05198, equation 1."""
     gpt = read_model("gpt3-175b")
-    flash = layer_bytes(gpt, parse("bfloat16/master"), "fused").per_token
+    flash = layer_bytes(gpt, parse("bfloat16/master"), read_program("kernels=fused")).per_token
     assert flash / gpt.hidden_size == pytest.approx(34 - 2, rel=0.01)
 
 

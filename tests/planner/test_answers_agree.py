@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from narrowgauge.planner.jobs import Job
-from narrowgauge.planner.plan import plan
+from narrowgauge.planner.plan import EQUAL_RATES, plan
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP as LEAST
 from narrowgauge.planner.search import MOST_TOKENS_PER_STEP, NOISE
 
 GRID = [
@@ -25,7 +26,11 @@ def safety(option: Job) -> tuple[bool, bool]:
 
 
 def is_better(option: Job, best: Job) -> bool:
-    return bool(option.fits) and safety(option) >= safety(best) and option.tokens_per_second > best.tokens_per_second
+    return (
+        bool(option.fits)
+        and safety(option) >= safety(best)
+        and option.tokens_per_second * (1 - EQUAL_RATES) > best.tokens_per_second
+    )
 
 
 @pytest.mark.parametrize(("model", "chip", "chips"), GRID)
@@ -38,7 +43,21 @@ def test_nothing_that_an_answer_offers_is_faster_than_its_best(model: str, chip:
             for option in answer.options
             if option.fits and safety(option) == safety(answer.best)
         ]
-        assert rates == sorted(rates, reverse=True)
+        # Rates that count as equal are ordered by risk.
+        assert all(later * (1 - EQUAL_RATES) <= rate for rate, later in itertools.pairwise(rates))
+        steps = {option.tokens_per_step for option in answer.options if option.fits and option.tokens_per_step >= LEAST}
+        assert len(steps) <= 1
+
+
+def test_of_rows_as_fast_the_one_with_coarse_moments_is_later() -> None:
+    names = [job.recipe.storage.name for job in plan("llama-8b", chip="H100-SXM", chips=8).options]
+    assert max(names.index("word"), names.index("exact")) < min(names.index("compact"), names.index("states8"))
+
+
+def test_the_closest_is_the_closest() -> None:
+    answer = plan("llama-70b", chip="RTX-4090", chips=8)
+    rooms = [job.headroom_bytes for job in answer.options if not job.fits]
+    assert rooms == sorted(rooms, reverse=True) and answer.best.headroom_bytes == max(rooms)
 
 
 @pytest.mark.parametrize("chips", [8, 512, 2048])
@@ -51,8 +70,10 @@ def test_nothing_that_an_answer_offers_is_faster_than_its_best(model: str, chip:
 )  # fmt: skip
 def test_what_is_asked_of_a_layout_never_makes_it_faster(asked: dict[str, Any], chips: int) -> None:
     """Of all layouts the best is as fast as of some of them, but for what counts as equal."""
-    free = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=chips).best
-    answer = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=chips, layout=asked).best
+    # Megatron-Core runs ZeRO-1, with its own optimizer.
+    recipes = ["bfloat16/master" if asked.get("zero") == 1 else "bfloat16/word"]
+    free = plan("llama-8b", recipes=recipes, chip="H100-SXM", chips=chips).best
+    answer = plan("llama-8b", recipes=recipes, chip="H100-SXM", chips=chips, layout=asked).best
     if answer.fits and safety(answer) >= safety(free):
         assert answer.tokens_per_second <= free.tokens_per_second * (1 + NOISE)
 
@@ -68,7 +89,7 @@ def test_sharing_less_is_as_fast_where_it_fits(chips: int) -> None:
     arguments: dict[str, Any] = {"recipes": ["bfloat16/word"], "chip": "H100-SXM", "chips": chips}
     best = [plan("llama-8b", **arguments, layout={**asked, "zero": zero}).best for zero in (1, 2, 3)]
     rates = [job.tokens_per_second for job in best]
-    assert rates == sorted(rates, reverse=True)
+    assert all(more <= less * (1 + NOISE) for less, more in itertools.pairwise(rates))
 
 
 def test_steps_do_not_grow_with_the_chips_without_end() -> None:

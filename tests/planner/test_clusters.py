@@ -31,8 +31,12 @@ def test_chips_fill_whole_nodes() -> None:
     assert cluster_of("H100-SXM", 4).chips_per_node == 4
     # 128 and 256 GB200s run in published steps (benchmarks/published_runs_later.toml), in racks of 72.
     assert [cluster_of("GB200", chips).chips_per_node for chips in (128, 144, 256)] == [64, 72, 64]
+    # Otherwise nodes fill evenly; the last one may lack chips.
+    sizes = {12: 6, 16: 8, 24: 8, 20: 7}
+    assert {chips: cluster_of("H100-SXM", chips).chips_per_node for chips in sizes} == sizes
+    assert [cluster_of("GB200", chips).chips_per_node for chips in (73, 127, 146)] == [37, 64, 49]
     with pytest.raises(ChipError, match=r"12 chips .* 1.50 nodes. Use 8 or 16"):
-        cluster_of("H100-SXM", 12)
+        cluster_of("H100-SXM", 12, 8)
     with pytest.raises(ChipError, match="chips = 0"):
         cluster_of("H100-SXM", 0)
 

@@ -44,7 +44,7 @@ def test_thirty_billion_on_eight_times_eighty_gigabytes() -> None:
     assert alone.fits and alone.layout.recompute == "full"
     never = plan("llama-33b", recipes=RECIPES, chip="H100-SXM", chips=8, layout=NAMED_LAYOUTS["ddp"])
     assert not any(option.fits for option in never.options)
-    assert "Nothing fits" in never.sentences()[0] and "impossible" in never.sentences()[1]
+    assert "Nothing fits" in never.sentences()[0]
 
 
 @pytest.mark.parametrize(("chip", "days"), [("A100-SXM4-80GB", 24), ("H100-SXM", 7.5), ("B200", 3.3)])
@@ -68,6 +68,7 @@ def test_one_configuration_for_all_chips_fits_on_all() -> None:
         chips = ["H100-SXM", "A100-SXM4-40GB"]
         answer = plan("llama-33b", recipes=[f"bfloat16/{storage}"], chip=chips, chips=8)
         assert answer.best.fits and [job.fits for job in answer.shared] == [True, True] * is_shared
+        assert len({job.tokens_per_step for job in answer.shared}) <= 1
 
 
 def test_seventy_billion_on_a_node() -> None:

@@ -62,7 +62,6 @@ COMMANDS = [
     ("plan run --model llama-9b --chip H100-SXM", "RecipeError", "mean 'llama-8b'"),
     ("plan run --model llama-8b --chip H100", "ChipError", "'H100'.*begin with"),
     ("plan run --model llama-8b --cluster no.toml", "DataError", r"no\.toml"),
-    (f"{CHIP} --chips 12", "ChipError", "12 chips"),
     (f"{CHIP} --layout tensr=2", "RecipeError", "mean 'tensor'"),
     ("plan run --model llama-8b", "ChipError", "no machine.*--chip"),
     (f"{CHIP} --optimizer moun", "RecipeError|UsageError", "moun"),

@@ -14,6 +14,7 @@ from narrowgauge.cli.exit_status import help_without_command
 from narrowgauge.planner.efficiency import SOFTWARE
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import PRESET_NAMES
+from narrowgauge.planner.program import BASE_BITS, PROGRAMS, read_program
 from narrowgauge.spec import tables
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
@@ -106,6 +107,12 @@ _optimizer = click.option(
     "--software", type=click.Choice(list(SOFTWARE)),
     help="The libraries and years whose speed is planned.  [default: those usual on the chip]",
 )  # fmt: skip
+@click.option(
+    "--program", metavar="NAME,FIELD=X,…", type=flags.Parsed(read_program),
+    help=f"The training loop: {', '.join(PROGRAMS)}; fields such as loss=chunked, kernels=eager, release=true, offload=true.",
+)  # fmt: skip
+@click.option("--lora", type=click.IntRange(min=1), metavar="R", help="Train adapters of rank R over frozen weights.")
+@click.option("--base", type=click.Choice(list(BASE_BITS)), help="Format of frozen weights.  [default: bfloat16]")
 @_optimizer
 @_layout
 @click.option("--explain", is_flag=True, help="Print every term of the best option: formula, interval, source.")

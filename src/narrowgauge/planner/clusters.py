@@ -20,8 +20,6 @@ from narrowgauge.planner.efficiency import efficiency_of
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
 
-_RACK = 16  # larger nodes are racks, and a job may take a part of a rack
-
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -47,7 +45,8 @@ class Cluster:
             value = getattr(self, name)
             if value is not None and not (least <= value < math.inf):
                 raise ChipError(f"a cluster of {self.chip.name} has {name} = {value}.", f"Use {least} or more.")
-        if self.chips % self.chips_per_node:
+        nodes = math.ceil(self.chips / self.chips_per_node)
+        if nodes * self.chips_per_node - self.chips >= nodes:
             size, near = self.chips_per_node, self.chips - self.chips % self.chips_per_node
             raise ChipError(
                 f"Cannot place {self.chips} chips in nodes of {size} because they fill {self.chips / size:.2f} nodes.",
@@ -91,7 +90,7 @@ def cluster_of(
         name: empty for the number and the chip.
         rates: further fields of :class:`Cluster`.
     Raises:
-        ChipError: unknown chip, or the chips do not fill whole nodes.
+        ChipError: unknown chip, or the chips do not fill nodes of ``chips_per_node``.
 
     Example:
         >>> cluster = cluster_of("H100-SXM", 32)
@@ -101,9 +100,9 @@ def cluster_of(
     kind = get_chip(chip) if isinstance(chip, str) else chip
     usual_size = kind.chips_per_node if chips_per_node is None else chips_per_node
     size = min(chips, usual_size)
-    if chips_per_node is None and chips > usual_size > _RACK:
-        # Racks fill evenly: 128 chips in racks of 72 become twice 64.
-        size = next(count for count in range(usual_size, 0, -1) if chips % count == 0)
+    if chips_per_node is None:
+        # Nodes fill evenly: 128 chips in racks of 72 become twice 64, 12 in nodes of 8 twice 6, 73 become 37 and 36.
+        size = math.ceil(chips / max(1, math.ceil(chips / usual_size)))
     return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **rates)
 
 

@@ -224,13 +224,14 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
     """
     layout, (dense, experts) = job.layout, parameters_of(job, layers)
     visible = job.recipe.storage.visible
-    gradient = job.recipe.reduction.bytes_per_element(visible)
+    gradient = job.recipe.reduction.bytes_per_element(job.program.reduced if job.gathered else visible)
     every, sharing = layout.num_replicas * layout.context, layout.num_sharing if layout.zero else 1
     if sharing > 1:
         of_experts = layout.sharing_experts(sharing)
         stride = min(layout.expert_tensor_ranks * layout.expert, layout.num_ranks // of_experts)
         path, experts_path = _path(job, sharing, layout.tensor), _path(job, of_experts, stride)
-        weight = bytes_per_number(visible)
+        weight = job.program.base_bytes if job.program.lora else bytes_per_number(job.gathered or visible)
+        trained = job.trained_parameters / job.architecture.num_parameters
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
         sums = layout.micro_batches if layout.zero >= 2 else 1
         seconds = 0.0
@@ -241,7 +242,7 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
                 buckets = math.ceil(number / max(40e6, 1e6 * link.ranks))
                 parts = layers if layout.zero >= 2 else min(layers, buckets)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
-                seconds += parts * sums * all_gather_seconds(number / parts * gradient, link)
+                seconds += parts * sums * all_gather_seconds(trained * number / parts * gradient, link)
         text = (
             f"{dense + experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced"
         )
@@ -250,7 +251,8 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
         # An expert has fewer copies: one per group of expert ranks. Some of these share its state.
         copies = max(1, layout.sharing_experts(every) // layout.sharing_experts(sharing))
         paths = [_path(job, ranks, layout.tensor * max(1, every // ranks)) for ranks in (every // sharing, copies)]
-        sizes = [dense / sharing * gradient, experts / layout.sharing_experts(sharing) * gradient]
+        trained = job.trained_parameters / job.architecture.num_parameters
+        sizes = [dense / sharing * trained * gradient, experts / layout.sharing_experts(sharing) * trained * gradient]
         seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
         last_backward = compute * 2 / 3
         text = f"an all-reduce of {sum(sizes) / 1e6:,.3g} MB"

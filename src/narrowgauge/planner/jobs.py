@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.efficiency import RESTARTS, Efficiency, efficiency_of, error_of
@@ -13,6 +12,7 @@ from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.model_state import OPTIMIZER_STATES
+from narrowgauge.planner.program import DEFAULT, Program, adapters_of
 from narrowgauge.planner.roofline import bytes_per_number, bytes_seconds
 from narrowgauge.planner.step_time import step_terms
 from narrowgauge.planner.terms import Terms
@@ -20,7 +20,6 @@ from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Row
 
-Attention = Literal["flash", "eager"]
 Ends = tuple[float, float]
 """The ends of an 80 % interval."""
 SECONDS_PER_DAY = 86_400
@@ -35,8 +34,9 @@ class Job:
     Args:
         cluster: has at least as many chips as the layout has ranks.
         shares: efficiencies; None for the published ones.
-        attention: ``"flash"`` for fused kernels that skip masked scores, ``"eager"`` for matmuls around a softmax.
+        program: the training loop.
         optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states.
+        faster: a much faster layout that may run out of memory; None if there is none.
     """
 
     architecture: Architecture
@@ -45,8 +45,9 @@ class Job:
     cluster: Cluster
     sequence_length: int
     shares: Efficiency | None = None
-    attention: Attention = "flash"
+    program: Program = DEFAULT
     optimizer: str = "adamw"
+    faster: Job | None = None
 
     @property
     def chip(self) -> Chip:
@@ -54,11 +55,16 @@ class Job:
 
     @property
     def efficiency(self) -> Efficiency:
-        return self.shares or efficiency_of(self.chip, self.cluster.software)
+        return self.shares or efficiency_of(self.chip, self.software)
+
+    @property
+    def software(self) -> str:
+        """Return the row of measured speed: the cluster's, or the program's."""
+        return self.cluster.software or self.program.software
 
     @cached_property
     def bytes_per_param(self) -> float:
-        """Return the bytes per parameter of weight, gradient and the optimizer's states, for matrices."""
+        """Return the bytes per parameter that trains of weight, gradient and the optimizer's states, for matrices."""
         return self.recipe.storage.keeping(OPTIMIZER_STATES[self.optimizer]).bytes_per_param
 
     @property
@@ -79,6 +85,19 @@ class Job:
     def width(self) -> float:
         """Return the bytes of a number between layers."""
         return bytes_per_number(self.recipe.dtype)
+
+    @property
+    def gathered(self) -> str:
+        """Return the dtype in which FSDP's mixed precision gathers float32 shards; empty for autocast and 16-bit weights."""
+        is_sharded = self.layout.zero >= 2 and self.layout.num_sharing > 1
+        return self.program.gathered if is_sharded and self.recipe.storage.visible == "float32" else ""
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Count the parameters that train: all, or the adapters'."""
+        adapters = sum(matmul.num_elements for matmul in adapters_of(self.architecture, self.program))
+        counts = self.architecture.counts
+        return adapters if self.program.lora else counts.trained if counts else self.architecture.num_parameters
 
     def moved(self, num_bytes: float) -> float:
         """Return the seconds to read or write ``num_bytes`` of the chip's memory."""
@@ -127,8 +146,11 @@ class Job:
     @property
     def mfu(self) -> float:
         """Return the model's operations per second over the peak of dense 16-bit matmuls (model FLOPs utilization)."""
-        operations = self.tokens_per_second * self.architecture.flops_per_token(self.sequence_length)
-        return operations / (self.cluster.chips * self.chip.peak_flops)
+        operations = self.architecture.flops_per_token(self.sequence_length)
+        if self.program.lora:  # frozen weights have no gradients
+            operations -= sum(matmul.flops_per_token for matmul in self.architecture.matmuls)
+            operations += sum(3 * matmul.flops_per_token for matmul in adapters_of(self.architecture, self.program))
+        return self.tokens_per_second * operations / (self.cluster.chips * self.chip.peak_flops)
 
     @property
     def limited_by(self) -> str:
@@ -144,8 +166,7 @@ class Job:
     @property
     def _error(self) -> Ends:
         """Return the ends of measured over planned seconds."""
-        has_mixture, has_software = self.architecture.mixture is not None, bool(self.cluster.software)
-        return error_of(has_mixture=has_mixture, has_software=has_software)
+        return error_of(has_mixture=self.architecture.mixture is not None, has_software=bool(self.software))[1:]
 
     @property
     def rate_interval(self) -> Ends:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from narrowgauge.planner.efficiency import Efficiency
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.roofline import bytes_per_number, operation_seconds
+from narrowgauge.planner.program import Program, adapters_of
+from narrowgauge.planner.roofline import bytes_per_number, bytes_seconds, operation_seconds
 from narrowgauge.spec.chips import Chip
-from narrowgauge.spec.computes import SLOTS, first_of_input
+from narrowgauge.spec.computes import COMPUTES, SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 
 ATTENTION_PASSES = 3.5
 """Operations of a fused attention over its forward: forward 1, backward 2.5, since it recomputes the scores."""
-LOGIT_BYTES = 12
-"""Bytes per logit: bfloat16 logits are written and read. Their gradient is in float32 and bfloat16."""
+LOGIT_BYTES = {"whole": 38, "compiled": 12, "chunked": 38}
+"""Bytes per logit that a loss moves. Compiled: bfloat16 logits are written and read, their gradient is in float32 and bfloat16.
+Eager: also float32 logits, log-softmax and its gradient, each written and read."""
+EAGER_FACTOR = 2.2
+"""Bytes of eager elementwise operations over those of compiled layers: torchtitan's 8B on 8 and 128 H100, eager and compiled."""
 # Bytes per score of unfused attention in 16 bits. A matmul writes it, softmax and dropout (with its mask) read and write it, a
 # matmul reads it. The second number is for backward, with both gradients.
 _SCORE_BYTES = (13, 19)
@@ -58,20 +62,25 @@ def linear_seconds(
     tokens_on_rank: float,
     chip: Chip,
     shares: Efficiency,
+    program: Program,
     *,
     is_head: bool,
 ) -> tuple[Seconds, Seconds]:
     """Return the seconds of matmuls and of the casts before them, in the head or in all layers.
 
     ``ranks`` are the tensor ranks, the expert ranks, and the tensor ranks of an expert. Casts of weights are under ``once``.
+    Frozen weights have no gradients. Narrow bases are dequantized in each pass. Adapters multiply in bfloat16.
     """
     matmuls, casts = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]  # forward, backward and once
     mixture, start = architecture.mixture, shares["kernel_seconds"]
-    for matmul in architecture.matmuls:
+    for matmul in (*architecture.matmuls, *adapters_of(architecture, program)):
         if (matmul.part == "head") != is_head:
             continue
-        layer = _PLACES[matmul.part] + matmul.name
+        is_adapter, layer = "lora" in matmul.name, _PLACES[matmul.part] + matmul.name
         compute, is_first = recipe.compute_of(layer), first_of_input(layer) == layer
+        if is_adapter:
+            compute = COMPUTES[recipe.dtype]
+        is_frozen = bool(program.lora) and not is_adapter
         experts, tensor = ranks[1:] if matmul.is_expert else (1, ranks[0])
         out = round(matmul.out_features / (tensor if matmul.split == "column" else 1))
         inputs = round(matmul.in_features / (tensor if matmul.split == "row" else 1))
@@ -83,16 +92,21 @@ def linear_seconds(
             place, _, side = name.partition(".")
             if side and SLOTS[name].tensor == "input" and not is_first:
                 continue  # cast for another layer already
+            if is_frozen and place == "grad_weight":
+                continue
             when = 2 if side and SLOTS[name].tensor == "weight" else int(place != "output")
             reached = shares["experts"] if matmul.is_expert and not side else 1.0
             (casts if side else matmuls)[when] += (seconds - start) / reached * count + start * kernels
+        if is_frozen and program.base != "bfloat16" and not is_head:
+            read = bytes_seconds(out * inputs * (program.base_bytes + 2), chip, shares) * count + start * kernels
+            casts = [casts[0] + read, casts[1] + read, casts[2]]
     return Seconds(*matmuls), Seconds(*casts)
 
 
 def attention_seconds(job: Job) -> Seconds:
     """Return the seconds of scores, softmax and values in all layers. Flash kernels skip masked scores."""
     shape, chip, shares = job.architecture, job.chip, job.efficiency
-    is_flash = job.attention == "flash"
+    is_flash = job.program.attention == "flash"
     flops = job.tokens * shape.attention_flops(job.sequence_length, is_causal=is_flash) / 3 / job.layout.tensor
     peak = chip.peak_tflops[job.recipe.dtype] * 1e12
     start = shares["kernel_seconds"] * shape.num_layers
@@ -122,11 +136,13 @@ def elementwise_seconds(job: Job) -> Seconds:
         stream += a.mixture.num_layers * _DISPATCHED * visited * a.hidden_size
         inner += a.mixture.num_layers * gates * (visited * a.mixture.expert_size + a.mixture.shared_size)
     moved = stream / job.layout.stream_ranks + inner / job.layout.tensor
+    moved *= EAGER_FACTOR if job.program.kernels == "eager" else 1
     return _by_thirds(job.moved(job.tokens * moved * job.width / job.efficiency["elementwise"]))
 
 
 def loss_seconds(job: Job) -> Seconds:
-    return _by_thirds(job.moved(job.tokens * job.architecture.vocab_size * LOGIT_BYTES / job.layout.tensor))
+    width = LOGIT_BYTES[job.program.loss]
+    return _by_thirds(job.moved(job.tokens * job.architecture.vocab_size * width / job.layout.tensor))
 
 
 def _by_thirds(seconds: float) -> Seconds:
@@ -135,6 +151,13 @@ def _by_thirds(seconds: float) -> Seconds:
 
 
 def optimizer_seconds(job: Job, num_parameters: float) -> float:
-    """Return the seconds to read and write all stored tensors of a rank's parameters once. Gradients are only read."""
+    """Return the seconds to read and write all stored tensors of a rank's parameters once. Gradients are only read.
+
+    If the host updates them, gradients go there and weights come back.
+    """
     gradient = bytes_per_number(job.recipe.storage.visible)
+    if job.program.offload:
+        rate = 1e9 * job.chip.host_gb_per_second * job.efficiency["host"]
+        updates = job.efficiency["host_updates"] / min(job.num_chips, job.cluster.chips_per_node)
+        return num_parameters * (2 * gradient / rate + 1 / updates)
     return job.moved(num_parameters * (2 * job.bytes_per_param - gradient))

@@ -9,7 +9,7 @@ data, shard and context axes. They also lie inside the tensor axis, unless tenso
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -64,11 +64,7 @@ class Layout:
         for name in _COUNTS:
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise RecipeError(f"a layout has {name} = {getattr(self, name)!r}.", "Use a number from 1 on.")
-        for name, values in _VALUES.items():
-            if (value := getattr(self, name)) not in values:
-                near = suggestion(str(value), tuple(map(str, values)))
-                advice = near or f"It is one of {', '.join(map(str, values))}."
-                raise RecipeError(f"a layout has {name} = {value!r}.", advice)
+        refuse_others("layout", self, _VALUES)
         if self.interleave > 1 and self.pipeline == 1:
             raise RecipeError(f"a layout has interleave = {self.interleave} on one stage.", "Use pipeline stages.")
 
@@ -120,14 +116,10 @@ class Layout:
         return self.micro_batch * sequence_length / self.context
 
     @property
-    def is_whole(self) -> bool:
-        """Tell whether every rank computes whole layers of whole sequences: only the data and shard axes."""
-        return self.tensor == self.pipeline == self.context == self.expert == 1
-
-    @property
     def is_fsdp(self) -> bool:
         """Tell whether it is plain FSDP2, HSDP or data parallelism, which this project's trainer runs."""
-        return self.is_whole and (self.zero in (0, 3) or self.shard == 1)
+        is_whole = self.tensor == self.pipeline == self.context == self.expert == 1
+        return is_whole and (self.zero in (0, 3) or self.shard == 1)
 
 
 def why_not(architecture: Architecture, layout: Layout, sequence_length: int) -> str:
@@ -138,6 +130,8 @@ def why_not(architecture: Architecture, layout: Layout, sequence_length: int) ->
         return f"{stages} groups of layers and {architecture.num_layers} layers"
     if architecture.num_heads % layout.tensor:
         return f"{layout.tensor} tensor ranks do not divide {architecture.num_heads} heads"
+    if architecture.num_kv_heads % layout.tensor and layout.tensor % architecture.num_kv_heads:
+        return f"{layout.tensor} tensor ranks do not suit {architecture.num_kv_heads} key and value heads"
     if sequence_length % layout.context:
         return f"{layout.context} context ranks do not divide {sequence_length} tokens"
     num_experts = architecture.mixture.num_experts if architecture.mixture else 1
@@ -168,21 +162,36 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
         8
     """
     text = layout if isinstance(layout, str) else ",".join(f"{name}={value}" for name, value in layout.items())
-    named: dict[str, Any] = {}
-    fields: dict[str, Any] = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, equals, value = (side.strip() for side in part.partition("="))
-        choices = _FIELDS if equals else tuple(NAMED_LAYOUTS)
-        if name not in choices:
-            raise RecipeError(
-                f"a layout has no {'field' if equals else 'name'} '{name}'.", suggestion(name, choices) or _ADVICE
-            )
-        if not equals:
-            if named not in ({}, NAMED_LAYOUTS[name]):
-                raise RecipeError(f"a layout has two names, the last is '{name}'.", "Give one name.")
-            named = NAMED_LAYOUTS[name]
-        elif str(fields.setdefault(name, int(value) if value.isdecimal() else value)) != value:
-            raise RecipeError(f"a layout has {name} = {fields[name]} and {name} = {value}.", "Name it once.")
-    fields = {**named, **fields}
+    named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _FIELDS, _ADVICE)
+    fields = {**NAMED_LAYOUTS.get(named, {}), **fields}
     Layout(**{name: value for name, value in fields.items() if name != "interleave"})
     return fields
+
+
+def refuse_others(what: str, row: Any, values: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise if a field of ``row`` is none of its ``values``."""
+    for name, choices in values.items():
+        if (value := getattr(row, name)) not in choices:
+            near = suggestion(str(value), tuple(map(str, choices)))
+            advice = near or f"It is one of {', '.join(str(choice) or 'the default' for choice in choices)}."
+            raise RecipeError(f"a {what} has {name} = {value!r}.", advice)
+
+
+def read_fields(
+    text: str, what: str, names: Iterable[str], fields: Sequence[str], advice: str
+) -> tuple[str, dict[str, Any]]:
+    """Read a name of ``names`` and ``FIELD=VALUE`` between commas; ``what`` they describe. The name is empty without one."""
+    named, values = "", dict[str, Any]()
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = (side.strip() for side in part.partition("="))
+        choices = fields if equals else tuple(names)
+        if name not in choices:
+            problem = f"a {what} has no {'field' if equals else 'name'} '{name}'."
+            raise RecipeError(problem, suggestion(name, choices) or advice)
+        if not equals:
+            if named not in ("", name):
+                raise RecipeError(f"a {what} has two names, the last is '{name}'.", "Give one name.")
+            named = name
+        elif str(values.setdefault(name, int(value) if value.isdecimal() else value)) != value:
+            raise RecipeError(f"a {what} has {name} = {values[name]} and {name} = {value}.", "Name it once.")
+    return named, values

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from narrowgauge.planner.activations import Kernels, layer_bytes, widths_of
+from narrowgauge.planner.activations import layer_bytes, widths_of
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.model_state import OPTIMIZER_STATES, bytes_per_parameter, on_stage, shared, state_of
@@ -27,7 +27,7 @@ _STAGES = "torchtitan and torch.distributed.pipelining: stages gather weights on
 _SEQUENCE = (
     "Korthikanti et al., arXiv 2205.05198, section 4.2.2: gathered before a layer's matmuls, and again in backward"
 )
-_LOSS = "log-softmax in float32: its result, its gradient, and the gradient of the logits"
+_LOSS = "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient"
 _SUMS = "Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32"
 _OVERHEAD_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 
@@ -35,11 +35,11 @@ OVERHEAD: dict[str, tuple[float, float, float]] = {
     "context": (0.7e9, 0.4e9, 1.0e9),
     "communication buffers": (1.0e9, 0.4e9, 2.0e9),
     "workspaces": (0.1e9, 0.03e9, 0.3e9),
-    "fragmentation": (0.03, 0.0, 0.25),
+    "fragmentation": (0.03, 0.0, 0.12),
 }
 """Memory without a formula, ``(usual, least, most)`` in bytes: driver, collectives (with several ranks), libraries.
-Fragmentation is a fraction of all memory that changes during a step. In published runs the allocator reserves up to a quarter
-more than it allocates, if the chip has the memory."""
+Fragmentation is a fraction of all memory that changes during a step. Up to 12 %, the interval holds nine of ten printed peaks
+of published runs."""
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
 _FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _IN_TRANSIT = "gradients of two layers"
@@ -65,11 +65,7 @@ def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[flo
 
 
 def memory_terms(job: Job) -> Terms:
-    """Return the memory of the worst rank at its worst moment: bytes by group.
-
-    If every rank computes whole layers, norms and activation functions are eager kernels (Hugging Face), and the loss is one in
-    chunks, which ``narrowgauge train`` has not. Otherwise kernels are fused (Megatron-LM).
-    """
+    """Return the memory of the worst rank at its worst moment: bytes by group."""
     peaks = []
     for stage, (layers, in_flight) in stages_of(job.architecture, job.layout).items():
         terms = _Rank(job, stage, layers, in_flight).worst_moment()
@@ -83,7 +79,7 @@ class _Rank:
     def __init__(self, job: Job, stage: int, layers: float, layers_in_flight: float) -> None:
         self.job, self.a, self.layout, self.tokens = job, job.architecture, job.layout, job.tokens
         self.layers, self.layers_in_flight = layers, layers_in_flight
-        self.kernels: Kernels = "eager" if self.layout.is_whole else "fused"
+        self.program = job.program
         self.is_last = stage == self.layout.pipeline - 1
         storage = job.recipe.storage
         is_exact = job.recipe.reduction.order_invariant
@@ -91,9 +87,13 @@ class _Rank:
         is_wide = is_exact or width > bytes_per_number(storage.visible)
         has_sums = self.layout.micro_batches > 1 and is_wide
         self.sum_bytes = (_EXACT_SUM_BYTES if is_exact else width) if has_sums else 0.0
-        self.widths = widths_of(job.recipe)
+        self.widths = widths_of(job.recipe, job.gathered)
         self.experts, self.rest = on_stage(job, layers, stage)  # state of the stage before ZeRO
         self.per = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[job.optimizer]))
+        # Bytes of a gathered weight, and of the gradient of a layer's mean parameter before it is sharded.
+        visible, trained = bytes_per_number(job.gathered or storage.visible), job.trained_parameters
+        self.gathered = self.program.base_bytes if self.program.lora else visible
+        self.gradient = visible * trained / self.a.num_parameters
         # Parameters of the largest layer on one of the ranks that shard it.
         a, layout = self.a, self.layout
         experts = a.expert_parameters / a.mixture.num_layers if a.mixture else 0.0
@@ -118,19 +118,28 @@ class _Rank:
         formula = f"{self.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
         passing = Term("activations", "gradients on their way", value, formula)
         # Temporary gradients: of the head, the first in backward, and of the current layer.
-        head, of_layer, width = [], [], self.per.gradients
-        if not early.value and self.is_last:
-            value = a.vocab_size * a.hidden_size * width / layout.tensor
+        head, of_layer, width = [], [], self.gradient
+        if not early.value and self.is_last and not self.program.lora:
+            value = a.vocab_size * a.hidden_size * self.gradient / layout.tensor
             head = [Term("gradients", "gradient of the head", value, "the first that backward makes")]
         if not late.value and layout.zero < 3:
             formula = f"{self.largest_layer:,.0f} parameters × {width:g} B"
             of_layer = [Term("gradients", "gradients of a layer", self.largest_layer * width, formula)]
         # Accumulation buffers live for the whole step.
         always = [weights, optimizer, *sums]
+        if counts := a.counts:
+            text = f"{self.tokens:g} tokens × {counts.activations / counts.tokens:,.0f} B, counted on fake tensors"
+            value = counts.activations / counts.tokens * self.tokens
+            kept = Term("activations", "at the peak of a step", value, text)
+            at_peak = gradients._replace(
+                value=min(gradients.value, counts.gradients), formula="at this moment, counted"
+            )
+            last = (weights, optimizer, gradients, *sums)
+            return Terms(max([(*always, at_peak, kept, *buffers), last], key=lambda terms: sum(t.value for t in terms)))
         # Before the first layer's backward, no gradient is in transit.
         gathered = [term for term in buffers if term.name != _IN_TRANSIT]
         # With full recomputation one layer's activations coexist with every layer's saved input.
-        again = (layer,) if layout.recompute == "full" else ()
+        again = (layer,) if layout.recompute != "none" else ()
         moments = [
             (early, *always, *saved, *self.loss_terms(), *gathered),
             (early, *always, *saved, *again, passing, *buffers, *head),
@@ -150,8 +159,21 @@ class _Rank:
             formula = f"{self.a.num_parameters:,} parameters × {width:g} B / {over} ranks"
             return Term(group, name, value, f"{formula}, vectors and what is not shared as they are", source)
 
-        optimizer = term("optimizer", "states beside the weights", 1)
-        return term("weights", "weights", 3), term("gradients", "gradients", 2), optimizer
+        weights, gradients, optimizer = (
+            term("weights", "weights", 3), term("gradients", "gradients", 2), term("optimizer", "states beside the weights", 1)
+        )  # fmt: skip
+        share = self.job.trained_parameters / self.a.num_parameters
+        if self.a.counts and share < 1:
+            gradients, optimizer = (t._replace(value=t.value * share) for t in (gradients, optimizer))
+        if self.program.lora:
+            base = f"weights frozen in {self.program.base}, adapters of rank {self.program.lora}"
+            weights, gradients, optimizer = (t._replace(formula=base) for t in (weights, gradients, optimizer))
+        if self.program.release:
+            size = self.largest_layer * self.gradient
+            gradients = gradients._replace(value=size, formula="of one layer: each is freed after its update")
+        if self.program.offload:
+            optimizer = optimizer._replace(value=0.0, formula="on the host")
+        return weights, gradients, optimizer
 
     def sum_terms(self, gradients: Term) -> tuple[Term, ...]:
         """Return the accumulation buffers of micro-batch gradients.
@@ -173,9 +195,13 @@ class _Rank:
     def activation_terms(self) -> tuple[list[Term], Term]:
         """Return the tensors saved by all layers in flight at the end of forward, and the memory of the layer in backward."""
         a, layout, in_flight, tokens = self.a, self.layout, self.layers_in_flight, self.tokens
-        saved, stream, casts = layer_bytes(a, self.job.recipe, self.kernels)
-        per_layer = stream / layout.stream_ranks + (saved - stream) / layout.tensor
-        casts = casts / layout.tensor
+        job, length = self.job, self.job.sequence_length if self.program.attention == "eager" else 0
+
+        def bytes_of(repeated: str) -> tuple[float, float]:
+            saved, stream, casts = layer_bytes(a, job.recipe, self.program, job.gathered, repeated, length)
+            return stream / layout.stream_ranks + (saved - stream) / layout.tensor, casts / layout.tensor
+
+        per_layer, casts = bytes_of("")
         formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
         layer = Term("activations", "the layer in backward", tokens * per_layer + casts, formula, _KORTHIKANTI)
         start = f"{in_flight:g} layers in flight × {tokens:g} tokens × "
@@ -184,8 +210,10 @@ class _Rank:
             value = in_flight * tokens * width / layout.stream_ranks
             formula = f"{start}{width:g} B / {layout.stream_ranks} tensor ranks"
             return [Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)], layer
+        if layout.recompute == "selective":
+            per_layer, casts = bytes_of(self.program.selective)
         value = in_flight * tokens * per_layer
-        formula = f"{start}{per_layer:,.0f} B ({self.kernels} kernels, flash attention)"
+        formula = f"{start}{per_layer:,.0f} B ({self.program.kernels} kernels, {self.program.attention} attention)"
         terms = [Term("activations", "kept by the layers", value, formula, _KORTHIKANTI)]
         if casts:
             formula = f"{self.layers:g} layers × {casts:,.0f} B of casts that autocast keeps for backward"
@@ -203,17 +231,23 @@ class _Rank:
         is_sharded = layout.zero == 3 and layout.num_sharing > 1
         if is_sharded and layout.pipeline > 1:
             # Gathering weights for every micro-batch would cost more than the bubble saves.
-            count = (self.experts + self.rest).weights / per.weights
-            width = max(per.gradients, self.sum_bytes)
-            add("weights of the stage, gathered", count, per.weights, _STAGES)
+            count = (self.experts + self.rest).weights / (self.gathered if self.program.lora else per.weights)
+            reduced = bytes_per_number(self.program.reduced) if self.job.gathered else 0.0
+            width = max(self.gradient, self.sum_bytes, reduced)
+            add("weights of the stage, gathered", count, self.gathered, _STAGES)
             add("gradients of the stage, before they are shared", count, width, _STAGES)
         elif is_sharded:
-            add("two layers, gathered", 2 * largest, per.weights, _FSDP)
-            add(_IN_TRANSIT, 2 * largest, per.gradients, _FSDP)
-            state = state_of(self.a, self.job.recipe.storage, self.job.optimizer, layout.tensor)
+            add("two layers, gathered", 2 * largest, self.gathered, _FSDP)
+            add(_IN_TRANSIT, 2 * largest, self.gradient, _FSDP)
+            state = state_of(self.a, self.job.recipe.storage, self.job.optimizer, layout.tensor, program=self.program)
             outer = state.embedding.weights + state.head.weights
+            if self.job.gathered:
+                outer *= self.gathered / per.weights
             formula = "embedding, head and last norm stay gathered from forward to backward"
             terms.append(Term("buffers", "outer weights, gathered", outer, formula, _FSDP))
+        if self.program.lora and self.program.base != "bfloat16":
+            matrix = max(m.num_elements / m.count for m in self.a.matmuls[:-1]) / layout.tensor
+            add("a matrix, dequantized", matrix, 2.0, "bitsandbytes: the largest matrix in bfloat16")
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
             tokens, row = 2 * self.tokens, self.a.hidden_size * self.widths.matmul
             name, formula = "a layer's input and its gradient, gathered", f"{tokens:g} tokens × {row:,.0f} B"
@@ -224,14 +258,13 @@ class _Rank:
         """Return the memory of head and loss at the start of backward."""
         if not self.is_last:
             return []
-        layout, tokens, vocab, widths = self.layout, self.tokens, self.a.vocab_size, self.widths
+        layout, tokens, vocab, widths, program = self.layout, self.tokens, self.a.vocab_size, self.widths, self.program
         row = (4 + 2 * widths.stream) * self.a.hidden_size
         value = tokens * row / layout.stream_ranks
         hidden = Term("logits", "input of the head", value, f"{tokens:g} tokens × {row:g} B")
-        # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
-        low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, 12.0))
-        formula = f"{tokens:g} tokens × {vocab:,} × 12 B / {layout.tensor}: {_LOSS}"
-        return [hidden, Term("logits", "logits", value, formula, _LOSS, low=low)]
+        width = program.logit_bytes(widths.matmul)
+        formula = f"{tokens:g} tokens × {vocab:,} × {width:.3g} B / {layout.tensor} ({program.loss} loss)"
+        return [hidden, Term("logits", "logits", tokens * vocab * width / layout.tensor, formula, _LOSS)]
 
 
 def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:

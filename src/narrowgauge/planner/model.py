@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from narrowgauge.errors import DataError, RecipeError, suggestion
 from narrowgauge.spec.models import MODELS, Model, refuse_own_code
@@ -52,6 +52,15 @@ class LatentAttention:
     plain_dim: int
     rotary_dim: int
     value_dim: int
+
+
+class Counts(NamedTuple):
+    """Hold what a step of a user's module took: bytes of activations and gradients at its peak, and parameters that train."""
+
+    tokens: int
+    activations: int
+    gradients: int
+    trained: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,7 @@ class Architecture:
         activation: the MLP's function, in Hugging Face's spelling.
         has_fused_inputs: queries, keys and values are one matmul.
         window, window_share: attended tokens per layer, None for all; and the fraction of layers with that window.
+        counts: of a step of a user's module; None for formulas.
         left_out: parts of the model without planned time and activations; empty if none.
     """
 
@@ -139,6 +149,7 @@ class Architecture:
     mixture: Mixture | None = None
     latent: LatentAttention | None = None
     left_out: str = ""
+    counts: Counts | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.num_parameters))

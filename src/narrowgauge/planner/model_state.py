@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture, Matmul
+from narrowgauge.planner.program import DEFAULT, Program, adapters_of
 from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
@@ -45,6 +46,8 @@ class Bytes:
 
 OPTIMIZER_STATES = {name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None}
 """States of each optimizer per matrix element, with the storage's code for each state."""
+FROZEN_BYTES = 2
+"""Bytes of a frozen parameter outside the layers' matrices: bfloat16."""
 _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
 RANKS = {row.name: option.default for row in UPDATE_RULES.values() for option in row.options if option.name == "rank"}
 """Default rank of the subspace, by low-rank rule."""
@@ -78,8 +81,9 @@ class ModelState:
 
 @lru_cache(maxsize=256)
 def state_of(
-    a: Architecture, storage: Storage, optimizer: str = "adamw", tensor: int = 1, expert_tensor: int = 1
-) -> ModelState:
+    a: Architecture, storage: Storage, optimizer: str = "adamw", tensor: int = 1, expert_tensor: int = 1,
+    program: Program = DEFAULT,
+) -> ModelState:  # fmt: skip
     """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices.
 
     A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head, too.
@@ -87,31 +91,47 @@ def state_of(
     is_matrix = UPDATE_RULES[optimizer].is_matrix
     outer = "adamw" if is_matrix and optimizer != "adafactor" else optimizer
     vectors = bytes_per_parameter(for_vectors(storage).keeping(OPTIMIZER_STATES["adamw" if is_matrix else optimizer]))
+    positions = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[outer]))
+    inside = outside = 0.0
+    if program.lora:
+        vectors = positions = Bytes(FROZEN_BYTES)
+        inside, outside = program.base_bytes, FROZEN_BYTES
     layers, experts = vectors * a.vectors, Bytes()
     for matmul in a.matmuls[:-1]:
         if matmul.is_expert:
-            experts += _matrix_state(storage, optimizer, matmul, vectors, expert_tensor)
+            experts += _matrix_state(storage, optimizer, matmul, vectors, expert_tensor, inside)
         else:
-            layers += _matrix_state(storage, optimizer, matmul, vectors, tensor)
+            layers += _matrix_state(storage, optimizer, matmul, vectors, tensor, inside)
+    for matmul in adapters_of(a, program):
+        layers += _matrix_state(storage, optimizer, matmul, vectors, tensor)
     embedding = Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column")
-    first = _matrix_state(storage, outer, embedding, vectors, tensor)
-    first += bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[outer])) * (a.positions * a.hidden_size)
+    first = _matrix_state(storage, outer, embedding, vectors, tensor, outside) + positions * (
+        a.positions * a.hidden_size
+    )
     last = vectors * a.outer_vectors
     if not a.tie_embeddings:
-        last += _matrix_state(storage, outer, a.matmuls[-1], vectors, tensor)
+        last += _matrix_state(storage, outer, a.matmuls[-1], vectors, tensor, outside)
     return ModelState(layers, experts, first, last)
 
 
-def _matrix_state(storage: Storage, optimizer: str, matmul: Matmul, vectors: Bytes, ranks: int) -> Bytes:
-    """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split."""
+def _matrix_state(
+    storage: Storage, optimizer: str, matmul: Matmul, vectors: Bytes, ranks: int, frozen: float = 0.0
+) -> Bytes:
+    """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split.
+
+    ``frozen`` are the bytes of a weight that does not train.
+    """
+    biases = vectors * (matmul.count * matmul.out_features * matmul.has_bias)
+    share = 1 if matmul.split == "none" else 1 / ranks
+    if frozen:
+        return Bytes(frozen * matmul.num_elements * share) + biases
     row = storage.keeping(OPTIMIZER_STATES[optimizer])
     beside = 3 * row.bytes_per_row * matmul.count * matmul.out_features  # bounds, and the factors into codes and back
     if optimizer == "adafactor":
         beside += _FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features)
     sharded = bytes_per_parameter(row) * matmul.num_elements + Bytes(optimizer=beside)
     subspace = Bytes(whole=matmul.count * _subspace_bytes(storage, optimizer, matmul) if optimizer in RANKS else 0)
-    biases = vectors * (matmul.count * matmul.out_features * matmul.has_bias)
-    return sharded * (1 if matmul.split == "none" else 1 / ranks) + subspace + biases
+    return sharded * share + subspace + biases
 
 
 def _subspace_bytes(storage: Storage, optimizer: str, matmul: Matmul) -> int:
@@ -136,7 +156,8 @@ def on_stage(job: Job, layers: float, stage: int) -> tuple[Bytes, Bytes]:
     The first stage has the embedding, the last the head.
     """
     a, layout = job.architecture, job.layout
-    state = state_of(a, job.recipe.storage, job.optimizer, layout.tensor, layout.expert_tensor_ranks)
+    ranks = layout.tensor, layout.expert_tensor_ranks
+    state = state_of(a, job.recipe.storage, job.optimizer, *ranks, job.program)
     share = layers / a.num_layers
     rest = state.layers * share
     is_first, is_last = stage == 0, stage == layout.pipeline - 1

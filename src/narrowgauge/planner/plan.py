@@ -16,8 +16,9 @@ from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import Architecture, read_model
 from narrowgauge.planner.model_state import OPTIMIZER_STATES
 from narrowgauge.planner.plan_tables import Plan
+from narrowgauge.planner.program import Program, read_program
 from narrowgauge.planner.roofline import multiplies
-from narrowgauge.planner.search import search
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, search, usual_tokens_per_step
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
@@ -29,6 +30,8 @@ from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
 USUAL_RECIPES = ("bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
                  "bfloat16/word/reproducible")  # fmt: skip
 """Recipes of the README, which are the default comparison."""
+XLA_RECIPES = ("bfloat16/float32", "bfloat16/master")
+"""The default comparison on TPUs, which this project's optimizers do not run on."""
 # Equal in one configuration for several clusters. Replicas and micro-batches follow from the number of chips.
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "accumulation_dtype")
 _TUNING = ("int8-outlier", "int8-outlier-codes")
@@ -37,11 +40,17 @@ STORAGE_RECIPES = [
 ]
 """A recipe for each storage of bfloat16 weights."""
 _SEQUENCE_LENGTH = 4096
+EQUAL_RATES = 0.02
+"""Rates of rows within this fraction count as equal. The order then follows the risk of the storages."""
+FINE_MOMENT = 5
+"""Mantissa bits of a second moment from which rows of equal speed are ordered by speed alone: those of ``word``."""
 
 
 def plan(
-    model: str | Path | Architecture,
+    model: Any,
     *,
+    batch: Any = None,
+    loss: Any = None,
     recipes: str | Recipe | Sequence[str | Recipe] = (),
     chip: str | Chip | Sequence[str | Chip] = (),
     chips: int | Sequence[int] = (),
@@ -49,14 +58,19 @@ def plan(
     sequence_length: int | None = None,
     tokens_per_step: float | None = None,
     tokens: float | None = None,
-    optimizer: str = "adamw",
+    optimizer: Any = "adamw",
     layout: str | Mapping[str, Any] = "",
+    program: str | Program = "",
+    lora: int = 0,
+    base: str = "bfloat16",
     **rates: Any,
 ) -> Plan:
     """Plan what fits, how fast, in which layout, and why. Nothing is trained, and only a ``config.json`` needs transformers.
 
     Args:
-        model: a preset's name, a Hugging Face ``config.json`` or its folder, or an architecture.
+        model: a preset's name, a Hugging Face ``config.json`` or its folder, an architecture, or a module. A step of a
+            module is counted on fake tensors, and planned over data and shard ranks.
+        batch, loss: of a module's step: arguments, and ``loss(model, batch)``; None for the output's ``loss`` or its sum.
         recipes: names, files or recipes. By default the recipes of :data:`USUAL_RECIPES` that the chips multiply natively;
             ``"all"`` for every recipe that they multiply natively.
         chip, chips: names (``narrowgauge show chips``) and numbers, 1 by default. Several are compared.
@@ -64,8 +78,11 @@ def plan(
         sequence_length: in tokens; None for 4096, or for the positions of a preset or of learned positions if they are fewer.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for its days.
-        optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states.
+        optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states; or an optimizer, for its rule and storage.
         layout: fields of the layout with fixed values: ``{"tensor": 2}``, ``"fsdp2,recompute=none"``.
+        program: the training loop: a name, fields with values, or both, as ``"hf-trainer,loss=chunked"``. See
+            :class:`~narrowgauge.planner.program.Program`. By default a loop of compiled layers that any program may run.
+        lora, base: rank of adapters, and the format of the frozen weights: ``bfloat16``, ``int8``, ``nf4``, ``nvfp4``.
         rates: further fields of :class:`~narrowgauge.planner.clusters.Cluster` for ``chip``:
             ``interconnect_gbit_per_second``, ``software``.
     Returns:
@@ -82,8 +99,18 @@ def plan(
     for name, value in numbers.items():
         if value is not None and not 1 <= value < math.inf:
             raise NarrowgaugeError(f"Cannot plan with {name} = {value}.", "Use 1 or more.")
+    fixed = read_layout(layout)
+    if batch is not None:
+        from narrowgauge.planner.own_module import of_module, question_of
+
+        model, length = of_module(model, batch, loss)
+        sequence_length = sequence_length or length
+        fixed = {"tensor": 1, "pipeline": 1, "recompute": "none", **fixed}
+        if not isinstance(optimizer, str):
+            optimizer, storage = question_of(optimizer)
+            recipes = recipes or f"bfloat16/{storage}"
     architecture = model if isinstance(model, Architecture) else read_model(str(model))
-    fixed, length = read_layout(layout), _sequence_length(architecture, sequence_length)
+    length = _sequence_length(architecture, sequence_length)
     clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     counts = [chips] if isinstance(chips, int) else list(chips)
@@ -95,28 +122,65 @@ def plan(
         raise ChipError(f"Cannot plan because {both if clusters else 'no machine was named'}.", advice)
     machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
     machines += [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]
-    asked = read_recipes(recipes, optimizer)
+    asked, loop = read_recipes(recipes, optimizer), read_program(program or ("hf-trainer" if lora else ""))
+    if lora:
+        loop = replace(loop, lora=lora, base=base)
+        asked = asked or [parse("bfloat16/master"), parse("bfloat16/word")]
+    usual_tokens = _shared_tokens(max(usual_tokens_per_step(where.chips, loop) for where in machines), length, machines)
 
-    def searched(where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed) -> Job:
-        return search(architecture, recipe, where, length, tokens_per_step, optimizer=optimizer, fixed=fixed)
+    def searched(
+        where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed, tokens: float | None = tokens_per_step
+    ) -> Job:
+        return search(
+            architecture, recipe, where, length, tokens, optimizer=optimizer, fixed=fixed, program=loop, usual_tokens=usual_tokens
+        )  # fmt: skip
 
-    jobs = []
+    jobs: list[Job] = []
+    left_out: dict[str, NarrowgaugeError] = {}
     for where in machines:
-        usual = [] if recipes == "all" else suited_recipes(USUAL_RECIPES, where.chip, optimizer)
-        jobs += [searched(where, recipe) for recipe in asked or usual or _native_recipes(where.chip, optimizer)]
-    jobs.sort(key=_rank)
+        names = XLA_RECIPES if where.chip.vendor == "Google" else USUAL_RECIPES
+        suited = [] if recipes == "all" else suited_recipes(names, where.chip, optimizer)
+        for recipe in asked or suited or _native_recipes(where.chip, optimizer):
+            try:
+                jobs.append(searched(where, recipe))
+            except (ChipError, RecipeError) as error:
+                if asked and len(machines) == 1:
+                    raise
+                left_out[f"{recipe.title} on {where.chip.name}"] = error
+    if not jobs:
+        raise next(iter(left_out.values()))
+    # Rows of one table have one number of tokens per step, if it is a usual one.
+    is_free = tokens_per_step is None and "micro_batches" not in fixed
+    steps = sorted(job.tokens_per_step for job in jobs if job.fits)
+    usual = [tokens for tokens in steps if tokens >= LEAST_TOKENS_PER_STEP]
+    least = (usual or steps)[0] if is_free and steps else math.inf
+    for place, job in enumerate(jobs):
+        if job.fits and job.tokens_per_step > least:
+            with contextlib.suppress(RecipeError):  # its ranks compute more at once
+                jobs[place] = searched(job.cluster, job.recipe, tokens=least)
+    jobs = _ranked(jobs)
     # The first configuration that fits on every cluster: same recipe, model sharding and micro-batch.
     shared: list[Job] = []
     has_kinds = len({where.chip.name for where in machines}) > 1
     for job in (job for job in jobs if has_kinds and job.fits):
         pinned = {name: getattr(job.layout, name) for name in _PINNED}
-        with contextlib.suppress(RecipeError):  # the chips do not divide like that
-            on_each = [searched(where, job.recipe, pinned) for where in machines]
+        with contextlib.suppress(RecipeError, ChipError):  # the chips do not divide like that, or lack a format
+            tokens_of_all = job.tokens_per_step if is_free else tokens_per_step
+            on_each = [searched(where, job.recipe, pinned, tokens_of_all) for where in machines]
             if all(job.fits for job in on_each):
                 shared = on_each
                 break
     name = architecture.name if isinstance(model, Architecture) else str(model)
-    return Plan(tuple(jobs), name, tokens, tuple(shared))
+    return Plan(tuple(jobs), name, tokens, tuple(shared), {row: error.message for row, error in left_out.items()})
+
+
+def _shared_tokens(tokens: int, length: int, machines: Sequence[Cluster]) -> int:
+    """Return the tokens near ``tokens`` that replicas of every cluster share evenly, in micro-batches of several sequences."""
+    unit, sequences = math.lcm(*(where.chips for where in machines)), max(1, round(tokens / length))
+    for micro_batch in (8, 4, 2, 1):
+        if sequences >= 2 * unit * micro_batch:
+            return length * unit * micro_batch * round(sequences / unit / micro_batch)
+    return length * sequences
 
 
 def _sequence_length(architecture: Architecture, length: int | None) -> int:
@@ -133,11 +197,23 @@ def _sequence_length(architecture: Architecture, length: int | None) -> int:
     return length
 
 
-def _rank(job: Job) -> tuple[float, ...]:
-    """Return the sort key of jobs: safety, then speed, then headroom."""
-    # Recipes that lose updates come last, however fast. Jobs that may run out of memory come after certain ones.
-    safety = not job.fits, not job.recipe.storage.keeps_updates, not job.is_certain
-    return *safety, -job.tokens_per_second if job.fits else 0.0, -job.headroom_bytes
+def _ranked(jobs: Sequence[Job]) -> list[Job]:
+    """Sort jobs by safety, then speed. Jobs that do not fit come last, the closest first."""
+
+    def safety(job: Job) -> tuple[bool, ...]:
+        # Recipes that lose updates come last, however fast. Jobs that may run out of memory come after certain ones.
+        return not job.fits, job.fits and not job.recipe.storage.keeps_updates, job.fits and not job.is_certain
+
+    rest = sorted(jobs, key=lambda job: (*safety(job), -job.tokens_per_second if job.fits else -job.headroom_bytes))
+    ranked: list[Job] = []
+    while rest:
+        first = rest[0]
+        slowest = first.tokens_per_second * (1 - EQUAL_RATES)
+        equal = [j for j in rest if safety(j) == safety(first) and j.fits and j.tokens_per_second >= slowest] or [first]
+        # Among rows of equal speed, moments of few bits are the larger risk.
+        ranked += sorted(equal, key=lambda job: job.recipe.storage.exp_avg_sq.mantissa_bits < FINE_MOMENT)
+        rest = [job for job in rest if job not in equal]
+    return ranked
 
 
 # ── recipes ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from narrowgauge.planner.efficiency import RESTARTS
 from narrowgauge.planner.jobs import SECONDS_PER_DAY, Job
-from narrowgauge.planner.model_state import RANKS
+from narrowgauge.planner.program import programs_of
+from narrowgauge.planner.roofline import multiplies
 from narrowgauge.planner.scaling_laws import CAUSES
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.planner.units import bytes_text, count_text, duration_text, layout_text, unit_of
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
-from narrowgauge.spec.update_rules import UPDATE_RULES
 
 _LEAST_SHARE = 0.005
+NOTABLE = 0.03
+"""Fraction of the memory by which another program must differ to be named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,14 @@ class Plan:
         model: its name in the question.
         tokens: of the whole run; None if not asked.
         shared: with several kinds of chips, one configuration for all: a job on each; empty if none exists.
+        left_out: rows that cannot be planned, and why.
     """
 
     options: tuple[Job, ...]
     model: str
     tokens: float | None = None
     shared: tuple[Job, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def best(self) -> Job:
@@ -50,6 +54,7 @@ class Plan:
             "optimizer": self.best.optimizer,
             "options": [job.row(self.tokens) for job in self.options],
             "shared": [job.row(self.tokens) for job in self.shared],
+            "left_out": self.left_out,
             "answer": self.sentences(),
         }
 
@@ -59,23 +64,22 @@ class Plan:
         if not best.fits:
             closest = f"{best.recipe.title} ({layout_text(best.layout)})"
             lines.append(f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}.")
-        elif not best.layout.is_fsdp:
-            lines.append("narrowgauge train runs FSDP2 alone (--layout fsdp2), not the best layout here.")
-        if best.num_chips > 1 and best.optimizer not in RANKS:
-            width = min(job.bytes_per_param for job in self.options)
-            size = best.architecture.num_parameters * width
+        if best.faster:
+            rival = best.faster
             lines.append(
-                f"Pure data parallelism keeps the whole state on every chip, {bytes_text(size)} at {width:g} B a parameter; "
-                f"a chip has {bytes_text(memory)}: {'impossible' if size > memory else 'the state alone fits'}."
+                f"{rival.tokens_per_second / best.tokens_per_second - 1:.0%} faster if its memory suffices: "
+                f"{layout_text(rival.layout)}; free {_free_text(rival)}."
             )
-        lines.append(
-            f"While resuming, optimizer states exist twice. A chip has {bytes_text(memory)}: where that is not "
-            "enough, load the checkpoint on the CPU."
-        )
+        if best.resuming_bytes > memory:
+            lines.append(
+                f"While resuming, states exist twice, {bytes_text(best.resuming_bytes)}: load the checkpoint on the CPU."
+            )
+        for row, reason in self.left_out.items():
+            lines.append(f"Left out: {row}: {reason}")
         if len({job.chip.name for job in self.options}) > 1 and not self.shared:
             places = " and ".join(_places(self.options))
             lines.append(f"No configuration fits on all of {places}: the chips with the least memory decide.")
-        return [*lines, f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self)))}."]
+        return [*lines, *_program_sentences(best), f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self)))}."]
 
     def tables(self) -> list[Table]:
         """Return the options, and the time of each group in the best option's step."""
@@ -131,8 +135,11 @@ def _options_table(jobs: Sequence[Job], tokens: float | None, title: str) -> Tab
         *text_columns(fits=lambda job: job.fits),
         Column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}", right=True),
         Column("80 % interval", lambda job: " to ".join(f"{end:,.0f}" for end in job.rate_interval), right=True),
-        Column("MFU", lambda job: f"{job.mfu:.0%}", right=True),
-        *number_columns(step=lambda job: duration_text(job.step.total)),
+        Column("MFU of the 16-bit peak", lambda job: f"{job.mfu:.0%}", right=True),
+        *number_columns(
+            tokens_a_step=lambda job: f"{job.tokens_per_step:,}" if len({j.tokens_per_step for j in jobs}) > 1 else "",
+            step=lambda job: duration_text(job.step.total),
+        ),
     )
     if tokens is not None:
         columns += (
@@ -142,17 +149,32 @@ def _options_table(jobs: Sequence[Job], tokens: float | None, title: str) -> Tab
                 lambda job: " to ".join(duration_text(SECONDS_PER_DAY * end) for end in job.days_interval(tokens)),
                 right=True,
             ),
+            *number_columns(chip_hours=lambda job: f"{24 * job.num_chips * job.days(tokens):,.0f}"),
         )
+    columns += text_columns(matmuls=lambda job: "" if multiplies(job.recipe.compute, job.chip) else "emulated")
     columns += text_columns(limited_by="limited_by", runs_with=_runs_with)
     return _table(columns, jobs, title)
 
 
 def _runs_with(job: Job) -> str:
-    """Return what trains this job, if it is not ``narrowgauge train``, which has FSDP2 and AdamW alone."""
-    rule = UPDATE_RULES[job.optimizer].optimizer
-    if job.layout.is_fsdp:
-        return "" if rule == "AdamW" else f"your loop with ng.{rule}"
-    return f"torchtitan with ng.{rule}"
+    """Name at most two programs that train this job."""
+    texts = [program.text for program in programs_of(job)]
+    if not texts:
+        return "none that is known"
+    return texts[0] if len(texts) == 1 else f"{texts[0]}, {texts[1]}{' …' if len(texts) > 2 else ''}"
+
+
+def _program_sentences(job: Job) -> Iterator[str]:
+    """Yield the program that is planned, and the memory of the same layout in the programs that differ."""
+    yield f"Program: {job.program} (--program)."
+    others = []
+    for program in programs_of(replace(job, program=replace(job.program, limits={}))):
+        same = {name: getattr(job.program, name) for name in ("lora", "base", "adapted", "release", "offload")}
+        other = replace(job, program=replace(program, **same))
+        if abs(other.memory.total / job.memory.total - 1) > NOTABLE:
+            others.append(f"{program.name} {bytes_text(other.memory.total)}{'' if other.fits else ' (too large)'}")
+    if others:
+        yield f"The same layout in other programs: {', '.join(others)}."
 
 
 def _free_text(job: Job) -> str:

@@ -1,8 +1,8 @@
 """Search: the layouts in which a recipe trains a model on a cluster, the best first.
 
 A layout has a shape (ranks per axis, and the sharded state) and a batch (sequences at once, recomputation). Shapes follow the
-bounds of practice. Tensor ranks share a node. Stages hold at least one layer each. Context ranks split long sequences only. The
-search tries every shape with every batch.
+bounds of practice. Tensor ranks share a node. Stages hold at least one layer each. Context ranks split long sequences only.
+Some program must run the shape. The search tries every shape with every batch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import AXES, Layout, why_not
 from narrowgauge.planner.model import Architecture
+from narrowgauge.planner.program import DEFAULT, Program, programs_of
 from narrowgauge.planner.step_time import check_job
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.recipes import Recipe
@@ -32,11 +33,16 @@ TOKENS_PER_CHIP = 1 << 10
 MOST_TOKENS_PER_STEP = 1 << 26
 """Maximum default tokens of an optimizer step on any number of chips: 67 million. The largest published steps have 63 million,
 in DeepSeek-V3 (arXiv 2412.19437, section 4.2: 15,360 sequences of 4,096)."""
+ADAPTER_TOKENS_PER_STEP = 1 << 16
+"""Default tokens of a step of adapters: 32 sequences of 2,048."""
 SIMPLER_STEP_FACTOR = 2
 """Factor on the default tokens that a simpler layout may use, if no tokens are given."""
-LONG_SEQUENCE = 32_768
-"""Minimum tokens for context ranks."""
-_TENSOR, _PIPELINE, _CONTEXT, _MICRO_BATCHES = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8)
+LEAST_PART = 4096
+"""Minimum tokens of a sequence on a context rank."""
+_TENSOR, _CONTEXT, _EXPERT, _MICRO_BATCHES = (1, 2, 4, 8), (1, 2, 4, 8, 16), (16, 32, 64), range(1, 9)
+_MOST_STAGES, _MOST_GROUPS = 64, 12  # stages, and groups of layers of a stage: published runs had up to 12
+MUCH_FASTER = 1.1
+"""Ratio of rates from which a layout that may run out of memory is named beside one that does not."""
 NOISE = 0.05
 """Rates within this fraction count as equal. Then a layout of this project's trainer wins: the intervals are far wider."""
 
@@ -50,19 +56,24 @@ def search(
     *,
     optimizer: str = "adamw",
     fixed: Mapping[str, Any] | None = None,
+    program: Program = DEFAULT,
+    usual_tokens: int | None = None,
 ) -> Job:
     """Return the best layout of a recipe on all chips of a cluster.
 
-    That is the fastest whose memory interval fits, or a layout of this project's trainer within ``NOISE`` of it. Else it is the
-    fastest that fits, or the closest to fitting.
+    That is the fastest whose memory interval fits, or a layout of this project's trainer within ``NOISE`` of it. Its ``faster``
+    is a much faster one that may run out of memory. Else it is the fastest that fits, or the closest to fitting.
 
     Args:
         tokens_per_step: None for ``TOKENS_PER_STEP``, or ``TOKENS_PER_CHIP`` on many chips. It is at least
             ``LEAST_TOKENS_PER_STEP`` unless nothing else fits. A layout takes the nearest number of sequences that its
             ranks can share. Layouts with more replicas than sequences are skipped.
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` with fixed values.
+        usual_tokens: replaces the default tokens per step, so that several searches share one.
+        program: the training loop. Without limits, some named program must run the layout, unless its axes are fixed.
     Raises:
-        RecipeError: no layout has these fixed values on this cluster, or a step has fewer sequences than replicas.
+        RecipeError: no layout has these fixed values on this cluster, the program runs none, or a step has fewer sequences
+            than replicas.
         ChipError: the chip does not multiply the recipe's dtype.
 
     Example:
@@ -73,23 +84,36 @@ def search(
         >>> best.fits, best.layout.num_ranks
         (True, 8)
     """
-    fixed, job = fixed or {}, Job(architecture, recipe, Layout(), cluster, sequence_length, optimizer=optimizer)
+    fixed = dict(fixed or {})
+    job = Job(architecture, recipe, Layout(), cluster, sequence_length, optimizer=optimizer, program=program)
     check_job(job)
-    usual_tokens = min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * cluster.chips), MOST_TOKENS_PER_STEP)
+    if program.release:  # a gradient that is freed cannot be summed
+        fixed = {**fixed, "micro_batches": 1}
+    asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
+    fixed.setdefault("accumulation_dtype", recipe.storage.visible if program.sums == "weight" else program.sums)
     if tokens_per_step is not None and "micro_batches" in fixed:
         raise RecipeError(
             f"Cannot take {tokens_per_step:,} tokens per step and micro_batches = {fixed['micro_batches']}: one follows from "
             "the other.",
             "Leave one open.",
         )
+    usual_tokens = usual_tokens or usual_tokens_per_step(cluster.chips, program)
     num_sequences = max(1, round((tokens_per_step or usual_tokens) / sequence_length))
     shapes = [shape for shape in _shapes(job, fixed) if not why_not(architecture, shape, sequence_length)]
     if not shapes:
-        asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
         ranks = math.prod(fixed.get(name, 1) for name in AXES)
         why = why_not(architecture, Layout(**fixed), sequence_length)
         why = why or f"{ranks} ranks do not divide {counted(cluster.chips, 'chip')}"
         raise RecipeError(f"no layout with {asked} suits {architecture.name}: {why}.", "Leave a field open.")
+    is_asked = not program.limits and any(name in fixed for name in (*AXES, "zero"))
+    possible = shapes if is_asked else [shape for shape in shapes if programs_of(replace(job, layout=shape))]
+    if not possible and program.limits:
+        why = next(reason for shape in shapes if (reason := program.why_not(replace(job, layout=shape))))
+        raise RecipeError(
+            f"{program.text} does not train {recipe.name} in this layout: {why}.",
+            "Leave a field open, or name no program.",
+        )
+    shapes = possible or shapes
     # Leave each replica a sequence. If no shape does, take all, unless tokens per step were given.
     micro_batch, limit = fixed.get("micro_batch", 1), num_sequences
     if tokens_per_step is None:
@@ -104,19 +128,24 @@ def search(
         )
     # With free tokens, steps of one micro-batch are tried: they need no memory for sums of gradients.
     is_batch_free = tokens_per_step is None and "micro_batches" not in fixed
+    is_selective = program.selective != "attention" or program.attention == "eager"
+    recomputed = ("none", *(["selective"] if is_selective else []), "full")
     tried = [
         replace(job, layout=layout)
         for shape in small or shapes
-        for layout in _batches(shape, num_sequences, fixed, is_batch_free)
+        for layout in _batches(shape, num_sequences, fixed, is_batch_free, recomputed)
     ]
     fitting = [option for option in tried if option.fits]
     certain = [option for option in fitting if option.is_certain]
     # Small steps are the last resort, and jobs that may run out of memory come after those.
-    least = LEAST_TOKENS_PER_STEP if is_batch_free else 0
+    least = min(LEAST_TOKENS_PER_STEP, usual_tokens) if is_batch_free else 0
     for options in (certain, fitting):
         for tokens in (least, 0):
             if enough := [option for option in options if option.tokens_per_step >= tokens]:
-                return _fastest(enough)
+                best = _fastest(enough)
+                rival = _fastest([option for option in fitting if option.tokens_per_step >= tokens])
+                is_much_faster = rival.tokens_per_second > MUCH_FASTER * best.tokens_per_second
+                return replace(best, faster=rival) if is_much_faster else best
     return min(tried, key=lambda option: option.memory.total)
 
 
@@ -131,6 +160,13 @@ def _fastest(jobs: Sequence[Job]) -> Job:
     return min(ours or jobs, key=pace)
 
 
+def usual_tokens_per_step(chips: int, program: Program = DEFAULT) -> int:
+    """Return the default tokens of an optimizer step."""
+    if program.lora:
+        return ADAPTER_TOKENS_PER_STEP
+    return min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * chips), MOST_TOKENS_PER_STEP)
+
+
 # ── candidates ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -143,15 +179,20 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yield divisions of all chips among the axes, with one sequence at a time."""
     model, chips, node = job.architecture, job.cluster.chips, job.cluster.chips_per_node
     tensors = _values(fixed, "tensor", (ranks for ranks in _TENSOR if ranks <= node))
-    stages = (stages for stages in _PIPELINE if stages == 1 or (chips > node and stages <= model.num_layers))
-    contexts = _values(fixed, "context", _CONTEXT if job.sequence_length >= LONG_SEQUENCE else (1,))
+    stages = [number for number in range(1, min(_MOST_STAGES, model.num_layers) + 1) if chips % number == 0]
+    # Powers of two, and stages of equally many layers (embedding and head may count as a layer each).
+    stages = [n for n in stages if not n & (n - 1) or 0 in (model.num_layers % n, (model.num_layers + 2) % n)]
+    stages = stages if chips > node else [1]
+    contexts = _values(fixed, "context", (n for n in _CONTEXT if n == 1 or job.sequence_length >= n * LEAST_PART))
     for tensor, pipeline, context in product(tensors, _values(fixed, "pipeline", stages), contexts):
         ranks, rest = divmod(chips, tensor * pipeline * context)
         if rest or (pipeline == 1 and "pipeline" not in fixed and fixed.get("interleave", 1) > 1):
             continue
         most = math.gcd(model.mixture.num_experts, chips // (tensor * pipeline)) if model.mixture else 1
-        experts = _values(fixed, "expert", (1, math.gcd(most, node), most))
-        depths = _values(fixed, "interleave", (1, math.gcd(model.num_layers // pipeline, 4)) if pipeline > 1 else (1,))
+        experts = _values(fixed, "expert", (1, math.gcd(most, node), *(n for n in _EXPERT if most % n == 0), most))
+        per_stage = math.ceil((model.num_layers + 2 * (model.num_layers % pipeline > 0)) / pipeline)
+        groups = range(1, min(per_stage, _MOST_GROUPS) + 1 if pipeline > 1 else 2)
+        depths = _values(fixed, "interleave", (number for number in groups if per_stage % number == 0))
         # Shard the state over all data ranks, those of a node, or none.
         shards: tuple[int, ...] = (ranks, max(1, node // (tensor * context)), 1)
         if "data" in fixed:
@@ -164,20 +205,21 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
         for shard in _values(fixed, "shard", shards):
             if ranks % shard or ranks // shard != fixed.get("data", ranks // shard):
                 continue
-            # A stage has several micro-batches in flight. With ZeRO-3 it would gather its weights for each.
-            zeros = (0,) if shard == 1 else (1,) if pipeline > 1 else (3, 2, 1)
+            zeros = (0,) if shard == 1 else (3, 1) if pipeline > 1 else (3, 2, 1)
             for zero, expert, depth in product(_values(fixed, "zero", zeros), experts, depths):
-                sums = fixed.get("accumulation_dtype", "float32")
+                sums = fixed["accumulation_dtype"]
                 axes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
                 yield Layout(ranks // shard, shard, zero, interleave=depth, accumulation_dtype=sums, **axes)
 
 
-def _batches(shape: Layout, num_sequences: int, fixed: Mapping[str, Any], is_batch_free: bool) -> Iterator[Layout]:
+def _batches(
+    shape: Layout, num_sequences: int, fixed: Mapping[str, Any], is_batch_free: bool, recomputed: Sequence[str]
+) -> Iterator[Layout]:
     """Yield a shape with every batch that divides its replicas' part of ``num_sequences``, and one micro-batch if free."""
     per_replica = max(1, round(num_sequences / shape.num_replicas))
-    for micro_batch in _values(fixed, "micro_batch", (size for size in _MICRO_BATCHES if size <= per_replica)):
+    for micro_batch in _values(fixed, "micro_batch", (size for size in _MICRO_BATCHES if per_replica % size == 0)):
         counts = [fixed.get("micro_batches", max(1, round(per_replica / micro_batch)))]
         if is_batch_free and shape.pipeline == 1 and counts != [1]:
             counts.append(1)
-        for recompute, count in product(_values(fixed, "recompute", ("none", "full")), counts):
+        for recompute, count in product(_values(fixed, "recompute", recomputed), counts):
             yield replace(shape, micro_batch=micro_batch, micro_batches=count, recompute=recompute)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.collectives import layer_exchanges, parameters_of, state_exchanges
+from narrowgauge.planner.efficiency import error_of
 from narrowgauge.planner.layer_times import (
     Seconds,
     attention_seconds,
@@ -34,12 +35,18 @@ UNSTEADY_GROUP = "checkpoints"
 """Group that published throughputs of short runs omit."""
 CHECKPOINT_SECONDS = 3600.0
 """Seconds between checkpoints: an assumption."""
+_AGAIN = {
+    "attention": {"attention": 1.0},
+    "operations": {"matmuls": 0.5, "casts": 0.5, "elementwise": 1.0, "attention": 0.0},
+    "modules": {"matmuls": 0.1, "elementwise": 0.5, "attention": 0.0},
+}
+"""Fraction of forward's work that selective recomputation repeats, by group."""
 _GROUPS = {
     "matmuls": ("linear layers and head", "roofline, measured fraction of the peak"),
     "casts": ("casts to narrow formats", "roofline, measured fraction of the bandwidth"),
     "attention": ("attention", "arXiv 2307.08691, 2407.08608"),
-    "elementwise": ("norms, residuals, gates", "bytes moved by fused kernels"),
-    "loss": ("softmax and cross entropy", "bytes moved by fused kernels"),
+    "elementwise": ("norms, residuals, gates", "bytes moved by the program's kernels"),
+    "loss": ("softmax and cross entropy", "bytes moved by the program's loss"),
     "waiting": ("routers, sorting and launches of mixtures", "Megatron-Bridge's mixtures"),
 }
 
@@ -57,6 +64,8 @@ def step_terms(job: Job) -> Terms:
     dense, experts = parameters_of(job, layers)
     sharing = job.layout.num_sharing if job.layout.zero else 1
     number = dense / sharing + experts / job.layout.sharing_experts(sharing)
+    if job.program.lora:
+        number = job.trained_parameters * layers / job.architecture.num_layers / sharing
     seconds = optimizer_seconds(job, number)
     formula = f"{number:.3g} parameters × {job.bytes_per_param:g} B read and written"
     optimizer = Term("optimizer", "states read and written", seconds, formula, "bytes of the storage")
@@ -98,28 +107,30 @@ def stage_layers(num_layers: int, stages: int) -> tuple[int, bool]:
 
 def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds of a micro-batch by group: for all layers, and for head and loss."""
-    layout = job.layout
-    is_full = layout.recompute == "full"
-    # Fused attention always recomputes its scores, unfused attention only on request.
-    scores_again = is_full or (layout.recompute == "selective" and job.attention == "eager")
+    layout, program = job.layout, job.program
+    again = dict.fromkeys(_GROUPS, float(layout.recompute == "full"))
+    if layout.recompute == "selective":
+        again |= _AGAIN[program.selective]
+        # Fused attention always recomputes its scores, unfused attention only on request.
+        again["attention"] *= program.attention == "eager"
     # Weights are cast once a step while they stay gathered.
     once_share = 1 / layout.micro_batches if layout.zero < 3 or layout.num_sharing == 1 else 1.0
 
-    def total(seconds: Seconds, is_repeated: bool = False) -> float:
-        return seconds.forward * (1 + is_repeated) + seconds.backward + seconds.once * once_share
+    def total(seconds: Seconds, repeated: float = 0.0) -> float:
+        return seconds.forward * (1 + repeated) + seconds.backward + seconds.once * once_share
 
     ranks = layout.tensor, layout.expert, layout.expert_tensor_ranks
     (matmuls, casts), (head, head_casts) = (
-        linear_seconds(job.architecture, job.recipe, ranks, job.tokens, job.chip, job.efficiency, is_head=is_head)
+        linear_seconds(
+            job.architecture, job.recipe, ranks, job.tokens, job.chip, job.efficiency, program, is_head=is_head
+        )
         for is_head in (False, True)
     )
-    body = {
-        "matmuls": total(matmuls, is_full),
-        "casts": total(casts, is_full),
-        "attention": total(attention_seconds(job), scores_again),
-        "elementwise": total(elementwise_seconds(job), is_full),
-        "waiting": total(mixture_seconds(job), is_full),
-    }
+    of_layers = {
+        "matmuls": matmuls, "casts": casts, "attention": attention_seconds(job), "elementwise": elementwise_seconds(job),
+        "waiting": mixture_seconds(job),
+    }  # fmt: skip
+    body = {group: total(seconds, again[group]) for group, seconds in of_layers.items()}
     return body, {"matmuls": total(head), "casts": total(head_casts), "loss": total(loss_seconds(job))}
 
 
@@ -158,6 +169,10 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
+    beyond = error_of(has_mixture=job.architecture.mixture is not None, has_software=bool(job.software))[0] - 1
+    if beyond:
+        formula = f"{seconds:.3g} s × {beyond:.3g}, the median of published mixtures"
+        yield Term("waiting", "beyond the terms", seconds * beyond, formula, "benchmarks/published_runs.py")
     saved = number * job.bytes_per_param / (1e9 * job.chip.host_gb_per_second * shares["host"])
     formula = f"{saved:.3g} s to the host's memory every {CHECKPOINT_SECONDS:,.0f} s"
     yield Term(UNSTEADY_GROUP, "copying states", seconds * saved / CHECKPOINT_SECONDS, formula, "an assumption")

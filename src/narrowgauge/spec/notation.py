@@ -55,6 +55,8 @@ def compute_name(part: str) -> str:
 
 
 def _refuse_ambiguous(text: str, choices: tuple[str, ...]) -> None:
+    if not choices:
+        raise RecipeError(f"'{text}' stores frozen weights and is no recipe.", "Plan adapters: --lora 16 --base nf4.")
     advice = f"{', '.join(map(repr, choices))}. (narrowgauge show aliases)"
     if len(choices) == 1:
         raise RecipeError(f"no recipe is named '{text}'.", f"Take {advice}")

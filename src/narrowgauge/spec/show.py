@@ -81,7 +81,8 @@ def _rate_text(rule: UpdateRule) -> str:
 def _alias_rows() -> list[Row]:
     aliases = [{"name": name, **alias} for name, alias in ALIASES.items()]
     return aliases + [
-        {"name": name, "recipe": list(recipes), "source": "ambiguous: say which"} for name, recipes in AMBIGUOUS.items()
+        {"name": n, "recipe": list(few), "source": "ambiguous: say which" if few else "stores frozen weights"}
+        for n, few in AMBIGUOUS.items()
     ]
 
 

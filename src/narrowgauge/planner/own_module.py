@@ -1,0 +1,146 @@
+"""A user's own module: count parameters, matmuls, memory and operations of a step on fake tensors, which have no memory."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from narrowgauge.errors import DataError
+from narrowgauge.planner.model import Architecture, Counts, Matmul
+from narrowgauge.spec.update_rules import UPDATE_RULES
+
+_FLASH = "_scaled_dot_product_flash_attention"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of storages that operations make while they live, apart from gradients of ``parameters``.
+
+    Attributes:
+        activations, gradients: at the moment of the largest sum.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: dict[int, int] = {p.untyped_storage()._cdata: 0 for p in parameters}
+        self.live = self.accumulated = self.activations = self.gradients = 0
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._keep)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.sizes:
+                storage = tensor.untyped_storage()
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata)
+        if self.live > self.activations + self.gradients:
+            self.activations, self.gradients = self.live - self.accumulated, self.accumulated
+        return result
+
+    def _free(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
+
+    def _keep(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.accumulated += parameter.grad.untyped_storage().nbytes()
+
+
+def of_module(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None = None
+) -> tuple[Architecture, int]:
+    """Return the shape of a module with counts of one step on ``batch``, and its sequence length. The module is not called.
+
+    Args:
+        batch: a tensor, a tuple of arguments or a mapping of them. Its first tensor has the tokens, ``[sequences, length]``.
+        loss: ``loss(model, batch)``; None for the output's ``loss``, or the sum of the first output.
+    Raises:
+        DataError: the module has no matrices, or a step on fake tensors fails.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes: dict[int, Any] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            fake = mode.from_tensor(tensor.detach())
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        fake_model = copy.deepcopy(model, fakes)
+        inputs = tree_map(lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value, batch)
+        live, flops = LiveBytes(list(fake_model.parameters())), FlopCounterMode(display=False)
+        for end in ("", "_backward"):  # the counter does not know fused attention on CPUs
+            cpu, gpu = (getattr(torch.ops.aten, f"{_FLASH}{place}{end}") for place in ("_for_cpu", ""))
+            flops.flop_registry[cpu] = flops.flop_registry[gpu]
+        try:
+            with live, flops:
+                # A loop holds the output until backward has run.
+                objective, _output = (loss(fake_model, inputs), None) if loss else _loss(fake_model, inputs)
+                objective.backward()
+        except Exception as error:  # modules raise all kinds of errors on tensors without values
+            raise DataError(
+                f"Cannot count a step of {type(model).__name__} on fake tensors: {str(error).splitlines()[0]}.",
+                "Plan its config.json, or its number of parameters: narrowgauge plan state --params.",
+            ) from error
+    first = next(value for value in tree_leaves(batch) if isinstance(value, Tensor))
+    tokens, length = first.shape[:2].numel(), first.shape[1] if first.ndim > 1 else 1
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    counts = Counts(tokens, live.activations, live.gradients, trained)
+    return _with_flops(_shape(model, counts), flops.get_total_flops() / tokens, length), length
+
+
+def _loss(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    output = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)
+    result: Tensor = output.loss if getattr(output, "loss", None) is not None else tree_leaves(output)[0]
+    return result.float().sum(), output
+
+
+def _shape(model: nn.Module, counts: Counts) -> Architecture:
+    """Return parameters and matmuls by size. One head stands for attention, so nothing is split over tensor ranks."""
+    linears = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    if not linears:
+        raise DataError(f"Cannot plan {type(model).__name__}, because it has no nn.Linear.", "Plan its config.json.")
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    depth = max((len(m) for m in lists), default=1)
+    hidden = Counter(weight.shape[1] for weight in linears).most_common(1)[0][0]
+    *inner, head = linears
+    matmuls = [
+        Matmul(f"{o}x{i}", i, o, count, "mlp", "none") for (o, i), count in Counter(w.shape for w in inner).items()
+    ]
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    rows = [table.shape[0] for table in tables if table is not head and table.shape[1] == hidden]
+    is_tied = head.shape[0] not in rows
+    positions = sum(rows) - (0 if is_tied else head.shape[0])
+    matmuls.append(Matmul("lm_head", head.shape[1], head.shape[0], 1, "head", "column"))
+    result = Architecture(
+        type(model).__name__, depth, hidden, head.shape[0], tuple(matmuls), 0, 0, 1, 1, hidden, hidden,
+        max(w.shape[0] for w in linears[:-1] or linears), is_gated=False, tie_embeddings=is_tied, positions=positions,
+        counts=counts,
+    )  # fmt: skip
+    total = sum(p.numel() for p in model.parameters())
+    return replace(result, outer_vectors=total - result.num_parameters)
+
+
+def _with_flops(a: Architecture, flops_per_token: float, length: int) -> Architecture:
+    """Return the shape with a head so wide that all operations are those counted. Fused attention counts masked scores too."""
+    beyond = flops_per_token - 3 * sum(matmul.flops_per_token for matmul in a.matmuls)
+    width = round(max(0.0, beyond) / (3 * a.num_layers * 4 * a.mean_keys(length, is_causal=False)))
+    return replace(a, query_dim=width, value_dim=width)
+
+
+def question_of(optimizer: Any) -> tuple[str, str]:
+    """Return the rule and the storage of an optimizer: of this project, or of PyTorch with states of the weights' dtype."""
+    rule = next((name for name, row in UPDATE_RULES.items() if row.optimizer == type(optimizer).__name__), "adamw")
+    parameter = next(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.ndim > 1)
+    if hasattr(optimizer, "storage_of"):
+        return rule, optimizer.storage_of(parameter).name
+    return rule, "float32" if parameter.dtype == torch.float32 else "naive"

@@ -1,0 +1,97 @@
+"""A user's own module: its step is counted on fake tensors, and planned as it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+import narrowgauge as ng
+from narrowgauge.errors import DataError
+from narrowgauge.planner.own_module import LiveBytes
+from narrowgauge.trainer.language_model import drawn
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(500, 64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
+        self.head = nn.Linear(64, 500)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def llama() -> nn.Module:
+    return drawn(
+        AutoConfig.for_model(
+            "llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=160, vocab_size=500,
+            num_hidden_layers=3,
+        ),
+        0,
+    )  # fmt: skip
+
+
+TOKENS = torch.zeros(4, 64, dtype=torch.int64)
+CASES: dict[str, tuple[Any, Any]] = {
+    "residual": (Residual, TOKENS),
+    "llama": (llama, {"input_ids": TOKENS, "labels": TOKENS}),
+}
+
+
+@pytest.mark.parametrize("storage", ["float32", "word"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_that_of_a_real_step(name: str, storage: str) -> None:
+    make, batch = CASES[name]
+    model = make().to(torch.bfloat16 if storage == "word" else torch.float32)
+    optimizer = ng.AdamW(model.parameters(), lr=1e-4, storage=storage)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    plan = ng.plan(model, batch=batch, optimizer=optimizer, chip="H100-SXM", layout="micro_batch=4,micro_batches=1")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    live = LiveBytes(list(model.parameters()))
+    with live:
+        output = model(**batch) if isinstance(batch, dict) else model(batch)
+        (output.loss if isinstance(batch, dict) else output.float().sum()).backward()
+    optimizer.step()
+    states = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
+    weights = sum(p.nbytes for p in model.parameters())
+    counted = weights + states + live.activations + live.gradients
+    assert plan.best.memory.without("overhead").total == pytest.approx(counted, rel=0.05)
+    assert plan.best.architecture.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_operations_are_those_counted() -> None:
+    """By hand: six per weight of a matmul and token, and fused attention's 2 + 5 products of queries, keys and values."""
+    best = ng.plan(Residual(), batch=TOKENS, recipes="bfloat16/word", chip="H100-SXM").best
+    assert best.architecture.flops_per_token(64) == pytest.approx(6 * (4 * 2 * 64 * 256 + 64 * 500), rel=0.05)
+    attention = ng.plan(llama(), batch=CASES["llama"][1], recipes="bfloat16/word", chip="H100-SXM").best.architecture
+    assert attention.attention_flops(64) > 0
+
+
+def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
+    model = Residual()
+    whole = ng.plan(model, batch=TOKENS, recipes="bfloat16/master", chip="H100-SXM").best
+    for block in model.blocks:
+        block.requires_grad_(False)
+    part = ng.plan(model, batch=TOKENS, recipes="bfloat16/master", chip="H100-SXM").best
+    assert part.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    ratio = part.memory.groups["optimizer"] / whole.memory.groups["optimizer"]
+    assert ratio == pytest.approx(part.trained_parameters / whole.architecture.num_parameters)
+
+
+def test_a_module_that_reads_values_is_refused() -> None:
+    class Reads(Residual):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) * tokens.sum().item()
+
+    with pytest.raises(DataError, match="fake tensors"):
+        ng.plan(Reads(), batch=TOKENS, chip="H100-SXM")
