@@ -20,24 +20,19 @@ STEPS = 10
 
 def grid_lines(set_up: SetUp) -> list[str]:
     """Return a line for each format on whose grid weights lie that are stored wider."""
-    seen: dict[torch.dtype, list[tuple[float, float]]] = {}
-    rates: dict[torch.dtype, float] = {}
+    members: dict[torch.dtype, list[SteppedParameter]] = {}
     for p in set_up.trained:
-        if (dtype := _grid(p)) is not None and p.size and p.rate:
-            update = STEPS * p.rate
-            seen.setdefault(dtype, []).append((visible_part(spread(p.parameter), dtype, update), p.parameter.numel()))
-            rates[dtype] = p.rate
+        if p.size and p.rate and (dtype := _grid(p)) is not None:
+            members.setdefault(dtype, []).append(p)
     lines = []
-    for dtype, parts in seen.items():
-        share = sum(part * count for part, count in parts) / sum(count for _, count in parts)
-        cure = (
-            'low_bits="random"'
-            if any(p.parameter.dtype is dtype for p in set_up.trained)
-            else "ng.fill_low_bits(model)"
-        )
+    for dtype, stepped in members.items():
+        parts = [visible_part(spread(p.parameter), dtype, STEPS * p.rate) * p.parameter.numel() for p in stepped]
+        share = sum(parts) / sum(p.parameter.numel() for p in stepped)
+        is_narrow = any(p.parameter.dtype is dtype for p in set_up.trained)
         lines.append(
             f"forward pass in {dtype_name(dtype)}: {share:.2g} of the updates is visible after {STEPS} steps at lr "
-            f"{rates[dtype]:.3g}, since the weights lie on its grid; 1 with {cure}"
+            f"{stepped[-1].rate:.3g}, since the weights lie on its grid; 1 with "
+            + ('low_bits="random"' if is_narrow else "ng.fill_low_bits(model)")
         )
     return lines
 
@@ -61,9 +56,7 @@ def _grid(p: SteppedParameter) -> torch.dtype | None:
     if p.parameter.dtype not in NARROW or not p.storage.beside or p.group.get("low_bits") == "random":
         return None
     if isinstance(p.optimizer, Optimizer) and (state := p.optimizer.state_of(p.parameter)) is not None:
-        stored = state.leading(ELEMENTS, "weight")
-        if stored is not None and not torch.equal(
-            stored, state.parameter.detach().reshape(-1)[: len(stored)].to(stored.dtype)
-        ):
+        stored, weight = state.leading(ELEMENTS, "weight"), state.parameter.detach().reshape(-1)
+        if stored is not None and not torch.equal(stored, weight[: len(stored)].to(stored.dtype)):
             return None
     return p.parameter.dtype
