@@ -106,6 +106,15 @@ class Routed(Model):
         return self.head(x * gates.gather(-1, chosen) * (1 + chosen))
 
 
+class Masked(Model):
+    """Drops the projection at random while it trains, by Python's generator."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        share = random.random() if self.training else 1.0
+        return self.head(x + share * self.shared(self.norm(x)))
+
+
 class Carried(Model):
     """Starts from the state of the pass before, and counts its passes."""
 
@@ -150,6 +159,7 @@ HEALTHY: dict[str, Callable[[], ng.analysis.Readings]] = {
         Model(), [tokens_of(0, part) for part in range(3)], token_weighted
     ),
     "dropout": lambda: check(Model(0.5), tokens_of(0)),
+    "draws of Python's generator": lambda: check(Masked(), EQUAL),
     "compiled": lambda: check(torch.compile(Model(), backend="aot_eager"), tokens_of(0)),
     "our narrow layers": lambda: check(ng.prepare(Model(), "float8-row/word", compile=False)[0], tokens_of(0)),
     "our narrow layers, float32 weights": lambda: check(swapped(Model(), "float8-row"), tokens_of(0)),

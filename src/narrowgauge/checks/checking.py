@@ -10,13 +10,12 @@ from typing import Any
 from torch import nn
 
 from narrowgauge.analysis.reading import Reading, Readings
+from narrowgauge.checks.float32_copy import Loss
 from narrowgauge.checks.gradients import Backward, gradient_readings
-from narrowgauge.checks.grid import grid_lines
 from narrowgauge.checks.manifest import manifest
 from narrowgauge.checks.parameters import parameter_readings
 from narrowgauge.checks.set_up import SetUp, set_up_of
-from narrowgauge.checks.float32_copy import Loss
-from narrowgauge.checks.updates import update_readings
+from narrowgauge.checks.updates import grid_lines, update_readings
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.runs.events import Event
@@ -59,7 +58,8 @@ def check(
     if (batch is None) != (loss is None):
         raise RecipeError("Cannot compare gradients because batch= needs loss=, and loss= needs batch=.", "Pass both.")
     set_up = set_up_of(model, optimizer)
-    readings, unseen, lines, done = static_readings(set_up), set_up.unseen, manifest(set_up) + grid_lines(set_up), []
+    readings, unseen, done = static_readings(set_up), set_up.unseen, list[str]()
+    lines = manifest(set_up) + grid_lines(set_up)
     if loss is not None:
         more, words, done = gradient_readings(set_up, batch, loss, backward, unseen)
         readings, lines = readings + more, lines + words

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.float32_copy import Gradients, Loss, Widened, cast, float32_copy, gradients_of, scalar
+from narrowgauge.checks.resume import generators
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
 from narrowgauge.checks.slope import slope_readings
 from narrowgauge.checks.step_check import joined
@@ -125,7 +126,9 @@ def gradient_readings(
             if configured.draws and any(reading.what in ("gradient", "gradient-factor") for reading in more):
                 raise ArithmeticError("the loss draws random numbers in evaluation mode too")
             readings += more
-            lines.append(line + "; in evaluation mode, since training draws random numbers" * (not configured.is_training))
+            lines.append(
+                line + "; in evaluation mode, since training draws random numbers" * (not configured.is_training)
+            )
             done.append(f"gradients of {counted(len(exact.exact), 'tensor')}")
         return readings, lines, done, reasons
 
@@ -194,8 +197,11 @@ def _configured(
         leaves = tree_leaves(_items(output) if is_dataclass(output) else output)
         dtypes.update(graph_dtypes(t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None))
 
-    handle, generators, parameters = model.register_forward_hook(OwnHook(note)), _generators(model), _trainable(model)
-    parameters |= outside
+    handle, states, parameters = (
+        model.register_forward_hook(OwnHook(note)),
+        generators(),
+        _trainable(model) | dict(outside),
+    )
     with put_back(model, parameters.values(), set_up.optimizers) as unrestored, _scalers_put_back() as calls:
         _set_training(model, is_training)
         if not is_training:
@@ -213,6 +219,7 @@ def _configured(
                     (value / len(parts)).backward()
         finally:
             handle.remove()
+        draws = generators() != states
         # A scaler's step would still divide gradients that were scaled last.
         scale: Any = calls[-1][1].get_scale() if calls and calls[-1][0] == "scale" else 1.0
         for scaler, request in requests:
@@ -229,15 +236,8 @@ def _configured(
         known = {id(p) for p in (*model.parameters(), *outside.values())}
         leaves = [(name, x) for name, x in objects_of(model) if isinstance(x, Tensor) and x.is_leaf]
         unstepped = [inner_name(name) for name, x in leaves if x.grad is not None and id(x) not in known]
-        draws = any(not torch.equal(a, b) for a, b in zip(generators, _generators(model), strict=True))
     unseen |= unrestored
     return _Configured(gradients, dtypes, value, is_training, draws, unstepped)
-
-
-def _generators(model: nn.Module) -> list[Tensor]:
-    """Return the states of PyTorch's generators that a pass may draw from."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
 @contextmanager
@@ -254,10 +254,12 @@ def _scalers_put_back() -> Iterator[list[tuple[str, GradScaler]]]:
     for scaler in scalers:
         for name in ("scale", "unscale_"):  # attributes of the object, which go with the rest
             vars(scaler)[name] = partial(noted, name, scaler, getattr(scaler, name))
-    yield calls
-    for scaler, attributes in zip(scalers, before, strict=True):
-        vars(scaler).clear()
-        vars(scaler).update(attributes)
+    try:
+        yield calls
+    finally:
+        for scaler, attributes in zip(scalers, before, strict=True):
+            vars(scaler).clear()
+            vars(scaler).update(attributes)
 
 
 def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
@@ -268,7 +270,7 @@ def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
 
 
 def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Reading]:
-    """Compare a language model's loss at the start with that of equal probabilities, ln V."""
+    """Compare a language model's loss at the start with the loss of equal probabilities, ln V."""
     size = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
     has_head = any(isinstance(m, nn.Linear) and m.out_features == size for m in model.modules())
     if size < 2 or not has_head or not math.isfinite(value):
@@ -277,11 +279,10 @@ def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Rea
     off, low, high = abs(value / uniform - 1), 1e-3 * uniform, kind.bound * uniform
     words = f" beside ln {size:,} = {uniform:.4g}" if off > 0.01 else f" = ln {size:,}"
     lines.append(f"loss {value:.4g}{words}{', so the logits are equal' if off < 1e-5 else ''}")
-    if value < low:
-        words = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
-        return [kind.reading("", value, None, low, words=words)]
-    words = "more than equal probabilities give: look at the initial weights, or is it a sum?"
-    return [kind.reading("", value, None, high, words=words)] if value > high else []
+    too_low = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
+    too_high = "more than equal probabilities give: look at the initial weights, or is it a sum?"
+    ends = [(low, too_low)] * (value < low) + [(high, too_high)] * (value > high)
+    return [kind.reading("", value, None, bound, words=words) for bound, words in ends]
 
 
 def coarse_loss(loss: Any) -> list[str]:
@@ -433,7 +434,9 @@ def _compared(
         if name in differing:
             readings[name] = KINDS["not-reduced"].reading(name, differing[name], 0)
         elif bad := int((~g.isfinite()).sum()):
-            wide = "float32's are" if bool(r.isfinite().all()) else "nor are float32's, so look at weights, data and loss"
+            wide = (
+                "float32's are" if bool(r.isfinite().all()) else "nor are float32's, so look at weights, data and loss"
+            )
             readings.setdefault("nonfinite", KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide))
         elif not bool(g.any()) and (bool(r.any()) or name not in gradients):
             zero.append(name)
@@ -464,9 +467,9 @@ def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
     counts = {"the number of ranks": num_ranks, "the number of micro-batches": num_parts}
     if min(num_parts, num_ranks) > 1:
         counts["micro-batches times ranks"] = num_parts * num_ranks
-    numbers = [(float(n), name) for name, n in counts.items()] + [(1 / n, f"1 / {name}") for name, n in counts.items()]
+    numbers = [(n, name) for name, n in counts.items()] + [(1 / n, f"1 / {name}") for name, n in counts.items()]
     names = [name for number, name in numbers if number != 1 and abs(factor / number - 1) < _NEAR]
     power = round(math.log2(abs(factor)))
     if not names and power and abs(factor / 2.0**power - 1) < _NEAR:
-        names = [f"2^{power}" + (", the loss scale that torch begins with" if power == 16 else "")]
+        names = [f"2^{power}" + ", the loss scale that torch begins with" * (power == 16)]
     return f", which is {' and '.join(names)}" if names else ""

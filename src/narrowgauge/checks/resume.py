@@ -94,7 +94,7 @@ def check_resume(
         if load is None:
             return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"], unseen=unseen)
         # A generator that the steps do not draw from changes nothing. In another job each rank has its own.
-        drawn = [name for name, entry in generators().items() if entry != undrawn[name]]
+        drawn = [name for name, entry in generators().items() if entry != undrawn.get(name)]
         before |= {name: states[name] for name in drawn}
     else:
         assert file is not None
@@ -233,10 +233,11 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def generators() -> dict[str, Entry]:
     """Return entries for the random generators of this process."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     numpy_state: Any = np.random.get_state()
     numpy_words = np.append(numpy_state[1].astype(np.int64), numpy_state[2])  # the position counts, too
     states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_words)}
-    states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in range(torch.cuda.device_count())}
+    states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in devices}
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu")
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
     return {f"generators|generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}

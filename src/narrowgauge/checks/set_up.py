@@ -239,10 +239,12 @@ def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
 
 def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     """Return whether a state is a master copy: float32, and within one rounding of the 16-bit weight."""
-    weight = spread(parameter).float()
-    states = [x for x in dict(optimizer.state.get(parameter, {})).values() if isinstance(x, Tensor)]
-    masters = [x for x in states if x.dtype is torch.float32 and x.shape == parameter.shape and weight.any()]
-    return any(bool(((spread(x) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30).all()) for x in masters)
+    for x in dict(optimizer.state.get(parameter, {})).values():
+        if isinstance(x, Tensor) and x.dtype is torch.float32 and x.shape == parameter.shape:
+            weight = spread(parameter).float()
+            if weight.any() and bool(((spread(x) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30).all()):
+                return True
+    return False
 
 
 def inner_name(name: str) -> str:

@@ -11,10 +11,10 @@ token. So does a detached tensor, which may be on purpose.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ def slope_readings(
     plain_dtypes = [layer.plain_dtype for layer in layers]
     tensors = [x for _, x in objects_of(model) if isinstance(x, Tensor)] + list(leaves.values())
     data = {x: x.data for x in tensors if x.is_floating_point()}
+    wrong = dict[str, tuple[float, float, float]]()
     try:
         torch.set_default_dtype(torch.float64)
         for x, values in data.items():
@@ -57,43 +58,31 @@ def slope_readings(
         for layer in layers:
             layer.plain_dtype = torch.float64
         slope = _Slope(model, leaves, cast(batch, torch.float64), loss)
-        names = list(leaves)[::-1]  # in the order of backward
-        wrong = dict(_located(slope, names)) if slope.difference(names) else {}
+        sets, differs = [list(leaves)[::-1]], False  # in the order of backward
+        while sets and len(wrong) < _MOST:
+            names = sets.pop()
+            # No slope of all tensors is an error. No slope of some leaves them out.
+            with suppress(ArithmeticError) if len(names) < len(leaves) else nullcontext():
+                if (difference := slope.difference(names)) and len(names) == 1:
+                    wrong[names[0]] = difference
+                elif difference:
+                    differs = True
+                    sets += [names[len(names) // 2 :], names[: len(names) // 2]]
     finally:
         torch.set_default_dtype(default)
         for x, values in data.items():
             x.data = values
         for layer, dtype in zip(layers, plain_dtypes, strict=True):
             layer.plain_dtype = dtype
+    if differs and not wrong:
+        raise ArithmeticError("the slope along all tensors is not the gradient's, and no single tensor differs")
     if not wrong:
-        line = f"slope: the loss changes as the gradient of {len(names)} tensors says, within {slope.largest:.0e}"
+        line = f"slope: the loss changes as the gradient of {len(leaves)} tensors says, within {slope.largest:.0e}"
         return [], [f"{line}, in training mode"], slope.loss_value
     first, (product, expected, bound) = next(iter(wrong.items()))
     stops = "An output is detached or rounded; if that is on purpose, all is well." if slope.stops else ""
     reading = KINDS["slope"].reading(of_all(wrong), product, expected, bound, first=first, stops=stops)
     return [replace(reading, severity="note") if slope.stops else reading], [], slope.loss_value
-
-
-class _Difference(NamedTuple):
-    """The gradient's product with a direction, and the slope of the loss along it."""
-
-    product: float
-    slope: float
-    bound: float
-
-
-def _located(slope: _Slope, names: Sequence[str]) -> Iterator[tuple[str, _Difference]]:
-    """Yield tensors whose gradient is not the slope, in the given order."""
-    sets, count = [list(names)], 0
-    while sets and count < _MOST:
-        members = sets.pop()
-        with suppress(ArithmeticError):
-            if (difference := slope.difference(members)) and len(members) == 1:
-                count += 1
-                yield members[0], difference
-            elif difference:
-                half = len(members) // 2
-                sets += [members[half:], members[:half]]
 
 
 class _Slope:
@@ -138,12 +127,8 @@ class _Slope:
             for name in names:
                 self.leaves[name].copy_(self.start[name])
 
-    def difference(self, names: Sequence[str]) -> _Difference | None:
-        """Compare the slope along some tensors with their gradient; ``None`` within the bound.
-
-        Raises:
-            ArithmeticError: no slope exists, since the loss is not smooth or not the same in each pass.
-        """
+    def difference(self, names: Sequence[str]) -> tuple[float, float, float] | None:
+        """Return the gradient's product with a direction, the slope along it, and the bound; ``None`` within the bound."""
         product, size = sum(self.products[n] for n in names), math.sqrt(sum(self.squares[n] for n in names))
         slopes, slope, bound = list[float](), math.nan, 0.0
         for step in STEPS:
@@ -156,7 +141,7 @@ class _Slope:
                 return None
         if not abs(slopes[0] - slope) <= abs(slope - product) / 4 < math.inf:
             raise ArithmeticError("the loss is not smooth, differs from pass to pass, or is computed in float32")
-        return _Difference(product, slopes[0], bound)
+        return product, slopes[0], bound
 
 
 class _Stops(TorchFunctionMode):
