@@ -132,8 +132,9 @@ def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
     if lost := [(p, step) for p, step in steps if 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2)]:
         row, step = lost[0][0].storage, lost[0][1]
         names, bits = of_all(p.name for p, _ in lost), row.weight.mantissa_bits + 2
-        kind, words = KINDS["swallowed-decay"], {"format": row.visible, "bits": bits, "fallback": row.fallback}
-        yield kind.reading(names, step, None, 2.0**-bits, **words)
+        yield KINDS["swallowed-decay"].reading(
+            names, step, None, 2.0**-bits, format=row.visible, bits=bits, fallback=row.fallback
+        )
 
 
 # ── what the forward pass sees ─────────────────────────────────────────────────────────────────────────────────────────
@@ -214,10 +215,9 @@ def _second_moment_bits(stepped: SteppedParameter) -> int | None:
     if isinstance(stepped.optimizer, Optimizer):
         is_near = "exp_avg_sq" in dict(stepped.storage.states) and code.parts == 1 and code.rounding == "nearest"
         return code.mantissa_bits if is_near else None
-    dtype = state.dtype if isinstance(state, Tensor) else None
-    if dtype is None and type(stepped.optimizer).__module__.startswith("torch.optim"):
-        dtype = stepped.parameter.dtype
-    return {torch.bfloat16: 7, torch.float16: 10}.get(dtype) if dtype is not None else None
+    is_torch = type(stepped.optimizer).__module__.startswith("torch.optim")
+    dtype = state.dtype if isinstance(state, Tensor) else stepped.parameter.dtype if is_torch else torch.float32
+    return {torch.bfloat16: 7, torch.float16: 10}.get(dtype)
 
 
 def _truncated(set_up: SetUp) -> Iterator[Reading]:
