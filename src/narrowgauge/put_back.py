@@ -7,7 +7,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -18,6 +18,36 @@ from torch import Tensor, nn
 _BUILT_IN = vars(nn.Module()).keys()
 """Attributes of every module: hooks, parameters, buffers and submodules."""
 _PLAIN = (type, FunctionType, MethodType, ModuleType, str, bytes, int, float, complex, type(None))
+
+
+def objects_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield each object that a model holds, with its name: also what lies in plain attributes, such as modules in a list.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> model.more = [nn.Linear(1, 1)]
+        >>> [name for name, value in objects_of(model) if isinstance(value, nn.Parameter)]
+        ['weight', 'bias', 'more.0.weight', 'more.0.bias']
+    """
+    objects, seen = [("", model)], set[int]()
+    while objects:
+        place, value = objects.pop()
+        package, is_module = type(value).__module__.partition(".")[0], isinstance(value, nn.Module)
+        if isinstance(value, _PLAIN) or id(value) in seen or (package == "transformers" and not is_module):
+            continue
+        seen.add(id(value))
+        yield place, value
+        items: dict[Any, Any] = {}
+        if is_module:
+            items = {**value._parameters, **value._buffers, **value._modules}
+            items |= {name: item for name, item in vars(value).items() if name not in _BUILT_IN}
+        elif isinstance(value, dict):
+            items = value
+        elif isinstance(value, (list, tuple, set, deque)):
+            items = dict(enumerate(value))
+        elif package != "torch":
+            items = getattr(value, "__dict__", {})
+        objects += reversed([(f"{place}.{name}".lstrip("."), item) for name, item in items.items()])
 
 
 @contextmanager
@@ -54,22 +84,27 @@ def put_back(
         >>> model.weight.grad is None
         True
     """
-    restore, unrestored, seen = list[Callable[[], object]](), dict[str, str](), set[int]()
-    for tensor in (*model.parameters(), *parameters, *model.buffers()):
-        _remember(tensor, "", restore, unrestored, seen)
-    for place, module in model.named_modules():
-        attributes = vars(module)
-        restore += [partial(_refill, values, dict(values)) for values in (attributes, module._buffers)]
-        for name, value in attributes.items():
-            if name not in _BUILT_IN and not isinstance(value, nn.Module):
-                _remember(value, f"{place}.{name}".lstrip("."), restore, unrestored, seen)
+    restore, unrestored, stepped = list[Callable[[], object]](), dict[str, str](), set[torch.optim.Optimizer]()
+    for name, value in [*objects_of(model), *(("", p) for p in parameters)]:
+        if hasattr(type(value), "__next__"):
+            unrestored[f"{name} of the model"] = "an iterator cannot be put back"
+        restore += _restores(value)
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer not in stepped:
+            stepped.add(optimizer)
+            memo = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+            states = {p: copy.deepcopy(state, memo) for p, state in optimizer.state.items()}
+            restore.append(partial(_refill, optimizer.state, states))
+            restore.extend(partial(_refill, group, dict(group)) for group in optimizer.param_groups)
+
+    handles = [optimizer.register_step_pre_hook(before_step) for optimizer in optimizers]
     try:
-        with generators_put_back(), ExitStack() as hooks:
-            for optimizer in optimizers:
-                handle = optimizer.register_step_pre_hook(partial(_remember_states, restore=restore, seen=seen))
-                hooks.callback(handle.remove)
+        with generators_put_back():
             yield unrestored
     finally:
+        for handle in handles:
+            handle.remove()
         with torch.no_grad():
             for call in reversed(restore):
                 call()
@@ -85,44 +120,23 @@ def _write_back(tensor: Tensor, values: Tensor) -> None:
         tensor.copy_(values)
 
 
-def _remember(value: Any, name: str, restore: list[Any], unrestored: dict[str, str], seen: set[int]) -> None:
-    """Add what restores a tensor, its gradient, or a Python object: a container, a generator, an object's attributes."""
+def _restores(value: Any) -> Iterator[Callable[[], object]]:
+    """Yield calls that restore an object, but not the objects that it holds. Clear a tensor's gradient."""
     kind = type(value)
-    if isinstance(value, _PLAIN) or id(value) in seen or kind.__module__.startswith("transformers"):
-        return
-    seen.add(id(value))
-    if isinstance(value, nn.Module):  # in a plain list, say
-        for tensor in (*value.parameters(), *value.buffers()):
-            _remember(tensor, name, restore, unrestored, seen)
-    elif isinstance(value, Tensor):
-        if value.is_leaf and value.requires_grad:
-            restore.append(partial(setattr, value, "grad", value.grad))
-            value.grad = None
-        elif value.is_leaf and not isinstance(value, nn.Parameter):
-            restore.append(partial(_write_back, value, value.detach().clone()))
+    if isinstance(value, nn.Module):
+        yield from (partial(_refill, values, dict(values)) for values in (vars(value), value._buffers))
+    elif isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
+        yield partial(setattr, value, "grad", value.grad)
+        value.grad = None
+    elif isinstance(value, Tensor) and value.is_leaf and not isinstance(value, nn.Parameter):
+        yield partial(_write_back, value, value.detach().clone())
     elif isinstance(value, torch.Generator):
-        restore.append(partial(value.set_state, value.get_state()))
-    elif hasattr(kind, "getstate") and hasattr(kind, "setstate"):
-        restore.append(partial(value.setstate, value.getstate()))
+        yield partial(value.set_state, value.get_state())
+    elif hasattr(kind, "getstate"):  # of Python
+        yield partial(value.setstate, value.getstate())
     elif hasattr(kind, "bit_generator"):  # of NumPy
-        restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-    elif hasattr(kind, "__next__"):
-        unrestored[f"{name} of the model"] = "an iterator cannot be put back"
+        yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     elif isinstance(value, (dict, list, set, deque)):
-        restore.append(partial(_refill, value, copy.copy(value)))
-        for item in value.values() if isinstance(value, dict) else value:
-            _remember(item, name, restore, unrestored, seen)
+        yield partial(_refill, value, copy.copy(value))
     elif hasattr(value, "__dict__") and not kind.__module__.startswith("torch"):
-        restore.append(partial(_refill, vars(value), dict(vars(value))))
-        for item in vars(value).values():
-            _remember(item, name, restore, unrestored, seen)
-
-
-def _remember_states(optimizer: torch.optim.Optimizer, *_: Any, restore: list[Any], seen: set[int]) -> None:
-    """Before an optimizer's first step, add what restores its states and settings."""
-    if id(optimizer) not in seen:
-        seen.add(id(optimizer))
-        memo = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        states = {p: copy.deepcopy(state, memo) for p, state in optimizer.state.items()}
-        restore.append(partial(_refill, optimizer.state, states))
-        restore += [partial(_refill, group, dict(group)) for group in optimizer.param_groups]
+        yield partial(_refill, vars(value), dict(vars(value)))

@@ -106,6 +106,15 @@ class Routed(Model):
         return self.head(x * gates.gather(-1, chosen) * (1 + chosen))
 
 
+class Masked(Model):
+    """Drops the projection at random while it trains, by Python's generator."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        share = random.random() if self.training else 1.0
+        return self.head(x + share * self.shared(self.norm(x)))
+
+
 class Carried(Model):
     """Starts from the state of the pass before, and counts its passes."""
 
@@ -150,6 +159,7 @@ HEALTHY: dict[str, Callable[[], ng.analysis.Readings]] = {
         Model(), [tokens_of(0, part) for part in range(3)], token_weighted
     ),
     "dropout": lambda: check(Model(0.5), tokens_of(0)),
+    "draws of Python's generator": lambda: check(Masked(), EQUAL),
     "compiled": lambda: check(torch.compile(Model(), backend="aot_eager"), tokens_of(0)),
     "our narrow layers": lambda: check(ng.prepare(Model(), "float8-row/word", compile=False)[0], tokens_of(0)),
     "our narrow layers, float32 weights": lambda: check(swapped(Model(), "float8-row"), tokens_of(0)),
@@ -269,6 +279,25 @@ def test_the_loss_at_the_start_is_beside_that_of_equal_probabilities() -> None:
         assert [r.what for r in result if r.stage == "loss"] == notes
 
 
+def test_tensors_that_no_module_lists_are_named_and_the_others_are_compared() -> None:
+    class Listed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more, self.scales = [nn.Linear(16, 16), nn.Linear(4, 4)], (torch.ones(16, requires_grad=True),)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.more[0](self.embed(tokens) * self.scales[0]) + self.shared(self.embed(tokens)))
+
+    model = Listed()
+    result = check(model, tokens_of(0))
+    (missing,) = [reading for reading in result if reading.what == "missing-parameters"]
+    assert (missing.tensor, missing.value) == ("more.0.weight and 2 others", 3)
+    assert any(line.startswith("slope: ") for line in result.lines) and not result.unseen, result
+    assert model.scales[0].grad is None and model.more[0].weight.grad is None
+    optimizer = torch.optim.AdamW([*model.parameters(), *model.more[0].parameters(), *model.scales], lr=1e-3)
+    assert "missing-parameters" not in [r.what for r in ng.check(model, optimizer, batch=tokens_of(0), loss=loss)]
+
+
 # ── nothing stays ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -311,7 +340,9 @@ def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -
     wrong = ng.check(
         model, optimizer, batch=tokens_of(0), loss=beside, backward=lambda m, b: (2 * beside(m, b)).backward()
     )
-    assert [(r.what, r.tensor) for r in wrong] == [("gradient-factor", "")]
+    assert [(r.what, r.tensor) for r in wrong] == [
+        ("missing-parameters", "unlisted.0.weight and 1 other"), ("gradient-factor", ""),
+    ]  # fmt: skip
 
 
 def test_states_of_an_optimizer_that_steps_in_backward_are_put_back() -> None:

@@ -16,36 +16,30 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.checks.float32_copy import Gradients, Loss, Widened, cast, float32_copy, gradients_of, scalar
+from narrowgauge.checks.resume import generators
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
-from narrowgauge.checks.slope import (
-    Gradients,
-    Loss,
-    Widened,
-    cast_to,
-    float32_copy,
-    gradients_of,
-    scalar,
-    slope_readings,
-    whole,
-)
+from narrowgauge.checks.slope import slope_readings
+from narrowgauge.checks.step_check import joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.dtensor import is_sharded, whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.put_back import put_back
+from narrowgauge.put_back import objects_of, put_back
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import FORMATS, dtype_name
 from narrowgauge.torch_hooks import OwnHook
@@ -54,16 +48,13 @@ from narrowgauge.torch_names import graph_dtypes
 MARGIN = 4.0
 """Bounds over the largest of some random roundings."""
 FEW_ROUNDINGS, MANY_ROUNDINGS = 2, 20
-"""Random roundings at first, and for a tensor near its bound: two are too few where a ReLU may flip."""
-_NEAR_MISS = 4.0
-"""Excess over a bound up to which more roundings are measured."""
+"""Random roundings at first, and where a tensor is within 4 bounds: two are too few where a ReLU may flip."""
 LEAST = 2.0**-20
 """The least bound, eight ulps of float32: float32 sums in another order."""
 _NEAR = 0.005
 """Relative distance within which a factor equals a number of the set-up."""
 MOST_TERMS = 16
 """Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks."""
-_NO_TERMS = "In a copy of the model the loss does not depend on it."
 Backward = Callable[[nn.Module, Any], object]
 
 
@@ -72,6 +63,7 @@ class _Configured(NamedTuple):
 
     Args:
         draws: whether a pass drew random numbers.
+        unstepped: names of tensors with a gradient that are no parameters of a module and in no optimizer.
     """
 
     gradients: Gradients
@@ -79,6 +71,7 @@ class _Configured(NamedTuple):
     loss: Tensor | None
     is_training: bool
     draws: bool
+    unstepped: list[str]
 
 
 def gradient_readings(
@@ -97,14 +90,19 @@ def gradient_readings(
         unseen["the gradient"] = "complex parameters"
         return [], [], []
     inside = set(map(id, model.parameters()))
-    outside = {p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside}
-    reference, before = float32_copy(model), _versions(model)
+    outside: dict[str, Any] = {p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside}
+    reference, versions = float32_copy(model), [p._version for p in model.parameters()]
     parts = _micro_batches(reference, batch, loss)
-    configured = _configured(set_up, outside, batch, parts, loss, backward, True, unseen)
+    run = partial(_configured, set_up, outside, batch, parts, loss, backward, unseen)
+    configured = run(True)
     if ranks.largest(int(configured.draws)):
-        configured = _configured(set_up, outside, batch, parts, loss, backward, False, unseen)
-    if stepped := [name for name, version in _versions(model).items() if before[name] != version]:
-        _put_weights_back(model, reference, stepped)
+        configured = run(False)
+    stepped = []
+    for (name, p), values, version in zip(model.named_parameters(), reference.parameters(), versions, strict=True):
+        if not is_sharded(p) and p._version != version:  # FSDP2 writes its shards itself
+            stepped.append(inner_name(name))
+            p.data.copy_(values.data)
+    if stepped:
         return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], [], []
     differing = _apart(configured.gradients, ranks)
     all_parts = [part for of_rank in ranks.gather(parts) for part in of_rank]
@@ -112,41 +110,51 @@ def gradient_readings(
     formats |= {"tfloat32"} if torch.get_float32_matmul_precision() != "highest" else set()
     unit = max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
 
-    def slope(whole_batch: Any, reasons: dict[str, str]) -> tuple[list[Reading], list[str], str]:
-        _set_training(reference, True)
-        readings, lines, value = slope_readings(reference, outside, whole_batch, loss)
-        return readings + _loss_readings(model, value, lines), lines, "the slope of the loss"
-
-    def one_process(whole_batch: Any, reasons: dict[str, str]) -> tuple[list[Reading], list[str], str]:
-        _set_training(reference, configured.is_training)
-        exact = _Reference(reference, outside, whole_batch, all_parts, loss, unit)
-        readings, lines = _compared(exact, configured.gradients, ranks, differing, reasons)
-        if configured.draws and any(reading.what in ("gradient", "gradient-factor") for reading in readings):
-            raise ArithmeticError("the loss draws random numbers in evaluation mode too")
-        if not configured.is_training:
-            lines[-1] += "; in evaluation mode, since training draws random numbers"
-        return readings, lines, f"gradients of {counted(len(exact.exact), 'tensor')}"
-
     def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
         readings, lines, done, reasons = list[Reading](), list[str](), list[str](), dict[str, str]()
-        whole_batch = concatenated(all_parts)
-        for area, part in {"the slope of the loss": slope, "the gradient": one_process}.items():
-            try:
-                more, words, what = part(whole_batch, reasons)
-            except NarrowgaugeError:
-                raise
-            except Exception as error:  # a kernel that takes other formats, too little memory, no slope
-                reasons[area] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            else:
-                readings, lines, done = readings + more, lines + words, [*done, what]
+        whole_batch, leaves = concatenated(all_parts), _trainable(reference) | outside
+        with _reason_for_none("the slope of the loss", reasons):
+            _set_training(reference, True)
+            more, words, value = slope_readings(reference, leaves, whole_batch, loss)
+            readings += more + _loss_readings(model, value, words)
+            lines += words
+            done.append("the slope of the loss")
+        with _reason_for_none("the gradient", reasons):
+            _set_training(reference, configured.is_training)
+            exact = _Reference(reference, leaves, outside, whole_batch, all_parts, loss, unit, ranks.size)
+            more, line = _compared(exact, configured.gradients, differing, reasons)
+            if configured.draws and any(reading.what in ("gradient", "gradient-factor") for reading in more):
+                raise ArithmeticError("the loss draws random numbers in evaluation mode too")
+            readings += more
+            lines.append(
+                line + "; in evaluation mode, since training draws random numbers" * (not configured.is_training)
+            )
+            done.append(f"gradients of {counted(len(exact.exact), 'tensor')}")
         return readings, lines, done, reasons
 
     readings, lines, done, reasons = ranks.of_first(compare)
     unseen |= reasons
+    if names := configured.unstepped:
+        readings.append(KINDS["missing-parameters"].reading(of_all(names), len(names), 0))
     return readings, lines + coarse_loss(configured.loss), done
 
 
+@contextmanager
+def _reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
+    """Note why an area is not compared: a kernel that takes other formats, too little memory, no slope."""
+    try:
+        yield
+    except NarrowgaugeError:
+        raise
+    except Exception as error:
+        reasons[area] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 # ── as configured ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _trainable(model: nn.Module) -> dict[str, Any]:
+    return {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _set_training(model: nn.Module, is_training: bool) -> None:
@@ -167,29 +175,16 @@ def _micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
     if any(isinstance(item, Tensor) for item in batch):
         try:
             with put_back(reference), torch.no_grad(), Widened():
-                loss(reference, cast_to(batch, torch.float32, NARROW))
+                loss(reference, cast(batch, torch.float32))
             return [batch]
         except Exception:  # whatever the user's code raises for what it cannot read
             pass
     return batch
 
 
-def _versions(model: nn.Module) -> dict[str, int]:
-    """Return how often each parameter was changed in place. FSDP2 writes its shards itself, so they are left out."""
-    return {inner_name(name): p._version for name, p in model.named_parameters() if not is_sharded(p)}
-
-
-def _put_weights_back(model: nn.Module, reference: nn.Module, names: Sequence[str]) -> None:
-    values = {inner_name(name): p for name, p in reference.named_parameters()}
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if inner_name(name) in names:
-                p.copy_(values[inner_name(name)])
-
-
 def _configured(
     set_up: SetUp, outside: Mapping[str, Any], batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None,
-    is_training: bool, unseen: dict[str, str],
+    unseen: dict[str, str], is_training: bool,
 ) -> _Configured:  # fmt: skip
     """Run the configured passes, and put everything back."""
     model, dtypes = set_up.model, set[torch.dtype]()
@@ -202,13 +197,16 @@ def _configured(
         leaves = tree_leaves(_items(output) if is_dataclass(output) else output)
         dtypes.update(graph_dtypes(t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None))
 
-    handle, generators = model.register_forward_hook(OwnHook(note)), _generators(model)
-    parameters = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad} | dict(outside)
-    with put_back(model, parameters.values(), set_up.optimizers) as unrestored, _Scales() as scales:
+    handle, states, parameters = (
+        model.register_forward_hook(OwnHook(note)),
+        generators(),
+        _trainable(model) | dict(outside),
+    )
+    with put_back(model, parameters.values(), set_up.optimizers) as unrestored, _scalers_put_back() as calls:
         _set_training(model, is_training)
         if not is_training:
             for module in model.modules():  # many a loop's backward= begins with model.train()
-                vars(module)["train"] = partial(_unchanged, module)
+                vars(module)["train"] = lambda mode=True, module=module: module
         try:
             if backward is not None:
                 backward(model, batch)
@@ -221,7 +219,9 @@ def _configured(
                     (value / len(parts)).backward()
         finally:
             handle.remove()
-        scale: Tensor | float = scales.left
+        draws = generators() != states
+        # A scaler's step would still divide gradients that were scaled last.
+        scale: Any = calls[-1][1].get_scale() if calls and calls[-1][0] == "scale" else 1.0
         for scaler, request in requests:
             if scaler.request is not request:  # this pass scaled its loss; the optimizer would divide
                 scale, scaler.request = scaler.scale_tensor, request
@@ -233,45 +233,31 @@ def _configured(
                 if isinstance(scale, Tensor) or scale != 1:
                     gradients[name] = gradients[name].float() / scale
                 dtypes.add(p.dtype)
-        draws = any(not torch.equal(a, b) for a, b in zip(generators, _generators(model), strict=True))
+        known = {id(p) for p in (*model.parameters(), *outside.values())}
+        leaves = [(name, x) for name, x in objects_of(model) if isinstance(x, Tensor) and x.is_leaf]
+        unstepped = [inner_name(name) for name, x in leaves if x.grad is not None and id(x) not in known]
     unseen |= unrestored
-    return _Configured(gradients, dtypes, value, is_training, draws)
+    return _Configured(gradients, dtypes, value, is_training, draws, unstepped)
 
 
-def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:
-    return module
+@contextmanager
+def _scalers_put_back() -> Iterator[list[tuple[str, GradScaler]]]:
+    """Restore torch's loss scalers at the end. Return the calls of ``scale`` and ``unscale_`` meanwhile."""
+    calls = list[tuple[str, GradScaler]]()
+    scalers = [x for x in gc.get_objects() if issubclass(type(x), GradScaler)]
+    before = [copy.deepcopy(vars(scaler)) for scaler in scalers]
 
+    def noted(name: str, scaler: GradScaler, method: Callable[[Any], Any], value: Any) -> Any:
+        calls.append((name, scaler))
+        return method(value)
 
-def _generators(model: nn.Module) -> list[Tensor]:
-    """Return the states of PyTorch's generators that a pass may draw from."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-
-
-class _Scales:
-    """The loss scale that torch's scalers apply in a pass. Scalers are as before at the end."""
-
-    def __enter__(self) -> _Scales:
-        self.scaled, self.unscaled = list[torch.amp.GradScaler](), list[torch.amp.GradScaler]()
-        scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]
-        self.before = [(scaler, copy.deepcopy(vars(scaler))) for scaler in scalers]
-        for scaler in scalers:  # attributes of the object, which go with the rest
-            for name, calls in (("scale", self.scaled), ("unscale_", self.unscaled)):
-                vars(scaler)[name] = partial(self._noted, calls, scaler, getattr(scaler, name))
-        return self
-
-    @staticmethod
-    def _noted(calls: list[Any], scaler: torch.amp.GradScaler, call: Callable[[Any], Any], value: Any) -> Any:
-        calls.append(scaler)
-        return call(value)
-
-    @property
-    def left(self) -> float:
-        """Return the scale by which the scaler's step would still divide."""
-        return self.scaled[-1].get_scale() if self.scaled and not self.unscaled else 1.0
-
-    def __exit__(self, *_: object) -> None:
-        for scaler, attributes in self.before:
+    for scaler in scalers:
+        for name in ("scale", "unscale_"):  # attributes of the object, which go with the rest
+            vars(scaler)[name] = partial(noted, name, scaler, getattr(scaler, name))
+    try:
+        yield calls
+    finally:
+        for scaler, attributes in zip(scalers, before, strict=True):
             vars(scaler).clear()
             vars(scaler).update(attributes)
 
@@ -284,7 +270,7 @@ def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
 
 
 def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Reading]:
-    """Compare a language model's loss at the start with that of equal probabilities, ln V."""
+    """Compare a language model's loss at the start with the loss of equal probabilities, ln V."""
     size = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
     has_head = any(isinstance(m, nn.Linear) and m.out_features == size for m in model.modules())
     if size < 2 or not has_head or not math.isfinite(value):
@@ -293,12 +279,10 @@ def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Rea
     off, low, high = abs(value / uniform - 1), 1e-3 * uniform, kind.bound * uniform
     words = f" beside ln {size:,} = {uniform:.4g}" if off > 0.01 else f" = ln {size:,}"
     lines.append(f"loss {value:.4g}{words}{', so the logits are equal' if off < 1e-5 else ''}")
-    if low <= value <= high:
-        return []
-    words = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
-    if value > high:
-        words = "more than equal probabilities give: look at the initial weights, or is it a sum?"
-    return [kind.reading("", value, None, high if value > high else low, words=words)]
+    too_low = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
+    too_high = "more than equal probabilities give: look at the initial weights, or is it a sum?"
+    ends = [(low, too_low)] * (value < low) + [(high, too_high)] * (value > high)
+    return [kind.reading("", value, None, bound, words=words) for bound, words in ends]
 
 
 def coarse_loss(loss: Any) -> list[str]:
@@ -328,7 +312,7 @@ def concatenated(parts: Sequence[Any]) -> Any:
         torch.Size([3, 3])
     """
     first = parts[0]
-    if len(parts) == 1:
+    if len(parts) == 1 or first is None or isinstance(first, (int, float, str)):
         return first
     if isinstance(first, Tensor):
         try:
@@ -345,12 +329,9 @@ def concatenated(parts: Sequence[Any]) -> Any:
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if is_dataclass(first) and not isinstance(first, type):
         return replace(first, **{name: concatenated([getattr(part, name) for part in parts]) for name in _items(first)})
-    if first is not None and not isinstance(first, (int, float, str)):
-        raise RecipeError(
-            f"Cannot join micro-batches of type {type(first).__name__}.",
-            "Pass tensors, in tuples, dicts or dataclasses.",
-        )
-    return first
+    raise RecipeError(
+        f"Cannot join micro-batches of type {type(first).__name__}.", "Pass tensors, in tuples, dicts or dataclasses."
+    )
 
 
 def _items(value: Any) -> dict[str, Any]:
@@ -366,141 +347,114 @@ class _Reference:
 
     Args:
         model: a float32 copy. Our low-precision layers have their casts.
-        outside: leaves beside the model, such as a head, that the loss uses.
+        leaves: the copy's parameters that train, and those ``outside``, such as a head, that the loss may use.
         parts: the micro-batches of all ranks; ``batch`` joins them.
         unit: the largest relative rounding of a result.
     """
 
     def __init__(
-        self, model: nn.Module, outside: Mapping[str, Any], batch: Any, parts: Sequence[Any], loss: Loss, unit: float
-    ) -> None:
-        self.model, self.loss, self.unit, self.num_roundings = model, loss, unit, 0
-        self.leaves = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad} | dict(outside)
-        self.batch, self.parts = (cast_to(x, torch.float32, NARROW) for x in (batch, list(parts)))
-        self.exact = self.gradients(self.batch)
-        for name in [name for name in outside if not self.exact[name].any()]:
-            del self.exact[name], self.leaves[name]
-        self.lengths = {name: float(r.norm()) for name, r in self.exact.items()}
+        self, model: nn.Module, leaves: Mapping[str, Any], outside: Collection[str], batch: Any, parts: Sequence[Any],
+        loss: Loss, unit: float, num_ranks: int,
+    ) -> None:  # fmt: skip
+        self.model, self.leaves, self.loss, self.unit, self.num_ranks = model, leaves, loss, unit, num_ranks
+        self.batch, *self.parts = cast([batch, *parts], torch.float32)
+        exact = self.gradients(self.batch)
+        self.exact = {name: r for name, r in exact.items() if name not in outside or r.any()}
         self.distances, self.factor_errors = dict.fromkeys(self.exact, 0.0), dict.fromkeys(self.exact, 0.0)
+        self.num_roundings, self.is_sum = 0, True
         self.round_until(FEW_ROUNDINGS)
 
     def gradients(self, batch: Any, unit: float = 0.0, seed: int = 0) -> Gradients:
         return gradients_of(self.model, self.leaves, batch, self.loss, Widened(torch.float32, unit, seed))[0]
 
+    @cached_property
+    def terms(self) -> list[Gradients]:
+        """Return the gradients of each micro-batch, if there are several and not too many."""
+        return [self.gradients(part) for part in self.parts] if 1 < len(self.parts) <= MOST_TERMS else []
+
     def round_until(self, number: int) -> None:
         """Measure by this number of roundings in all. Keep the largest distances, and not the gradients."""
         for seed in range(self.num_roundings, number):
-            for name, g in self.gradients(self.batch, self.unit, seed).items():
-                length = self.lengths[name] or 1.0
-                self.distances[name] = max(self.distances[name], float((g - self.exact[name]).norm()) / length)
-                self.factor_errors[name] = max(self.factor_errors[name], abs(self.factor(name, g) - 1))
+            rounded = self.gradients(self.batch, self.unit, seed)
+            for name, r in self.exact.items():
+                distance, factor = _distance_and_factor(rounded[name], r)
+                self.distances[name] = max(self.distances[name], distance)
+                self.factor_errors[name] = max(self.factor_errors[name], abs(factor - 1))
         self.num_roundings = number
 
-    def bound(self, name: str) -> float:
-        """Return the largest relative distance that is rounding."""
-        return max(LEAST, MARGIN * self.distances[name])
+    def judge(self, name: str, g: Tensor, r: Tensor) -> Reading | float:
+        """Return a reading of a gradient, or its relative distance from the exact one if rounding explains that."""
+        bound, length = max(LEAST, MARGIN * self.distances[name]), float(r.norm())
+        distance, factor = _distance_and_factor(g, r)
+        # Rounding may change a gradient by more than its length, but its component along the exact one by far less.
+        if distance <= bound and abs(factor - 1) <= max(_NEAR, MARGIN * self.factor_errors[name]):
+            return distance
+        if factor and length and float((g - factor * r).norm()) <= bound * abs(factor) * length:
+            equals = equal_to(factor, len(self.parts) // self.num_ranks, self.num_ranks)
+            return KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals)
+        words = "" if length else "In a copy of the model the loss does not depend on it."
+        if length and self.terms:
+            columns = torch.stack([term[name].flatten() for term in self.terms], 1)
+            (right, left), (weights, rest) = _fit(columns, r), _fit(columns, g)
+            if left > 16 * LEAST:
+                # Such as a balance loss, or pairs within a batch: the sum of the parts is another function than the whole.
+                self.is_sum = False
+                return self.judge(name, g, columns.mean(1).view_as(r))
+            if rest <= 2 * bound and min(map(abs, right)) >= 1e-6:
+                times = ", ".join(f"{round(a / b, 4) + 0.0:.3g}" for a, b in zip(weights, right, strict=True))
+                words = f"Micro-batches count {times} times, rank after rank."
+        return KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words)
 
-    def factor(self, name: str, gradient: Tensor) -> float:
-        """Return the component of a gradient along the exact one, over the exact one."""
-        length = self.lengths[name]
-        return float((gradient * self.exact[name]).sum()) / length**2 if length else 1.0
 
-    def weights(self, terms: Sequence[Gradients], name: str, gradient: Tensor) -> tuple[list[float], float]:
-        """Return the weight of each micro-batch's gradient in a gradient, and the relative length that they do not explain."""
-        columns = torch.stack([term[name].flatten().cpu() for term in terms], 1)
-        target = gradient.flatten().cpu()
-        weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-        return weights.tolist(), float((target - columns @ weights).norm()) / (float(target.norm()) or 1.0)
+def _distance_and_factor(g: Tensor, r: Tensor) -> tuple[float, float]:
+    """Return the relative distance of a gradient from the exact one, and its component along that one."""
+    length = float(r.norm())
+    return float((g - r).norm()) / (length or 1.0), float((g * r).sum()) / length**2 if length else 1.0
+
+
+def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
+    """Return the weights of columns by least squares, and the relative length that they do not explain."""
+    columns, target = columns.cpu(), target.flatten().cpu()
+    weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
+    return weights.tolist(), float((target - columns @ weights).norm()) / (float(target.norm()) or 1.0)
 
 
 def _compared(
-    reference: _Reference, gradients: Gradients, ranks: Ranks, differing: Mapping[str, int], reasons: dict[str, str]
-) -> tuple[list[Reading], list[str]]:
+    reference: _Reference, gradients: Gradients, differing: Mapping[str, int], reasons: dict[str, str]
+) -> tuple[list[Reading], str]:
     """Return the readings and a line. Before a tensor near its bound is accused, measure by more random roundings."""
-    readings, equal = _differences(reference, gradients, ranks, differing, [])
-    if any(reading.what.startswith("gradient") and reading.excess <= _NEAR_MISS for reading in readings):
+    readings, zero, results = dict[str, Reading](), list[str](), dict[str, Reading | float]()
+
+    def gradient(name: str) -> Tensor:
+        r = reference.exact[name]
+        return gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
+
+    for name in reversed(reference.exact):  # in the order of backward
+        r, g = reference.exact[name], gradient(name)
+        if name in differing:
+            readings[name] = KINDS["not-reduced"].reading(name, differing[name], 0)
+        elif bad := int((~g.isfinite()).sum()):
+            wide = (
+                "float32's are" if bool(r.isfinite().all()) else "nor are float32's, so look at weights, data and loss"
+            )
+            readings.setdefault("nonfinite", KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide))
+        elif not bool(g.any()) and (bool(r.any()) or name not in gradients):
+            zero.append(name)
+        else:
+            results[name] = reference.judge(name, g, r)
+    if any(isinstance(result, Reading) and result.excess <= MARGIN for result in results.values()):
         reference.round_until(MANY_ROUNDINGS)
-        readings, equal = _differences(reference, gradients, ranks, differing, [])
-    unexplained = [reading.tensor for reading in readings if reading.what == "gradient"]
-    if unexplained and 1 < len(reference.parts) <= MOST_TERMS:
-        terms = [reference.gradients(part) for part in reference.parts]
-        if any(reference.weights(terms, name, reference.exact[name])[1] > 16 * LEAST for name in unexplained):
-            # Such as a balance loss, or pairs within a batch: the sum of the parts is another function than the whole.
-            reasons["the weights of micro-batches"] = "the loss over all of them is no weighted sum of their losses"
-            reference.exact = {n: torch.stack([t[n] for t in terms]).mean(0) for n in reference.exact}
-            reference.lengths = {name: float(r.norm()) for name, r in reference.exact.items()}
-        readings, equal = _differences(reference, gradients, ranks, differing, terms)
+        results = {name: reference.judge(name, gradient(name), reference.exact[name]) for name in results}
+    readings |= {name: result for name, result in results.items() if isinstance(result, Reading)}
+    if zero:
+        readings["zero"] = KINDS["no-gradient"].reading(of_all(zero), len(zero), 0, count=len(reference.exact))
+    if not reference.is_sum:
+        reasons["the weights of micro-batches"] = "the loss over all of them is no weighted sum of their losses"
+    equal = [result for result in results.values() if not isinstance(result, Reading)]
     line = f"gradients: {len(equal)} of {counted(len(reference.exact), 'tensor')} equal to float32's in one process"
     if equal:
         line += f", within rounding (largest difference {max(equal):.1e}, unit roundoff {reference.unit:.1e})"
-    return _grouped(readings, len(reference.exact)), [line]
-
-
-def _differences(
-    reference: _Reference, gradients: Gradients, ranks: Ranks, differing: Mapping[str, int], terms: Sequence[Gradients]
-) -> tuple[list[Reading], list[float]]:
-    """Return a reading for each tensor beyond its bound, and the distances of the others."""
-    readings, distances, zero = list[Reading](), list[float](), list[str]()
-    for name in reversed(reference.exact):  # in the order of backward
-        if name in differing:
-            readings.append(KINDS["not-reduced"].reading(name, differing[name], 0))
-            continue
-        r, length, bound = reference.exact[name], reference.lengths[name], reference.bound(name)
-        g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
-        distance, factor = float((g - r).norm()) / (length or 1.0), reference.factor(name, g)
-        if bad := int((~g.isfinite()).sum()):
-            if all(reading.what != "nonfinite-gradient" for reading in readings):  # the first in backward
-                is_wide = bool(r.isfinite().all())
-                wide = "float32's are" if is_wide else "nor are float32's, so look at weights, data and loss"
-                readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide))
-        elif not bool(g.any()) and (length or name not in gradients):
-            zero.append(name)
-        elif not length and distance > bound:
-            readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=_NO_TERMS))
-        # Rounding may change a gradient by more than its length, but its component along the exact one by far less.
-        elif distance <= bound and abs(factor - 1) <= max(_NEAR, MARGIN * reference.factor_errors[name]):
-            distances.append(distance)
-        elif factor and float((g - factor * r).norm()) <= bound * abs(factor) * length:
-            equals = equal_to(factor, len(reference.parts) // ranks.size, ranks.size)
-            readings.append(KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals))
-        else:
-            words = _counts_of(reference, terms, name, g, bound) if terms else ""
-            readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
-    if zero:
-        count = len(reference.exact)
-        readings.append(KINDS["no-gradient"].reading(of_all(zero), len(zero), 0, count=count))
-    return readings, distances
-
-
-def _grouped(readings: Sequence[Reading], number: int) -> list[Reading]:
-    """Join readings of one kind, and of one factor within their bounds. The tensor is empty if all tensors have the reading."""
-    groups = list[list[Reading]]()
-    for reading in readings:
-        like = next((members for members in groups if _is_like(members[0], reading)), None)
-        if like is None:
-            groups.append([reading])
-        else:
-            like.append(reading)
-    results = []
-    for members in groups:
-        worst, names = max(members, key=lambda r: r.excess), [r.tensor for r in members]
-        results.append(replace(worst, tensor="" if len(names) == number > 1 else of_all(names)))
-    return results
-
-
-def _is_like(a: Reading, b: Reading) -> bool:
-    near = max(_NEAR, a.bound or 0.0, b.bound or 0.0) * abs(a.value or 0.0)
-    return a.what == b.what and (a.what != "gradient-factor" or abs((a.value or 0.0) - (b.value or 0.0)) <= near)
-
-
-def _counts_of(reference: _Reference, terms: Sequence[Gradients], name: str, g: Tensor, bound: float) -> str:
-    """Say how often each micro-batch counts, if a weighted sum of their gradients explains the difference."""
-    weights, rest = reference.weights(terms, name, g)
-    right, _ = reference.weights(terms, name, reference.exact[name])
-    if rest > 2 * bound or min(map(abs, right)) < 1e-6:
-        return ""
-    times = ", ".join(f"{round(a / b, 4) + 0.0:.3g}" for a, b in zip(weights, right, strict=True))
-    return f"Micro-batches count {times} times, rank after rank."
+    return joined(readings.values(), len(reference.exact)), line
 
 
 def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
@@ -513,9 +467,9 @@ def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
     counts = {"the number of ranks": num_ranks, "the number of micro-batches": num_parts}
     if min(num_parts, num_ranks) > 1:
         counts["micro-batches times ranks"] = num_parts * num_ranks
-    numbers = [(float(n), name) for name, n in counts.items()] + [(1 / n, f"1 / {name}") for name, n in counts.items()]
+    numbers = [(n, name) for name, n in counts.items()] + [(1 / n, f"1 / {name}") for name, n in counts.items()]
     names = [name for number, name in numbers if number != 1 and abs(factor / number - 1) < _NEAR]
     power = round(math.log2(abs(factor)))
     if not names and power and abs(factor / 2.0**power - 1) < _NEAR:
-        names = [f"2^{power}" + (", the loss scale that torch begins with" if power == 16 else "")]
+        names = [f"2^{power}" + ", the loss scale that torch begins with" * (power == 16)]
     return f", which is {' and '.join(names)}" if names else ""

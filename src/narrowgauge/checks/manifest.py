@@ -56,9 +56,8 @@ def _kinds(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
         for name, p in module.named_parameters(recurse=False):
             inner = [q for child in module.children() for q in child.parameters()]
             is_beside = bool(inner) and not any(q.requires_grad for q in inner)
-            if p.requires_grad and (
-                is_beside or any(word in f"{owner}.{name}".lower() for word in ("lora", "adapter"))
-            ):
+            is_named = any(word in f"{owner}.{name}".lower() for word in ("lora", "adapter"))
+            if p.requires_grad and (is_beside or is_named):
                 kind = "adapter"
             elif isinstance(module, nn.Embedding):
                 kind = "embedding"
@@ -88,7 +87,7 @@ def _stacks(set_up: SetUp) -> Iterator[str]:
 
 
 def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
-    model = set_up.model
+    model, trained = set_up.model, [p.parameter for p in set_up.stepped if p.parameter.requires_grad]
     if formats := Counter(dtype_name(buffer.dtype) for buffer in model.buffers() if buffer.is_floating_point()):
         rounded = [f"{name} {turns}".strip() for name, turns in rounded_buffers(model).items()]
         words = f"; rounded: {of_all(rounded)}" if rounded else ""
@@ -100,6 +99,5 @@ def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
         yield f"tied: {of_all(tied)}"
     if pairs := [f"{inner_name(a)} and {inner_name(b)}" for a, b in equal_pairs(model)]:
         yield f"equal bits in two tensors: {of_all(pairs)}"
-    trained = [p.parameter for p in set_up.stepped if p.parameter.requires_grad]
     if adapters := sum(p.numel() for p in trained if kinds.get(id(p)) == "adapter"):
         yield f"adapters: {adapters / sum(p.numel() for p in trained):.0%} of the elements that train"

@@ -16,7 +16,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings, of_all
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.errors import RecordError
-from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
 
@@ -130,7 +130,7 @@ def _tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
         weights = {name: value for name, value in weights.state_dict().items() if name in firsts}
     if isinstance(weights, Mapping):
         tensors = {inner_name(name): value for name, value in weights.items() if isinstance(value, Tensor)}
-        return {name: t.full_tensor if is_sharded(t) else t.detach for name, t in tensors.items()}  # type: ignore[attr-defined]
+        return {name: partial(whole, t.detach()) for name, t in tensors.items()}
     path, functions = Path(weights), dict[str, Callable[[], Tensor]]()
     try:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]

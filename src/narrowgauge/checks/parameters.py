@@ -25,7 +25,10 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
     if buffers := rounded_buffers(set_up.model):
         turns = next((f" {name} is {turns} then." for name, turns in buffers.items() if turns), "")
         yield KINDS["rounded-buffers"].reading(of_all(buffers), len(buffers), 0, turns=turns)
-    if names := [name for name, p in set_up.parameters.items() if p.dtype in NAIVE and not _is_finite(p)]:
+    # A frozen mask may hold infinities.
+    values = {name: p for name, p in set_up.parameters.items() if p.dtype in NAIVE and not p.is_meta}
+    largest = {name: largest_magnitude(local_of(p)) for name, p in values.items()}
+    if names := [name for name, x in largest.items() if x.isnan() or (values[name].requires_grad and x.isinf())]:
         yield KINDS["nonfinite-weights"].reading(of_all(names), len(names), 0)
     counts = Counter(id(p.parameter) for p in set_up.stepped)
     if names := [p.name for p in set_up.stepped if counts[id(p.parameter)] > 1]:
@@ -100,12 +103,3 @@ def _is_rounded(x: Tensor) -> bool:
     """Return whether a value needs the last bit of its 16-bit format. Masks and small integers do not: they are exact."""
     is_exact = (x.view(torch.int16) % 2 == 0) | (x == x.round()) & (x.abs() <= 256)
     return bool((~is_exact & x.isfinite() & (x.abs() < torch.finfo(x.dtype).max)).any())
-
-
-def _is_finite(parameter: Tensor) -> bool:
-    """Return whether a parameter holds no NaN and, unless it is frozen, no infinity. A mask may be infinite."""
-    values = local_of(parameter)
-    if values.is_meta:
-        return True
-    largest = largest_magnitude(values)
-    return bool(largest.isfinite() if parameter.requires_grad else ~largest.isnan())

@@ -25,7 +25,7 @@ from narrowgauge.checks.set_up import inner_name
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.dtensor import whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
 
@@ -35,8 +35,6 @@ Entry = dict[str, Any]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LONG = 16
 """A list of more plain values than this is one state, by its hash."""
-
-
 CAUSES = (
     ("param_groups", "lr", "rate", "sched"), ("step", "epoch", "position", "iteration"), ("scale",), ("generator", "rng"),
     ("batch", "data", "token", "loader", "sampler"), ("state.",), ("master",),
@@ -87,17 +85,17 @@ def check_resume(
         raise RecipeError("Cannot compare two jobs because no record was named.", "Pass record=PATH to both.")
     file, unseen = None if record is None else Path(record), dict[str, str]()
     if step is not None:
-        undrawn = _generators()
+        undrawn = generators()
         before = snapshot(step(), unseen)
-        saved, generators = save(), _generators()
+        saved, states = save(), generators()
         after = [snapshot(_last_of(step, steps), unseen) for _ in range(resumes)]
         if file is not None and ranks.is_first:
             file.write_text(json.dumps({"before": before, "after": after}), encoding="utf-8")
         if load is None:
             return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"], unseen=unseen)
         # A generator that the steps do not draw from changes nothing. In another job each rank has its own.
-        drawn = [name for name, entry in _generators().items() if entry != undrawn[name]]
-        before |= {name: generators[name] for name in drawn}
+        drawn = [name for name, entry in generators().items() if entry != undrawn.get(name)]
+        before |= {name: states[name] for name in drawn}
     else:
         assert file is not None
         recorded = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
@@ -111,30 +109,24 @@ def check_resume(
         there = {name for name, value in objects.items() if value is not None} | {"generators"}
         before = {name: entry for name, entry in before.items() if name.partition("|")[0] in there}
         when = "after the load" if number == 0 else f"after load {number + 1}"
-        readings = _differences(before, snapshot(objects, unseen) | _generators(), when, "", lines)
-        if readings:
+        if readings := differences(before, snapshot(objects, unseen) | generators(), when, "", lines):
             return Readings(readings, lines, unseen=unseen)
-        now = snapshot(_last_of(fresh_step, steps), unseen)
-        when = f"{counted(steps, 'step')} {when}"
-        hint = " The load restored all that is returned. Look at what is not: the next batch, a counter, a generator."
+        before = now = snapshot(_last_of(fresh_step, steps), unseen)
         if number + 1 < len(after):
-            saved, before = (
-                fresh_save[0](),
-                now | {name: entry for name, entry in _generators().items() if name in drawn},
-            )
-        if readings := _differences(expected, now, when, hint, lines):
+            saved, states = fresh_save[0](), generators()
+            before = now | {name: states[name] for name in drawn}
+        hint = " The load restored all that is returned. Look at what is not: the next batch, a counter, a generator."
+        if readings := differences(expected, now, f"{counted(steps, 'step')} {when}", hint, lines):
             return Readings(readings, lines, unseen=unseen)
-    looked_at = (
-        f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
-    )
-    return Readings([], lines, looked_at, unseen)
+    words = f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
+    return Readings([], lines, words, unseen)
 
 
 def _last_of(step: Step, steps: int) -> Objects:
     return [step() for _ in range(steps)][-1]
 
 
-def _differences(
+def differences(
     before: Mapping[str, Entry], now: Mapping[str, Entry], when: str, hint: str, lines: list[str]
 ) -> list[Reading]:
     """Return a reading for each kind of state that differs, causes first. Add a line with the number of equal states."""
@@ -184,8 +176,7 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for key, value in states.items():
         if key in tensors:
-            total: Any = value.detach().double().square().sum()
-            norm = math.sqrt(float(total.full_tensor() if is_sharded(total) else total))
+            norm = math.sqrt(float(whole(value.detach().double().square().sum())))
             dtype = str(value.dtype).removeprefix("torch.")
             entries[key] = _entry(f"{dtype} {bits[key]}", str(values[key]), norm, f"{dtype} of norm {norm:.6g}")
         elif isinstance(value, list):
@@ -240,25 +231,13 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value.item() if isinstance(value, np.generic) else value
 
 
-def _generators() -> dict[str, Entry]:
+def generators() -> dict[str, Entry]:
     """Return entries for the random generators of this process."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     numpy_state: Any = np.random.get_state()
     numpy_words = np.append(numpy_state[1].astype(np.int64), numpy_state[2])  # the position counts, too
     states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_words)}
-    states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in range(torch.cuda.device_count())}
+    states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in devices}
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu")
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
     return {f"generators|generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}
-
-
-# ── for a certificate ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def loop_entries(objects: Objects) -> dict[str, Entry]:
-    """Return the entries of a loop's objects and of the process's random generators. All ranks make the call."""
-    return snapshot(objects, {}) | _generators()
-
-
-def differences_after_load(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> list[Reading]:
-    """Return a reading for each kind of state that is not restored, causes first."""
-    return _differences(before, now, "after the load", "", [])

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,18 +48,6 @@ KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
 )
 
 
-class StepRule(NamedTuple):
-    """The size of an optimizer's steps, and how it decays.
-
-    Args:
-        size: root mean square of a step over the learning rate, or a function of the parameter; ``None``: as the gradient.
-        roundings: of a 16-bit weight in a step with decay. With two, decay multiplies the weight and is rounded alone.
-    """
-
-    size: float | Callable[[SteppedParameter], float] | None
-    roundings: int
-
-
 def _orthogonal(p: SteppedParameter) -> float:
     """Return the size of a matrix with singular values of 1, times Muon's factor for the shape."""
     rows, columns = matrix_shape(p.parameter.shape)[-2:]
@@ -76,12 +64,13 @@ def _relative(p: SteppedParameter) -> float:
 
 TYPICAL = 0.23
 """RMS of Adam's step over its learning rate, for gradients of random sign: √((1 − β1) / (1 + β1)) at β1 = 0.9."""
-STEP_RULES: dict[str, StepRule] = {
-    "adamw": StepRule(TYPICAL, 2), "adam": StepRule(TYPICAL, 1), "adan": StepRule(TYPICAL, 2), "lamb": StepRule(_relative, 1),
-    "lion": StepRule(1.0, 2), "sign": StepRule(1.0, 1), "muon": StepRule(_orthogonal, 2), "adafactor": StepRule(_relative, 2),
-    "rmsprop": StepRule(1.0, 1), "sgd": StepRule(None, 1),
+STEP_RULES: dict[str, tuple[float | Callable[[SteppedParameter], float] | None, bool]] = {
+    "adamw": (TYPICAL, True), "adam": (TYPICAL, False), "adan": (TYPICAL, True), "lamb": (_relative, False),
+    "lion": (1.0, True), "sign": (1.0, False), "muon": (_orthogonal, True), "adafactor": (_relative, True),
+    "rmsprop": (1.0, False), "sgd": (None, False),
 }  # fmt: skip
-"""By what the name of an optimizer's class contains. A class that fits no row, or two unlike ones, is unseen."""
+"""By what the name of an optimizer's class contains: root mean square of a step over the learning rate (``None``: as large as
+the gradient), and whether decay multiplies the weight. A class that fits no row, or two unlike ones, is unseen."""
 ROUNDS_DECAY_ALONE = ("torch", "optimi")
 """Libraries whose decay multiplies the weight in its own format, unless their kernel is fused. Others compute in float32."""
 
@@ -111,11 +100,11 @@ class SteppedParameter:
 
     @property
     def library(self) -> str:
-        """Return the library whose step it is. A class that is derived without a step of its own has its parent's."""
+        """Return the library whose step it is, a parent's if the class has none of its own."""
         return type(self.optimizer).step.__module__.partition(".")[0]
 
     @property
-    def step_rule(self) -> StepRule | None:
+    def step_rule(self) -> tuple[Any, bool] | None:
         """Return the row of ``STEP_RULES`` that fits; ``None`` for an unknown rule."""
         name = type(self.optimizer).__name__.lower()
         if isinstance(self.optimizer, Optimizer):
@@ -127,17 +116,17 @@ class SteppedParameter:
     @property
     def decays_alone(self) -> bool:
         """Return whether the decay is rounded on its own, before the step is added."""
-        rule, is_kahan = self.step_rule, self.storage is STORAGES["kahan"]
         if isinstance(self.optimizer, Optimizer) or self.group.get("fused") or self.group.get("triton"):
             return False
-        is_decoupled = (rule is not None and rule.roundings > 1) or bool(self.group.get("decoupled_weight_decay"))
-        return is_decoupled and (is_kahan or (self.is_short and self.library in ROUNDS_DECAY_ALONE))
+        is_decoupled = bool(self.step_rule and self.step_rule[1]) or bool(self.group.get("decoupled_weight_decay"))
+        is_alone = self.is_short and self.library in ROUNDS_DECAY_ALONE
+        return is_decoupled and (is_alone or self.storage is STORAGES["kahan"])
 
     @property
     def size(self) -> float | None:
         """Return the root mean square of a step over the learning rate; ``None`` if it is as large as the gradient."""
-        size = None if self.step_rule is None else self.step_rule.size
-        return size(self) if callable(size) else size
+        size = self.step_rule[0] if self.step_rule else None
+        return float(size(self)) if callable(size) else size
 
     @property
     def unpredicted(self) -> str:
@@ -194,11 +183,8 @@ class SetUp:
     @property
     def trained(self) -> list[SteppedParameter]:
         """Return the stepped parameters that have values of a known format and are not frozen."""
-        return [
-            p
-            for p in self.stepped
-            if p.parameter.requires_grad and not p.parameter.is_meta and p.parameter.dtype in NAIVE
-        ]
+        tensors = [(stepped, stepped.parameter) for stepped in self.stepped]
+        return [stepped for stepped, p in tensors if p.requires_grad and not p.is_meta and p.dtype in NAIVE]
 
     @property
     def predicted(self) -> list[SteppedParameter]:
@@ -239,7 +225,10 @@ def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
     if isinstance(optimizer, Optimizer):
         return optimizer.storage_of(parameter)
     if parameter.dtype in NARROW:
-        if _has_master(optimizer, parameter) or _says_master(optimizer, group, parameter):
+        # Apex copies each weight, but steps bfloat16 weights without the copy (fused_adam.py at 6424da3, lines 274 to 288).
+        is_unused = hasattr(optimizer, "param_groups_master") and parameter.dtype is torch.bfloat16
+        says_master = group.get("master_weights", getattr(optimizer, "master_weights", None)) is True
+        if (says_master and not is_unused) or _has_master(optimizer, parameter):
             return STORAGES[MASTER[parameter.dtype]]
         for option, values, name in KEEPERS:
             value = group.get(option, getattr(optimizer, option, ...))
@@ -250,21 +239,12 @@ def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
 
 def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     """Return whether a state is a master copy: float32, and within one rounding of the 16-bit weight."""
-    for value in dict(optimizer.state.get(parameter, {})).values():
-        if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == parameter.shape:
+    for x in dict(optimizer.state.get(parameter, {})).values():
+        if isinstance(x, Tensor) and x.dtype is torch.float32 and x.shape == parameter.shape:
             weight = spread(parameter).float()
-            is_near = (spread(value) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30
-            if weight.count_nonzero() and bool(is_near.all()):
+            if weight.any() and bool(((spread(x) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30).all()):
                 return True
     return False
-
-
-def _says_master(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
-    """Return whether the settings name a master copy, as in ``FusedAdam`` of TransformerEngine or Apex."""
-    # Apex copies each weight, but steps bfloat16 weights without the copy (fused_adam.py at 6424da3, lines 274 to 288).
-    is_apex = hasattr(optimizer, "param_groups_master")
-    has_masters = group.get("master_weights", getattr(optimizer, "master_weights", None))
-    return has_masters is True and not (is_apex and parameter.dtype is torch.bfloat16)
 
 
 def inner_name(name: str) -> str:

@@ -125,10 +125,11 @@ def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
 
 
 def _are_alike(first: Reading, second: Reading) -> bool:
-    """Return whether two readings are of one kind, with values within 2 % where a value is expected."""
+    """Return whether two readings are of one kind, with values within 2 % or their bound where a value is expected."""
     if first.what != second.what or not first.expected or first.value is None or second.value is None:
         return first.what == second.what
-    return first.expected == second.expected and abs(second.value - first.value) <= 0.02 * abs(first.value)
+    near = max(0.02 * abs(first.value), first.bound or 0.0)
+    return first.expected == second.expected and abs(second.value - first.value) <= near
 
 
 # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.set_up import NARROW, TYPICAL, SetUp, SteppedParameter
-from narrowgauge.checks.step_samples import spread
+from narrowgauge.checks.step_samples import ELEMENTS, spread
 from narrowgauge.numerics.metrics import update_metrics, update_sums
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.optim.optimizer import Optimizer
@@ -27,6 +27,8 @@ from narrowgauge.spec.storages import STORAGES, Storage
 
 STILL = 0.9
 """A tensor is frozen if the largest step leaves more than this fraction of its elements unchanged."""
+NUM_UPDATES = 10
+"""Updates that the forward pass may see. Each moves a weight by about the learning rate, in one direction."""
 
 
 def update_readings(set_up: SetUp) -> Iterator[Reading]:
@@ -126,18 +128,64 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
 
 
 def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
-    members = []
-    for p in set_up.trained:
-        step = p.rate * float(p.group.get("weight_decay") or 0.0)
-        if p.decays_alone and 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2):
-            members.append(p)
-    if members:
-        bits = members[0].storage.weight.mantissa_bits + 2
-        step = members[0].rate * float(members[0].group["weight_decay"])
+    steps = [(p, p.rate * float(p.group.get("weight_decay") or 0.0)) for p in set_up.trained if p.decays_alone]
+    if lost := [(p, step) for p, step in steps if 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2)]:
+        row, step = lost[0][0].storage, lost[0][1]
+        names, bits = of_all(p.name for p, _ in lost), row.weight.mantissa_bits + 2
         yield KINDS["swallowed-decay"].reading(
-            of_all(p.name for p in members), step, None, 2.0**-bits, format=members[0].storage.visible, bits=bits,
-            fallback=members[0].storage.fallback,
-        )  # fmt: skip
+            names, step, None, 2.0**-bits, format=row.visible, bits=bits, fallback=row.fallback
+        )
+
+
+# ── what the forward pass sees ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def grid_lines(set_up: SetUp) -> list[str]:
+    """Return a line for each format on whose grid weights lie that are stored wider.
+
+    The forward pass multiplies weights rounded to the format. A weight on the grid moves for it only when the sum of its
+    updates reaches half an ulp, however wide the optimizer stores the weight (:mod:`narrowgauge.optim.low_bits`).
+    """
+    members: dict[torch.dtype, list[SteppedParameter]] = {}
+    for p in set_up.trained:
+        if p.size and p.rate and (dtype := _grid(p)) is not None:
+            members.setdefault(dtype, []).append(p)
+    lines = []
+    for dtype, stepped in members.items():
+        parts = [visible_part(spread(p.parameter), dtype, NUM_UPDATES * p.rate) * p.parameter.numel() for p in stepped]
+        share = sum(parts) / sum(p.parameter.numel() for p in stepped)
+        is_narrow = any(p.parameter.dtype is dtype for p in set_up.trained)
+        lines.append(
+            f"forward pass in {dtype_name(dtype)}: {share:.2g} of the updates is visible after {NUM_UPDATES} steps at lr "
+            f"{stepped[-1].rate:.3g}, since the weights lie on its grid; 1 with "
+            + ('low_bits="random"' if is_narrow else "ng.fill_low_bits(model)")
+        )
+    return lines
+
+
+def visible_part(weights: Tensor, dtype: torch.dtype, update: float) -> float:
+    """Return the mean visible change of weights on a format's grid, relative to ``update``: 0 if no weight moves."""
+    magnitude = weights.double().abs()
+    ulp = torch.finfo(dtype).eps * torch.exp2(magnitude.clamp(min=torch.finfo(dtype).tiny).log2().floor())
+    moved = torch.where(magnitude == 0, update, (update / ulp + 0.5).floor() * ulp)
+    return float(moved.mean()) / update
+
+
+def _grid(p: SteppedParameter) -> torch.dtype | None:
+    """Return the 16-bit format on whose grid a parameter's stored weight lies; ``None`` if it has bits below, or stores none."""
+    if p.parameter.ndim < 2:
+        return None  # gains of 1 and biases of 0 lie on every grid
+    if p.parameter.dtype is torch.float32:
+        weights = spread(p.parameter)
+        fits = (dtype for dtype in NARROW if torch.equal(weights.to(dtype).float(), weights))
+        return next(fits, None) if bool(weights.any()) else None
+    if p.parameter.dtype not in NARROW or not p.storage.beside or p.group.get("low_bits") == "random":
+        return None
+    if isinstance(p.optimizer, Optimizer) and (state := p.optimizer.state_of(p.parameter)) is not None:
+        stored, weight = state.leading(ELEMENTS, "weight"), state.parameter.detach().reshape(-1)
+        if stored is not None and not torch.equal(stored, weight[: len(stored)].to(stored.dtype)):
+            return None
+    return p.parameter.dtype
 
 
 # ── states and settings ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,31 +215,22 @@ def _second_moment_bits(stepped: SteppedParameter) -> int | None:
     if isinstance(stepped.optimizer, Optimizer):
         is_near = "exp_avg_sq" in dict(stepped.storage.states) and code.parts == 1 and code.rounding == "nearest"
         return code.mantissa_bits if is_near else None
-    dtype = state.dtype if isinstance(state, Tensor) else None
-    if dtype is None and type(stepped.optimizer).__module__.startswith("torch.optim"):
-        dtype = stepped.parameter.dtype
-    return {torch.bfloat16: 7, torch.float16: 10}.get(dtype) if dtype is not None else None
+    is_torch = type(stepped.optimizer).__module__.startswith("torch.optim")
+    dtype = state.dtype if isinstance(state, Tensor) else stepped.parameter.dtype if is_torch else torch.float32
+    return {torch.bfloat16: 7, torch.float16: 10}.get(dtype)
 
 
 def _truncated(set_up: SetUp) -> Iterator[Reading]:
-    """Report epsilons that the denominator's format rounds to zero, and betas that a tensor's format rounds to 1."""
-    settings: dict[str, tuple[str, float, float, torch.dtype, str]] = {}
+    """Report the first epsilon that the denominator's format rounds to zero. Fused kernels and ours compute in float32."""
     for p in set_up.trained:
-        if isinstance(p.optimizer, Optimizer):
-            continue
-        eps, betas, dtype = p.group.get("eps"), p.group.get("betas"), p.parameter.dtype
-        # Fused kernels compute in float32.
-        computes_short = dtype in NARROW and p.is_short and not p.group.get("fused")
-        if computes_short and isinstance(eps, float) and eps > 0 and not torch.tensor(eps, dtype=dtype, device="cpu"):
+        eps, dtype = p.group.get("eps"), p.parameter.dtype
+        is_narrow = p.is_short and not p.group.get("fused") and not isinstance(p.optimizer, Optimizer)
+        if is_narrow and isinstance(eps, float) and eps > 0 and not torch.tensor(eps, dtype=dtype, device="cpu"):
             cure = "Where the second moment is zero too, the step divides by zero. Take eps=1e-4, or fused=True."
-            settings.setdefault("eps", (p.name, 0.0, eps, dtype, cure))
-        for place, beta in enumerate(betas if isinstance(betas, (tuple, list)) else ()):
-            # The tensor holds the truncated value already. The intended beta was 0.9 or 0.999.
-            if isinstance(beta, Tensor) and beta.dtype in NARROW and float(beta) >= 1:
-                cure = "Its moment keeps what it holds. Pass betas as floats."
-                settings.setdefault(f"beta{place + 1}", (p.name, 1.0, (0.9, 0.999)[place], beta.dtype, cure))
-    for setting, (name, now, value, dtype, cure) in settings.items():
-        yield KINDS["truncated-setting"].reading(name, now, value, setting=setting, format=dtype_name(dtype), cure=cure)
+            yield KINDS["truncated-setting"].reading(
+                p.name, 0.0, eps, setting="eps", format=dtype_name(dtype), cure=cure
+            )
+            return
 
 
 def _no_matrix(set_up: SetUp) -> Iterator[Reading]:

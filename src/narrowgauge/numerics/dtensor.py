@@ -120,10 +120,15 @@ def largest_over_ranks(values: Sequence[Tensor], groups: Sequence[Sequence[Any]]
     return result
 
 
+def whole(tensor: Any) -> Tensor:
+    """Return a tensor with the parts of all ranks. Return other tensors unchanged."""
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return full
+
+
 def gathered(owner: Any, part: Tensor) -> Tensor:
     """Return a whole parameter-shaped tensor from the parts of all ranks."""
-    dtensor: Any = placed_like(owner, part)
-    return dtensor.full_tensor() if is_sharded(dtensor) else part
+    return whole(placed_like(owner, part))
 
 
 def own_part(owner: Any, tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
-from narrowgauge.checks.resume import Entry, differences_after_load, loop_entries
+from narrowgauge.checks.resume import Entry, differences, generators, snapshot
 from narrowgauge.distributed.ranks import all_ranks
 
 SAVED = "the loop saved "
@@ -29,7 +29,7 @@ class Certificate:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._objects, self._undrawn = {"weights": model, "optimizer": optimizer}, loop_entries({})
+        self._objects, self._undrawn = {"weights": model, "optimizer": optimizer}, generators()
 
     def write(self, path: str | Path, objects: Mapping[str, Any]) -> None:
         """Write ``PATH.certificate.json``. All ranks make the call."""
@@ -51,11 +51,13 @@ class Certificate:
         # A value that is None is set by the next step.
         unset = {name for name, entry in now.items() if entry["shown"] == "None"}
         before = {k: x for k, x in saved.items() if k.partition("|")[0] in names and k not in unset}
-        return [replace(r, advice=f"{r.tensor}: {r.advice}") for r in differences_after_load(before, now)]
+        return [
+            replace(r, advice=f"{r.tensor}: {r.advice}") for r in differences(before, now, "after the load", "", [])
+        ]
 
     def _entries(self, objects: Mapping[str, Any]) -> dict[str, Entry]:
         states = {k: x.get_state() if isinstance(x, torch.Generator) else x for k, x in objects.items()}
-        return loop_entries({**self._objects, **states})
+        return snapshot({**self._objects, **states}, {}) | generators()
 
 
 def _file(path: str | Path) -> Path:

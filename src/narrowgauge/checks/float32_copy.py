@@ -1,0 +1,133 @@
+"""Copy a model in float32, and compute its gradients in float32 or float64, whatever formats its code asks for."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from narrowgauge.checks.set_up import NARROW
+from narrowgauge.errors import RecipeError
+from narrowgauge.matmul import layer_matmuls
+from narrowgauge.matmul.linear import NarrowLayer
+from narrowgauge.numerics.dtensor import whole
+from narrowgauge.put_back import objects_of, put_back
+from narrowgauge.torch_names import unwrapped_model
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Gradients = dict[str, Tensor]
+_NARROWER = {torch.float32: NARROW, torch.float64: (*NARROW, torch.float32)}
+
+
+def float32_copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy in float32, unsharded, without wrappers, compiled code or FSDP2 hooks.
+
+    All ranks of a sharded model make the call. Our low-precision layers keep their casts.
+    """
+    model, memo, classes = unwrapped_model(model), dict[int, Any](), dict[nn.Module, type]()
+    for _, x in objects_of(model):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            values = whole(x.detach()).clone()
+            if isinstance(x, nn.Parameter):
+                memo[id(x)] = nn.Parameter(values.float(), x.requires_grad)
+            else:  # results of an earlier pass, such as an auxiliary loss, become constants
+                values = values.float() if x.dtype in NARROW else values
+                memo[id(x)] = values.requires_grad_(x.is_leaf and x.requires_grad)
+    for module in model.modules():
+        if type(module).__name__.startswith("FSDP") and len(type(module).__mro__) > 2:
+            classes[module] = type(module)
+            names = [name for name in vars(module) if "_hooks" in name or name.startswith("__composable_api_state")]
+            memo |= {id(vars(module)[name]): OrderedDict() for name in names}
+    try:
+        for module, kind in classes.items():
+            module.__class__ = kind.__mro__[2]
+        twin = copy.deepcopy(model, memo)
+    finally:
+        for module, kind in classes.items():
+            module.__class__ = kind
+    if callable(choose := getattr(twin, "set_experts_implementation", None)):
+        choose("eager")  # the grouped products of transformers take no float64
+    for module in twin.modules():
+        if isinstance(module, NarrowLayer):
+            module.register_forward_hook(lambda module, args, output: output * 1.0)  # a result that can be rounded
+    return twin
+
+
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """Return values with their tensors of narrower formats cast to float32 or float64."""
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.dtype in _NARROWER[dtype] else x, values)
+
+
+class Widened(TorchDispatchMode):
+    """Compute in a wide format instead of narrower ones, for casts by autocast or by the model. Round results at random.
+
+    Args:
+        dtype: float32 or float64.
+        unit: the largest relative rounding of a result; 0 rounds nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, unit: float = 0.0, seed: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype, self.unit, self.seed = dtype, unit, seed
+        self.generators = dict[torch.device, torch.Generator]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        # In float32 our low-precision products keep their own casts, which are exact. In float64 they are plain.
+        is_ours = self.dtype is torch.float32 and is_called_from(layer_matmuls.__file__)
+        if kwargs.get("dtype") in _NARROWER[self.dtype] and not is_ours:
+            kwargs["dtype"] = self.dtype
+        is_fresh = not is_ours and all(value.alias_info is None for value in func._schema.returns)
+        if is_fresh and any(isinstance(x, Tensor) and x.dtype is self.dtype for x in tree_leaves((args, kwargs))):
+            args, kwargs = cast((args, kwargs), self.dtype)  # such as a plain attribute beside the weights
+        result = func(*args, **kwargs)
+        return tree_map(self._rounded, result) if self.unit and is_fresh else result
+
+    def _rounded(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+            return x
+        if x.device not in self.generators:
+            self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
+        noise = torch.rand(x.shape, generator=self.generators[x.device], device=x.device, dtype=torch.float32)
+        return x * (1 + self.unit * (2 * noise - 1)).to(x.dtype)
+
+
+def is_called_from(file: str | None, function: str = "") -> bool:
+    """Return whether a function of a file, or any, is among the callers."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename != file or function not in ("", frame.f_code.co_name)):
+        frame = frame.f_back
+    return frame is not None
+
+
+def gradients_of(
+    model: nn.Module, leaves: Mapping[str, Any], batch: Any, loss: Loss, mode: Widened
+) -> tuple[Gradients, float]:
+    """Return the gradients of named leaves, float64 on their device, and the loss. Zeros stand for no gradient."""
+    with put_back(model, leaves.values()), mode:
+        value = scalar(loss(model, batch))
+        value.backward()
+        gradients = {
+            name: torch.zeros_like(p, dtype=torch.float64) if p.grad is None else p.grad.detach().to_dense().double()
+            for name, p in leaves.items()
+        }
+    return gradients, float(value.detach())
+
+
+def scalar(result: Any) -> Tensor:
+    """Return what the user's ``loss`` returned, if a backward pass can begin there."""
+    if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
+        kind = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        kind += ", without a graph" if isinstance(result, Tensor) and not result.requires_grad else ""
+        raise RecipeError(
+            f"Cannot compare gradients because loss(model, batch) returned {kind}.",
+            "Return the mean loss over the batch, a tensor of one element.",
+        )
+    return result
