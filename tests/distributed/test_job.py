@@ -76,7 +76,7 @@ def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest
     monkeypatch.setattr(resume_checks, "unfinished_run", lambda folder: Run(folder, {"config": config}))
     words = ["resume", "run", "--nproc", "3"]
     assert call(*words).exit_code == 0 and started[-1][-len(words) :] == words
-    assert "each rank needs one of" in call("resume", "run", "--nproc", "5").stderr and len(started) == 1
+    assert "needs one of a step" in call("resume", "run", "--nproc", "5").stderr and len(started) == 1
 
 
 @pytest.mark.parametrize(
