@@ -38,10 +38,6 @@ class Decision(NamedTuple):
     norm: Tensor | None
     finite: Finite | None
 
-    def negated(self) -> Decision:
-        """Return the decision of a step along the gradients."""
-        return self._replace(control=torch.cat([-self.control[:1], self.control[1:]]))
-
 
 def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
     """Compute the factor of the gradients and whether to skip the step; return float32 ``[4]``.

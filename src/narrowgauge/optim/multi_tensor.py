@@ -280,7 +280,7 @@ class Table:
         self._numbers = np.zeros((0, 0), np.float32)
 
     def set(
-        self, states: list[ParameterState], numbers: Sequence[HostNumbers], choices: Sequence[tuple[int, int, int]]
+        self, states: list[ParameterState], numbers: Sequence[HostNumbers], choices: Sequence[tuple[int, ...]]
     ) -> None:
         """Set the states of the next step. Their weights and gradients are contiguous.
 
@@ -368,18 +368,12 @@ def num_programs(state: ParameterState) -> int:
     return state.extent[0] if state.layout.by_rows else -(-state.extent[0] // BLOCK)
 
 
-def audit_of(state: ParameterState, turn: int) -> tuple[int, int]:
-    """Return ``period`` and ``phase`` of audit number ``turn``: all programs of a small tensor, else every 32nd."""
-    period = 32 if num_programs(state) > 64 else 1
-    return period, turn % period
-
-
-def num_audited(state: ParameterState, period: int, phase: int) -> int:
-    """Return the number of elements that an audit reads."""
-    layout, count, numel = state.layout, num_programs(state), state.parameter.numel()
-    width = layout.num_parts * layout.matrix(state.parameter.shape)[1] if layout.by_rows else BLOCK * layout.per_word
-    places = range(phase, count, period)
-    return len(places) * width - (count * width - numel if count - 1 in places else 0)
+def audit_of(state: ParameterState, turn: int) -> tuple[int, int, int]:
+    """Return ``period`` and ``phase`` of audit number ``turn``, and the number of elements that it reads."""
+    period, width = state.layout.audit(state.parameter.shape, BLOCK)
+    programs = range(turn % period, num_programs(state), period)
+    missing = max(0, (programs[-1] + 1) * width - state.parameter.numel()) if programs else 0
+    return period, turn % period, len(programs) * width - missing
 
 
 # ── the proof ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -449,7 +443,7 @@ class _Batch:
 
     states: list[ParameterState] = field(default_factory=list)
     numbers: list[HostNumbers] = field(default_factory=list)
-    choices: list[tuple[int, int, int]] = field(default_factory=list)
+    choices: list[tuple[int, ...]] = field(default_factory=list)
     audited: list[tuple[int, int, float]] = field(default_factory=list)
 
 
@@ -489,10 +483,9 @@ class Launches:
             if not is_contiguous or (state.scales and state.column_groups):
                 refused.append(state)
                 continue
-            audit = NO_AUDIT
+            audit: Sequence[int] = NO_AUDIT
             if is_audited:
-                audit = audit_of(state, count // audit_every)
-                elements = num_audited(state, *audit)
+                *audit, elements = audit_of(state, count // audit_every)
                 batch.audited.append((len(batch.states), elements, elements * stepper.audited_spacings(state)))
             batch.states.append(state)
             batch.choices.append((len(batch.numbers) - 1, *audit))

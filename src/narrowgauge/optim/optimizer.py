@@ -195,10 +195,9 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        if self._to_round is not None:
-            self._to_round |= to_round
-        else:
-            self._to_round = to_round
+        is_first = self._to_round is not None  # __init__ rounds once, after all groups
+        self._to_round = {**(self._to_round or {}), **to_round}
+        if not is_first:
             self._round()
         if self.auditor.join is not None:
             self.auditor.join = joined_over_ranks(list(self._parameters()))
@@ -251,12 +250,12 @@ class Optimizer(torch.optim.Optimizer):
     def _pair_of(
         self, group: Group, parameter: Tensor, visible: str | None = None
     ) -> tuple[Rule | MatrixRule, Storage]:
-        """Return the rule and the storage of a parameter, or of one in another format. Refuse what they do not support."""
+        """Return the rule of a parameter, or of one in another format, and the storage with its states. Refuse odd pairs."""
         rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter, visible)
         if visible is None:
             check_visible(parameter, storage)
-        kept = storage.keeping(rule.kept)
-        refuse_pair(rule.name, kept, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
+        storage = storage.keeping(rule.kept)
+        refuse_pair(rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
         return rule, storage
 
     def parameter_names(self) -> dict[Tensor, str]:
@@ -285,26 +284,20 @@ class Optimizer(torch.optim.Optimizer):
                 "Take torch.no_grad().",
             )
         states: dict[Tensor, ParameterState] = {}
-        alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = {}
+        alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = defaultdict(list)
         for parameter in parameters:
             require_float64([parameter])
-            rule, row = self._pair_of(group, parameter)
-            extras = extras_of(rule, parameter.shape, group)
-            row = row.keeping(rule.kept)
-            kernel = self._kernel(rule, row)
-            states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
-            alike.setdefault((kernel, state.parameter.device), []).append(state)
+            rule, storage = self._pair_of(group, parameter)
+            if (rule.name, storage) not in self._kernels:
+                self._kernels[rule.name, storage] = Kernel(rule, storage)
+            kernel, extras = self._kernels[rule.name, storage], extras_of(rule, parameter.shape, group)
+            states[parameter] = state = ParameterState(parameter, storage, kernel, group["storage"], extras)
+            alike[kernel, state.parameter.device].append(state)
         for (kernel, device), members in alike.items():
             allocate_all(members, joined=not kernel.is_matrix and not launches_on(device))
             for state in members:
                 state.begin()
         return states
-
-    def _kernel(self, rule: Rule | MatrixRule, storage: Storage) -> Kernel:
-        key = rule.name, storage
-        if key not in self._kernels:
-            self._kernels[key] = Kernel(rule, storage)
-        return self._kernels[key]
 
     def _is_worth_compiling(self, num_elements: int, device: torch.device) -> bool:
         return self.compile if self.compile is not None else is_worth_compiling(num_elements, device.type)
@@ -320,8 +313,8 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.ran_compiled()  # few elements on a CPU
             {'adamw/word': False}
         """
-        ran = {f"{rule}/{storage.name}": kernel.ran_compiled for (rule, storage), kernel in self._kernels.items()}
-        return {name: compiled for name, compiled in ran.items() if compiled is not None}
+        pairs = [(f"{rule}/{storage.name}", kernel.ran_compiled) for (rule, storage), kernel in self._kernels.items()]
+        return {name: compiled for name, compiled in pairs if compiled is not None}
 
     def adopt(
         self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
@@ -338,23 +331,21 @@ class Optimizer(torch.optim.Optimizer):
             RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an unknown name, or a value
                 has another shape.
         """
-        known = {p for group in self.param_groups for p in group["params"] if p in values}
-        states = states or {}
+        known, states = values.keys() & set(self._parameters()), states or {}
         if unknown := {*values, *states} - known:
             raise RecipeError(
                 f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the optimizer does not step it, or it "
                 "has states and no weight.",
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in known:
-                    self._check_adopted(group, parameter, values[parameter], states.get(parameter, {}))
-        for group in self.param_groups:
-            members = [p for p in group["params"] if p in values]
+        members = [(group, [p for p in group["params"] if p in known]) for group in self.param_groups]
+        for group, parameters in members:
+            for parameter in parameters:
+                self._check_adopted(group, parameter, {"weight": values[parameter], **states.get(parameter, {})})
+        for group, parameters in members:
             with torch.no_grad():
-                self.make_missing(group, members)
-            for index, parameter in enumerate(members):
+                self.make_missing(group, parameters)
+            for index, parameter in enumerate(parameters):
                 state, entry = self.state[parameter], states.get(parameter, {})
                 state.adopt(local_of(values[parameter]))
                 state.step = int(entry.get("step", state.step))
@@ -364,17 +355,15 @@ class Optimizer(torch.optim.Optimizer):
                     if isinstance(value, Tensor) and name != "step":
                         state.put(name, local_of(value), seed)
 
-    def _check_adopted(
-        self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Tensor | int]
-    ) -> None:
+    def _check_adopted(self, group: Group, parameter: Tensor, values: Mapping[str, Tensor | int]) -> None:
         """Refuse states of unknown names, and values of another shape than the parameter and its states here."""
         rule = self.rule_in(group, parameter)
         names = shapes_of_states(rule, parameter.shape, group)
-        if strange := sorted({*states} - {"step", *names}):
+        if strange := sorted({*values} - {"weight", "step", *names}):
             has = ", ".join(names) or "no states"
             raise RecipeError(f"Cannot adopt '{strange[0]}': rule '{rule.name}' has {has}.")
         extras, shape = extras_of(rule, parameter.shape, group), local_of(parameter).shape
-        for name, value in {"weight": weight, **states}.items():
+        for name, value in values.items():
             needed = tuple(extras[name].shape if name in extras else shape)
             if isinstance(value, Tensor) and name != "step" and local_of(value).shape != needed:
                 raise RecipeError(
@@ -383,8 +372,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def make_missing(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Make the states of parameters without one."""
-        state = self.state
-        if missing := [p for p in parameters if not isinstance(state.get(p), ParameterState)]:
+        if missing := [p for p in parameters if self.state_of(p) is None]:
             check_captured(is_possible=not is_captured())  # a graph would fill new states in a replay alone
             self.state.update(self.make_states(group, missing))
 
@@ -473,11 +461,10 @@ class Optimizer(torch.optim.Optimizer):
             return
         device = check_one_device([state.parameter for state in states])
         if is_captured():
-            self._capture(work, device)
+            self._capture(work)
             return
         self._stepped = True
-        gradients = [state.owner.grad for state in states]
-        found_inf = getattr(self, "found_inf", None)
+        found_inf = getattr(self, "found_inf", None)  # torch.amp.GradScaler sets it and `grad_scale` during a step
         num_elements: dict[Kernel, int] = defaultdict(int)
         for kernel in self._kernels.values():
             kernel.ran_compiled = None
@@ -485,21 +472,9 @@ class Optimizer(torch.optim.Optimizer):
             num_elements[state.kernel] += state.parameter.numel()
         for kernel, count in num_elements.items():
             kernel.compile = self._is_worth_compiling(count, device)
-        decision = self._control(
-            [g for g in gradients if g is not None],
-            device,
-            max_norm=self.max_grad_norm,
-            skip_above=self.skip_above,
-            scaler=self.loss_scaler,
-            # torch.amp.GradScaler sets these two during a step.
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=found_inf,
-        )
-        if self.maximize:
-            decision = decision.negated()
-        control, norm = decision.control, decision.norm
-        self.last_control = control
-        self.grad_norm = self.grad_norm if norm is None else norm
+        scaling = {"scaler": self.loss_scaler, "grad_scale": getattr(self, "grad_scale", None), "found_inf": found_inf}
+        self.last_control, norm, finite = self._decide(self._control, states, **scaling)
+        control = self.last_control
         with torch.autocast(device.type, enabled=False):  # it would round the operands of matrix rules
             launches = Launches(self._tables)
             for group, members in work:
@@ -509,29 +484,35 @@ class Optimizer(torch.optim.Optimizer):
         for state in states:
             state.step += 1
         may_skip = norm is not None or found_inf is not None
-        self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
+        self._pending = (HostCopy(control[1]) if may_skip else None, states, finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank may ask for it alone.
-        if control.device.type == "cpu" or (self.auditor.join is not None and self._is_audited(states)):
+        if control.is_cpu or self._joins_audit(states):
             self.settle()
         for state in states:
             state.gradient = NO_GRADIENT
 
-    def _capture(self, work: list[tuple[Group, list[ParameterState]]], device: torch.device) -> None:
+    def _decide(self, control: StepControl, states: Sequence[ParameterState], **scaling: Any) -> Decision:
+        """Decide what a step of states does with their gradients."""
+        gradients = [state.owner.grad for state in states if state.owner.grad is not None]
+        device, limits = states[0].parameter.device, {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
+        decision = control(gradients, device, **limits, **scaling)
+        self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
+        if self.maximize:
+            scale, skip = decision.control.split(1)
+            decision = decision._replace(control=torch.cat([-scale, skip]))
+        return decision
+
+    def _capture(self, work: list[tuple[Group, list[ParameterState]]]) -> None:
         """Record the kernels of a step in a CUDA graph. They take their numbers from :meth:`advance`."""
         states = [state for _, members in work for state in members]
         step_control, launches = StepControl(self._is_worth_compiling), Launches({})
-        gradients = [state.owner.grad for state in states if state.owner.grad is not None]
-        decision = step_control(gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above)
-        if self.maximize:
-            decision = decision.negated()
-        local = [state.gradient for state in states]
-        captured = _Captured(work, local, step_control, launches.tables, decision)
+        decision = self._decide(step_control, states)
+        captured = _Captured(work, [state.gradient for state in states], step_control, launches.tables, decision)
         is_scaled = self.loss_scaler is not None or getattr(self, "found_inf", None) is not None
         is_first = any(state.step == 0 for state in states)
         check_captured(is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches)))
         self._captured = captured
         launches.run(decision.control, self.auditor, sends=False)
-        self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         for state in states:
             state.gradient = NO_GRADIENT
 
@@ -587,9 +568,7 @@ class Optimizer(torch.optim.Optimizer):
             self.load_state_dict(self.state_dict())  # the model was moved, as Fabric does after the optimizer is made
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
-            state.gradient = gradient_of(parameter)
-            if state.parameter is not parameter:
-                state.gradient, state.parameter = local_of(state.gradient), local_of(parameter)
+            state.gradient, state.parameter = local_of(gradient_of(parameter)), local_of(parameter)
             check_fits(state, group["storage"])
             if isinstance(self.rule, MatrixRule):
                 rule = self.rule_in(group, parameter)
@@ -612,21 +591,16 @@ class Optimizer(torch.optim.Optimizer):
                 state.step -= 1
             self.auditor.fresh.clear()
             return
-        self._take_audit(states)
+        if self._joins_audit(states):  # ranks without audited elements take part too
+            self.auditor.fresh = self.auditor.join(self.auditor.fresh)
+        if self.auditor.fresh:
+            self.last_audit = self.auditor.collect()
+            if alarms := self.auditor.alarms(self.parameter_names, self.storage_of):
+                self.on_alarm(alarms)
 
-    def _is_audited(self, states: list[ParameterState]) -> bool:
-        return any(self.audit_every and s.step % self.audit_every == 0 for s in states)
-
-    def _take_audit(self, states: list[ParameterState]) -> None:
-        auditor = self.auditor
-        # Ranks without audited elements take part too.
-        if auditor.join is not None and self._is_audited(states):
-            auditor.fresh = auditor.join(auditor.fresh)
-        if not auditor.fresh:
-            return
-        self.last_audit = auditor.collect()
-        if alarms := auditor.alarms(self.parameter_names, self.storage_of):
-            self.on_alarm(alarms)
+    def _joins_audit(self, states: list[ParameterState]) -> bool:
+        is_audited = any(self.audit_every and state.step % self.audit_every == 0 for state in states)
+        return is_audited and self.auditor.join is not None
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
 

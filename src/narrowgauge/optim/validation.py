@@ -182,18 +182,15 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 def check_fits(state: ParameterState, storage: str) -> None:
-    """Refuse a parameter whose storage, shape, dtype or device differs from its state's."""
+    """Refuse a parameter whose storage, shape or dtype differs from its state's."""
     if state.requested != storage:
         raise RecipeError(
             f"Cannot step because a group's storage was changed to '{storage}', and its states are in '{state.requested}'.",
             "Build a new optimizer with that storage. Its adopt(weights, moments) takes the old one's stored() values.",
         )
-    weight = state.parameter
-    if (weight.shape, weight.dtype, weight.device) != state.made_for:
-        now, then = (
-            f"{dtype_name(dtype)} of shape {tuple(shape)} on {device}"
-            for shape, dtype, device in ((weight.shape, weight.dtype, weight.device), state.made_for)
-        )
+    present, earlier = (state.parameter.shape, state.parameter.dtype), state.made_for[:2]
+    if present != earlier:
+        now, then = (f"{dtype_name(dtype)} of shape {tuple(shape)}" for shape, dtype in (present, earlier))
         raise RecipeError(
             f"Cannot step because a parameter is {now}, and its state was made for {then}.",
             "Change the shapes and formats of a model before its optimizer is built.",
