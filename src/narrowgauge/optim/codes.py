@@ -187,7 +187,7 @@ def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
 def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Tensor, Tensor | None, Tensor]:
     """Split a weight of one part, not scaled by row, into the visible weight and its tail or master.
 
-    Return ``(visible, field, stored)``: the visible bits; the signed tail or the master's bits, or ``None``; and the value of both.
+    Return the visible bits, the signed tail or the master's bits (or ``None``), and the value of both.
     """
     _, below, exponent = VISIBLE[storage.visible]
     if storage.master:

@@ -1,9 +1,9 @@
 """Kernels: the step of many elements in 32-bit words, compiled from the definition itself.
 
-:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. Eager, this code is the
-reference. Compiled, it is one fused loop over 32-bit words. An elementwise rule runs between reading and writing. In a storage of
-Collage, AdamW runs in the published expansions. A matrix rule runs outside, on whole matrices: :func:`make_average` averages the
-gradients before it, and the step writes its change.
+:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. Eager, this code is
+the reference. Compiled, it is one fused loop over 32-bit words. An elementwise rule runs between reading and writing. In a storage
+of Collage, AdamW runs in the published expansions. A matrix rule runs outside, on whole matrices: :func:`make_average` averages
+the gradients before it, and the step writes its change.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def advance(
 
 
 def least_decay(storage: Storage) -> float:
-    """Return the smallest decay that is audited, 1/32 to 1/16 of a weight's ulp. Seeing one ulp of less takes a million elements."""
+    """Return the smallest decay that is audited, 1/32 to 1/16 of a weight's ulp. An ulp of less takes a million elements."""
     return 1 / (32 * storage.weight.spacings)
 
 
@@ -110,7 +110,7 @@ def weight_decay(
     seed: Tensor,
     written: Written,
 ) -> tuple[Tensor, Tensor]:
-    """Return the intended and the stored decay of a lane's step: repeat it without decay. A compiler computes only the difference."""
+    """Return the intended and the stored decay of a lane's step: repeat it without decay. Compiled, that costs the difference."""
     factor = scalars[rule.decay]
     audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
     weight = codes.read(storage, lane, ()).weight if isinstance(rule, Rule) else codes.read_weight(storage, lane)

@@ -34,7 +34,6 @@ from narrowgauge.numerics.dtensor import split_groups
 from narrowgauge.optim.codes import INTEGER, SIGN
 from narrowgauge.spec.storages import VISIBLE, Storage, low_parts, width_of
 
-
 ALIGNMENT = 64
 """Every member of a flat bucket starts at a multiple of this many words, and an audit reads so many at a time."""
 

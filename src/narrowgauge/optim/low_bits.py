@@ -1,6 +1,6 @@
 """Random low bits: weights of a 16-bit checkpoint that move from the first step.
 
-A checkpoint in bfloat16, copied to float32, still lies on the grid of bfloat16. The forward pass rounds weights to bfloat16. So it
+A checkpoint in bfloat16, copied to float32, still lies on the grid of bfloat16. The forward pass rounds weights to bfloat16. It
 sees no change of a weight before the sum of its updates reaches half an ulp. At a learning rate of 5e-6 and a weight of 0.2 that
 is a hundred steps.
 

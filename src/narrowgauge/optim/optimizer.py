@@ -1,8 +1,8 @@
 """The one optimizer: a rule and a storage, with the interface of ``torch.optim.Optimizer``.
 
 Nothing here depends on a format or a formula. A step makes or looks up the :class:`~narrowgauge.optim.state.ParameterState` of
-every parameter. It passes the words to the kernel of its (rule, storage), and counts. The kernel reads two scalars: one clips
-gradients, one skips a step with a non-finite gradient. The host reads the decision after the step.
+every parameter, and passes the words to the kernel of its (rule, storage). The kernel reads two scalars: one clips gradients, one
+skips a step with a non-finite gradient. The host reads the decision after the step.
 """
 
 from __future__ import annotations
@@ -65,12 +65,10 @@ class Optimizer(torch.optim.Optimizer):
 
     Invariant: for a given history of gradients every stored bit depends only on (seed, that history). It does not depend on
     sharding, chunks, the number of threads, or compiled kernels. (Matrix rules multiply whole matrices: their bits are the same
-    for any sharding, but may change with threads and devices.) The storage's ``vectors`` names the storage of parameters with
-    one dimension (``master`` for ours). They are few and freeze first. A model flattened into one long vector counts as one.
+    for any sharding, but may change with threads and devices.) Parameters with one dimension are few and freeze first: the
+    storage's ``vectors`` names theirs (``master`` for ours). A model flattened into one long vector counts as one.
 
-    ``state`` holds a :class:`~narrowgauge.optim.state.ParameterState` for each parameter. :meth:`state_dict` returns plain
-    copies. :meth:`load_state_dict` and :meth:`adopt` change states. You may write weights at any time. A tail moves a written
-    weight by at most half an ulp. A written weight replaces its master.
+    You may write weights at any time. A tail moves a written weight by at most half an ulp. A written weight replaces its master.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group may set ``storage``. If the
@@ -79,7 +77,7 @@ class Optimizer(torch.optim.Optimizer):
             format are stored in its counterpart: those that stay float32 in ``float32``.
         rule: the update rule.
         defaults: the rule's options, which groups may override.
-        storage: the name of a storage of ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
+        storage: a name in ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not clip. With it, a step whose norm is
             not finite changes nothing. ``num_skipped`` counts such steps.
         seed: seed of the stochastic rounding.
@@ -93,8 +91,8 @@ class Optimizer(torch.optim.Optimizer):
             (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low bits that are known stay.
         keep_float32: returns, from name and parameter, whether a float32 parameter stays as it is.
         maximize: step along the gradient, not against it.
-        flags: of ``torch.optim``. ``amsgrad``, ``differentiable`` are false or ``None``. ``fused``, ``foreach`` and
-            ``capturable`` change nothing: they ask for what is done.
+        flags: of ``torch.optim``. ``amsgrad`` and ``differentiable`` may be false. ``fused``, ``foreach`` and ``capturable``
+            ask for what is done.
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, parameters are not in its visible format, or the rule
@@ -164,8 +162,7 @@ class Optimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether torch.amp.GradScaler leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
 
-        If true, frameworks do not clip the gradients. So it is true only if necessary: GradScaler refuses to unscale float16
-        gradients itself.
+        Frameworks do not clip then. So it is true only for float16 gradients, which GradScaler does not unscale, and a scaler.
         """
         return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._parameters())
 
@@ -270,7 +267,7 @@ class Optimizer(torch.optim.Optimizer):
         return names
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Use a model's names for unnamed parameters, in alarms and metrics."""
+        """Use a model's names for unnamed parameters."""
         self._model = weakref.ref(model)
         self._members = set(self._parameters()) & set(model.parameters())
 
@@ -319,14 +316,12 @@ class Optimizer(torch.optim.Optimizer):
     def adopt(
         self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
     ) -> None:
-        """Store weights, and perhaps states. Parameters become the visible part of the weights.
-
-        Refused values change nothing.
+        """Store weights, and perhaps states. Parameters become the visible part of the weights. Refused values change nothing.
 
         Args:
             values: the float32 weight of each parameter, of its shape, rounded to nearest.
-            states: the float32 states of each parameter by name. ``step`` is the number of steps taken. A stochastic
-                code rounds stochastically here. Rounded to nearest, many equal values would have the same error.
+            states: the float32 states of each parameter by name, and ``step``, the number of steps taken. A stochastic code
+                rounds stochastically: to the nearest, many equal values would have the same error.
         Raises:
             RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an unknown name, or a value
                 has another shape.
@@ -605,12 +600,10 @@ class Optimizer(torch.optim.Optimizer):
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, lossless and packed: a copy of each buffer in the parameter's shape.
+        """Return the state as in ``torch.optim``, lossless and packed: a copy of each buffer in the parameter's shape.
 
-        Returns:
-            A dict as in ``torch.optim``. A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master``
-            (float32 or float64), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is a 0-d float32
-            tensor. Values are DTensors if the parameter is one.
+        A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master`` (float32 or float64), ``weight_low`` and
+        ``packed``. ``…_bound`` is the scale of each row. ``step`` is 0-d float32. Values are DTensors if the parameter is one.
         """
         self.settle()  # a step skipped on a device has not yet reverted its count
         result: dict[str, Any] = super().state_dict()

@@ -32,9 +32,7 @@ class AdamW(Optimizer):
         betas: decay rates of the two moments.
         eps: added to the denominator; 0 is allowed.
         weight_decay: decoupled decay, multiplied by ``lr``.
-        options: as in :class:`Optimizer`. ``storage`` is one of ``narrowgauge.spec.STORAGES``, or its name. ``max_grad_norm``
-            clips to this L2 norm over all parameters, and skips steps whose norm is not finite. The others are ``seed``,
-            ``audit_every``, ``compile`` and ``loss_scaler``.
+        options: as in :class:`Optimizer`: ``storage``, ``max_grad_norm``, ``seed``, ``audit_every``, ``compile`` …
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, or parameters are not in its visible format.
@@ -53,14 +51,9 @@ class AdamW(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.01, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(params, ADAMW, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}, **options)
 
 
@@ -84,14 +77,9 @@ class Adam(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(params, ADAM, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}, **options)
 
 
@@ -121,15 +109,9 @@ class SGD(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
+        weight_decay: float = 0.0, nesterov: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         if nesterov and (momentum == 0 or dampening != 0):
             raise RecipeError(
                 f"Cannot use nesterov with momentum = {momentum} and dampening = {dampening}.",
@@ -163,13 +145,9 @@ class Lion(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(params, LION, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
 
 
@@ -208,19 +186,10 @@ class Muon(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-        ns_dtype: str = "bfloat16",
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
+        nesterov: bool = True, ns_steps: int = 5, adjust_lr_fn: str | None = None, ns_dtype: str = "bfloat16",
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, **options: Any,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
             "ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps,
@@ -263,20 +232,11 @@ class Adafactor(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-2,
-        beta2_decay: float = -0.8,
-        eps: tuple[float, float] = (1e-30, 1e-3),
-        clip_threshold: float = 1.0,
-        weight_decay: float = 0.0,
-        *,
-        scale_parameter: bool = True,
-        relative_step: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        adam_eps: float = 1e-8,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-2, beta2_decay: float = -0.8,
+        eps: tuple[float, float] = (1e-30, 1e-3), clip_threshold: float = 1.0, weight_decay: float = 0.0, *,
+        scale_parameter: bool = True, relative_step: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8, **options: Any,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "clip_threshold": clip_threshold, "weight_decay": weight_decay,
             "scale_parameter": scale_parameter, "relative_step": relative_step, "betas": betas, "adam_eps": adam_eps,
@@ -288,7 +248,6 @@ class GaLore(Optimizer):
     """GaLore: AdamW on the coordinates of each gradient in a low-rank subspace.
 
     Gradients are projected on the ``rank`` leading singular vectors of the shorter side. Weight decay acts on the whole weight.
-    While all gradients are zero no subspace exists, and the weight only decays.
 
     Args:
         params, lr, weight_decay: as in :class:`Muon`.
@@ -298,9 +257,8 @@ class GaLore(Optimizer):
         betas, eps: decay rates of the moments, and the addend of the denominator. AdamW uses them for fewer dims.
         options: as in :class:`AdamW`. Bases and moments use the storage's codes for moments, of 8 bits in ``states8``.
 
-    Cost: ``rank · (shorter + 2 · longer side)`` values of states.
-        Transient memory holds four float32 copies of the matrix. Every ``update_proj_gap`` steps it computes eigenvectors of a
-        float64 matrix of the shorter side. They take eight float32 copies of that square.
+    Cost: ``rank · (shorter + 2 · longer side)`` values of states. Transient memory holds four float32 copies of the matrix, and
+        every ``update_proj_gap`` steps eight of the square of the shorter side.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -318,17 +276,9 @@ class GaLore(Optimizer):
     _rule = GALORE
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        rank: int = 128,
-        update_proj_gap: int = 200,
-        scale: float = 0.25,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 0.25,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "betas": betas, "eps": eps,
             "weight_decay": weight_decay,
@@ -366,15 +316,7 @@ class GradNormLoRP(GaLore):
     _rule = GRADNORM_LORP
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        rank: int = 128,
-        update_proj_gap: int = 200,
-        scale: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(params, lr, rank, update_proj_gap, scale, betas, eps, weight_decay, **options)

@@ -45,19 +45,16 @@ def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
     if options.get("low_bits", "random") not in LOW_BITS:
         raise RecipeError(f"Cannot begin with low_bits = {options['low_bits']!r}.", "Take 'zero' or 'random'.")
     check_step(options, rule)
-    _check_values(options, LAWS.get(rule.name, {}))
+    if "lr" in options and rule.name in LAWS:
+        LAWS[rule.name]["lr"].check("lr", options["lr"])
 
 
 def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
-    """Refuse options out of range, before every step.
-
-    A negative ``lr`` passes, since a schedule may end slightly below 0.
-    """
+    """Refuse options out of range, before every step. A negative ``lr`` passes: a schedule may end slightly below 0."""
     for name in FLAGS:
         if options.get(name):
             raise RecipeError(
-                f"{name} = {options[name]} was requested, which this optimizer does not have.",
-                "Leave it out.",
+                f"Cannot obey {name} = {options[name]}: this optimizer does not have it.", "Leave it out."
             )
     if rule == PLAIN_SGD and options.get("momentum"):
         raise RecipeError(
@@ -71,7 +68,9 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
             f"be {' or '.join(map(repr, allowed))}.",
             suggestion(str(options["rule"]).lower(), allowed) or "Build another optimizer for these parameters.",
         )
-    _check_values(options, {**LAWS.get(rule.name, {}), "lr": Range(-math.inf, above=True)})
+    for name, law in {**LAWS.get(rule.name, {}), "lr": Range(-math.inf, above=True)}.items():
+        if name in options:
+            law.check(name, options[name])
 
 
 def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
@@ -102,12 +101,6 @@ def check_captured(*, is_possible: bool) -> None:
             "loss, of columns that ranks split, or uncompiled.",
             "Take a step before. Else capture the forward and backward passes alone, and call step() after each replay.",
         )
-
-
-def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
-    for name, law in laws.items():
-        if name in options:
-            law.check(name, options[name])
 
 
 # ── storages, parameters and gradients ──────────────────────────────────────────────────────────────────────────────
@@ -159,10 +152,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
-        raise RecipeError(
-            "Cannot step because a gradient is sparse and the update rules take dense ones.",
-            "Build the embedding with sparse=False.",
-        )
+        raise RecipeError("Cannot step because a gradient is sparse.", "Build the embedding with sparse=False.")
     if gradient.dtype is not parameter.dtype:
         raise RecipeError(
             f"Cannot step because a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is "
@@ -256,14 +246,8 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
                 "Build the optimizer with the storage of the state, or convert it: ng.load_states(optimizer, state).",
             )
         if missing := sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys()):
-            raise RecipeError(
-                f"Cannot load a state without the option '{missing[0]}'.",
-                "Save it by optimizer.state_dict() of this version.",
-            )
+            raise RecipeError(f"Cannot load a state without the option '{missing[0]}'.", "Save it by this version.")
         ours, saved_names = mine.get("param_names", ()), theirs.get("param_names", ())
         if list(ours) != list(saved_names) and sorted(ours) == sorted(saved_names):
-            raise RecipeError(
-                "Cannot load a state of the same parameters in another order.",
-                "Make the optimizer with its parameters in the order of the state.",
-            )
+            raise RecipeError("Cannot load a state of the same parameters in another order.", "Take the state's order.")
         check_options(theirs, rule)

@@ -1,8 +1,8 @@
 """Elementwise rules: the step that an optimizer intends, as pure functions of float32 values.
 
 A rule sees one weight, its gradient and its states, and returns the intended change and the new states. It knows
-nothing of formats, layouts or devices: any storage carries it, but for Collage's, which carry AdamW alone. A state of either
-sign takes the storage's code for first moments, one that is never negative (an average of squares) that for second moments.
+nothing of formats, layouts or devices. A state of either sign takes the storage's code for first moments. One that is never
+negative (an average of squares) takes the code for second moments.
 """
 
 from __future__ import annotations
@@ -99,15 +99,9 @@ def _adam(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
 
 
 _ADAM_SCALARS = ("one_minus_beta1", "one_minus_beta2", "negative_step_size", "inverse_root_correction2", "eps")
-ADAMW = Rule(
-    "adamw",
-    ("exp_avg", "exp_avg_sq"),
-    (*_ADAM_SCALARS, "negative_decay"),
-    _adamw_scalars,
-    _adamw,
-    decay="negative_decay",
-)
-ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMW = Rule("adamw", _MOMENTS, (*_ADAM_SCALARS, "negative_decay"), _adamw_scalars, _adamw, decay="negative_decay")
+ADAM = Rule("adam", _MOMENTS, (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True)
 
 
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -135,14 +129,8 @@ def _plain_sgd(w: Any, g: Any, s: Scalars) -> tuple[Any, ...]:
 
 PLAIN_SGD = Rule("sgd", (), ("weight_decay", "negative_lr"), _plain_sgd_scalars, _plain_sgd)
 """SGD without momentum, which has no state."""
-SGD = Rule(
-    "sgd",
-    ("momentum_buffer",),
-    ("weight_decay", "momentum", "gain", "share_of_gradient", "share_of_momentum", "negative_lr"),
-    _sgd_scalars,
-    _sgd,
-    coupled=True,
-)
+_SGD_SCALARS = ("weight_decay", "momentum", "gain", "share_of_gradient", "share_of_momentum", "negative_lr")
+SGD = Rule("sgd", ("momentum_buffer",), _SGD_SCALARS, _sgd_scalars, _sgd, coupled=True)
 
 
 def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -155,11 +143,5 @@ def _lion(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
     return direction * s["negative_lr"] + w * s["negative_decay"], m + (g - m) * s["one_minus_beta2"]
 
 
-LION = Rule(
-    "lion",
-    ("exp_avg",),
-    ("one_minus_beta1", "one_minus_beta2", "negative_lr", "negative_decay"),
-    _lion_scalars,
-    _lion,
-    decay="negative_decay",
-)
+_LION_SCALARS = ("one_minus_beta1", "one_minus_beta2", "negative_lr", "negative_decay")
+LION = Rule("lion", ("exp_avg",), _LION_SCALARS, _lion_scalars, _lion, decay="negative_decay")
