@@ -73,7 +73,13 @@ class AuditedUpdates:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Report a tensor by name: its ``storage`` loses its updates, and ``fallback`` would keep them. ``reading`` is the audit's."""
+    """Report a tensor whose storage loses its updates.
+
+    Attributes:
+        tensor, storage: their names.
+        fallback: a storage that would keep the updates.
+        reading: the audit's figures.
+    """
 
     tensor: str
     storage: str
@@ -232,13 +238,7 @@ def warn_of(alarms: Sequence[Alarm]) -> None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a framework's wrapper. Accelerate and Lightning store it as ``.optimizer``.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> unwrapped(SimpleNamespace(optimizer=SimpleNamespace(optimizer="ours")))
-        'ours'
-    """
+    """Return the optimizer inside a framework's wrapper. Accelerate and Lightning store it as ``.optimizer``."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer

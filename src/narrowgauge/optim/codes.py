@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -101,10 +101,7 @@ def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scal
 
 
 def _sign(bits: Tensor) -> Tensor:
-    """Return the sign bits of floats, none for a NaN.
-
-    As integers, negative NaNs are just below 0. Adding a mantissa to one carries into the sign.
-    """
+    """Return the sign bits of floats, none for a NaN: to a negative one an added mantissa carries into the sign."""
     return bits & (bits + MANTISSA) & SIGN
 
 
@@ -157,8 +154,7 @@ def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
 def visible_value(visible: str, bits: Tensor) -> Tensor:
     """Return the float32 value of a visible weight's bits.
 
-    Float16 bits are the bits of the value times 2^-112 as float32: the exponents are float16's own. Its infinities and NaNs
-    become 65536 and more.
+    Float16's are those of the value times 2^-112 as float32. Its infinities and NaNs become 65536 and more.
     """
     exponent = VISIBLE[visible][2]
     return float_of(bits) * 2.0**-exponent if exponent else float_of(bits)
@@ -223,9 +219,8 @@ def _in_range(storage: Storage, visible: Tensor) -> Tensor:
 def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Tensor:
     """Return the stored weight of visible bits and their field: the inverse of :func:`encode_weight`.
 
-    If the visible weight is not the rounded master, other code wrote it, and it replaces the master. A tail is added to any
-    visible weight. It moves a weight that other code wrote by at most half an ulp. It does not move a written zero: a negative
-    tail would borrow from the sign, and make a NaN.
+    If the visible weight is not the rounded master, other code wrote it, and it replaces the master. A tail moves a weight that
+    other code wrote by at most half an ulp. It does not move a written zero: a negative tail would make a NaN of its sign.
     """
     if field is None:
         return visible_value(storage.visible, visible)
@@ -404,12 +399,9 @@ def read_weight(storage: Storage, lane: Lane) -> Tensor:
 def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the visible bits of a float32 weight, and its fields in place."""
     if storage.weight.parts > 1:
-        code, zero = storage.weight, torch.zeros((), dtype=torch.int32, device=value.device)
-        alone = replace(lane, fields={**lane.fields, "weight": (zero, 32 - code.bits if not code.is_window else 0)})
-        fields = write_state(storage, alone, "weight", value, addend)
-        shift, into = alone.fields["weight"][1], _into(code, lane.scales, "weight", 0)
-        first = decode(code, fields.pop("weight"), shift, _inverse(into))
-        return encode_visible(storage, first, 0), fields
+        fields = write_state(storage, lane, "weight", value, addend)
+        into = _into(storage.weight, lane.scales, "weight", 0)
+        return encode_visible(storage, decode(storage.weight, fields.pop("weight"), 0, _inverse(into)), 0), fields
     return _split_weight(storage, lane, value, addend)[:2]
 
 
@@ -440,11 +432,15 @@ def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: 
     code, fields, rest = storage.code(name), {}, value
     names = (name, *low_parts(name, code))
     for place, part in enumerate(names):
-        shift, into = lane.fields[part][1], _into(code, lane.scales, name, place)
+        shift, into = _shift(lane, part), _into(code, lane.scales, name, place)
         fields[part] = encode(code.part(place), rest, addend, shift, into)
         if part != names[-1]:
             rest = rest - decode(code, fields[part], shift, _inverse(into))
     return fields
+
+
+def _shift(lane: Lane, part: str) -> int:
+    return lane.fields[part][1] if part in lane.fields else 0  # the visible weight has no field
 
 
 def write_parts(
@@ -460,8 +456,7 @@ def write_parts(
     for name, values in parts.items():
         code = storage.code(name)
         for place, (part, value) in enumerate(zip((name, *low_parts(name, code)), values, strict=True)):
-            shift = lane.fields[part][1] if part in lane.fields else 0
-            into = _into(code, lane.scales, name, place)
+            shift, into = _shift(lane, part), _into(code, lane.scales, name, place)
             fields[part] = encode(code.part(place), value, half(dropped_bits(code)), shift, into)
             if name == "weight":
                 stored.append(_stored(code, fields[part], shift, into, value))
@@ -508,8 +503,7 @@ def alone_value(code: Code, tensor: Tensor, bound: Tensor | None = None) -> Tens
 def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None = None) -> Tensor:
     """Encode values as a tensor of :func:`alone_dtype`. A scaled code needs the ``bound`` of each row, ``[…, rows, 1]``.
 
-    A stochastic code rounds stochastically under ``seed`` (0-d int32). The random bits hash a value's mantissa and its position
-    in its matrix (the last two dims), so a power of two on all values changes nothing.
+    A stochastic code rounds under ``seed`` (0-d int32). The random bits hash a value's mantissa and its position in its matrix.
     """
     value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
     addend: Tensor | int = half(dropped)

@@ -1,9 +1,9 @@
 """Kernels: the step of many elements in 32-bit words, compiled from the definition itself.
 
 :func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. Eager, this code is
-the reference. Compiled, it is one fused loop over 32-bit words. An elementwise rule runs between reading and writing. In a storage
-of Collage, AdamW runs in the published expansions. A matrix rule runs outside, on whole matrices: :func:`make_average` averages
-the gradients before it, and the step writes its change.
+the reference. Compiled, it is one fused loop over 32-bit words. An elementwise rule runs between reading and writing. Storages of
+Collage run AdamW in the published expansions. A matrix rule runs outside, on whole matrices: :func:`make_average` averages the
+gradients before it, and the step writes its change.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ CONTROL = ("gradient_scale", "skip")
 class Numbers:
     """Hold the scalars of a step for one (rule, step number). States with the same number of steps share them.
 
-    ``values`` are the scalars of ``CONTROL`` and of the rule, in the rule's dtype. ``seed`` is the seed of the random bits, 0-d
-    int32.
+    ``values`` are those of ``CONTROL`` and of the rule, in the rule's dtype. ``seed`` is 0-d int32.
     """
 
     values: Tensor

@@ -100,15 +100,6 @@ def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
 
     Inputs of an update come before its outputs, so the first of several damaged tensors is the cause. Tensors are packed words.
     For DTensors they are this rank's part.
-
-    Example:
-        >>> import torch, narrowgauge as ng
-        >>> model = torch.nn.Linear(2, 2, bias=False)
-        >>> optimizer = ng.AdamW(model.named_parameters(), lr=1e-3, storage="float32")
-        >>> model(torch.ones(2)).sum().backward(), optimizer.step()
-        (None, None)
-        >>> [name for name, _, _ in kept_tensors(optimizer)]
-        ['exp_avg of weight', 'exp_avg_sq of weight', 'weight']
     """
     optimizer.settle()
     for parameter, name in optimizer.parameter_names().items():

@@ -44,10 +44,8 @@ def step_matrices(
 ) -> Iterator[tuple[ParameterState, Tensor]]:
     """Step the matrices of one param group. Yield those that were audited without a launch, each with its sums.
 
-    Args:
-        numbers_of: returns the scalars of a state's step.
-        launch: averages the gradients of states into their changes (``True``), or writes the changes, and returns the states
-            that it cannot take.
+    ``numbers_of`` returns the scalars of a state's step. ``launch`` averages the gradients of states into their changes
+    (``True``), or writes the changes, and returns the states that it cannot take.
     """
     for ranks, members in _by_ranks(states):
         members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
@@ -120,10 +118,7 @@ def _step_batch(
 
 @dataclass(frozen=True)
 class Ranks:
-    """Describe the ranks of a mesh that share a parameter's rows: its process group, and this rank's number.
-
-    With ``has_stacks``, the rows are whole matrices.
-    """
+    """Describe the ranks of a mesh that share a parameter's rows, which are whole matrices with ``has_stacks``."""
 
     group: Any
     rank: int
@@ -143,10 +138,7 @@ def _matrices(values: Tensor, size: int = 1) -> Sequence[Tensor]:
 
 
 def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
-    """Return a whole tensor in the ``matrix_shape`` of ``owner`` on the rank ``place``. Else return ``None``.
-
-    Every rank gets its part of a sharded stack.
-    """
+    """Return a whole tensor in the ``matrix_shape`` of ``owner`` on the rank ``place``, else ``None``. Stacks stay in parts."""
     import torch.distributed as dist
 
     if ranks is None:
@@ -188,7 +180,7 @@ def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list
     batches: dict[Any, tuple[Ranks | None, list[ParameterState]]] = {}
     for state in states:
         owner: Any = state.owner
-        if owner.numel() == 0:
+        if not owner.numel():
             continue
         is_by_rows = is_sharded(owner) and owner.device_mesh.ndim == 1 and owner.placements[0].is_shard(0)
         mesh = owner.device_mesh if is_by_rows else None
@@ -228,10 +220,7 @@ class MatrixStep:
                 target.copy_(average(self.rule, self.storage, lane, scalars)[0])
 
     def direction(self, gradient: Tensor, measures: Sequence[Tensor] | None, first: int) -> Tensor:
-        """Return the step of whole matrices, in the gradient's memory. Store the states that are not beside the weight.
-
-        ``first`` is the number of the first matrix in its stack.
-        """
+        """Return the step of whole matrices in the gradient's memory, and store extras. ``first`` numbers the first matrix."""
         skip = self.numbers.values[1] != 0
         size = max(1, _room(gradient.device) // math.prod(gradient.shape[-2:])) if self.rule.stacks else 1
         for place, matrix in enumerate(_matrices(gradient, size)):

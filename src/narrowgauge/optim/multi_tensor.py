@@ -19,6 +19,7 @@ matrices. A second launch writes it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -89,19 +90,14 @@ def num_inputs(rule: Rule | MatrixRule) -> int:
     return 3 if isinstance(rule, MatrixRule) else 2
 
 
-def num_columns(rule: Rule | MatrixRule, storage: Storage) -> int:
-    """Return the columns of the table: the addresses of the inputs, planes and scales, and the sizes."""
-    return num_inputs(rule) + len(layout_of(storage).planes) + len(storage.scaled) + len(SIZES)
-
-
 def source(rule: Rule | MatrixRule, storage: Storage, *, whole: bool, audited: bool) -> str:
     """Return the text of the Triton functions ``step``, ``add_up`` and, for a matrix rule, ``average``."""
-    width, first_plane = num_columns(rule, storage), num_inputs(rule)
-    layout, num_scalars, num_addresses = layout_of(storage), len(rule.scalars), width - len(SIZES)
+    layout, num_scalars, first_plane = layout_of(storage), len(rule.scalars), num_inputs(rule)
+    num_addresses = first_plane + len(layout.planes) + len(storage.scaled)
     parts, per_word = layout.num_parts, layout.per_word
     lines = [
         "program = first_program + tl.program_id(0)",
-        f"row = table + tl.load(tiles + program).to(tl.int64) * {width}",
+        f"row = table + tl.load(tiles + program).to(tl.int64) * {num_addresses + len(SIZES)}",
         *(f"{name} = tl.load(row + {num_addresses + k})" for k, name in enumerate(SIZES)),
         *(f"v_{k} = tl.load(control + {k})" for k in range(len(CONTROL))),
         f"scalars = numbers + number * {num_scalars + 1}",
@@ -135,9 +131,8 @@ def source(rule: Rule | MatrixRule, storage: Storage, *, whole: bool, audited: b
                 stores[f"w{len(loads)}"] = f"store_halves({p}, at, {{}}, {inside}, left)"
                 loads += [f"load_halves({p}, at, {inside}, left)"]
             else:
-                lines += [
-                    f"{p} = {f'tl.multiple_of({address}, 16)' if whole else address} + ({line} * columns + origin)"
-                ]
+                first = f"tl.multiple_of({address}, 16)" if whole else address
+                lines += [f"{p} = {first} + ({line} * columns + origin)"]
                 stores[f"w{len(loads)}"] = f"tl.store({p} + at, {{}}, mask={inside})"
                 loads += [f"tl.load({p} + at, mask={inside}, other=0)"]
     for k in range(parts if isinstance(rule, MatrixRule) else 0):
@@ -197,10 +192,7 @@ def _over_span(body: Sequence[str]) -> str:
 
 
 def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> list[str]:
-    """Print the new bounds of a program's rows, and the multipliers ``into_`` and ``back_`` of each code and part.
-
-    ``column`` is the first column of the table with an address of scales.
-    """
+    """Print the new bounds of a program's rows, and ``into_`` and ``back_`` of each code and part. Scales begin at ``column``."""
     parts, scaled, names = layout_of(storage).num_parts, storage.scaled, _bounding(rule, storage)
     magnitude, scales = _graphs_of_bounds(rule, storage)
     lines, body = [], []
@@ -264,12 +256,7 @@ def functions(rule: Rule | MatrixRule, storage: Storage, whole: bool, audited: b
 
 
 class Table:
-    """Step tensors of one (rule, storage) and device by one launch. The table is kept between steps.
-
-    Args:
-        rule, storage: of all states. The storage does not compute in float64.
-        device: of all states.
-    """
+    """Step tensors of one (rule, storage), not in float64, and device by one launch. The table is kept between steps."""
 
     def __init__(self, rule: Rule | MatrixRule, storage: Storage, device: torch.device) -> None:
         self.rule, self.storage, self.device = rule, storage, device
@@ -282,10 +269,9 @@ class Table:
     def set(
         self, states: list[ParameterState], numbers: Sequence[HostNumbers], choices: Sequence[tuple[int, ...]]
     ) -> None:
-        """Set the states of the next step. Their weights and gradients are contiguous.
+        """Set the states of the next step, whose weights and gradients are contiguous.
 
-        Args:
-            choices: the index in ``numbers``, the ``period`` and the ``phase`` of each state.
+        ``choices`` are the index in ``numbers``, the ``period`` and the ``phase`` of each state.
         """
         if states != self._states or len(numbers) != len(self._numbers):
             self._allocate(states, len(numbers))
@@ -304,10 +290,7 @@ class Table:
         for state in states:
             group, columns = (1, *state.extent)[-2:]
             num_rows, elements = (1, *layout.matrix(state.parameter.shape))[-2:]
-            memory = [
-                *(state.words[plane.name] for plane in layout.planes),
-                *(state.scales[n] for n in self.storage.scaled),
-            ]
+            memory = [state.words[p.name] for p in layout.planes] + [state.scales[n] for n in self.storage.scaled]
             sizes = columns, group, elements, num_rows, 0, num_programs(state), 0, 0, 0
             rows.append([*[0] * num_inputs(self.rule), *(x.data_ptr() for x in memory), *sizes])
         size = len(rows) * len(rows[0])
@@ -448,20 +431,16 @@ class _Batch:
 
 
 class Launches:
-    """Step the states of an optimizer by one launch for each (rule, storage), whatever their param groups and step counts.
-
-    Args:
-        tables: kept by the optimizer between steps.
-    """
+    """Step the states of an optimizer by one launch for each (rule, storage). It keeps ``tables`` between steps."""
 
     def __init__(self, tables: dict[Kernel, Table]) -> None:
-        self.tables, self._batches = tables, dict[Kernel, _Batch]()
+        self.tables, self._batches = tables, defaultdict[Kernel, _Batch](_Batch)
 
     def take(self, stepper: Any, states: Sequence[ParameterState]) -> list[ParameterState]:
-        """Take states of the param group of a :class:`narrowgauge.optim.step.Stepper`. Return those that it must step itself."""
-        alike: dict[tuple[Kernel, int], list[ParameterState]] = {}
+        """Take states of the group of a :class:`narrowgauge.optim.step.Stepper`. Return those that it must step itself."""
+        alike: dict[tuple[Kernel, int], list[ParameterState]] = defaultdict(list)
         for state in states:
-            alike.setdefault((state.kernel, state.step + 1), []).append(state)
+            alike[state.kernel, state.step + 1].append(state)
         return [state for key, members in alike.items() for state in self._take(stepper, *key, members)]
 
     def _take(self, stepper: Any, kernel: Kernel, count: int, states: list[ParameterState]) -> list[ParameterState]:
@@ -475,7 +454,7 @@ class Launches:
         # Before an audit prove the step alone too: nothing can be compared later, while a graph captures it.
         if not all(is_proven(rule, storage, device, audited) for audited in sorted({False, is_audited})):
             return states
-        batch, refused = self._batches.setdefault(kernel, _Batch()), []
+        batch, refused = self._batches[kernel], []
         batch.numbers.append((rule.prepare(group, count), step_seed(group["seed"], count)))
         for state in states:
             is_contiguous = state.parameter.is_contiguous() and state.gradient.is_contiguous()

@@ -124,14 +124,12 @@ class Optimizer(torch.optim.Optimizer):
         Range(is_integer=True).check("audit_every", audit_every)
         if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps with a non-finite norm
             Range(above=True).check("max_grad_norm", max_grad_norm)
-        self.rule, self.compile = rule, compile
-        self.max_grad_norm, self.audit_every = max_grad_norm, audit_every
+        self.rule, self.compile, self.max_grad_norm, self.audit_every = rule, compile, max_grad_norm, audit_every
         self.grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each step.
         self.skip_above = math.inf
-        self.num_skipped = 0
-        self.num_calls = 0  # of step(), skipped steps too; torch.amp.GradScaler may leave a call out
+        self.num_skipped, self.num_calls = 0, 0  # calls of step(): torch.amp.GradScaler may leave one out
         self.last_overflow: list[str] = []
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
@@ -218,15 +216,11 @@ class Optimizer(torch.optim.Optimizer):
         return state if isinstance(state, ParameterState) else None
 
     def group_of(self, parameter: Tensor) -> Group:
-        """Return the param group of a parameter.
-
-        Raises:
-            KeyError: the optimizer does not have the parameter.
-        """
-        group = next((g for g in self.param_groups if any(parameter is p for p in g["params"])), None)
-        if group is None:
-            raise KeyError("this tensor is not one of the optimizer's parameters")
-        return group
+        """Return the param group of a parameter. Raise a ``KeyError`` for a tensor that the optimizer does not have."""
+        for group in self.param_groups:
+            if any(parameter is p for p in group["params"]):
+                return group
+        raise KeyError("this tensor is not one of the optimizer's parameters")
 
     def storage_of(self, parameter: Tensor) -> Storage:
         """Return the storage of one of the optimizer's parameters."""
@@ -399,7 +393,7 @@ class Optimizer(torch.optim.Optimizer):
         return torch.zeros_like(parameter, dtype=dtype)
 
     def num_steps(self, parameter: Tensor) -> int:
-        """Return the number of steps that a parameter has taken, 0 before the first. Wait for the last step."""
+        """Return the number of steps that a parameter has taken. Wait for the last step."""
         self.settle()
         state = self.state_of(parameter)
         return 0 if state is None else state.step
@@ -408,7 +402,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return bytes per parameter of live weights, gradients (in the parameters' format) and states."""
         parameters = [local_of(p) for p in self._parameters()]
         states = [t for state in map(self.state_of, self._parameters()) if state is not None for t in state.tensors()]
-        total = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
+        total = sum(t.nbytes for t in [*parameters, *parameters, *states])
         return total / max(1, sum(p.numel() for p in parameters))
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -461,12 +455,10 @@ class Optimizer(torch.optim.Optimizer):
         self._stepped = True
         found_inf = getattr(self, "found_inf", None)  # torch.amp.GradScaler sets it and `grad_scale` during a step
         num_elements: dict[Kernel, int] = defaultdict(int)
-        for kernel in self._kernels.values():
-            kernel.ran_compiled = None
         for state in states:
             num_elements[state.kernel] += state.parameter.numel()
-        for kernel, count in num_elements.items():
-            kernel.compile = self._is_worth_compiling(count, device)
+        for kernel in self._kernels.values():
+            kernel.ran_compiled, kernel.compile = None, self._is_worth_compiling(num_elements[kernel], device)
         scaling = {"scaler": self.loss_scaler, "grad_scale": getattr(self, "grad_scale", None), "found_inf": found_inf}
         self.last_control, norm, finite = self._decide(self._control, states, **scaling)
         control = self.last_control
@@ -631,11 +623,7 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def load_states(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Replace all states by saved ones, each parameter's part of :meth:`state_dict`. A refused state changes nothing.
-
-        Raises:
-            RecipeError: a state was saved from another storage, rule or shape.
-        """
+        """Replace all states by saved ones, each parameter's part of :meth:`state_dict`. A refused state changes nothing."""
         states = make_loaded_states(self, entries, self.param_groups)
         state: dict[Any, Any] = self.state
         notes = {key: value for key, value in state.items() if not isinstance(key, Tensor)}  # of hooks and users

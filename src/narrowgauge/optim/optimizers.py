@@ -162,9 +162,8 @@ class Muon(Optimizer):
         momentum: decay rate of the average of gradients.
         nesterov: look one step ahead of that average.
         ns_steps: iterations of the orthogonalisation.
-        adjust_lr_fn: as in ``torch.optim.Muon``. ``None`` or ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / cols))``.
-            ``"match_rms_adamw"`` multiplies it by ``0.2 · sqrt(max(rows, cols))``. Then steps are as large as AdamW's, and
-            vectors and embeddings can share the rate.
+        adjust_lr_fn: as in ``torch.optim.Muon``. ``None`` or ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / cols))``,
+            ``"match_rms_adamw"`` by ``0.2 · sqrt(max(rows, cols))``: steps as large as AdamW's, which can share the rate.
         ns_dtype: format of the products' operands: ``"bfloat16"``, as published, or ``"float32"``.
         betas, eps: AdamW's, for parameters of fewer than two dims.
 
@@ -201,9 +200,7 @@ class Adafactor(Optimizer):
     """Adafactor: store second moments as one value per row and one per column.
 
     By default ``lr`` bounds a relative step, as in the paper and in ``torch.optim.Adafactor``. To use an AdamW's rate and
-    schedule, set ``scale_parameter=False, relative_step=False``.
-
-    Vectors take AdamW steps of ``lr`` itself, 1e-2 by default: give them a group with their own ``lr``.
+    schedule, set ``scale_parameter=False, relative_step=False``. Vectors take AdamW steps of ``lr`` itself, 1e-2 by default.
 
     Args:
         params, weight_decay, options: as in :class:`Muon`. Row and column values are float32 in every storage.
@@ -254,7 +251,7 @@ class GaLore(Optimizer):
         rank: rank of the subspace, at most the shorter side.
         update_proj_gap: steps between two subspaces.
         scale: factor of the step, but not of the decay.
-        betas, eps: decay rates of the moments, and the addend of the denominator. AdamW uses them for fewer dims.
+        betas, eps: as in :class:`AdamW`.
         options: as in :class:`AdamW`. Bases and moments use the storage's codes for moments, of 8 bits in ``states8``.
 
     Cost: ``rank · (shorter + 2 · longer side)`` values of states. Transient memory holds four float32 copies of the matrix, and

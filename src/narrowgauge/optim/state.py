@@ -125,10 +125,8 @@ class ParameterState:
     def in_parameter_order(self) -> dict[str, Tensor]:
         """Return copies of this rank's part: planes in the parameter's shape, bounds as ``…_bound``, and extras."""
         shape = self.parameter.shape
-        planes = {
-            plane.name: self.layout.to_parameter_order(plane, self.words[plane.name], shape)
-            for plane in self.layout.planes
-        }
+        layout = self.layout
+        planes = {p.name: layout.to_parameter_order(p, self.words[p.name], shape) for p in layout.planes}
         bounds = {f"{name}_bound": bound.reshape(*shape[:-1], 1).clone() for name, bound in self.bounds.items()}
         return {**planes, **bounds, **{name: value.clone() for name, value in self.tensors_of_extras().items()}}
 
