@@ -26,7 +26,7 @@ from narrowgauge.optim.codes import Lane, Written
 from narrowgauge.optim.layout import lanes_of_weight, layout_of, words_of_weight
 from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
 from narrowgauge.triton_printer import launches_on
 
@@ -82,7 +82,7 @@ def average(rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars) ->
 
 
 def advance(
-    rule: Rule | MatrixRule, storage: Storage, lane: Lane, change: Tensor | None, scalars: Scalars, seed: Tensor
+    rule: AnyRule, storage: Storage, lane: Lane, change: Tensor | None, scalars: Scalars, seed: Tensor
 ) -> Written:
     """Step one lane: run an elementwise rule, or write the ``change`` of a matrix rule, with its average and decay."""
     if isinstance(rule, Rule):
@@ -101,7 +101,7 @@ def least_decay(storage: Storage) -> float:
 
 
 def weight_decay(
-    rule: Rule | MatrixRule,
+    rule: AnyRule,
     storage: Storage,
     lane: Lane,
     change: Tensor | None,
@@ -145,9 +145,7 @@ def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Te
     return lanes
 
 
-def make_step(
-    rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | None = None, *, writes: bool = True
-) -> Step:
+def make_step(rule: AnyRule, storage: Storage, summarize: Summarize | None = None, *, writes: bool = True) -> Step:
     """Return the step of a whole tensor in words: ``step(*words, *scales, *changes, values, seed) -> Tensor``.
 
     Args:
@@ -206,7 +204,7 @@ def make_average(rule: MatrixRule, storage: Storage) -> Step:
 
 
 @lru_cache(None)
-def steps_of(rule: Rule | MatrixRule, storage: Storage) -> tuple[Step, Step]:
+def steps_of(rule: AnyRule, storage: Storage) -> tuple[Step, Step]:
     """Return the step and its audit. Return the same function objects each time, so that they are compiled once."""
     return make_step(rule, storage), make_step(rule, storage, row_sums, writes=False)
 
@@ -218,7 +216,7 @@ class Kernel:
     only averages, and writes the change that the rule computed on a whole matrix.
     """
 
-    def __init__(self, rule: Rule | MatrixRule, storage: Storage) -> None:
+    def __init__(self, rule: AnyRule, storage: Storage) -> None:
         self.rule, self.storage = rule, storage
         self.compile = False  # the optimizer decides at each step, from the elements that it steps
         self.ran_compiled: bool | None = None  # in the last step

@@ -42,7 +42,7 @@ from narrowgauge.optim.layout import lanes_of_weight, layout_of
 from narrowgauge.optim.matrix_step import MatrixStep
 from narrowgauge.optim.row_bounds import bound_rows, scales_of_rows
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import ParameterState, allocate_all
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_names import send, to_device
@@ -85,12 +85,12 @@ def add_up(table, sums, totals, WIDTH: tl.constexpr):
 """
 
 
-def num_inputs(rule: Rule | MatrixRule) -> int:
+def num_inputs(rule: AnyRule) -> int:
     """Return the columns of the table whose addresses change: of the weight, the gradient and a matrix rule's change."""
     return 3 if isinstance(rule, MatrixRule) else 2
 
 
-def source(rule: Rule | MatrixRule, storage: Storage, *, whole: bool, audited: bool) -> str:
+def source(rule: AnyRule, storage: Storage, *, whole: bool, audited: bool) -> str:
     """Return the text of the Triton functions ``step``, ``add_up`` and, for a matrix rule, ``average``."""
     layout, num_scalars, first_plane = layout_of(storage), len(rule.scalars), num_inputs(rule)
     num_addresses = first_plane + len(layout.planes) + len(storage.scaled)
@@ -250,7 +250,7 @@ HostNumbers = tuple[Sequence[float], int]
 
 
 @lru_cache(None)
-def functions(rule: Rule | MatrixRule, storage: Storage, whole: bool, audited: bool, interpret: bool) -> dict[str, Any]:
+def functions(rule: AnyRule, storage: Storage, whole: bool, audited: bool, interpret: bool) -> dict[str, Any]:
     """Return the Triton functions of :func:`source`. The first launch compiles them."""
     return load(source(rule, storage, whole=whole, audited=audited), interpret=interpret)
 
@@ -258,7 +258,7 @@ def functions(rule: Rule | MatrixRule, storage: Storage, whole: bool, audited: b
 class Table:
     """Step tensors of one (rule, storage), not in float64, and device by one launch. The table is kept between steps."""
 
-    def __init__(self, rule: Rule | MatrixRule, storage: Storage, device: torch.device) -> None:
+    def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
         self.rule, self.storage, self.device = rule, storage, device
         self._states: list[ParameterState] = []
         self._addresses: list[int] = []
@@ -363,7 +363,7 @@ def audit_of(state: ParameterState, turn: int) -> tuple[int, int, int]:
 
 
 @lru_cache(None)
-def is_proven(rule: Rule | MatrixRule, storage: Storage, device: torch.device, audited: bool) -> bool:
+def is_proven(rule: AnyRule, storage: Storage, device: torch.device, audited: bool) -> bool:
     """Return whether a launch gives the bits of the definition, which runs on the CPU. Warn once if not."""
 
     def compare() -> bool:
@@ -398,7 +398,7 @@ def is_proven(rule: Rule | MatrixRule, storage: Storage, device: torch.device, a
     return is_possible and proves(f"the step of all tensors of {rule.name}/{storage.name}", compare)
 
 
-def _cases(rule: Rule | MatrixRule, storage: Storage, device: torch.device) -> list[ParameterState]:
+def _cases(rule: AnyRule, storage: Storage, device: torch.device) -> list[ParameterState]:
     """Draw a whole tensor and another one. Their last two rows have edge values."""
     kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
 

@@ -24,6 +24,7 @@ from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
@@ -31,26 +32,10 @@ from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
 from narrowgauge.optim.multi_tensor import Launches, Table
 from narrowgauge.optim.parameter_formats import refuse_rounding, round_in_place, rounding_note
-from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.optim.rules.matrix import MatrixRule, extras_of, shapes_of_states
+from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState, allocate_all
 from narrowgauge.optim.step import Stepper
-from narrowgauge.optim.validation import (
-    FLAGS,
-    HOW_TO_RUN,
-    check_captured,
-    check_fits,
-    check_in_use,
-    check_one_device,
-    check_options,
-    check_real,
-    check_replaced,
-    check_same_rule,
-    check_step,
-    check_visible,
-    gradient_of,
-    known_row,
-)
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
@@ -104,7 +89,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        rule: Rule | MatrixRule,
+        rule: AnyRule,
         defaults: dict[str, Any],
         *,
         storage: str | None = None,
@@ -118,9 +103,9 @@ class Optimizer(torch.optim.Optimizer):
         maximize: bool | None = False,
         **flags: bool | None,
     ) -> None:
-        if unknown := flags.keys() - {*FLAGS, *HOW_TO_RUN}:
+        if unknown := flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}:
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'")
-        check_options({**defaults, **flags}, rule)
+        validation.check_options({**defaults, **flags}, rule)
         Range(is_integer=True).check("audit_every", audit_every)
         if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps with a non-finite norm
             Range(above=True).check("max_grad_norm", max_grad_norm)
@@ -149,7 +134,7 @@ class Optimizer(torch.optim.Optimizer):
         self._captured: _Captured | None = None
         self.keep_float32, self.maximize = keep_float32, bool(maximize)
         self._to_round: dict[Tensor, str] | None = {}  # the visible format of each, until all groups are checked
-        storage = known_row("word" if storage is None else storage).name
+        storage = validation.known_row("word" if storage is None else storage).name
         super().__init__(params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits})
         self.register_state_dict_post_hook(show_states)  # before other hooks see the states
         self._taken: dict[Tensor, ParameterState] = {}  # between the two hooks of loading
@@ -173,14 +158,17 @@ class Optimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _remove_repeated(group)
+        # A repeated weight is one parameter, under its first name. Torch has warned of it.
+        first = {p: place for place, p in reversed([*enumerate(group["params"])])}
+        for key in {"params", "param_names"} & group.keys():
+            group[key] = [group[key][place] for place in sorted(first.values())]
         to_round: dict[Tensor, str] = {}
         try:
             require_float64(group["params"])
-            check_options(group, self.rule)
+            validation.check_options(group, self.rule)
             names = self.parameter_names()
             for parameter in group["params"]:
-                check_real(parameter)
+                validation.check_real(parameter)
                 visible = self._row_of(group, parameter).visible
                 is_wide = parameter.requires_grad and parameter.dtype is torch.float32 and visible != "float32"
                 if is_wide and not (self.keep_float32 and self.keep_float32(names[parameter], parameter)):
@@ -227,24 +215,22 @@ class Optimizer(torch.optim.Optimizer):
         return self._storage_in(self.group_of(parameter), parameter)
 
     def _row_of(self, group: Group, parameter: Tensor) -> Storage:
-        row = known_row(group["storage"])
+        row = validation.known_row(group["storage"])
         return for_vectors(row) if parameter.ndim < 2 else row
 
     def _storage_in(self, group: Group, parameter: Tensor, visible: str | None = None) -> Storage:
         return for_format(self._row_of(group, parameter), visible or dtype_name(parameter.dtype))
 
-    def rule_in(self, group: Group, parameter: Tensor) -> Rule | MatrixRule:
+    def rule_in(self, group: Group, parameter: Tensor) -> AnyRule:
         """Return the rule that steps a parameter under a group's options."""
         plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
         return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
 
-    def _pair_of(
-        self, group: Group, parameter: Tensor, visible: str | None = None
-    ) -> tuple[Rule | MatrixRule, Storage]:
+    def _pair_of(self, group: Group, parameter: Tensor, visible: str | None = None) -> tuple[AnyRule, Storage]:
         """Return the rule of a parameter, or of one in another format, and the storage with its states. Refuse odd pairs."""
         rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter, visible)
         if visible is None:
-            check_visible(parameter, storage)
+            validation.check_visible(parameter, storage)
         storage = storage.keeping(rule.kept)
         refuse_pair(rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
         return rule, storage
@@ -362,7 +348,7 @@ class Optimizer(torch.optim.Optimizer):
     def make_missing(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Make the states of parameters without one."""
         if missing := [p for p in parameters if self.state_of(p) is None]:
-            check_captured(is_possible=not is_captured())  # a graph would fill new states in a replay alone
+            validation.check_captured(is_possible=not is_captured())  # a graph would fill new states in a replay alone
             self.state.update(self.make_states(group, missing))
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
@@ -426,10 +412,8 @@ class Optimizer(torch.optim.Optimizer):
         return self._uncompiled(closure)
 
     def _close_and_step(self, closure: Callable[[], Any] | None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         with torch.no_grad():
             self._step()
         if not is_captured():
@@ -440,15 +424,15 @@ class Optimizer(torch.optim.Optimizer):
         if not is_captured():
             self.settle()
         for group in self.param_groups:
-            check_step(group, self.rule)
+            validation.check_step(group, self.rule)
         if not self._stepped:
-            check_replaced(self.state, list(self._parameters()))
-            check_in_use(self.parameter_names(), self._model(), self._members)
+            validation.check_replaced(self.state, list(self._parameters()))
+            validation.check_in_use(self.parameter_names(), self._model(), self._members)
         work = [(group, self._with_gradient(group)) for group in self.param_groups]
         states = [state for _, members in work for state in members]
         if not states:
             return
-        device = check_one_device([state.parameter for state in states])
+        device = validation.check_one_device([state.parameter for state in states])
         if is_captured():
             self._capture(work)
             return
@@ -497,7 +481,7 @@ class Optimizer(torch.optim.Optimizer):
         captured = _Captured(work, [state.gradient for state in states], step_control, launches.tables, decision)
         is_scaled = self.loss_scaler is not None or getattr(self, "found_inf", None) is not None
         is_first = any(state.step == 0 for state in states)
-        check_captured(is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches)))
+        validation.check_captured(is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches)))
         self._captured = captured
         launches.run(decision.control, self.auditor, sends=False)
         for state in states:
@@ -527,7 +511,7 @@ class Optimizer(torch.optim.Optimizer):
         if captured is None:
             raise RecipeError("Cannot advance because no CUDA graph has captured a step.", "Call step() in the graph.")
         for group in self.param_groups:
-            check_step(group, self.rule)
+            validation.check_step(group, self.rule)
         control, norm, finite = captured.decision
         if norm is None and not (self.max_grad_norm is None and self.skip_above == math.inf):
             raise RecipeError(
@@ -555,11 +539,11 @@ class Optimizer(torch.optim.Optimizer):
             self.load_state_dict(self.state_dict())  # the model was moved, as Fabric does after the optimizer is made
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
-            state.gradient, state.parameter = local_of(gradient_of(parameter)), local_of(parameter)
-            check_fits(state, group["storage"])
+            state.gradient, state.parameter = local_of(validation.gradient_of(parameter)), local_of(parameter)
+            validation.check_fits(state, group["storage"])
             if isinstance(self.rule, MatrixRule):
                 rule = self.rule_in(group, parameter)
-                check_same_rule(state, rule.name, shapes_of_states(rule, parameter.shape, group))
+                validation.check_same_rule(state, rule.name, shapes_of_states(rule, parameter.shape, group))
         return states
 
     def settle(self) -> None:
@@ -686,13 +670,3 @@ def _rebuilt(kind: type[Optimizer], values: dict[str, Any], entries: list[dict[s
 def unnamed(place: int) -> str:
     """Return the name of a parameter without a name, by its place in the optimizer."""
     return f"param {place}"
-
-
-def _remove_repeated(group: Group) -> None:
-    """Remove repeats of a tied weight. It is one parameter, under its first name. Torch has warned of it."""
-    first: dict[Tensor, int] = {}
-    for place, parameter in enumerate(group["params"]):
-        first.setdefault(parameter, place)
-    for key in ("params", "param_names"):
-        if key in group:
-            group[key] = [group[key][place] for place in first.values()]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.optim.low_bits import LOW_BITS
-from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, Rule
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
@@ -34,7 +34,7 @@ HOW_TO_RUN = ("fused", "foreach", "capturable")
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
 
 
-def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
+def check_options(options: Mapping[str, Any], rule: AnyRule) -> None:
     """Refuse options (of a group, or defaults) that are out of range or that the rule cannot obey."""
     for name in _OF_THE_OPTIMIZER:
         if name in options:
@@ -49,7 +49,7 @@ def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
         LAWS[rule.name]["lr"].check("lr", options["lr"])
 
 
-def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
+def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
     """Refuse options out of range, before every step. A negative ``lr`` passes: a schedule may end slightly below 0."""
     for name in FLAGS:
         if options.get(name):
@@ -235,7 +235,7 @@ def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None, members: 
             )
 
 
-def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: Rule | MatrixRule) -> None:
+def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: AnyRule) -> None:
     """Refuse saved param groups of other sizes, storages or rules."""
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")

@@ -84,18 +84,19 @@ def _adam_l2_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     return *_adam_scalars(group, step), float(group["weight_decay"])
 
 
-def _adamw(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
-    m = m + (g - m) * s["one_minus_beta1"]
-    v = v + (g * g - v) * s["one_minus_beta2"]
-    ratio = m / (sqrt(v) * s["inverse_root_correction2"] + s["eps"])
-    return ratio * s["negative_step_size"] + s["negative_decay"] * w, m, v
-
-
-def _adam(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
-    g = g + w * s["weight_decay"]
+def _without_decay(g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
     m = m + (g - m) * s["one_minus_beta1"]
     v = v + (g * g - v) * s["one_minus_beta2"]
     return m / (sqrt(v) * s["inverse_root_correction2"] + s["eps"]) * s["negative_step_size"], m, v
+
+
+def _adamw(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
+    change, m, v = _without_decay(g, m, v, s)
+    return change + s["negative_decay"] * w, m, v
+
+
+def _adam(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
+    return _without_decay(g + w * s["weight_decay"], m, v, s)
 
 
 _ADAM_SCALARS = ("one_minus_beta1", "one_minus_beta2", "negative_step_size", "inverse_root_correction2", "eps")

@@ -82,19 +82,22 @@ class MatrixRule:
         return tuple((name, "exp_avg") for name in self.beside)
 
 
+AnyRule = Rule | MatrixRule
+
+
 def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape in which a parameter is stepped: ``(number, rows, cols)`` for three dims, else ``(rows, cols)``."""
     return tuple(shape) if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
 
 
-def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
+def shapes_of_states(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a rule's states for a parameter of ``shape``, by name."""
     beside = rule.beside if isinstance(rule, MatrixRule) else rule.states
     apart = {name: state.shape for name, state in extras_of(rule, shape, options).items()}
     return {**dict.fromkeys(beside, tuple(shape)), **apart}
 
 
-def extras_of(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
+def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
     """Return the states of a rule that are separate from the weight, by name."""
     if not isinstance(rule, MatrixRule) or rule.states is None:
         return {}
