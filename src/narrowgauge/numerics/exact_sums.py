@@ -113,12 +113,7 @@ def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def exact_squares(
-    tensors: Sequence[Tensor],
-    *,
-    compile: bool = True,
-    table: SquaresTable | None = None,
-) -> Tensor:
+def exact_squares(tensors: Sequence[Tensor], *, compile: bool = True, table: SquaresTable | None = None) -> Tensor:
     """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a value is.
 
     For DTensors it is that of the whole. All ranks of their meshes pass the same tensors in the same order. They get the same

@@ -277,7 +277,6 @@ def _weight(entry: Entry, optimizer: Optimizer, parameter: Tensor) -> Tensor:
 
 
 def _scaled_blocks(values: Tensor, scales: Tensor, size: int) -> Tensor:
-    """Multiply flat values by the scale of their block of ``size`` neighbours."""
     scaled: Tensor = values.flatten() * scales.float().repeat_interleave(size)[: values.numel()]
     return scaled
 

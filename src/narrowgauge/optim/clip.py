@@ -68,16 +68,9 @@ class StepControl:
 
     @torch.no_grad()
     def __call__(
-        self,
-        gradients: Sequence[Tensor],
-        device: torch.device,
-        *,
-        max_norm: float | None,
-        skip_above: float,
-        scaler: LossScaler | None = None,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> Decision:
+        self, gradients: Sequence[Tensor], device: torch.device, *, max_norm: float | None, skip_above: float,
+        scaler: LossScaler | None = None, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    ) -> Decision:  # fmt: skip
         """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
 
         Args:

@@ -101,13 +101,7 @@ def least_decay(storage: Storage) -> float:
 
 
 def weight_decay(
-    rule: AnyRule,
-    storage: Storage,
-    lane: Lane,
-    change: Tensor | None,
-    scalars: Scalars,
-    seed: Tensor,
-    written: Written,
+    rule: AnyRule, storage: Storage, lane: Lane, change: Tensor | None, scalars: Scalars, seed: Tensor, written: Written
 ) -> tuple[Tensor, Tensor]:
     """Return the intended and the stored decay of a lane's step: repeat it without decay. Compiled, that costs the difference."""
     factor = scalars[rule.decay]

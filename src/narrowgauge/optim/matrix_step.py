@@ -8,8 +8,8 @@ A batch has one parameter for each rank, or some of one process. The largest com
 
 A stack that is sharded by its first dim is not gathered: every rank steps its own matrices, and broadcasts their states. The bits
 are the same as in one process. Weights and states are decoded piece by piece. On a GPU one launch averages a batch, and one
-writes it. Equal shapes share each product of Muon. DTensors that are not sharded by rows along the one axis of a mesh are gathered and
-stepped on every rank. Other parameters belong to this process alone.
+writes it. Equal shapes share each product of Muon. DTensors that are not sharded by rows along the one axis of a mesh are
+gathered, and stepped on every rank. Other parameters belong to this process alone.
 """
 
 from __future__ import annotations

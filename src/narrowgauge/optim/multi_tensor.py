@@ -11,10 +11,8 @@ Table and numbers are one buffer, copied to the device once a step. A program st
 row of each part. Where rows have scales, it reads the row's gradient twice: for the new bounds, then for the step.
 
 A tensor is *whole* if its rows are multiples of 16 bytes and begin at multiples of 16 bytes. The others are read in elements, by
-a second launch. An audited launch also sums the terms of each program. One more launch adds them by tensor, in order.
-
-A matrix rule has one more address, of its float32 change. One launch averages gradients into it, before the rule reads whole
-matrices. A second launch writes it.
+a second launch. An audited launch also sums the terms of each program. One more launch adds them by tensor, in order. A matrix
+rule has one more address, of its float32 change: one launch averages gradients into it, and a later one writes it.
 """
 
 from __future__ import annotations
@@ -186,7 +184,6 @@ def _graph(rule: Any, storage: Storage, summarize: Any, averages: bool, *counts:
 
 
 def _over_span(body: Sequence[str]) -> str:
-    """Return a loop over the words of a program."""
     begin = [f"at = start + tl.arange(0, {BLOCK})", "inside = at < span"]
     return f"for start in range(0, span, {BLOCK}):\n" + indent("\n".join([*begin, *body]), "    ")
 
@@ -444,7 +441,6 @@ class Launches:
         return [state for key, members in alike.items() for state in self._take(stepper, *key, members)]
 
     def _take(self, stepper: Any, kernel: Kernel, count: int, states: list[ParameterState]) -> list[ParameterState]:
-        """Take states of one kernel and step number."""
         rule, storage, group, audit_every = kernel.rule, kernel.storage, stepper.group, stepper.audit_every
         device = states[0].parameter.device
         is_captured = kernel.is_matrix and states[0].change is None  # a graph has no place for the products of matrices

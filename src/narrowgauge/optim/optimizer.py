@@ -82,27 +82,14 @@ class Optimizer(torch.optim.Optimizer):
     Raises:
         RecipeError: an option is out of range, the storage is unknown, parameters are not in its visible format, or the rule
             does not support its arithmetic.
-
-    Cost: see ``RESULTS.md``. ``word`` moves 14 bytes a parameter, a float32 AdamW 28.
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        rule: AnyRule,
-        defaults: dict[str, Any],
-        *,
-        storage: str | None = None,
-        max_grad_norm: float | None = None,
-        seed: int = 0,
-        audit_every: int = 10,
-        compile: bool | None = None,
-        loss_scaler: LossScaler | None = None,
-        low_bits: str = "random",
-        keep_float32: Callable[[str, Tensor], bool] | None = None,
-        maximize: bool | None = False,
-        **flags: bool | None,
-    ) -> None:
+        self, params: Iterable[Any], rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
+        max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
+        loss_scaler: LossScaler | None = None, low_bits: str = "random", maximize: bool | None = False,
+        keep_float32: Callable[[str, Tensor], bool] | None = None, **flags: bool | None,
+    ) -> None:  # fmt: skip
         if unknown := flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}:
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'")
         validation.check_options({**defaults, **flags}, rule)
@@ -139,7 +126,8 @@ class Optimizer(torch.optim.Optimizer):
         self.register_state_dict_post_hook(show_states)  # before other hooks see the states
         self._taken: dict[Tensor, ParameterState] = {}  # between the two hooks of loading
         self.register_load_state_dict_post_hook(put_states)
-        self._round()
+        formats, self._to_round = self._to_round or {}, None
+        self._round(formats)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -178,16 +166,15 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        is_first = self._to_round is not None  # __init__ rounds once, after all groups
-        self._to_round = {**(self._to_round or {}), **to_round}
-        if not is_first:
-            self._round()
+        if self._to_round is None:
+            self._round(to_round)
+        else:
+            self._to_round |= to_round
         if self.auditor.join is not None:
             self.auditor.join = joined_over_ranks(list(self._parameters()))
 
-    def _round(self) -> None:
+    def _round(self, formats: Mapping[Tensor, str]) -> None:
         """Round float32 parameters in place, and store the values that they had."""
-        formats, self._to_round = self._to_round or {}, None
         if formats:
             values = {p: value for p, visible in formats.items() for value in round_in_place([p], visible).values()}
             self.adopt(values)
@@ -316,7 +303,7 @@ class Optimizer(torch.optim.Optimizer):
         members = [(group, [p for p in group["params"] if p in known]) for group in self.param_groups]
         for group, parameters in members:
             for parameter in parameters:
-                self._check_adopted(group, parameter, {"weight": values[parameter], **states.get(parameter, {})})
+                self._check_adopted(group, parameter, values[parameter], states.get(parameter, {}))
         for group, parameters in members:
             with torch.no_grad():
                 self.make_missing(group, parameters)
@@ -330,15 +317,15 @@ class Optimizer(torch.optim.Optimizer):
                     if isinstance(value, Tensor) and name != "step":
                         state.put(name, local_of(value), seed)
 
-    def _check_adopted(self, group: Group, parameter: Tensor, values: Mapping[str, Tensor | int]) -> None:
+    def _check_adopted(self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]) -> None:
         """Refuse states of unknown names, and values of another shape than the parameter and its states here."""
         rule = self.rule_in(group, parameter)
         names = shapes_of_states(rule, parameter.shape, group)
-        if strange := sorted({*values} - {"weight", "step", *names}):
+        if strange := sorted({*states} - {"step", *names}):
             has = ", ".join(names) or "no states"
             raise RecipeError(f"Cannot adopt '{strange[0]}': rule '{rule.name}' has {has}.")
         extras, shape = extras_of(rule, parameter.shape, group), local_of(parameter).shape
-        for name, value in values.items():
+        for name, value in {"weight": weight, **states}.items():
             needed = tuple(extras[name].shape if name in extras else shape)
             if isinstance(value, Tensor) and name != "step" and local_of(value).shape != needed:
                 raise RecipeError(
@@ -463,7 +450,6 @@ class Optimizer(torch.optim.Optimizer):
             state.gradient = NO_GRADIENT
 
     def _decide(self, control: StepControl, states: Sequence[ParameterState], **scaling: Any) -> Decision:
-        """Decide what a step of states does with their gradients."""
         gradients = [state.owner.grad for state in states if state.owner.grad is not None]
         device, limits = states[0].parameter.device, {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
         decision = control(gradients, device, **limits, **scaling)

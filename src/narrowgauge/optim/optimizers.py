@@ -287,8 +287,7 @@ class GradNormLoRP(GaLore):
     """After GradNormLoRP: train column lengths and directions of a weight separately, directions in a low-rank subspace.
 
     The paper trains ``W = M (W0 + I J) / ‖W0 + I J‖_col`` with thin factors ``I``, ``J``, and projects gradients from both sides.
-    Here the direction is the weight itself, projected from one side, and weight decay acts on lengths alone. The authors' code
-    takes lengths of rows of ``[out, in]``, and its README a ``scale`` of 0.25.
+    Here the direction is the weight itself, projected from one side, and weight decay acts on lengths alone.
 
     Args:
         params, lr, weight_decay, betas, eps, options: as in :class:`GaLore`.

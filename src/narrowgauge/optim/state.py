@@ -57,13 +57,9 @@ class ParameterState:
     """
 
     def __init__(
-        self,
-        owner: Tensor,
-        storage: Storage,
-        kernel: Kernel,
-        requested: str = "",
+        self, owner: Tensor, storage: Storage, kernel: Kernel, requested: str = "",
         extras: Mapping[str, MatrixState] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.owner, self.parameter = owner, local_of(owner)
         self.made_for = self.parameter.shape, self.parameter.dtype, self.parameter.device
         self.storage, self.kernel, self.requested = storage, kernel, requested
