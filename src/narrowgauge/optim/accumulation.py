@@ -24,7 +24,8 @@ from narrowgauge.machine import require_float64
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.rounding import cut, float_of, half
-from narrowgauge.optim.validation import gradient_of, refuse_capture
+from narrowgauge.optim.validation import gradient_of
+from narrowgauge.torch_names import is_captured
 
 _DROPPED = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Formats of gradients, and how many bits of a float32 each drops."""
@@ -76,7 +77,11 @@ class GradientAccumulator:
         Raises:
             RecipeError: a gradient is sparse, or not in its parameter's format. Nothing was added then.
         """
-        refuse_capture()
+        if is_captured():
+            raise RecipeError(
+                "Cannot accumulate while a CUDA graph is captured: each replay would repeat this step's random bits.",
+                "Capture the forward and backward passes alone.",
+            )
         pairs = [(p, local_of(gradient_of(p).detach())) for p in self._summed if p.grad is not None]
         for parameter, gradient in pairs:
             if parameter in self._buffers:

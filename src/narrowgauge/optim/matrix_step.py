@@ -236,7 +236,7 @@ class MatrixStep:
         """Write ``state.change``. Return the sums of the audit, if it is audited and this rank has elements."""
         totals, numbers = [], self.numbers
         for words, changes in self._pieces(self.state.change):
-            tensors = [*words, *(change.contiguous() for change in changes)]
+            tensors = [*words, *(change.clone(memory_format=torch.contiguous_format) for change in changes)]
             if numbers.audited:
                 totals.append(self.kernel.audit(tensors, numbers.values, numbers.seed).sum(1))
             self.kernel.run(tensors, numbers.values, numbers.seed)

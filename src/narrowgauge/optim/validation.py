@@ -19,7 +19,7 @@ from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
-from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, is_captured, plain_name, was_taken_by_fsdp
+from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, plain_name, was_taken_by_fsdp
 
 if TYPE_CHECKING:
     from narrowgauge.optim.state import ParameterState
@@ -82,15 +82,6 @@ def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
             "Make an optimizer for the parameters of each device.",
         )
     return devices.pop()
-
-
-def refuse_capture() -> None:
-    """Refuse to add gradients up in a CUDA graph."""
-    if is_captured():
-        raise RecipeError(
-            "Cannot accumulate while a CUDA graph is captured: each replay would repeat this step's random bits.",
-            "Capture the forward and backward passes alone.",
-        )
 
 
 def check_captured(*, is_possible: bool) -> None:
