@@ -161,8 +161,8 @@ def make_step(rule: AnyRule, storage: Storage, summarize: Summarize | None = Non
         words, (*changes, values, seed) = arguments[:num_words], arguments[end:]
         numbers = {name: values[index] for index, name in enumerate(names)}
         done, decayed = [], []
-        lanes = lanes_of(storage, words, arguments[num_words:end])
-        for k, (lane, change) in enumerate(zip(lanes, changes or [None] * len(lanes), strict=True)):
+        for k, lane in enumerate(lanes_of(storage, words, arguments[num_words:end])):
+            change = changes[k] if changes else None
             done.append(advance(rule, storage, lane, change, numbers, seed))
             if summarize is not None and rule.decay:
                 decay = weight_decay(rule, storage, lane, change, numbers, seed, done[k])

@@ -444,15 +444,15 @@ class Optimizer(torch.optim.Optimizer):
         may_skip = norm is not None or found_inf is not None
         self._pending = (HostCopy(control[1]) if may_skip else None, states, finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank may ask for it alone.
-        if control.is_cpu or self._joins_audit(states):
+        if control.is_cpu or (self.auditor.join is not None and self._is_audited(states)):
             self.settle()
         for state in states:
             state.gradient = NO_GRADIENT
 
     def _decide(self, control: StepControl, states: Sequence[ParameterState], **scaling: Any) -> Decision:
         gradients = [state.owner.grad for state in states if state.owner.grad is not None]
-        device, limits = states[0].parameter.device, {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
-        decision = control(gradients, device, **limits, **scaling)
+        device = states[0].parameter.device
+        decision = control(gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above, **scaling)
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         if self.maximize:
             scale, skip = decision.control.split(1)
@@ -548,16 +548,16 @@ class Optimizer(torch.optim.Optimizer):
                 state.step -= 1
             self.auditor.fresh.clear()
             return
-        if self._joins_audit(states):  # ranks without audited elements take part too
+        # Ranks without audited elements take part too.
+        if self.auditor.join is not None and self._is_audited(states):
             self.auditor.fresh = self.auditor.join(self.auditor.fresh)
         if self.auditor.fresh:
             self.last_audit = self.auditor.collect()
             if alarms := self.auditor.alarms(self.parameter_names, self.storage_of):
                 self.on_alarm(alarms)
 
-    def _joins_audit(self, states: list[ParameterState]) -> bool:
-        is_audited = any(self.audit_every and state.step % self.audit_every == 0 for state in states)
-        return is_audited and self.auditor.join is not None
+    def _is_audited(self, states: list[ParameterState]) -> bool:
+        return any(self.audit_every and state.step % self.audit_every == 0 for state in states)
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
 
