@@ -38,7 +38,7 @@ from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import CONTROL, Kernel, Numbers, make_average, make_step
 from narrowgauge.optim.layout import lanes_of_weight, layout_of
 from narrowgauge.optim.matrix_step import MatrixStep
-from narrowgauge.optim.row_bounds import bound_rows, scales_of_rows
+from narrowgauge.optim.row_bounds import bound_rows, bounding, scales_of_rows
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import ParameterState, allocate_all
@@ -190,7 +190,7 @@ def _over_span(body: Sequence[str]) -> str:
 
 def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> list[str]:
     """Print the new bounds of a program's rows, and ``into_`` and ``back_`` of each code and part. Scales begin at ``column``."""
-    parts, scaled, names = layout_of(storage).num_parts, storage.scaled, _bounding(rule, storage)
+    parts, scaled, names = layout_of(storage).num_parts, storage.scaled, bounding(rule, storage)
     magnitude, scales = _graphs_of_bounds(rule, storage)
     lines, body = [], []
     for place, name in enumerate(names):
@@ -215,15 +215,10 @@ def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> 
     return lines
 
 
-def _bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
-    """Return the tensors whose largest magnitudes bound a row."""
-    return ("gradient", "weight") if rule.coupled or "weight" in storage.scaled else ("gradient",)
-
-
 @lru_cache(4)
 def _graphs_of_bounds(rule: Rule, storage: Storage) -> tuple[torch.fx.Graph, torch.fx.Graph]:
     """Trace the largest magnitude of a word's values as bits, in which a NaN is the largest, and the scales of a row."""
-    count, scaled = len(_bounding(rule, storage)), storage.scaled
+    count, scaled = len(bounding(rule, storage)), storage.scaled
 
     def magnitude(word: Tensor) -> Tensor:
         lanes = lanes_of_weight(storage.visible, [word])

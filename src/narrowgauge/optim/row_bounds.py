@@ -25,6 +25,11 @@ LEAST_COMPILED = 1 << 14
 """Bound fewer rows uncompiled: the compiler takes seconds."""
 
 
+def bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
+    """Return the tensors whose largest magnitudes bound a row."""
+    return ("gradient", "weight") if rule.coupled or "weight" in storage.scaled else ("gradient",)
+
+
 def scales_of_rows(
     rule: Rule, storage: Storage, slopes: Tensor, weights: Tensor, old: Mapping[str, Tensor], values: Tensor
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
@@ -64,7 +69,7 @@ def bound_rows(kernel: Kernel, batch: Sequence[ParameterState | Bucket], values:
 
     slopes = peaks([member.gradient for member in batch])
     weights = torch.zeros_like(slopes)
-    if rule.coupled or "weight" in storage.scaled:
+    if "weight" in bounding(rule, storage):
         weights = peaks([member.parameter.detach() for member in batch])
     old = {name: torch.cat([scales[0] for scales in tensors]) for name, tensors in memory.items()}
     arguments = [slopes, weights, *old.values(), values]
