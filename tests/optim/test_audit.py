@@ -22,6 +22,7 @@ from narrowgauge.optim.audit import (
     joined_over_ranks,
     read,
 )
+from narrowgauge.optim.clip import Decision
 from narrowgauge.optim.layout import Layout
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
@@ -128,7 +129,7 @@ def test_a_group_added_later_is_audited_with_the_others_of_all_ranks() -> None:
 def test_an_audit_of_all_ranks_is_joined_within_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on an accelerator, where other steps are settled later: one rank alone may ask for it then, and would hang."""
     optimizer, joined = ng.AdamW(parameters("word", [(8, 8)]), audit_every=2), []
-    there = SimpleNamespace(control=SimpleNamespace(device=torch.device("cuda")), norm=None, finite=None)
+    there = Decision(SimpleNamespace(is_cpu=False), None, None)  # type: ignore[arg-type]
     monkeypatch.setattr(optimizer, "_control", lambda *_, **__: there)
     monkeypatch.setattr("narrowgauge.optim.optimizer.Stepper", lambda *_: SimpleNamespace(step=lambda states: None))
 

@@ -14,7 +14,7 @@ from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.rounding import bits_of, float_of, half
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane, Written, addends, read_state, read_weight, write_state, write_weight
-from narrowgauge.optim.kernel import ARITHMETICS
+from narrowgauge.optim.kernel import advance
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
 from optim.scenarios import shifts
@@ -89,7 +89,7 @@ def one_step(storage: Storage, count: int = 3000) -> tuple[Lane, Lane, Written]:
     lane = started(storage, gaussian(count), gradient, {
         "exp_avg": gaussian(count, seed=1, scale=0.01), "exp_avg_sq": gaussian(count, seed=2, scale=0.01).square()
     })  # fmt: skip
-    done = ARITHMETICS[storage.arithmetic](ADAMW, storage, lane, scalars(storage), SEED)
+    done = advance(ADAMW, storage, lane, None, scalars(storage), SEED)
     return lane, filled(lane, done.visible, lane.gradient, done.fields), done
 
 
@@ -134,7 +134,7 @@ def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
     gradient = gaussian(600, seed=3).half().float() * binades
     moments = {"exp_avg": gaussian(600, seed=1) * 2e-3, "exp_avg_sq": (gaussian(600, seed=2) * binades).square()}
     before = started(storage, gaussian(600) * binades, gradient.half().float(), moments)
-    done = ARITHMETICS[storage.arithmetic](ADAMW, storage, before, scalars(storage), SEED)
+    done = advance(ADAMW, storage, before, None, scalars(storage), SEED)
     after = filled(before, done.visible, before.gradient, done.fields)
 
     def exact(lane: Lane, name: str) -> list[Fraction]:

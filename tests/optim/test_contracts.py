@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.matrix import MatrixRule, extras_of
 from narrowgauge.spec.storages import FLOAT32, STORAGES
 from optim.pairs import ELEMENTWISE, EVERY, RULES, SOME, Shape, build, everything, parameters
 from tensors import assert_same_bits, bits, bytes_alone, parameters_of, step_gradients, take_steps
@@ -215,7 +215,7 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
     """Bytes a parameter of one matrix: weight, gradient and all states, by the rows of the tables."""
     storage, group = STORAGES[optimizer.param_groups[0]["storage"]], optimizer.param_groups[0]
     if isinstance(optimizer.rule, MatrixRule):
-        states = optimizer.rule.states((rows, cols), group)
+        states = extras_of(optimizer.rule, (rows, cols), group)
         row = storage.keeping(optimizer.rule.kept)
         codes = {name: FLOAT32 if state.role is None else storage.code(state.role) for name, state in states.items()}
         whole = sum(bytes_alone(codes[name], state.shape) for name, state in states.items())

@@ -136,8 +136,8 @@ class SquaresTable:
     def _put(self, values: Any, device: torch.device) -> Tensor:
         """Return an array on a device. A captured step leaves it to the caller to :meth:`send` it."""
         host = torch.from_numpy(values)
-        self._unsent.append((host, torch.empty_like(host, device=device)))
-        target = self._unsent[-1][1]
+        target = torch.empty_like(host, device=device)
+        self._unsent.append((host, target))
         if not is_captured():
             self.send()
         return target

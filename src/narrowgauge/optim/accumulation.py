@@ -1,17 +1,15 @@
 """Sum the gradients of micro-batches in float32 or float64.
 
-A batch too large for the memory is split into k micro-batches, and their gradients are added. Autograd adds in the gradient's
-own format. In bfloat16 a sum of equal gradients stops at 256 of them, since 257 rounds back to 256. A
-:class:`GradientAccumulator` keeps the sum in a *buffer* shaped like the parameter, and rounds it at the end.
+Autograd adds the gradients of micro-batches in the gradient's own format. In bfloat16 a sum of equal gradients stops at 256 of
+them, since 257 rounds back to 256. A :class:`GradientAccumulator` keeps the sum in a *buffer*, and rounds it at the end.
 
 Let A be the sum of the k gradients' *magnitudes*. Let r be the most that one addition loses, relative to its result:
 2^-24 in float32, 2^-53 in float64. The first gradient is copied. Each of the other k - 1 adds an error of r:
 
     |sum - exact|  <=  ((1 + r)^(k-1) - 1) · A   (about (k-1) · r · A)
 
-The last rounding adds half an ulp if the sum has more bits than the gradient. Half an ulp is 2^-8 of the sum for bfloat16, and
-2^-11 for float16. A float64 is first rounded to float32. Each micro-batch's gradient is also rounded to its 16 bits before the
-addition: 2^-8 · A. No accumulation removes that error.
+The last rounding adds half an ulp if the sum has more bits than the gradient: 2^-8 of the sum for bfloat16, 2^-11 for float16. A
+float64 is first rounded to float32. No accumulation removes the rounding of each micro-batch's gradient to 16 bits: 2^-8 · A.
 """
 
 from __future__ import annotations
@@ -26,7 +24,8 @@ from narrowgauge.machine import require_float64
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.rounding import cut, float_of, half
-from narrowgauge.optim.validation import gradient_of, refuse_capture
+from narrowgauge.optim.validation import gradient_of
+from narrowgauge.torch_names import is_captured
 
 _DROPPED = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 """Formats of gradients, and how many bits of a float32 each drops."""
@@ -78,7 +77,11 @@ class GradientAccumulator:
         Raises:
             RecipeError: a gradient is sparse, or not in its parameter's format. Nothing was added then.
         """
-        refuse_capture()
+        if is_captured():
+            raise RecipeError(
+                "Cannot accumulate while a CUDA graph is captured: each replay would repeat this step's random bits.",
+                "Capture the forward and backward passes alone.",
+            )
         pairs = [(p, local_of(gradient_of(p).detach())) for p in self._summed if p.grad is not None]
         for parameter, gradient in pairs:
             if parameter in self._buffers:

@@ -9,7 +9,7 @@ FusedAdam              TransformerEngine's and Apex's: one step for a group. Tra
 narrowgauge            of any storage and rule
 =====================  ===================================================================================================
 
-Decoding is exact in float32. What a library lost before it saved is not known here.
+Decoding is exact in float32.
 """
 
 from __future__ import annotations
@@ -79,16 +79,10 @@ def _shown(option: Any) -> str:
 
 
 def resume_from(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load weights, moments and options of another library. This is ``load_state_dict`` of its state.
-
-    Raises:
-        DataError: as :func:`load_states`, or param groups of other sizes.
-    """
+    """Load weights, moments and options of another library. This is ``load_state_dict`` of its state."""
     groups = state["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
-        raise DataError(
-            "The state's param groups have other sizes than the optimizer's.", "ng.load_states leaves its options out."
-        )
+        raise DataError("The state's param groups have other sizes than the optimizer's.", "Call ng.load_states.")
     _adopt(optimizer, state)
     for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
         ours |= {name: theirs[name] for name in (*_OPTIONS, "initial_lr") if name in theirs}
@@ -266,10 +260,8 @@ def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str
 def _moment(library: str, entry: Entry, kind: str) -> Tensor:
     if library == "bitsandbytes":
         return _bitsandbytes(entry, str(1 + STATE_NAMES.index(kind)))
-    value: Tensor = entry[kind]
-    if library == "torchao" and hasattr(value, "codes"):  # small tensors are not quantized
-        return _torchao(value)
-    return at_least_float32(value)
+    is_quantized = library == "torchao" and hasattr(entry[kind], "codes")  # small tensors are not
+    return _torchao(entry[kind]) if is_quantized else at_least_float32(entry[kind])
 
 
 def _weight(entry: Entry, optimizer: Optimizer, parameter: Tensor) -> Tensor:
@@ -285,7 +277,6 @@ def _weight(entry: Entry, optimizer: Optimizer, parameter: Tensor) -> Tensor:
 
 
 def _scaled_blocks(values: Tensor, scales: Tensor, size: int) -> Tensor:
-    """Multiply flat values by the scale of their block of ``size`` neighbours."""
     scaled: Tensor = values.flatten() * scales.float().repeat_interleave(size)[: values.numel()]
     return scaled
 

@@ -1,9 +1,8 @@
 """The audit: measure during a run which fraction of the intended updates a storage stores.
 
-An audited step sums intended and stored changes over some rows of each tensor
-(:meth:`narrowgauge.optim.layout.Layout.audit`). One step is noisy, so an alarm reads a window of steps. It is raised when the
-upper end of a confidence interval of the tensor's EDQ is below the threshold. The window moves with the run, since stalls come
-late.
+An audited step sums intended and stored changes over some rows of each tensor (:meth:`narrowgauge.optim.layout.Layout.audit`).
+One step is noisy, and stalls come late. So an alarm reads a window of the last steps. It is raised when the upper end of a
+confidence interval of the tensor's EDQ is below the threshold.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,19 +67,16 @@ class AuditedUpdates:
     @property
     def stalls(self) -> bool:
         """Return whether updates are lost with statistical certainty."""
-        return (
-            self.num_audits >= FEWEST
-            and self.edq + student_t(self.num_audits - 1, CONFIDENCE) * self.edq_error < MIN_EDQ
-        )
+        width = student_t(max(1, self.num_audits - 1), CONFIDENCE)
+        return self.num_audits >= FEWEST and self.edq + width * self.edq_error < MIN_EDQ
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Report a tensor whose ``storage`` loses its updates.
+    """Report a tensor whose storage loses its updates.
 
     Attributes:
-        tensor: its name.
-        storage: its storage.
+        tensor, storage: their names.
         fallback: a storage that would keep the updates.
         reading: the audit's figures.
     """
@@ -132,7 +129,7 @@ Sums = tuple[list[Tensor], Tensor | HostCopy]
 class Auditor:
     """Collect the audits of one optimizer's tensors and decide on alarms.
 
-    ``fresh`` holds the sums of the last step. ``join`` adds the sums of sharded tensors over ranks. Every rank calls it at every
+    ``fresh`` holds the sums of the last step. ``join`` adds the sums of sharded tensors over ranks: every rank calls it at every
     audited step.
     """
 
@@ -167,16 +164,14 @@ class Auditor:
         """Join the new sums and begin to copy them to the host, which later waits for the copy alone."""
         if self.fresh:
             members, tables = zip(*self.fresh, strict=True)
-            self.fresh = [
-                ([parameter for parameters in members for parameter in parameters], HostCopy(torch.cat(tables)))
-            ]
+            self.fresh = [(list(chain.from_iterable(members)), HostCopy(torch.cat(tables)))]
 
     def collect(self) -> Tensor:
         """Move the new sums into the windows and return their total."""
         if not self.fresh:
             return self._sums.new_zeros(NUM_SUMS)
         table = torch.cat([sums.cpu() for _, sums in self.fresh])
-        places = self._places([parameter for parameters, _ in self.fresh for parameter in parameters])
+        places = self._places(list(chain.from_iterable(members for members, _ in self.fresh)))
         self._sums[places, self._counts[places] % WINDOW] = table
         self._counts[places] += 1
         self.fresh.clear()
@@ -209,10 +204,8 @@ class Auditor:
             if parameter not in names:
                 continue  # replaced since
             reading, storage = read(self.window(parameter)), storage_of(parameter)
-            # Stochastic rounding stores rare updates on average. A window may still contain none.
-            is_stochastic = storage.weight.rounding == "stochastic"
-            if reading.lost_fraction == 1 and is_stochastic:
-                continue
+            if reading.lost_fraction == 1 and storage.weight.rounding == "stochastic":
+                continue  # it stores rare updates on average, and a window may contain none
             self._alarmed.add(parameter)
             if parameter not in before:
                 result.append(Alarm(names[parameter], storage.name, storage.fallback, reading))
@@ -245,13 +238,7 @@ def warn_of(alarms: Sequence[Alarm]) -> None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a framework's wrapper. Accelerate and Lightning store it as ``.optimizer``.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> unwrapped(SimpleNamespace(optimizer=SimpleNamespace(optimizer="ours")))
-        'ours'
-    """
+    """Return the optimizer inside a framework's wrapper. Accelerate and Lightning store it as ``.optimizer``."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer

@@ -28,27 +28,21 @@ Finite = Callable[[], list[bool]]
 class Decision(NamedTuple):
     """Say what a step does with its gradients.
 
-    Args:
-        control: the scalars of ``CONTROL``, float32 ``[2]``.
-        norm: norm of all unscaled gradients; ``None`` if unused.
-        finite: ``None`` on a CPU, where the gradients themselves can be read after the step.
+    ``control`` holds the scalars of ``CONTROL``, float32 ``[2]``. ``norm`` is the norm of all unscaled gradients, if it is used.
+    ``finite`` is ``None`` on a CPU, where the gradients themselves can be read after the step.
     """
 
     control: Tensor
     norm: Tensor | None
     finite: Finite | None
 
-    def negated(self) -> Decision:
-        """Return the decision of a step along the gradients."""
-        return self._replace(control=torch.cat([-self.control[:1], self.control[1:]]))
-
 
 def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
     """Compute the factor of the gradients and whether to skip the step; return float32 ``[4]``.
 
     The result holds: the factor, 1 to skip, the norm of the unscaled gradients, and 1 if a gradient is not finite. ``options``
-    are four float32, 0-d: ``max_norm``, ``skip_above``, the loss scale, and ``found_inf`` of ``torch.amp.GradScaler``.
-    Both norms may be infinite. ``found_inf`` is not 0 if GradScaler found a gradient that is not finite.
+    are four float32, 0-d: ``max_norm`` and ``skip_above``, which may be infinite, the loss scale, and ``found_inf`` of
+    ``torch.amp.GradScaler``, which is not 0 if it found a gradient that is not finite.
     """
     max_norm, skip_above, grad_scale, found_inf = options
     scale, unscaled, finite = reciprocal(grad_scale), norm / grad_scale, norm.isfinite()
@@ -74,26 +68,16 @@ class StepControl:
 
     @torch.no_grad()
     def __call__(
-        self,
-        gradients: Sequence[Tensor],
-        device: torch.device,
-        *,
-        max_norm: float | None,
-        skip_above: float,
-        scaler: LossScaler | None = None,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> Decision:
+        self, gradients: Sequence[Tensor], device: torch.device, *, max_norm: float | None, skip_above: float,
+        scaler: LossScaler | None = None, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    ) -> Decision:  # fmt: skip
         """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
 
         Args:
             max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not clip.
-            scaler: divide gradients by its scale. It must scale a loss before each step.
+            scaler: divide gradients by its scale. It must scale a loss before each step, or a ``RecipeError`` is raised.
             grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it found a gradient that is not
                 finite; 0-d.
-
-        Raises:
-            RecipeError: the loss was not scaled.
         """
         scale, is_ours = self._scale_of_loss(gradients, scaler, grad_scale, found_inf)
         needs_norm = not (max_norm is None and scaler is None and skip_above == math.inf)
@@ -110,9 +94,9 @@ class StepControl:
             norm = sqrt(exact_squares(gradients, compile=compile, table=table)).float()
         elif table is not None:
             table.largest(by_group(gradients))
-        finite = None
-        if table is not None or device.type != "cpu":
-            finite = all_finite(gradients) if table is None else table.finite(gradients)
+        finite = None if table is None else table.finite(gradients)
+        if table is None and device.type != "cpu":
+            finite = torch.stack([local_of(gradient).isfinite().all() for gradient in gradients]).tolist
         decided = decide(options[0].new_zeros(()) if norm is None else norm, options)
         if is_ours and scaler is not None:
             scaler.update_(decided[3])
@@ -161,9 +145,3 @@ class StepControl:
         self._request = scaler.stepped = scaler.request
         ours = scaler.scale_tensor
         return ours if grad_scale is None else grad_scale.to(ours.device) * ours, True
-
-
-def all_finite(gradients: Sequence[Tensor]) -> Finite:
-    """Return a function that tells which gradients are finite. It keeps no gradient."""
-    flags = torch.stack([local_of(gradient).isfinite().all() for gradient in gradients])
-    return flags.tolist

@@ -9,16 +9,13 @@ A *code* rounds one float32 (:class:`narrowgauge.spec.storages.Code`). Several c
 A weight has two parts. The model computes with the *visible* weight. The *tail* is the signed rest of the stored weight. A NaN
 loses its sign and payload. It becomes the quiet NaN. In a code of states without NaN it becomes the largest positive value (in a
 float16 weight, infinity).
-
-A :class:`Lane` holds the inputs of one step for some elements. :mod:`narrowgauge.optim.layout` decides where its bits are in
-memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,12 +54,10 @@ def value_dtype(storage: Storage) -> torch.dtype:
 
 
 def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None) -> Tensor:
-    """Round ``x`` to a code: int32, zero outside the code's bits. A float64 code gives int64.
+    """Round ``x`` to a code at ``shift`` in a word: int32, zero outside the code's bits. A float64 code gives int64.
 
-    Args:
-        addend: added before cutting (:func:`narrowgauge.numerics.rounding.cut`).
-        shift: position of the code's lowest bit in the word.
-        scale: for a scaled code, the first result of :func:`multipliers`.
+    ``addend`` is added before cutting (:func:`narrowgauge.numerics.rounding.cut`). A scaled code takes as ``scale`` the first
+    result of :func:`multipliers`.
     """
     if code.bits == 64:
         return torch.where(x.isnan(), QUIET_NAN64, x.double().view(torch.int64))
@@ -106,10 +101,7 @@ def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scal
 
 
 def _sign(bits: Tensor) -> Tensor:
-    """Return the sign bits of floats, none for a NaN.
-
-    As integers, negative NaNs are just below 0. Adding a mantissa to one carries into the sign.
-    """
+    """Return the sign bits of floats, none for a NaN: to a negative one an added mantissa carries into the sign."""
     return bits & (bits + MANTISSA) & SIGN
 
 
@@ -117,13 +109,11 @@ def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | float) 
     steps = _last_step(code) << dropped_bits(code)
     moved = _moved(word, dropped_bits(code) - shift)
     place = shift + code.bits - 1
-    if code.signed and place == 31:
-        bits = moved & (steps | SIGN)  # a right shift of an int32 keeps its sign in place
-    elif code.signed:
-        bits = (moved & steps) | ((word << (31 - place)) & SIGN)
-    else:
-        bits = moved & steps
-    return float_of(bits) * scale
+    if not code.signed:
+        return float_of(moved & steps) * scale
+    if place == 31:
+        return float_of(moved & (steps | SIGN)) * scale  # a right shift of an int32 keeps its sign in place
+    return float_of((moved & steps) | ((word << (31 - place)) & SIGN)) * scale
 
 
 def _last_step(code: Code) -> int:
@@ -164,8 +154,7 @@ def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
 def visible_value(visible: str, bits: Tensor) -> Tensor:
     """Return the float32 value of a visible weight's bits.
 
-    Float16 bits are the bits of the value times 2^-112 as float32: the exponents are float16's own. Its infinities and NaNs
-    become 65536 and more.
+    Float16's are those of the value times 2^-112 as float32. Its infinities and NaNs become 65536 and more.
     """
     exponent = VISIBLE[visible][2]
     return float_of(bits) * 2.0**-exponent if exponent else float_of(bits)
@@ -186,10 +175,7 @@ def visible_bits(visible: str, x: Tensor) -> Tensor:
 
 
 def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
-    """Round ``x`` to the visible format's bits.
-
-    Pass ``addend=0`` for an ``x`` that is a value of the format, or beyond its end.
-    """
+    """Round ``x`` to the visible format's bits. Pass ``addend=0`` for a value of the format, or one beyond its end."""
     _, below, exponent = VISIBLE[storage.visible]
     return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
 
@@ -197,9 +183,7 @@ def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
 def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Tensor, Tensor | None, Tensor]:
     """Split a weight of one part, not scaled by row, into the visible weight and its tail or master.
 
-    Returns:
-        ``(visible, field, stored)``: the visible bits; the signed tail or the master's bits, or ``None``; and the value of both
-        together.
+    Return the visible bits, the signed tail or the master's bits (or ``None``), and the value of both.
     """
     _, below, exponent = VISIBLE[storage.visible]
     if storage.master:
@@ -235,17 +219,15 @@ def _in_range(storage: Storage, visible: Tensor) -> Tensor:
 def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Tensor:
     """Return the stored weight of visible bits and their field: the inverse of :func:`encode_weight`.
 
-    If the visible weight is not the rounded master, other code wrote it, and it replaces the master. A tail is added to any
-    visible weight. It moves a weight that other code wrote by at most half an ulp. It does not move a written zero: a negative
-    tail would borrow from the sign, and make a NaN.
+    If the visible weight is not the rounded master, other code wrote it, and it replaces the master. A tail moves a weight that
+    other code wrote by at most half an ulp. It does not move a written zero: a negative tail would make a NaN of its sign.
     """
+    if field is None:
+        return visible_value(storage.visible, visible)
     if storage.master:
-        assert field is not None
         seen, stored = visible_value(storage.visible, visible), decode(storage.weight, field, 0)
         is_outdated = encode_weight(storage, stored, 0)[0] != _in_range(storage, visible)
         return torch.where(is_outdated, seen, stored)
-    if field is None:
-        return visible_value(storage.visible, visible)
     total = visible + field
     # The exclusive or is negative where the sign changes, and turns the sum back into the visible weight.
     return visible_value(storage.visible, total ^ (total ^ visible).clamp(max=0))
@@ -271,13 +253,9 @@ def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Hold the inputs of a step for some elements.
+    """Hold the inputs of a step for some elements: int32 bits of the visible weight (:func:`visible_value`) and the gradient.
 
-    Args:
-        visible: int32 bits of the visible weight (:func:`visible_value`).
-        gradient: int32 bits of the gradient.
-        fields: maps a field to its word and first bit.
-        scales: maps each row-scaled code to its :func:`multipliers`.
+    ``fields`` maps a field to its word and first bit. ``scales`` maps each row-scaled code to its :func:`multipliers`.
     """
 
     visible: Tensor
@@ -290,10 +268,7 @@ class Lane:
 class Values:
     """Hold the values of a lane, float32 or :func:`value_dtype`.
 
-    Args:
-        weight: the input of the rule: the stored weight, or the visible one if ``low`` is its compensation.
-        low: Kahan's compensation; ``None`` if the storage has none.
-        states: the states in the requested order.
+    ``weight`` is the input of the rule: the stored weight, or the visible one if ``low`` is its compensation (Kahan's).
     """
 
     visible: Tensor
@@ -304,12 +279,9 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Hold the outputs of a step and the inputs of the audit.
+    """Hold the outputs of a step, int32 bits of the visible weight and of every field in place, and the inputs of the audit.
 
-    Args:
-        visible: int32 bits of the new visible weight.
-        fields: int32 bits of every field, in place.
-        changes: float32. Three changes: intended, of the stored weight, of the visible weight.
+    ``changes`` are three, float32: intended, of the stored weight, of the visible weight.
     """
 
     visible: Tensor
@@ -357,10 +329,7 @@ def write(
 ) -> Written:
     """Round the result of a step to the storage's formats.
 
-    Args:
-        old: result of :func:`read` for the lane.
-        change: added to the lane's weight.
-        states: the new states by name.
+    ``old`` is the lane as :func:`read` returns it, ``change`` is added to its weight, and ``states`` are the new states by name.
     """
     addend = addends(storage, _key(storage, lane, old.weight), lane.gradient, seed)
     fields: dict[str, Tensor] = {}
@@ -382,10 +351,9 @@ def write(
 
 
 def _key(storage: Storage, lane: Lane, weight: Tensor) -> Tensor:
-    """Return the hash key of the weight. An 8-bit weight lacks bits, so mix in the codes of the states.
+    """Return the hash key of the weight. An 8-bit weight lacks bits, so mix in the codes of the states before the step.
 
-    Otherwise thousands of elements would round alike. Read the states before the step: then the audit's second step, without
-    decay, uses the same random bits.
+    Otherwise thousands of elements would round alike. The audit's second step, without decay, uses the same random bits.
     """
     if not storage.weight.scaled:
         return weight
@@ -404,20 +372,15 @@ def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tens
     word, shift = lane.fields[storage.beside[0]]
     if storage.weight.parts > 1 and not storage.master:
         return visible, decode(storage.weight, word, shift)
-    field = word if storage.master else take_tail(storage, word, shift)
-    return decode_weight(storage, lane.visible, field), None
+    return decode_weight(storage, lane.visible, word if storage.master else take_tail(storage, word, shift)), None
 
 
 def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
     """Decode the parts of a state, or of a weight that is an expansion."""
     code = storage.code(name)
-    names = (name, *low_parts(name, code))
-    if name == "weight":
-        first = (visible_value(storage.visible, lane.visible),)
-    else:
-        first = (decode(code, *lane.fields[name], _back(code, lane.scales, name, 0)),)
-    low = (decode(code, *lane.fields[part], _back(code, lane.scales, name, k)) for k, part in enumerate(names[1:], 1))
-    return (*first, *low)
+    parts = [(k, part) for k, part in enumerate((name, *low_parts(name, code))) if part != "weight"]
+    visible = (visible_value(storage.visible, lane.visible),) if name == "weight" else ()
+    return (*visible, *(decode(code, *lane.fields[part], _back(code, lane.scales, name, k)) for k, part in parts))
 
 
 def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
@@ -436,12 +399,9 @@ def read_weight(storage: Storage, lane: Lane) -> Tensor:
 def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the visible bits of a float32 weight, and its fields in place."""
     if storage.weight.parts > 1:
-        code, zero = storage.weight, torch.zeros((), dtype=torch.int32, device=value.device)
-        alone = replace(lane, fields={**lane.fields, "weight": (zero, 32 - code.bits if not code.is_window else 0)})
-        fields = write_state(storage, alone, "weight", value, addend)
-        shift, into = alone.fields["weight"][1], _into(code, lane.scales, "weight", 0)
-        first = decode(code, fields.pop("weight"), shift, _inverse(into))
-        return encode_visible(storage, first, 0), fields
+        fields = write_state(storage, lane, "weight", value, addend)
+        into = _into(storage.weight, lane.scales, "weight", 0)
+        return encode_visible(storage, decode(storage.weight, fields.pop("weight"), 0, _inverse(into)), 0), fields
     return _split_weight(storage, lane, value, addend)[:2]
 
 
@@ -472,12 +432,15 @@ def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: 
     code, fields, rest = storage.code(name), {}, value
     names = (name, *low_parts(name, code))
     for place, part in enumerate(names):
-        shift = lane.fields[part][1]
-        into = _into(code, lane.scales, name, place)
+        shift, into = _shift(lane, part), _into(code, lane.scales, name, place)
         fields[part] = encode(code.part(place), rest, addend, shift, into)
         if part != names[-1]:
             rest = rest - decode(code, fields[part], shift, _inverse(into))
     return fields
+
+
+def _shift(lane: Lane, part: str) -> int:
+    return lane.fields[part][1] if part in lane.fields else 0  # the visible weight has no field
 
 
 def write_parts(
@@ -485,23 +448,19 @@ def write_parts(
 ) -> Written:
     """Round a weight and states given in parts, each part to the nearest: the inverse of :func:`read_parts`.
 
-    Args:
-        old: the parts of the weight before the step.
-        change: the intended change of the weight.
-        parts: parts of the new weight and of each state, by name; float32.
+    ``old`` are the parts of the weight before the step, ``change`` is its intended change, and ``parts`` are the new weight's
+    and each state's, by name; float32.
     """
     fields: dict[str, Tensor] = {}
     stored: list[Tensor] = []
     for name, values in parts.items():
         code = storage.code(name)
         for place, (part, value) in enumerate(zip((name, *low_parts(name, code)), values, strict=True)):
-            shift = lane.fields[part][1] if part in lane.fields else 0
-            into = _into(code, lane.scales, name, place)
-            bits = encode(code.part(place), value, half(dropped_bits(code)), shift, into)
+            shift, into = _shift(lane, part), _into(code, lane.scales, name, place)
+            fields[part] = encode(code.part(place), value, half(dropped_bits(code)), shift, into)
             if name == "weight":
-                stored.append(_stored(code, bits, shift, into, value))
-            if part != "weight":
-                fields[part] = bits
+                stored.append(_stored(code, fields[part], shift, into, value))
+    del fields["weight"]
     visible = encode_visible(storage, stored[0], 0)
     moved = [new - before for new, before in zip(stored, old, strict=True)]
     return Written(visible, fields, (change, sum(moved[1:], moved[0]), moved[0]))
@@ -544,8 +503,7 @@ def alone_value(code: Code, tensor: Tensor, bound: Tensor | None = None) -> Tens
 def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None = None) -> Tensor:
     """Encode values as a tensor of :func:`alone_dtype`. A scaled code needs the ``bound`` of each row, ``[…, rows, 1]``.
 
-    A stochastic code rounds stochastically under ``seed`` (0-d int32). The random bits hash a value's mantissa and its position
-    in its matrix (the last two dims), so a power of two on all values changes nothing.
+    A stochastic code rounds under ``seed`` (0-d int32). The random bits hash a value's mantissa and its position in its matrix.
     """
     value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
     addend: Tensor | int = half(dropped)

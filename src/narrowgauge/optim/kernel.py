@@ -1,10 +1,9 @@
 """Kernels: the step of many elements in 32-bit words, compiled from the definition itself.
 
-:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. An elementwise rule
-runs between reading and writing. It computes in float32 or float64. In a storage of Collage, AdamW runs in the published
-expansions, which round every operation to the visible format. A matrix rule runs outside the kernel, on whole
-matrices. Before it, :func:`make_average` averages the gradients. After it, the step writes its change. Eager, this code is the
-reference. Compiled, it is one fused loop over 32-bit words.
+:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. Eager, this code is
+the reference. Compiled, it is one fused loop over 32-bit words. An elementwise rule runs between reading and writing. Storages of
+Collage run AdamW in the published expansions. A matrix rule runs outside, on whole matrices: :func:`make_average` averages the
+gradients before it, and the step writes its change.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from narrowgauge.optim.codes import Lane, Written
 from narrowgauge.optim.layout import lanes_of_weight, layout_of, words_of_weight
 from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
 from narrowgauge.triton_printer import launches_on
 
@@ -41,8 +40,7 @@ CONTROL = ("gradient_scale", "skip")
 class Numbers:
     """Hold the scalars of a step for one (rule, step number). States with the same number of steps share them.
 
-    ``values`` are the scalars of ``CONTROL`` and of the rule, in the rule's dtype. ``seed`` is the seed of the random bits, 0-d
-    int32.
+    ``values`` are those of ``CONTROL`` and of the rule, in the rule's dtype. ``seed`` is 0-d int32.
     """
 
     values: Tensor
@@ -74,13 +72,6 @@ def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, se
     return codes.write_parts(storage, lane, weight, change, parts)
 
 
-ARITHMETICS: dict[str, Callable[..., Written]] = {
-    "float32": in_floats,
-    "float64": in_floats,
-    "expansion": in_expansions,
-}
-
-
 def average(rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a lane's gradient for a matrix rule's direction, and the new states beside the weight."""
     gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
@@ -91,11 +82,12 @@ def average(rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars) ->
 
 
 def advance(
-    rule: Rule | MatrixRule, storage: Storage, lane: Lane, change: Tensor | None, scalars: Scalars, seed: Tensor
+    rule: AnyRule, storage: Storage, lane: Lane, change: Tensor | None, scalars: Scalars, seed: Tensor
 ) -> Written:
     """Step one lane: run an elementwise rule, or write the ``change`` of a matrix rule, with its average and decay."""
     if isinstance(rule, Rule):
-        return ARITHMETICS[storage.arithmetic](rule, storage, lane, scalars, seed)
+        run = in_expansions if storage.arithmetic == "expansion" else in_floats
+        return run(rule, storage, lane, scalars, seed)
     assert change is not None
     if rule.decay:
         change = change + codes.read_weight(storage, lane) * scalars[rule.decay]
@@ -104,26 +96,14 @@ def advance(
 
 
 def least_decay(storage: Storage) -> float:
-    """Return the smallest decay that is audited, 1/32 to 1/16 of a weight's ulp.
-
-    A smaller one is audited as if it were this large: it would take a million elements to see one ulp of it.
-    """
+    """Return the smallest decay that is audited, 1/32 to 1/16 of a weight's ulp. An ulp of less takes a million elements."""
     return 1 / (32 * storage.weight.spacings)
 
 
 def weight_decay(
-    rule: Rule | MatrixRule,
-    storage: Storage,
-    lane: Lane,
-    change: Tensor | None,
-    scalars: Scalars,
-    seed: Tensor,
-    written: Written,
+    rule: AnyRule, storage: Storage, lane: Lane, change: Tensor | None, scalars: Scalars, seed: Tensor, written: Written
 ) -> tuple[Tensor, Tensor]:
-    """Return the intended and the stored decay of a lane's step (:func:`narrowgauge.numerics.metrics.decay_terms`).
-
-    Repeat the step without decay. A compiler computes only the difference.
-    """
+    """Return the intended and the stored decay of a lane's step: repeat it without decay. Compiled, that costs the difference."""
     factor = scalars[rule.decay]
     audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
     weight = codes.read(storage, lane, ()).weight if isinstance(rule, Rule) else codes.read_weight(storage, lane)
@@ -159,21 +139,18 @@ def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Te
     return lanes
 
 
-def make_step(
-    rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | None = None, *, writes: bool = True
-) -> Step:
-    """Return the step of a whole tensor in words. It writes them in place.
+def make_step(rule: AnyRule, storage: Storage, summarize: Summarize | None = None, *, writes: bool = True) -> Step:
+    """Return the step of a whole tensor in words: ``step(*words, *scales, *changes, values, seed) -> Tensor``.
 
     Args:
         summarize: sums the audit's terms (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`) over the words. ``None`` makes a
             step without an audit. Terms of the decay are left out if the rule has none.
         writes: ``False`` makes an audit alone: it writes nothing.
     Returns:
-        ``step(*words, *scales, *changes, values, seed) -> Tensor``. The words are int32 (of a float64 int64), all of one shape
-        (:meth:`narrowgauge.optim.layout.Layout.extent`): the parts of the weight, then of the gradient, then the tensors of each
-        plane. Weight and planes are written in place. The scales are float32 ``[rows, 1]``: for each scaled code and part, into
-        the code's window and back. ``changes`` holds a matrix rule's change of each lane, float32. On a
-        CPU the step does not skip: the caller does. The result is the audit, empty without one.
+        The step. Its words are int32 (of a float64 int64), all of one shape (:meth:`narrowgauge.optim.layout.Layout.extent`): the
+        parts of the weight, then of the gradient, then the tensors of each plane. Weight and planes are written in place. The
+        scales are float32 ``[rows, 1]``: for each scaled code and part, into the code's window and back. The changes are a matrix
+        rule's for each lane, float32. On a CPU the step does not skip: the caller does. It returns the audit, empty without one.
     """
     layout = layout_of(storage)
     parts, names = layout.num_parts, (*CONTROL, *rule.scalars)
@@ -221,7 +198,7 @@ def make_average(rule: MatrixRule, storage: Storage) -> Step:
 
 
 @lru_cache(None)
-def steps_of(rule: Rule | MatrixRule, storage: Storage) -> tuple[Step, Step]:
+def steps_of(rule: AnyRule, storage: Storage) -> tuple[Step, Step]:
     """Return the step and its audit. Return the same function objects each time, so that they are compiled once."""
     return make_step(rule, storage), make_step(rule, storage, row_sums, writes=False)
 
@@ -233,7 +210,7 @@ class Kernel:
     only averages, and writes the change that the rule computed on a whole matrix.
     """
 
-    def __init__(self, rule: Rule | MatrixRule, storage: Storage) -> None:
+    def __init__(self, rule: AnyRule, storage: Storage) -> None:
         self.rule, self.storage = rule, storage
         self.compile = False  # the optimizer decides at each step, from the elements that it steps
         self.ran_compiled: bool | None = None  # in the last step
@@ -251,10 +228,8 @@ class Kernel:
     def run(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> None:
         """Step tensors in place, without gradients.
 
-        Args:
-            tensors: tensors of equal length: the words, the multipliers of rows, and the changes of a matrix rule.
-            values: the scalars of ``CONTROL`` and of the rule, float32 or float64.
-            seed: 0-d int32.
+        ``tensors`` are the words, the multipliers of rows, and the changes of a matrix rule, of equal length. ``values`` are the
+        scalars of ``CONTROL`` and of the rule, float32 or float64. ``seed`` is 0-d int32.
         """
         self.ran_compiled = self._call(0, tensors, values, seed)[0]
 

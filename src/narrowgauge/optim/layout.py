@@ -34,6 +34,9 @@ from narrowgauge.numerics.dtensor import split_groups
 from narrowgauge.optim.codes import INTEGER, SIGN
 from narrowgauge.spec.storages import VISIBLE, Storage, low_parts, width_of
 
+ALIGNMENT = 64
+"""Every member of a flat bucket starts at a multiple of this many words, and an audit reads so many at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plane:
@@ -51,15 +54,10 @@ class Plane:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Describe how a storage's tensors are read as words.
+    """Describe how a storage's tensors are read as words. ``planes`` are the state tensors, in the kernel's order.
 
-    Args:
-        storage: has this layout.
-        planes: the state tensors, in the kernel's order.
-        per_word: number of neighbouring weights in a word.
-        num_lanes: number of weights that one iteration of the kernel's loop steps.
-        num_parts: number of parts into which the weight's rows are split.
-        by_rows: the words are a matrix of rows.
+    A word has ``per_word`` neighbouring weights. One iteration of the kernel's loop steps ``num_lanes`` weights, of ``num_parts``
+    parts. With ``by_rows`` the words are a matrix of rows.
     """
 
     storage: Storage
@@ -89,17 +87,18 @@ class Layout:
         """Return words as a matrix of rows. The rows of flat words have ``ALIGNMENT`` words; what remains is left out."""
         return words if words.ndim == 2 else words[: len(words) // ALIGNMENT * ALIGNMENT].view(-1, ALIGNMENT)
 
-    def audit(self, shape: Sequence[int]) -> tuple[int, int]:
+    def audit(self, shape: Sequence[int], row_words: int = ALIGNMENT) -> tuple[int, int]:
         """Return how many audits it takes to read each row of a parameter once, and the number of elements in a row.
 
-        An audit reads at least 256 words, a 16th of the first 65,536 words, and a 32nd of all. The result is a power of two.
+        An audit reads at least 256 words, a 16th of the first 65,536 words, and a 32nd of all. The first result is a power of
+        two. Flat words are read in rows of ``row_words``.
         """
         num_rows, *columns = self.extent(shape)
-        num_words, num_elements = num_rows, ALIGNMENT * self.per_word
+        num_words, num_elements = num_rows, row_words * self.per_word
         if self.by_rows:
             num_words, num_elements = num_rows * self.num_parts * columns[0], self.num_parts * self.matrix(shape)[1]
         period = max(min(num_words // 256, 16), min(num_words // 4096, 32))
-        period = max(1, min(period, num_rows if self.by_rows else num_rows // ALIGNMENT))
+        period = max(1, min(period, num_rows if self.by_rows else num_rows // row_words))
         return 1 << (period.bit_length() - 1), num_elements
 
     def allocate(self, extent: Sequence[int], device: torch.device) -> dict[str, Tensor]:
@@ -116,10 +115,9 @@ class Layout:
 
     def in_order(self, words: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> list[Tensor]:
         """Return a state's words and factors of rows as the kernel's list of tensors."""
-        tensors = [tensor for plane in self.planes for tensor in words[plane.name].unbind(0)]
-        return tensors + [
-            factor for name in self.storage.scaled for pair in scales[name][1:].unbind(1) for factor in pair.unbind(0)
-        ]
+        pairs = [pair for name in self.storage.scaled for pair in scales[name][1:].unbind(1)]
+        tensors = [*(words[plane.name] for plane in self.planes), *pairs]
+        return [tensor for several in tensors for tensor in several.unbind(0)]
 
     # ── tensors in the parameter's order ────────────────────────────────────────────────────────────────────────────
 
@@ -151,6 +149,14 @@ class Layout:
         copy.copy_(values.reshape(matrix))
         return copy, memory
 
+    def lanes(self, values: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return a contiguous tensor and its lanes, each of :meth:`extent`: views of its memory, or of a padded copy."""
+        matrix, memory = values, values
+        if math.prod(self.extent(values.shape)) * self.num_lanes != values.numel():
+            matrix, memory = self.padded(values)
+        parts = memory.view(self.num_parts, *self.extent(values.shape), self.per_word)
+        return matrix, [lane for part in parts for lane in part.unbind(-1)]
+
     def fields_of(self, words: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, tuple[Tensor, int]]:
         """Return the fields of a state in the parameter's order, as in a :class:`narrowgauge.optim.codes.Lane`."""
         fields = {}
@@ -162,7 +168,7 @@ class Layout:
     def set_fields(self, words: Mapping[str, Tensor], shape: Sequence[int], fields: Mapping[str, Tensor]) -> None:
         """Overwrite fields of a state's words. They are in the parameter's order, in place in a word."""
         for plane in self.planes:
-            present = [(name, shift, bits) for name, shift, bits in plane.fields if name in fields]
+            present = [field for field in plane.fields if field[0] in fields]
             if not present:
                 continue
             raw = self._bits(plane, words, shape)
@@ -265,7 +271,9 @@ def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
         return list(words)
     if visible == "bfloat16":
         return [lane for word in words for lane in (word << 16, word & -65536)]
-    return [lane for word in words for lane in (_float16_bits(word << 16), _float16_bits(word))]
+    # A float16 in the upper half of a word becomes a float32 with its sign, exponent and mantissa fields.
+    halves = [half for word in words for half in (word << 16, word)]
+    return [((half & 0x7FFF0000) >> 3) | (half & SIGN) for half in halves]
 
 
 def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
@@ -277,26 +285,19 @@ def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
     return [((even >> 16) & 0xFFFF) | odd for even, odd in zip(lanes[::2], lanes[1::2], strict=True)]
 
 
-def _float16_bits(word: Tensor) -> Tensor:
-    """Convert a float16 in the upper half of a word to a float32 with its sign, exponent and mantissa fields."""
-    return ((word & 0x7FFF0000) >> 3) | (word & SIGN)
-
-
 # ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SMALL = 1 << 14
 """Parameters of at most this many elements share buckets."""
 BUCKET_WORDS = 1 << 20
 """A bucket with this many words takes no more members."""
-ALIGNMENT = 64
-"""Every member of a flat bucket starts at a multiple of this many words, and an audit reads so many at a time."""
 
 
 class Bucket:
     """Step small parameters of one storage in one kernel call: 300 norm gains cost one call. It has the interface of a state.
 
-    The members are states (:mod:`narrowgauge.optim.state`) with contiguous words and rows of equal length. Weights and gradients
-    are copied in before a step, and weights out after it. A member may come from another bucket: its words move here.
+    The members are states with contiguous words and rows of equal length. Weights and gradients are copied in before a step, and
+    weights out after it. A member may come from another bucket: its words move here.
     """
 
     column_groups = ()
@@ -354,7 +355,7 @@ class Bucket:
         return rows, owner.index_select(0, rows), elements.index_select(0, rows)
 
     def gather(self) -> None:
-        """Copy the members' weights and gradients in. Call it under ``torch.no_grad()``."""
+        """Copy the members' weights and gradients in, without gradients."""
         weights, gradients = self._copies
         torch._foreach_copy_(weights, self._by_part([member.parameter for member in self.members]))
         torch._foreach_copy_(gradients, self._by_part([member.gradient for member in self.members]))
@@ -364,7 +365,7 @@ class Bucket:
         return self.tensors, self.parameter
 
     def write_back(self, weight: Tensor | None) -> None:
-        """Copy the weights out. Call it under ``torch.no_grad()``."""
+        """Copy the weights out, without gradients."""
         torch._foreach_copy_(self._by_part([member.parameter for member in self.members]), self._copies[0])
 
     def _by_part(self, tensors: list[Tensor]) -> list[Tensor]:

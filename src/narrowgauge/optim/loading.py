@@ -20,15 +20,10 @@ from narrowgauge.optim.validation import agree
 def make_loaded_states(
     optimizer: Any, entries: Mapping[Tensor, Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
 ) -> dict[Tensor, ParameterState]:
-    """Return new states with the values of saved ones. The optimizer's own states do not change.
-
-    Raises:
-        RecipeError: a state was saved from another storage, rule or shape.
-    """
+    """Return new states with the values of saved ones. Refuse states of another storage, rule or shape."""
     states: dict[Tensor, ParameterState] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        values = {p: tensors_of(entries[p]) for p in group["params"] if p in entries}
-        values = {p: entry for p, entry in values.items() if entry}
+        values = {p: entry for p in group["params"] if (entry := tensors_of(entries.get(p, {})))}
         states |= states_of(optimizer, {**saved, "params": group["params"]}, values)
     return states
 
@@ -71,10 +66,7 @@ def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Make states of saved tensors, for :func:`put_states`. This is a hook on ``load_state_dict``.
-
-    PyTorch must not see them, since it rebuilds what it can iterate over.
-    """
+    """Make states of saved tensors, for :func:`put_states`: PyTorch would rebuild them. This is a hook on ``load_state_dict``."""
     saved = copy.deepcopy(state_dict["param_groups"])
     agree(optimizer.param_groups, saved, optimizer.rule)
     # Keys are numbers, or names from a distributed checkpoint.
@@ -108,15 +100,6 @@ def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
 
     Inputs of an update come before its outputs, so the first of several damaged tensors is the cause. Tensors are packed words.
     For DTensors they are this rank's part.
-
-    Example:
-        >>> import torch, narrowgauge as ng
-        >>> model = torch.nn.Linear(2, 2, bias=False)
-        >>> optimizer = ng.AdamW(model.named_parameters(), lr=1e-3, storage="float32")
-        >>> model(torch.ones(2)).sum().backward(), optimizer.step()
-        (None, None)
-        >>> [name for name, _, _ in kept_tensors(optimizer)]
-        ['exp_avg of weight', 'exp_avg_sq of weight', 'weight']
     """
     optimizer.settle()
     for parameter, name in optimizer.parameter_names().items():

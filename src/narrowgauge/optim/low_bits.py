@@ -1,13 +1,12 @@
 """Random low bits: weights of a 16-bit checkpoint that move from the first step.
 
-A checkpoint in bfloat16 lies on the grid of bfloat16. Copied to float32 it still does: all low bits are zero. The forward pass
-rounds weights to bfloat16, so it sees no change of a weight before the sum of its updates reaches half an ulp. At a learning rate
-of 5e-6 and a weight of 0.2 that is a hundred steps.
+A checkpoint in bfloat16, copied to float32, still lies on the grid of bfloat16. The forward pass rounds weights to bfloat16. It
+sees no change of a weight before the sum of its updates reaches half an ulp. At a learning rate of 5e-6 and a weight of 0.2 that
+is a hundred steps.
 
-Low bits at random within the cell that rounds to the same bfloat16 value end this. No visible weight changes. But some weights
-lie near the end of their cell, and move by an ulp in the first step. On average, the visible change is the update.
-
-The offset of a weight is drawn once. Stochastic rounding draws new noise at each step.
+Low bits at random within the cell that rounds to the same bfloat16 value end this. No visible weight changes at first. Some lie
+near the end of their cell, and move by an ulp in the first step. On average, the visible change is the update. The offset of a
+weight is drawn once; stochastic rounding draws new noise at each step.
 """
 
 from __future__ import annotations
@@ -32,12 +31,8 @@ LOW_BITS = ("zero", "random")
 def random_in_cell(visible: str, bits: Tensor, random: Tensor) -> Tensor:
     """Return a random value of the cell that rounds to each visible weight, in the bits of :func:`codes.visible_value`.
 
-    It is uniform in the cell, which below a power of two is half as wide. Zeros, infinities and NaN stay as they are.
-
-    Args:
-        visible: ``"bfloat16"`` or ``"float16"``.
-        bits: int32, of weights in that format.
-        random: int32 random bits.
+    It is uniform in the cell, which below a power of two is half as wide. Zeros, infinities and NaN stay as they are. ``bits``
+    and ``random`` are int32.
     """
     below = VISIBLE[visible][1]
     offset = (random >> (32 - below)) & ((1 << below) - 1)
@@ -56,14 +51,9 @@ def has_low_bits(storage: Storage) -> bool:
 
 
 def fill_states(states: Sequence[Any], seed: int, skip: Tensor) -> None:
-    """Fill the low bits of states before their first step. They have their gradients.
+    """Fill the low bits of states before their first step, unless ``skip`` (0-d) is not 0. They have their gradients.
 
     A tensor with any low bit keeps all of its own. The random bits hash an element's weight and its gradient's mantissa.
-
-    Args:
-        states: :class:`narrowgauge.optim.state.ParameterState`.
-        seed: of the param group.
-        skip: 0-d, nonzero if the step will be skipped: then nothing changes.
     """
     states = [state for state in states if has_low_bits(state.storage)]
     flags = _on_any_rank([state.owner for state in states], [_has_bits(state) for state in states])

@@ -7,10 +7,9 @@ A batch has one parameter for each rank, or some of one process. The largest com
 3. The result is scattered, unsharded states are broadcast, and every rank writes its shard.
 
 A stack that is sharded by its first dim is not gathered: every rank steps its own matrices, and broadcasts their states. The bits
-are the same as in one process. Weights and states are decoded piece by piece, so that few whole copies exist.
-On a GPU one launch averages a batch, and one writes it. There equal shapes share each product of Muon.
-Parameters that are not DTensors belong to this process alone. Sharding is supported by rows along the one axis of a mesh. Other
-DTensors are gathered and stepped on every rank.
+are the same as in one process. Weights and states are decoded piece by piece. On a GPU one launch averages a batch, and one
+writes it. Equal shapes share each product of Muon. DTensors that are not sharded by rows along the one axis of a mesh are
+gathered, and stepped on every rank. Other parameters belong to this process alone.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from narrowgauge.numerics.chunks import PIECE
 from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
 from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL, Numbers, average, lanes_of
-from narrowgauge.optim.layout import Layout
 from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.triton_printer import launches_on
@@ -45,10 +43,8 @@ def step_matrices(
 ) -> Iterator[tuple[ParameterState, Tensor]]:
     """Step the matrices of one param group. Yield those that were audited without a launch, each with its sums.
 
-    Args:
-        numbers_of: returns the scalars of a state's step.
-        launch: averages the gradients of states into their changes (``True``), or writes the changes, and returns the states
-            that it cannot take.
+    ``numbers_of`` returns the scalars of a state's step. ``launch`` averages the gradients of states into their changes
+    (``True``), or writes the changes, and returns the states that it cannot take.
     """
     for ranks, members in _by_ranks(states):
         members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
@@ -121,10 +117,7 @@ def _step_batch(
 
 @dataclass(frozen=True)
 class Ranks:
-    """Describe the ranks of a mesh that share a parameter's rows: its process group, and this rank's number.
-
-    With ``has_stacks``, the rows are whole matrices.
-    """
+    """Describe the ranks of a mesh that share a parameter's rows, which are whole matrices with ``has_stacks``."""
 
     group: Any
     rank: int
@@ -144,10 +137,7 @@ def _matrices(values: Tensor, size: int = 1) -> Sequence[Tensor]:
 
 
 def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
-    """Return a whole tensor in the ``matrix_shape`` of ``owner`` on the rank ``place``. Else return ``None``.
-
-    Every rank gets its part of a sharded stack.
-    """
+    """Return a whole tensor in the ``matrix_shape`` of ``owner`` on the rank ``place``, else ``None``. Stacks stay in parts."""
     import torch.distributed as dist
 
     if ranks is None:
@@ -189,7 +179,7 @@ def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list
     batches: dict[Any, tuple[Ranks | None, list[ParameterState]]] = {}
     for state in states:
         owner: Any = state.owner
-        if owner.numel() == 0:
+        if not owner.numel():
             continue
         is_by_rows = is_sharded(owner) and owner.device_mesh.ndim == 1 and owner.placements[0].is_shard(0)
         mesh = owner.device_mesh if is_by_rows else None
@@ -204,46 +194,6 @@ def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list
 # ── one parameter ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Hold some words of a state as lanes, and the position of their elements in the parameter's shape.
-
-    Args:
-        start: number of words (or rows of words) before the piece.
-        tensors: words, as a kernel takes them.
-    """
-
-    layout: Layout
-    shape: tuple[int, ...]
-    start: int
-    tensors: list[Tensor]
-
-    def elements(self, values: Tensor) -> list[Tensor]:
-        """Return the piece's part of a contiguous tensor: one matrix (or vector) per part of the rows."""
-        stop = self.start + self.tensors[0].shape[0]
-        if not self.layout.by_rows:
-            return [values.view(-1)[self.start * self.layout.per_word : stop * self.layout.per_word]]
-        group, matrix = self.layout.extent(self.shape)[0], values.view(self.layout.matrix(self.shape))
-        return [matrix[part * group + self.start : part * group + stop] for part in range(self.layout.num_parts)]
-
-    def fill(self, values: Tensor, lanes: Sequence[Tensor]) -> None:
-        """Write the values of each lane to their positions in a tensor of the parameter's shape."""
-        per_word = self.layout.per_word
-        for part, target in enumerate(self.elements(values)):
-            joined = torch.stack(list(lanes[part * per_word : (part + 1) * per_word]), -1).flatten(-2)
-            target.copy_(joined[tuple(map(slice, target.shape))])
-
-    def pick(self, values: Tensor) -> list[Tensor]:
-        """Return the values of each lane from a float32 tensor of the parameter's shape. Padding is zero."""
-        per_word, words = self.layout.per_word, self.tensors[0].shape
-        lanes: list[Tensor] = []
-        for source in self.elements(values):
-            padded = values.new_zeros(*words[:-1], words[-1] * per_word)
-            padded[tuple(map(slice, source.shape))] = source
-            lanes += [lane.contiguous() for lane in padded.unflatten(-1, (-1, per_word)).unbind(-1)]
-        return lanes
-
-
 class MatrixStep:
     """Step this rank's shard of one parameter."""
 
@@ -256,24 +206,20 @@ class MatrixStep:
     def weight(self) -> Tensor:
         """Return the stored weight of this rank's shard."""
         weight = torch.empty(self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device)
-        for chunk in self._pieces():
-            chunk.fill(
-                weight, [codes.read_weight(self.storage, lane) for lane in lanes_of(self.storage, chunk.tensors, ())]
-            )
+        for tensors, targets in self._pieces(weight):
+            for lane, target in zip(lanes_of(self.storage, tensors, ()), targets, strict=True):
+                target.copy_(codes.read_weight(self.storage, lane))
         return weight
 
     def average(self) -> None:
         """Write the direction's gradient for this rank's shard into ``state.change``."""
         scalars = dict(zip((*CONTROL, *self.rule.scalars), self.numbers.values, strict=True))
-        for chunk in self._pieces():
-            lanes = lanes_of(self.storage, chunk.tensors, ())
-            chunk.fill(self.state.change, [average(self.rule, self.storage, lane, scalars)[0] for lane in lanes])
+        for tensors, targets in self._pieces(self.state.change):
+            for lane, target in zip(lanes_of(self.storage, tensors, ()), targets, strict=True):
+                target.copy_(average(self.rule, self.storage, lane, scalars)[0])
 
     def direction(self, gradient: Tensor, measures: Sequence[Tensor] | None, first: int) -> Tensor:
-        """Return the step of whole matrices, in the gradient's memory. Store the states that are not beside the weight.
-
-        ``first`` is the number of the first matrix in its stack.
-        """
+        """Return the step of whole matrices in the gradient's memory, and store extras. ``first`` numbers the first matrix."""
         skip = self.numbers.values[1] != 0
         size = max(1, _room(gradient.device) // math.prod(gradient.shape[-2:])) if self.rule.stacks else 1
         for place, matrix in enumerate(_matrices(gradient, size)):
@@ -289,19 +235,23 @@ class MatrixStep:
     def write(self) -> Tensor | None:
         """Write ``state.change``. Return the sums of the audit, if it is audited and this rank has elements."""
         totals, numbers = [], self.numbers
-        for chunk in self._pieces():
-            tensors = [*chunk.tensors, *chunk.pick(self.state.change)]
+        for words, changes in self._pieces(self.state.change):
+            tensors = [*words, *(change.clone(memory_format=torch.contiguous_format) for change in changes)]
             if numbers.audited:
                 totals.append(self.kernel.audit(tensors, numbers.values, numbers.seed).sum(1))
             self.kernel.run(tensors, numbers.values, numbers.seed)
         return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
 
-    def _pieces(self) -> Iterator[Piece]:
-        """Yield the shard in pieces. The rule and the kernel make many temporaries of each."""
+    def _pieces(self, values: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Yield some words of the shard at a time, and the lanes of ``values`` there, a contiguous float32 tensor in its shape.
+
+        The rule and the kernel make many temporaries of each piece. What is written into the lanes ends up in ``values``.
+        """
         state = self.state
         if not state.parameter.numel():
             return
         tensors, weight = state.kernel_tensors()
+        matrix, lanes = state.layout.lanes(values)
         length, row = len(tensors[0]), tensors[0][0].numel()
         # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16 bytes at a time.
         least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)
@@ -309,6 +259,8 @@ class MatrixStep:
         size = max(least // (row * state.layout.num_lanes), -(-length // most), 1)
         size = -(-size // unit) * unit
         for start in range(0, length, size):
-            pieces = [tensor[start : start + size] for tensor in tensors]
-            yield Piece(state.layout, tuple(state.parameter.shape), start, pieces)
+            words, piece = ([x[start : start + size] for x in several] for several in (tensors, lanes))
+            yield words, piece
+        if matrix is not values:
+            values.copy_(matrix.reshape(values.shape))
         state.write_back(weight)

@@ -11,14 +11,13 @@ Table and numbers are one buffer, copied to the device once a step. A program st
 row of each part. Where rows have scales, it reads the row's gradient twice: for the new bounds, then for the step.
 
 A tensor is *whole* if its rows are multiples of 16 bytes and begin at multiples of 16 bytes. The others are read in elements, by
-a second launch. An audited launch also sums the terms of each program. One more launch adds them by tensor, in order.
-
-A matrix rule has one more address, of its float32 change. One launch averages gradients into it, before the rule reads whole
-matrices. A second launch writes it.
+a second launch. An audited launch also sums the terms of each program. One more launch adds them by tensor, in order. A matrix
+rule has one more address, of its float32 change: one launch averages gradients into it, and a later one writes it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -39,9 +38,9 @@ from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import CONTROL, Kernel, Numbers, make_average, make_step
 from narrowgauge.optim.layout import lanes_of_weight, layout_of
 from narrowgauge.optim.matrix_step import MatrixStep
-from narrowgauge.optim.row_bounds import bound_rows, scales_of_rows
+from narrowgauge.optim.row_bounds import bound_rows, bounding, scales_of_rows
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import ParameterState, allocate_all
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_names import send, to_device
@@ -84,24 +83,19 @@ def add_up(table, sums, totals, WIDTH: tl.constexpr):
 """
 
 
-def num_inputs(rule: Rule | MatrixRule) -> int:
+def num_inputs(rule: AnyRule) -> int:
     """Return the columns of the table whose addresses change: of the weight, the gradient and a matrix rule's change."""
     return 3 if isinstance(rule, MatrixRule) else 2
 
 
-def num_columns(rule: Rule | MatrixRule, storage: Storage) -> int:
-    """Return the columns of the table: the addresses of the inputs, planes and scales, and the sizes."""
-    return num_inputs(rule) + len(layout_of(storage).planes) + len(storage.scaled) + len(SIZES)
-
-
-def source(rule: Rule | MatrixRule, storage: Storage, *, whole: bool, audited: bool) -> str:
+def source(rule: AnyRule, storage: Storage, *, whole: bool, audited: bool) -> str:
     """Return the text of the Triton functions ``step``, ``add_up`` and, for a matrix rule, ``average``."""
-    width, first_plane = num_columns(rule, storage), num_inputs(rule)
-    layout, num_scalars, num_addresses = layout_of(storage), len(rule.scalars), width - len(SIZES)
+    layout, num_scalars, first_plane = layout_of(storage), len(rule.scalars), num_inputs(rule)
+    num_addresses = first_plane + len(layout.planes) + len(storage.scaled)
     parts, per_word = layout.num_parts, layout.per_word
     lines = [
         "program = first_program + tl.program_id(0)",
-        f"row = table + tl.load(tiles + program).to(tl.int64) * {width}",
+        f"row = table + tl.load(tiles + program).to(tl.int64) * {num_addresses + len(SIZES)}",
         *(f"{name} = tl.load(row + {num_addresses + k})" for k, name in enumerate(SIZES)),
         *(f"v_{k} = tl.load(control + {k})" for k in range(len(CONTROL))),
         f"scalars = numbers + number * {num_scalars + 1}",
@@ -135,9 +129,8 @@ def source(rule: Rule | MatrixRule, storage: Storage, *, whole: bool, audited: b
                 stores[f"w{len(loads)}"] = f"store_halves({p}, at, {{}}, {inside}, left)"
                 loads += [f"load_halves({p}, at, {inside}, left)"]
             else:
-                lines += [
-                    f"{p} = {f'tl.multiple_of({address}, 16)' if whole else address} + ({line} * columns + origin)"
-                ]
+                first = f"tl.multiple_of({address}, 16)" if whole else address
+                lines += [f"{p} = {first} + ({line} * columns + origin)"]
                 stores[f"w{len(loads)}"] = f"tl.store({p} + at, {{}}, mask={inside})"
                 loads += [f"tl.load({p} + at, mask={inside}, other=0)"]
     for k in range(parts if isinstance(rule, MatrixRule) else 0):
@@ -191,17 +184,13 @@ def _graph(rule: Any, storage: Storage, summarize: Any, averages: bool, *counts:
 
 
 def _over_span(body: Sequence[str]) -> str:
-    """Return a loop over the words of a program."""
     begin = [f"at = start + tl.arange(0, {BLOCK})", "inside = at < span"]
     return f"for start in range(0, span, {BLOCK}):\n" + indent("\n".join([*begin, *body]), "    ")
 
 
 def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> list[str]:
-    """Print the new bounds of a program's rows, and the multipliers ``into_`` and ``back_`` of each code and part.
-
-    ``column`` is the first column of the table with an address of scales.
-    """
-    parts, scaled, names = layout_of(storage).num_parts, storage.scaled, _bounding(rule, storage)
+    """Print the new bounds of a program's rows, and ``into_`` and ``back_`` of each code and part. Scales begin at ``column``."""
+    parts, scaled, names = layout_of(storage).num_parts, storage.scaled, bounding(rule, storage)
     magnitude, scales = _graphs_of_bounds(rule, storage)
     lines, body = [], []
     for place, name in enumerate(names):
@@ -226,15 +215,10 @@ def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> 
     return lines
 
 
-def _bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
-    """Return the tensors whose largest magnitudes bound a row."""
-    return ("gradient", "weight") if rule.coupled or "weight" in storage.scaled else ("gradient",)
-
-
 @lru_cache(4)
 def _graphs_of_bounds(rule: Rule, storage: Storage) -> tuple[torch.fx.Graph, torch.fx.Graph]:
     """Trace the largest magnitude of a word's values as bits, in which a NaN is the largest, and the scales of a row."""
-    count, scaled = len(_bounding(rule, storage)), storage.scaled
+    count, scaled = len(bounding(rule, storage)), storage.scaled
 
     def magnitude(word: Tensor) -> Tensor:
         lanes = lanes_of_weight(storage.visible, [word])
@@ -258,20 +242,15 @@ HostNumbers = tuple[Sequence[float], int]
 
 
 @lru_cache(None)
-def functions(rule: Rule | MatrixRule, storage: Storage, whole: bool, audited: bool, interpret: bool) -> dict[str, Any]:
+def functions(rule: AnyRule, storage: Storage, whole: bool, audited: bool, interpret: bool) -> dict[str, Any]:
     """Return the Triton functions of :func:`source`. The first launch compiles them."""
     return load(source(rule, storage, whole=whole, audited=audited), interpret=interpret)
 
 
 class Table:
-    """Step tensors of one (rule, storage) and device by one launch. The table is kept between steps.
+    """Step tensors of one (rule, storage), not in float64, and device by one launch. The table is kept between steps."""
 
-    Args:
-        rule, storage: of all states. The storage does not compute in float64.
-        device: of all states.
-    """
-
-    def __init__(self, rule: Rule | MatrixRule, storage: Storage, device: torch.device) -> None:
+    def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
         self.rule, self.storage, self.device = rule, storage, device
         self._states: list[ParameterState] = []
         self._addresses: list[int] = []
@@ -280,12 +259,11 @@ class Table:
         self._numbers = np.zeros((0, 0), np.float32)
 
     def set(
-        self, states: list[ParameterState], numbers: Sequence[HostNumbers], choices: Sequence[tuple[int, int, int]]
+        self, states: list[ParameterState], numbers: Sequence[HostNumbers], choices: Sequence[tuple[int, ...]]
     ) -> None:
-        """Set the states of the next step. Their weights and gradients are contiguous.
+        """Set the states of the next step, whose weights and gradients are contiguous.
 
-        Args:
-            choices: the index in ``numbers``, the ``period`` and the ``phase`` of each state.
+        ``choices`` are the index in ``numbers``, the ``period`` and the ``phase`` of each state.
         """
         if states != self._states or len(numbers) != len(self._numbers):
             self._allocate(states, len(numbers))
@@ -304,10 +282,7 @@ class Table:
         for state in states:
             group, columns = (1, *state.extent)[-2:]
             num_rows, elements = (1, *layout.matrix(state.parameter.shape))[-2:]
-            memory = [
-                *(state.words[plane.name] for plane in layout.planes),
-                *(state.scales[n] for n in self.storage.scaled),
-            ]
+            memory = [state.words[p.name] for p in layout.planes] + [state.scales[n] for n in self.storage.scaled]
             sizes = columns, group, elements, num_rows, 0, num_programs(state), 0, 0, 0
             rows.append([*[0] * num_inputs(self.rule), *(x.data_ptr() for x in memory), *sizes])
         size = len(rows) * len(rows[0])
@@ -368,25 +343,19 @@ def num_programs(state: ParameterState) -> int:
     return state.extent[0] if state.layout.by_rows else -(-state.extent[0] // BLOCK)
 
 
-def audit_of(state: ParameterState, turn: int) -> tuple[int, int]:
-    """Return ``period`` and ``phase`` of audit number ``turn``: all programs of a small tensor, else every 32nd."""
-    period = 32 if num_programs(state) > 64 else 1
-    return period, turn % period
-
-
-def num_audited(state: ParameterState, period: int, phase: int) -> int:
-    """Return the number of elements that an audit reads."""
-    layout, count, numel = state.layout, num_programs(state), state.parameter.numel()
-    width = layout.num_parts * layout.matrix(state.parameter.shape)[1] if layout.by_rows else BLOCK * layout.per_word
-    places = range(phase, count, period)
-    return len(places) * width - (count * width - numel if count - 1 in places else 0)
+def audit_of(state: ParameterState, turn: int) -> tuple[int, int, int]:
+    """Return ``period`` and ``phase`` of audit number ``turn``, and the number of elements that it reads."""
+    period, width = state.layout.audit(state.parameter.shape, BLOCK)
+    programs = range(turn % period, num_programs(state), period)
+    missing = max(0, (programs[-1] + 1) * width - state.parameter.numel()) if programs else 0
+    return period, turn % period, len(programs) * width - missing
 
 
 # ── the proof ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @lru_cache(None)
-def is_proven(rule: Rule | MatrixRule, storage: Storage, device: torch.device, audited: bool) -> bool:
+def is_proven(rule: AnyRule, storage: Storage, device: torch.device, audited: bool) -> bool:
     """Return whether a launch gives the bits of the definition, which runs on the CPU. Warn once if not."""
 
     def compare() -> bool:
@@ -421,7 +390,7 @@ def is_proven(rule: Rule | MatrixRule, storage: Storage, device: torch.device, a
     return is_possible and proves(f"the step of all tensors of {rule.name}/{storage.name}", compare)
 
 
-def _cases(rule: Rule | MatrixRule, storage: Storage, device: torch.device) -> list[ParameterState]:
+def _cases(rule: AnyRule, storage: Storage, device: torch.device) -> list[ParameterState]:
     """Draw a whole tensor and another one. Their last two rows have edge values."""
     kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
 
@@ -449,29 +418,24 @@ class _Batch:
 
     states: list[ParameterState] = field(default_factory=list)
     numbers: list[HostNumbers] = field(default_factory=list)
-    choices: list[tuple[int, int, int]] = field(default_factory=list)
+    choices: list[tuple[int, ...]] = field(default_factory=list)
     audited: list[tuple[int, int, float]] = field(default_factory=list)
 
 
 class Launches:
-    """Step the states of an optimizer by one launch for each (rule, storage), whatever their param groups and step counts.
-
-    Args:
-        tables: kept by the optimizer between steps.
-    """
+    """Step the states of an optimizer by one launch for each (rule, storage). It keeps ``tables`` between steps."""
 
     def __init__(self, tables: dict[Kernel, Table]) -> None:
-        self.tables, self._batches = tables, dict[Kernel, _Batch]()
+        self.tables, self._batches = tables, defaultdict[Kernel, _Batch](_Batch)
 
     def take(self, stepper: Any, states: Sequence[ParameterState]) -> list[ParameterState]:
-        """Take states of the param group of a :class:`narrowgauge.optim.step.Stepper`. Return those that it must step itself."""
-        alike: dict[tuple[Kernel, int], list[ParameterState]] = {}
+        """Take states of the group of a :class:`narrowgauge.optim.step.Stepper`. Return those that it must step itself."""
+        alike: dict[tuple[Kernel, int], list[ParameterState]] = defaultdict(list)
         for state in states:
-            alike.setdefault((state.kernel, state.step + 1), []).append(state)
+            alike[state.kernel, state.step + 1].append(state)
         return [state for key, members in alike.items() for state in self._take(stepper, *key, members)]
 
     def _take(self, stepper: Any, kernel: Kernel, count: int, states: list[ParameterState]) -> list[ParameterState]:
-        """Take states of one kernel and step number."""
         rule, storage, group, audit_every = kernel.rule, kernel.storage, stepper.group, stepper.audit_every
         device = states[0].parameter.device
         is_captured = kernel.is_matrix and states[0].change is None  # a graph has no place for the products of matrices
@@ -481,7 +445,7 @@ class Launches:
         # Before an audit prove the step alone too: nothing can be compared later, while a graph captures it.
         if not all(is_proven(rule, storage, device, audited) for audited in sorted({False, is_audited})):
             return states
-        batch, refused = self._batches.setdefault(kernel, _Batch()), []
+        batch, refused = self._batches[kernel], []
         batch.numbers.append((rule.prepare(group, count), step_seed(group["seed"], count)))
         for state in states:
             is_contiguous = state.parameter.is_contiguous() and state.gradient.is_contiguous()
@@ -489,10 +453,9 @@ class Launches:
             if not is_contiguous or (state.scales and state.column_groups):
                 refused.append(state)
                 continue
-            audit = NO_AUDIT
+            audit: Sequence[int] = NO_AUDIT
             if is_audited:
-                audit = audit_of(state, count // audit_every)
-                elements = num_audited(state, *audit)
+                *audit, elements = audit_of(state, count // audit_every)
                 batch.audited.append((len(batch.states), elements, elements * stepper.audited_spacings(state)))
             batch.states.append(state)
             batch.choices.append((len(batch.numbers) - 1, *audit))

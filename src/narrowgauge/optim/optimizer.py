@@ -1,8 +1,8 @@
 """The one optimizer: a rule and a storage, with the interface of ``torch.optim.Optimizer``.
 
 Nothing here depends on a format or a formula. A step makes or looks up the :class:`~narrowgauge.optim.state.ParameterState` of
-every parameter. It passes the words to the kernel of its (rule, storage), and counts. The kernel reads two scalars: one clips
-gradients, one skips a step with a non-finite gradient. The host reads the decision after the step.
+every parameter, and passes the words to the kernel of its (rule, storage). The kernel reads two scalars: one clips gradients, one
+skips a step with a non-finite gradient. The host reads the decision after the step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
@@ -31,26 +32,10 @@ from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
 from narrowgauge.optim.multi_tensor import Launches, Table
 from narrowgauge.optim.parameter_formats import refuse_rounding, round_in_place, rounding_note
-from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.optim.rules.matrix import MatrixRule, extras_of, shapes_of_states
+from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState, allocate_all
 from narrowgauge.optim.step import Stepper
-from narrowgauge.optim.validation import (
-    FLAGS,
-    HOW_TO_RUN,
-    check_captured,
-    check_fits,
-    check_in_use,
-    check_one_device,
-    check_options,
-    check_real,
-    check_replaced,
-    check_same_rule,
-    check_step,
-    check_visible,
-    gradient_of,
-    known_row,
-)
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
@@ -65,12 +50,10 @@ class Optimizer(torch.optim.Optimizer):
 
     Invariant: for a given history of gradients every stored bit depends only on (seed, that history). It does not depend on
     sharding, chunks, the number of threads, or compiled kernels. (Matrix rules multiply whole matrices: their bits are the same
-    for any sharding, but may change with threads and devices.) The storage's ``vectors`` names the storage of parameters with
-    one dimension (``master`` for ours). They are few and freeze first. A model flattened into one long vector counts as one.
+    for any sharding, but may change with threads and devices.) Parameters with one dimension are few and freeze first: the
+    storage's ``vectors`` names theirs (``master`` for ours). A model flattened into one long vector counts as one.
 
-    ``state`` holds a :class:`~narrowgauge.optim.state.ParameterState` for each parameter. :meth:`state_dict` returns plain
-    copies. :meth:`load_state_dict` and :meth:`adopt` change states. You may write weights at any time. A tail moves a written
-    weight by at most half an ulp. A written weight replaces its master.
+    You may write weights at any time. A tail moves a written weight by at most half an ulp. A written weight replaces its master.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group may set ``storage``. If the
@@ -79,7 +62,7 @@ class Optimizer(torch.optim.Optimizer):
             format are stored in its counterpart: those that stay float32 in ``float32``.
         rule: the update rule.
         defaults: the rule's options, which groups may override.
-        storage: the name of a storage of ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
+        storage: a name in ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not clip. With it, a step whose norm is
             not finite changes nothing. ``num_skipped`` counts such steps.
         seed: seed of the stochastic rounding.
@@ -93,47 +76,32 @@ class Optimizer(torch.optim.Optimizer):
             (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low bits that are known stay.
         keep_float32: returns, from name and parameter, whether a float32 parameter stays as it is.
         maximize: step along the gradient, not against it.
-        flags: of ``torch.optim``. ``amsgrad``, ``differentiable`` are false or ``None``. ``fused``, ``foreach`` and
-            ``capturable`` change nothing: they ask for what is done.
+        flags: of ``torch.optim``. ``amsgrad`` and ``differentiable`` may be false. ``fused``, ``foreach`` and ``capturable``
+            ask for what is done.
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, parameters are not in its visible format, or the rule
             does not support its arithmetic.
-
-    Cost: see ``RESULTS.md``. ``word`` moves 14 bytes a parameter, a float32 AdamW 28.
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        rule: Rule | MatrixRule,
-        defaults: dict[str, Any],
-        *,
-        storage: str | None = None,
-        max_grad_norm: float | None = None,
-        seed: int = 0,
-        audit_every: int = 10,
-        compile: bool | None = None,
-        loss_scaler: LossScaler | None = None,
-        low_bits: str = "random",
-        keep_float32: Callable[[str, Tensor], bool] | None = None,
-        maximize: bool | None = False,
-        **flags: bool | None,
-    ) -> None:
-        if unknown := flags.keys() - {*FLAGS, *HOW_TO_RUN}:
+        self, params: Iterable[Any], rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
+        max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
+        loss_scaler: LossScaler | None = None, low_bits: str = "random", maximize: bool | None = False,
+        keep_float32: Callable[[str, Tensor], bool] | None = None, **flags: bool | None,
+    ) -> None:  # fmt: skip
+        if unknown := flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}:
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'")
-        check_options({**defaults, **flags}, rule)
+        validation.check_options({**defaults, **flags}, rule)
         Range(is_integer=True).check("audit_every", audit_every)
         if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps with a non-finite norm
             Range(above=True).check("max_grad_norm", max_grad_norm)
-        self.rule, self.compile = rule, compile
-        self.max_grad_norm, self.audit_every = max_grad_norm, audit_every
+        self.rule, self.compile, self.max_grad_norm, self.audit_every = rule, compile, max_grad_norm, audit_every
         self.grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each step.
         self.skip_above = math.inf
-        self.num_skipped = 0
-        self.num_calls = 0  # of step(), skipped steps too; torch.amp.GradScaler may leave a call out
+        self.num_skipped, self.num_calls = 0, 0  # calls of step(): torch.amp.GradScaler may leave one out
         self.last_overflow: list[str] = []
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
@@ -153,19 +121,19 @@ class Optimizer(torch.optim.Optimizer):
         self._captured: _Captured | None = None
         self.keep_float32, self.maximize = keep_float32, bool(maximize)
         self._to_round: dict[Tensor, str] | None = {}  # the visible format of each, until all groups are checked
-        storage = known_row("word" if storage is None else storage).name
+        storage = validation.known_row("word" if storage is None else storage).name
         super().__init__(params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits})
         self.register_state_dict_post_hook(show_states)  # before other hooks see the states
         self._taken: dict[Tensor, ParameterState] = {}  # between the two hooks of loading
         self.register_load_state_dict_post_hook(put_states)
-        self._round()
+        formats, self._to_round = self._to_round or {}, None
+        self._round(formats)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether torch.amp.GradScaler leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
 
-        If true, frameworks do not clip the gradients. So it is true only if necessary: GradScaler refuses to unscale float16
-        gradients itself.
+        Frameworks do not clip then. So it is true only for float16 gradients, which GradScaler does not unscale, and a scaler.
         """
         return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._parameters())
 
@@ -178,14 +146,17 @@ class Optimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _remove_repeated(group)
+        # A repeated weight is one parameter, under its first name. Torch has warned of it.
+        first = {p: place for place, p in reversed([*enumerate(group["params"])])}
+        for key in {"params", "param_names"} & group.keys():
+            group[key] = [group[key][place] for place in sorted(first.values())]
         to_round: dict[Tensor, str] = {}
         try:
             require_float64(group["params"])
-            check_options(group, self.rule)
+            validation.check_options(group, self.rule)
             names = self.parameter_names()
             for parameter in group["params"]:
-                check_real(parameter)
+                validation.check_real(parameter)
                 visible = self._row_of(group, parameter).visible
                 is_wide = parameter.requires_grad and parameter.dtype is torch.float32 and visible != "float32"
                 if is_wide and not (self.keep_float32 and self.keep_float32(names[parameter], parameter)):
@@ -195,17 +166,15 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        if self._to_round is not None:
-            self._to_round |= to_round
+        if self._to_round is None:
+            self._round(to_round)
         else:
-            self._to_round = to_round
-            self._round()
+            self._to_round |= to_round
         if self.auditor.join is not None:
             self.auditor.join = joined_over_ranks(list(self._parameters()))
 
-    def _round(self) -> None:
+    def _round(self, formats: Mapping[Tensor, str]) -> None:
         """Round float32 parameters in place, and store the values that they had."""
-        formats, self._to_round = self._to_round or {}, None
         if formats:
             values = {p: value for p, visible in formats.items() for value in round_in_place([p], visible).values()}
             self.adopt(values)
@@ -222,41 +191,35 @@ class Optimizer(torch.optim.Optimizer):
         return state if isinstance(state, ParameterState) else None
 
     def group_of(self, parameter: Tensor) -> Group:
-        """Return the param group of a parameter.
-
-        Raises:
-            KeyError: the optimizer does not have the parameter.
-        """
-        group = next((g for g in self.param_groups if any(parameter is p for p in g["params"])), None)
-        if group is None:
-            raise KeyError("this tensor is not one of the optimizer's parameters")
-        return group
+        """Return the param group of a parameter. Raise a ``KeyError`` for a tensor that the optimizer does not have."""
+        for group in self.param_groups:
+            if any(parameter is p for p in group["params"]):
+                return group
+        raise KeyError("this tensor is not one of the optimizer's parameters")
 
     def storage_of(self, parameter: Tensor) -> Storage:
         """Return the storage of one of the optimizer's parameters."""
         return self._storage_in(self.group_of(parameter), parameter)
 
     def _row_of(self, group: Group, parameter: Tensor) -> Storage:
-        row = known_row(group["storage"])
+        row = validation.known_row(group["storage"])
         return for_vectors(row) if parameter.ndim < 2 else row
 
     def _storage_in(self, group: Group, parameter: Tensor, visible: str | None = None) -> Storage:
         return for_format(self._row_of(group, parameter), visible or dtype_name(parameter.dtype))
 
-    def rule_in(self, group: Group, parameter: Tensor) -> Rule | MatrixRule:
+    def rule_in(self, group: Group, parameter: Tensor) -> AnyRule:
         """Return the rule that steps a parameter under a group's options."""
         plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
         return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
 
-    def _pair_of(
-        self, group: Group, parameter: Tensor, visible: str | None = None
-    ) -> tuple[Rule | MatrixRule, Storage]:
-        """Return the rule and the storage of a parameter, or of one in another format. Refuse what they do not support."""
+    def _pair_of(self, group: Group, parameter: Tensor, visible: str | None = None) -> tuple[AnyRule, Storage]:
+        """Return the rule of a parameter, or of one in another format, and the storage with its states. Refuse odd pairs."""
         rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter, visible)
         if visible is None:
-            check_visible(parameter, storage)
-        kept = storage.keeping(rule.kept)
-        refuse_pair(rule.name, kept, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
+            validation.check_visible(parameter, storage)
+        storage = storage.keeping(rule.kept)
+        refuse_pair(rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
         return rule, storage
 
     def parameter_names(self) -> dict[Tensor, str]:
@@ -271,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
         return names
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Use a model's names for unnamed parameters, in alarms and metrics."""
+        """Use a model's names for unnamed parameters."""
         self._model = weakref.ref(model)
         self._members = set(self._parameters()) & set(model.parameters())
 
@@ -285,26 +248,20 @@ class Optimizer(torch.optim.Optimizer):
                 "Take torch.no_grad().",
             )
         states: dict[Tensor, ParameterState] = {}
-        alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = {}
+        alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = defaultdict(list)
         for parameter in parameters:
             require_float64([parameter])
-            rule, row = self._pair_of(group, parameter)
-            extras = extras_of(rule, parameter.shape, group)
-            row = row.keeping(rule.kept)
-            kernel = self._kernel(rule, row)
-            states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
-            alike.setdefault((kernel, state.parameter.device), []).append(state)
+            rule, storage = self._pair_of(group, parameter)
+            if (rule.name, storage) not in self._kernels:
+                self._kernels[rule.name, storage] = Kernel(rule, storage)
+            kernel, extras = self._kernels[rule.name, storage], extras_of(rule, parameter.shape, group)
+            states[parameter] = state = ParameterState(parameter, storage, kernel, group["storage"], extras)
+            alike[kernel, state.parameter.device].append(state)
         for (kernel, device), members in alike.items():
             allocate_all(members, joined=not kernel.is_matrix and not launches_on(device))
             for state in members:
                 state.begin()
         return states
-
-    def _kernel(self, rule: Rule | MatrixRule, storage: Storage) -> Kernel:
-        key = rule.name, storage
-        if key not in self._kernels:
-            self._kernels[key] = Kernel(rule, storage)
-        return self._kernels[key]
 
     def _is_worth_compiling(self, num_elements: int, device: torch.device) -> bool:
         return self.compile if self.compile is not None else is_worth_compiling(num_elements, device.type)
@@ -320,41 +277,37 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.ran_compiled()  # few elements on a CPU
             {'adamw/word': False}
         """
-        ran = {f"{rule}/{storage.name}": kernel.ran_compiled for (rule, storage), kernel in self._kernels.items()}
-        return {name: compiled for name, compiled in ran.items() if compiled is not None}
+        pairs = [(f"{rule}/{storage.name}", kernel.ran_compiled) for (rule, storage), kernel in self._kernels.items()]
+        return {name: compiled for name, compiled in pairs if compiled is not None}
 
     def adopt(
         self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
     ) -> None:
-        """Store weights, and perhaps states. Parameters become the visible part of the weights.
-
-        Refused values change nothing.
+        """Store weights, and perhaps states. Parameters become the visible part of the weights. Refused values change nothing.
 
         Args:
             values: the float32 weight of each parameter, of its shape, rounded to nearest.
-            states: the float32 states of each parameter by name. ``step`` is the number of steps taken. A stochastic
-                code rounds stochastically here. Rounded to nearest, many equal values would have the same error.
+            states: the float32 states of each parameter by name, and ``step``, the number of steps taken. A stochastic code
+                rounds stochastically: to the nearest, many equal values would have the same error.
         Raises:
             RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an unknown name, or a value
                 has another shape.
         """
-        known = {p for group in self.param_groups for p in group["params"] if p in values}
-        states = states or {}
+        known, states = values.keys() & set(self._parameters()), states or {}
         if unknown := {*values, *states} - known:
             raise RecipeError(
                 f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the optimizer does not step it, or it "
                 "has states and no weight.",
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in known:
-                    self._check_adopted(group, parameter, values[parameter], states.get(parameter, {}))
-        for group in self.param_groups:
-            members = [p for p in group["params"] if p in values]
+        members = [(group, [p for p in group["params"] if p in known]) for group in self.param_groups]
+        for group, parameters in members:
+            for parameter in parameters:
+                self._check_adopted(group, parameter, values[parameter], states.get(parameter, {}))
+        for group, parameters in members:
             with torch.no_grad():
-                self.make_missing(group, members)
-            for index, parameter in enumerate(members):
+                self.make_missing(group, parameters)
+            for index, parameter in enumerate(parameters):
                 state, entry = self.state[parameter], states.get(parameter, {})
                 state.adopt(local_of(values[parameter]))
                 state.step = int(entry.get("step", state.step))
@@ -364,9 +317,7 @@ class Optimizer(torch.optim.Optimizer):
                     if isinstance(value, Tensor) and name != "step":
                         state.put(name, local_of(value), seed)
 
-    def _check_adopted(
-        self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Tensor | int]
-    ) -> None:
+    def _check_adopted(self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]) -> None:
         """Refuse states of unknown names, and values of another shape than the parameter and its states here."""
         rule = self.rule_in(group, parameter)
         names = shapes_of_states(rule, parameter.shape, group)
@@ -383,9 +334,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def make_missing(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Make the states of parameters without one."""
-        state = self.state
-        if missing := [p for p in parameters if not isinstance(state.get(p), ParameterState)]:
-            check_captured(is_possible=not is_captured())  # a graph would fill new states in a replay alone
+        if missing := [p for p in parameters if self.state_of(p) is None]:
+            validation.check_captured(is_possible=not is_captured())  # a graph would fill new states in a replay alone
             self.state.update(self.make_states(group, missing))
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
@@ -416,7 +366,7 @@ class Optimizer(torch.optim.Optimizer):
         return torch.zeros_like(parameter, dtype=dtype)
 
     def num_steps(self, parameter: Tensor) -> int:
-        """Return the number of steps that a parameter has taken, 0 before the first. Wait for the last step."""
+        """Return the number of steps that a parameter has taken. Wait for the last step."""
         self.settle()
         state = self.state_of(parameter)
         return 0 if state is None else state.step
@@ -425,7 +375,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return bytes per parameter of live weights, gradients (in the parameters' format) and states."""
         parameters = [local_of(p) for p in self._parameters()]
         states = [t for state in map(self.state_of, self._parameters()) if state is not None for t in state.tensors()]
-        total = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
+        total = sum(t.nbytes for t in [*parameters, *parameters, *states])
         return total / max(1, sum(p.numel() for p in parameters))
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -449,10 +399,8 @@ class Optimizer(torch.optim.Optimizer):
         return self._uncompiled(closure)
 
     def _close_and_step(self, closure: Callable[[], Any] | None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         with torch.no_grad():
             self._step()
         if not is_captured():
@@ -463,43 +411,28 @@ class Optimizer(torch.optim.Optimizer):
         if not is_captured():
             self.settle()
         for group in self.param_groups:
-            check_step(group, self.rule)
+            validation.check_step(group, self.rule)
         if not self._stepped:
-            check_replaced(self.state, list(self._parameters()))
-            check_in_use(self.parameter_names(), self._model(), self._members)
+            validation.check_replaced(self.state, list(self._parameters()))
+            validation.check_in_use(self.parameter_names(), self._model(), self._members)
         work = [(group, self._with_gradient(group)) for group in self.param_groups]
         states = [state for _, members in work for state in members]
         if not states:
             return
-        device = check_one_device([state.parameter for state in states])
+        device = validation.check_one_device([state.parameter for state in states])
         if is_captured():
-            self._capture(work, device)
+            self._capture(work)
             return
         self._stepped = True
-        gradients = [state.owner.grad for state in states]
-        found_inf = getattr(self, "found_inf", None)
+        found_inf = getattr(self, "found_inf", None)  # torch.amp.GradScaler sets it and `grad_scale` during a step
         num_elements: dict[Kernel, int] = defaultdict(int)
-        for kernel in self._kernels.values():
-            kernel.ran_compiled = None
         for state in states:
             num_elements[state.kernel] += state.parameter.numel()
-        for kernel, count in num_elements.items():
-            kernel.compile = self._is_worth_compiling(count, device)
-        decision = self._control(
-            [g for g in gradients if g is not None],
-            device,
-            max_norm=self.max_grad_norm,
-            skip_above=self.skip_above,
-            scaler=self.loss_scaler,
-            # torch.amp.GradScaler sets these two during a step.
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=found_inf,
-        )
-        if self.maximize:
-            decision = decision.negated()
-        control, norm = decision.control, decision.norm
-        self.last_control = control
-        self.grad_norm = self.grad_norm if norm is None else norm
+        for kernel in self._kernels.values():
+            kernel.ran_compiled, kernel.compile = None, self._is_worth_compiling(num_elements[kernel], device)
+        scaling = {"scaler": self.loss_scaler, "grad_scale": getattr(self, "grad_scale", None), "found_inf": found_inf}
+        self.last_control, norm, finite = self._decide(self._control, states, **scaling)
+        control = self.last_control
         with torch.autocast(device.type, enabled=False):  # it would round the operands of matrix rules
             launches = Launches(self._tables)
             for group, members in work:
@@ -509,29 +442,34 @@ class Optimizer(torch.optim.Optimizer):
         for state in states:
             state.step += 1
         may_skip = norm is not None or found_inf is not None
-        self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
+        self._pending = (HostCopy(control[1]) if may_skip else None, states, finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank may ask for it alone.
-        if control.device.type == "cpu" or (self.auditor.join is not None and self._is_audited(states)):
+        if control.is_cpu or (self.auditor.join is not None and self._is_audited(states)):
             self.settle()
         for state in states:
             state.gradient = NO_GRADIENT
 
-    def _capture(self, work: list[tuple[Group, list[ParameterState]]], device: torch.device) -> None:
+    def _decide(self, control: StepControl, states: Sequence[ParameterState], **scaling: Any) -> Decision:
+        gradients = [state.owner.grad for state in states if state.owner.grad is not None]
+        device = states[0].parameter.device
+        decision = control(gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above, **scaling)
+        self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
+        if self.maximize:
+            scale, skip = decision.control.split(1)
+            decision = decision._replace(control=torch.cat([-scale, skip]))
+        return decision
+
+    def _capture(self, work: list[tuple[Group, list[ParameterState]]]) -> None:
         """Record the kernels of a step in a CUDA graph. They take their numbers from :meth:`advance`."""
         states = [state for _, members in work for state in members]
         step_control, launches = StepControl(self._is_worth_compiling), Launches({})
-        gradients = [state.owner.grad for state in states if state.owner.grad is not None]
-        decision = step_control(gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above)
-        if self.maximize:
-            decision = decision.negated()
-        local = [state.gradient for state in states]
-        captured = _Captured(work, local, step_control, launches.tables, decision)
+        decision = self._decide(step_control, states)
+        captured = _Captured(work, [state.gradient for state in states], step_control, launches.tables, decision)
         is_scaled = self.loss_scaler is not None or getattr(self, "found_inf", None) is not None
         is_first = any(state.step == 0 for state in states)
-        check_captured(is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches)))
+        validation.check_captured(is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches)))
         self._captured = captured
         launches.run(decision.control, self.auditor, sends=False)
-        self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         for state in states:
             state.gradient = NO_GRADIENT
 
@@ -559,7 +497,7 @@ class Optimizer(torch.optim.Optimizer):
         if captured is None:
             raise RecipeError("Cannot advance because no CUDA graph has captured a step.", "Call step() in the graph.")
         for group in self.param_groups:
-            check_step(group, self.rule)
+            validation.check_step(group, self.rule)
         control, norm, finite = captured.decision
         if norm is None and not (self.max_grad_norm is None and self.skip_above == math.inf):
             raise RecipeError(
@@ -587,13 +525,11 @@ class Optimizer(torch.optim.Optimizer):
             self.load_state_dict(self.state_dict())  # the model was moved, as Fabric does after the optimizer is made
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
-            state.gradient = gradient_of(parameter)
-            if state.parameter is not parameter:
-                state.gradient, state.parameter = local_of(state.gradient), local_of(parameter)
-            check_fits(state, group["storage"])
+            state.gradient, state.parameter = local_of(validation.gradient_of(parameter)), local_of(parameter)
+            validation.check_fits(state, group["storage"])
             if isinstance(self.rule, MatrixRule):
                 rule = self.rule_in(group, parameter)
-                check_same_rule(state, rule.name, shapes_of_states(rule, parameter.shape, group))
+                validation.check_same_rule(state, rule.name, shapes_of_states(rule, parameter.shape, group))
         return states
 
     def settle(self) -> None:
@@ -612,31 +548,24 @@ class Optimizer(torch.optim.Optimizer):
                 state.step -= 1
             self.auditor.fresh.clear()
             return
-        self._take_audit(states)
+        # Ranks without audited elements take part too.
+        if self.auditor.join is not None and self._is_audited(states):
+            self.auditor.fresh = self.auditor.join(self.auditor.fresh)
+        if self.auditor.fresh:
+            self.last_audit = self.auditor.collect()
+            if alarms := self.auditor.alarms(self.parameter_names, self.storage_of):
+                self.on_alarm(alarms)
 
     def _is_audited(self, states: list[ParameterState]) -> bool:
-        return any(self.audit_every and s.step % self.audit_every == 0 for s in states)
-
-    def _take_audit(self, states: list[ParameterState]) -> None:
-        auditor = self.auditor
-        # Ranks without audited elements take part too.
-        if auditor.join is not None and self._is_audited(states):
-            auditor.fresh = auditor.join(auditor.fresh)
-        if not auditor.fresh:
-            return
-        self.last_audit = auditor.collect()
-        if alarms := auditor.alarms(self.parameter_names, self.storage_of):
-            self.on_alarm(alarms)
+        return any(self.audit_every and state.step % self.audit_every == 0 for state in states)
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, lossless and packed: a copy of each buffer in the parameter's shape.
+        """Return the state as in ``torch.optim``, lossless and packed: a copy of each buffer in the parameter's shape.
 
-        Returns:
-            A dict as in ``torch.optim``. A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master``
-            (float32 or float64), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is a 0-d float32
-            tensor. Values are DTensors if the parameter is one.
+        A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master`` (float32 or float64), ``weight_low`` and
+        ``packed``. ``…_bound`` is the scale of each row. ``step`` is 0-d float32. Values are DTensors if the parameter is one.
         """
         self.settle()  # a step skipped on a device has not yet reverted its count
         result: dict[str, Any] = super().state_dict()
@@ -664,11 +593,7 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def load_states(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Replace all states by saved ones, each parameter's part of :meth:`state_dict`. A refused state changes nothing.
-
-        Raises:
-            RecipeError: a state was saved from another storage, rule or shape.
-        """
+        """Replace all states by saved ones, each parameter's part of :meth:`state_dict`. A refused state changes nothing."""
         states = make_loaded_states(self, entries, self.param_groups)
         state: dict[Any, Any] = self.state
         notes = {key: value for key, value in state.items() if not isinstance(key, Tensor)}  # of hooks and users
@@ -731,13 +656,3 @@ def _rebuilt(kind: type[Optimizer], values: dict[str, Any], entries: list[dict[s
 def unnamed(place: int) -> str:
     """Return the name of a parameter without a name, by its place in the optimizer."""
     return f"param {place}"
-
-
-def _remove_repeated(group: Group) -> None:
-    """Remove repeats of a tied weight. It is one parameter, under its first name. Torch has warned of it."""
-    first: dict[Tensor, int] = {}
-    for place, parameter in enumerate(group["params"]):
-        first.setdefault(parameter, place)
-    for key in ("params", "param_names"):
-        if key in group:
-            group[key] = [group[key][place] for place in first.values()]

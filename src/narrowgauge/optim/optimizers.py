@@ -32,9 +32,7 @@ class AdamW(Optimizer):
         betas: decay rates of the two moments.
         eps: added to the denominator; 0 is allowed.
         weight_decay: decoupled decay, multiplied by ``lr``.
-        options: as in :class:`Optimizer`. ``storage`` is one of ``narrowgauge.spec.STORAGES``, or its name. ``max_grad_norm``
-            clips to this L2 norm over all parameters, and skips steps whose norm is not finite. The others are ``seed``,
-            ``audit_every``, ``compile`` and ``loss_scaler``.
+        options: as in :class:`Optimizer`: ``storage``, ``max_grad_norm``, ``seed``, ``audit_every``, ``compile`` …
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, or parameters are not in its visible format.
@@ -53,14 +51,9 @@ class AdamW(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.01, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(params, ADAMW, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}, **options)
 
 
@@ -84,14 +77,9 @@ class Adam(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(params, ADAM, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}, **options)
 
 
@@ -121,15 +109,9 @@ class SGD(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
+        weight_decay: float = 0.0, nesterov: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         if nesterov and (momentum == 0 or dampening != 0):
             raise RecipeError(
                 f"Cannot use nesterov with momentum = {momentum} and dampening = {dampening}.",
@@ -163,13 +145,9 @@ class Lion(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(params, LION, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
 
 
@@ -184,9 +162,8 @@ class Muon(Optimizer):
         momentum: decay rate of the average of gradients.
         nesterov: look one step ahead of that average.
         ns_steps: iterations of the orthogonalisation.
-        adjust_lr_fn: as in ``torch.optim.Muon``. ``None`` or ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / cols))``.
-            ``"match_rms_adamw"`` multiplies it by ``0.2 · sqrt(max(rows, cols))``. Then steps are as large as AdamW's, and
-            vectors and embeddings can share the rate.
+        adjust_lr_fn: as in ``torch.optim.Muon``. ``None`` or ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / cols))``,
+            ``"match_rms_adamw"`` by ``0.2 · sqrt(max(rows, cols))``: steps as large as AdamW's, which can share the rate.
         ns_dtype: format of the products' operands: ``"bfloat16"``, as published, or ``"float32"``.
         betas, eps: AdamW's, for parameters of fewer than two dims.
 
@@ -208,19 +185,10 @@ class Muon(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-        ns_dtype: str = "bfloat16",
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
+        nesterov: bool = True, ns_steps: int = 5, adjust_lr_fn: str | None = None, ns_dtype: str = "bfloat16",
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, **options: Any,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
             "ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps,
@@ -232,9 +200,7 @@ class Adafactor(Optimizer):
     """Adafactor: store second moments as one value per row and one per column.
 
     By default ``lr`` bounds a relative step, as in the paper and in ``torch.optim.Adafactor``. To use an AdamW's rate and
-    schedule, set ``scale_parameter=False, relative_step=False``.
-
-    Vectors take AdamW steps of ``lr`` itself, 1e-2 by default: give them a group with their own ``lr``.
+    schedule, set ``scale_parameter=False, relative_step=False``. Vectors take AdamW steps of ``lr`` itself, 1e-2 by default.
 
     Args:
         params, weight_decay, options: as in :class:`Muon`. Row and column values are float32 in every storage.
@@ -263,20 +229,11 @@ class Adafactor(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-2,
-        beta2_decay: float = -0.8,
-        eps: tuple[float, float] = (1e-30, 1e-3),
-        clip_threshold: float = 1.0,
-        weight_decay: float = 0.0,
-        *,
-        scale_parameter: bool = True,
-        relative_step: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        adam_eps: float = 1e-8,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-2, beta2_decay: float = -0.8,
+        eps: tuple[float, float] = (1e-30, 1e-3), clip_threshold: float = 1.0, weight_decay: float = 0.0, *,
+        scale_parameter: bool = True, relative_step: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8, **options: Any,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "clip_threshold": clip_threshold, "weight_decay": weight_decay,
             "scale_parameter": scale_parameter, "relative_step": relative_step, "betas": betas, "adam_eps": adam_eps,
@@ -288,19 +245,17 @@ class GaLore(Optimizer):
     """GaLore: AdamW on the coordinates of each gradient in a low-rank subspace.
 
     Gradients are projected on the ``rank`` leading singular vectors of the shorter side. Weight decay acts on the whole weight.
-    While all gradients are zero no subspace exists, and the weight only decays.
 
     Args:
         params, lr, weight_decay: as in :class:`Muon`.
         rank: rank of the subspace, at most the shorter side.
         update_proj_gap: steps between two subspaces.
         scale: factor of the step, but not of the decay.
-        betas, eps: decay rates of the moments, and the addend of the denominator. AdamW uses them for fewer dims.
+        betas, eps: as in :class:`AdamW`.
         options: as in :class:`AdamW`. Bases and moments use the storage's codes for moments, of 8 bits in ``states8``.
 
-    Cost: ``rank · (shorter + 2 · longer side)`` values of states.
-        Transient memory holds four float32 copies of the matrix. Every ``update_proj_gap`` steps it computes eigenvectors of a
-        float64 matrix of the shorter side. They take eight float32 copies of that square.
+    Cost: ``rank · (shorter + 2 · longer side)`` values of states. Transient memory holds four float32 copies of the matrix, and
+        every ``update_proj_gap`` steps eight of the square of the shorter side.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -318,17 +273,9 @@ class GaLore(Optimizer):
     _rule = GALORE
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        rank: int = 128,
-        update_proj_gap: int = 200,
-        scale: float = 0.25,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 0.25,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "betas": betas, "eps": eps,
             "weight_decay": weight_decay,
@@ -340,8 +287,7 @@ class GradNormLoRP(GaLore):
     """After GradNormLoRP: train column lengths and directions of a weight separately, directions in a low-rank subspace.
 
     The paper trains ``W = M (W0 + I J) / ‖W0 + I J‖_col`` with thin factors ``I``, ``J``, and projects gradients from both sides.
-    Here the direction is the weight itself, projected from one side, and weight decay acts on lengths alone. The authors' code
-    takes lengths of rows of ``[out, in]``, and its README a ``scale`` of 0.25.
+    Here the direction is the weight itself, projected from one side, and weight decay acts on lengths alone.
 
     Args:
         params, lr, weight_decay, betas, eps, options: as in :class:`GaLore`.
@@ -366,15 +312,7 @@ class GradNormLoRP(GaLore):
     _rule = GRADNORM_LORP
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        rank: int = 128,
-        update_proj_gap: int = 200,
-        scale: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        **options: Any,
-    ) -> None:
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(params, lr, rank, update_proj_gap, scale, betas, eps, weight_decay, **options)

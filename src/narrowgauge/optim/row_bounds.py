@@ -25,24 +25,9 @@ LEAST_COMPILED = 1 << 14
 """Bound fewer rows uncompiled: the compiler takes seconds."""
 
 
-def new_bounds(
-    rule: Rule, slopes: Tensor, weights: Tensor, old: Mapping[str, Tensor], values: Tensor
-) -> dict[str, Tensor]:
-    """Apply the rule to the largest magnitudes of rows: gradients, weights, and ``old`` bounds of scaled codes."""
-    slopes = slopes * values[0].abs()
-    scalars = {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
-    # A state without a scale per row needs no bound.
-    moments = [old.get(name, torch.zeros_like(slopes)) for name in rule.states]
-    signed = [rule.update(weights, sign * slopes, *moments, scalars)[1:] for sign in (1.0, -1.0)]
-    new = {
-        # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
-        name: codes.finite_bound(torch.maximum(plus.abs(), minus.abs()))
-        for name, plus, minus in zip(rule.states, *signed, strict=True)
-        if name in old
-    }
-    if "weight" in old:
-        new["weight"] = weight_bound(weights)
-    return new
+def bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
+    """Return the tensors whose largest magnitudes bound a row."""
+    return ("gradient", "weight") if rule.coupled or "weight" in storage.scaled else ("gradient",)
 
 
 def scales_of_rows(
@@ -50,12 +35,20 @@ def scales_of_rows(
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Return for each scaled code the bounds of rows after a step, and its multipliers into the window and back.
 
-    The arguments are those of :func:`new_bounds`. A skipped step keeps its bounds.
+    Apply the rule to the largest magnitudes of rows: of gradients (``slopes``), ``weights``, and the ``old`` bounds. A skipped
+    step keeps its bounds.
     """
-    new, skip = new_bounds(rule, slopes, weights, old, values), values[CONTROL.index("skip")] != 0
+    slopes = slopes * values[0].abs()
+    scalars = {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
+    # A state without a scale per row needs no bound.
+    moments = [old.get(name, torch.zeros_like(slopes)) for name in rule.states]
+    signed = [rule.update(weights, sign * slopes, *moments, scalars)[1:] for sign in (1.0, -1.0)]
+    new = {name: torch.maximum(plus.abs(), minus.abs()) for name, plus, minus in zip(rule.states, *signed, strict=True)}
     scales = {}
     for name, before in old.items():
-        code, bound = storage.code(name), torch.where(skip, before, new[name])
+        # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
+        after = weight_bound(weights) if name == "weight" else codes.finite_bound(new[name])
+        code, bound = storage.code(name), torch.where(scalars["skip"] != 0, before, after)
         scales[name] = bound, codes.multipliers(code, bound)[0], codes.multipliers(code, before)[1]
     return scales
 
@@ -76,7 +69,7 @@ def bound_rows(kernel: Kernel, batch: Sequence[ParameterState | Bucket], values:
 
     slopes = peaks([member.gradient for member in batch])
     weights = torch.zeros_like(slopes)
-    if rule.coupled or "weight" in storage.scaled:
+    if "weight" in bounding(rule, storage):
         weights = peaks([member.parameter.detach() for member in batch])
     old = {name: torch.cat([scales[0] for scales in tensors]) for name, tensors in memory.items()}
     arguments = [slopes, weights, *old.values(), values]

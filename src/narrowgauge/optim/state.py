@@ -1,8 +1,7 @@
 """The stored state of one parameter.
 
-``optimizer.state`` holds a :class:`ParameterState` for each parameter. Kernels read and write its words, in the layout of
-:mod:`narrowgauge.optim.layout`. All other code uses tensors in the parameter's shape: :meth:`ParameterState.saved` returns
-copies, :meth:`ParameterState.take` restores them bit for bit.
+Kernels read and write its words, in the layout of :mod:`narrowgauge.optim.layout`. All other code uses tensors in the parameter's
+shape: :meth:`ParameterState.saved` returns copies, :meth:`ParameterState.take` restores them bit for bit.
 """
 
 from __future__ import annotations
@@ -41,20 +40,16 @@ class ParameterState:
 
     It reads as a dict of copies, as a ``state_dict()`` holds them. ``state["exp_avg"]`` of a packed state is its float32 value.
 
-    Args:
-        owner: the parameter of the model.
-        extras: the states of a matrix rule that are separate from the weight.
-
     Attributes:
+        owner: the parameter of the model.
         parameter: the local tensor: the owner, or this rank's shard of a DTensor.
         made_for: its shape, dtype and device.
         words: the words of each plane, by plane name.
         scales: for each code scaled by row, bounds on the exact values of a row, and in this step the factors into its window and
             back: float32 ``[3, parts, rows, 1]``. A rounded value may exceed its bound: the window ends at 1.7 times the power of
             two above.
-        extras: the tensors of separate states, by state.
-        extra_bounds: the largest magnitude of each row of a separate state whose code is scaled by row, float32 ``[…, rows, 1]``.
-        step: number of steps taken.
+        extras: the tensors of a matrix rule's states that are separate from the weight.
+        extra_bounds: the largest magnitude of each of their rows, if their code is scaled: float32 ``[…, rows, 1]``.
         gradient: set during a step.
         change: of a matrix rule, float32 in the parameter's shape: during a step the averaged gradient, then the change.
         requested: the storage name in its param group.
@@ -62,13 +57,9 @@ class ParameterState:
     """
 
     def __init__(
-        self,
-        owner: Tensor,
-        storage: Storage,
-        kernel: Kernel,
-        requested: str = "",
+        self, owner: Tensor, storage: Storage, kernel: Kernel, requested: str = "",
         extras: Mapping[str, MatrixState] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.owner, self.parameter = owner, local_of(owner)
         self.made_for = self.parameter.shape, self.parameter.dtype, self.parameter.device
         self.storage, self.kernel, self.requested = storage, kernel, requested
@@ -96,10 +87,8 @@ class ParameterState:
         if self.storage.master:
             addend = half(codes.dropped_bits(self.storage.weight))
             for lanes, words in self.pieces():
-                values = [codes.visible_value(self.storage.visible, lane.visible) for lane in lanes]
-                masters = [
-                    codes.write_weight(self.storage, *pair, addend)[1] for pair in zip(lanes, values, strict=True)
-                ]
+                pairs = [(lane, codes.visible_value(self.storage.visible, lane.visible)) for lane in lanes]
+                masters = [codes.write_weight(self.storage, *pair, addend)[1] for pair in pairs]
                 torch._foreach_copy_(words, self.layout.with_fields(lanes, masters))
 
     # ── what a checkpoint holds ─────────────────────────────────────────────────────────────────────────────────────
@@ -107,13 +96,10 @@ class ParameterState:
     def saved(self) -> dict[str, Tensor]:
         """Return ``step`` and copies of all tensors in the parameter's shape. They are DTensors if the parameter is one."""
         saved = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
-        extras = self.tensors_of_extras()
-        bounds = {f"{name}_bound" for name in self.bounds}
+        extras, bounds = self.tensors_of_extras(), {f"{name}_bound" for name in self.bounds}
         for name, value in self.in_parameter_order().items():
-            is_whole = name in extras
-            saved[name] = (
-                sendable(self.owner, value) if is_whole else placed_like(self.owner, value, is_per_row=name in bounds)
-            )
+            placed = placed_like(self.owner, value, is_per_row=name in bounds) if name not in extras else None
+            saved[name] = sendable(self.owner, value) if placed is None else placed
         return saved
 
     def keys(self) -> list[str]:
@@ -135,10 +121,8 @@ class ParameterState:
     def in_parameter_order(self) -> dict[str, Tensor]:
         """Return copies of this rank's part: planes in the parameter's shape, bounds as ``…_bound``, and extras."""
         shape = self.parameter.shape
-        planes = {
-            plane.name: self.layout.to_parameter_order(plane, self.words[plane.name], shape)
-            for plane in self.layout.planes
-        }
+        layout = self.layout
+        planes = {p.name: layout.to_parameter_order(p, self.words[p.name], shape) for p in layout.planes}
         bounds = {f"{name}_bound": bound.reshape(*shape[:-1], 1).clone() for name, bound in self.bounds.items()}
         return {**planes, **bounds, **{name: value.clone() for name, value in self.tensors_of_extras().items()}}
 
@@ -217,11 +201,8 @@ class ParameterState:
         """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in float32."""
         if name in self.extras:
             return self.extra(name).clone()
-        lane = self._lane()
-        if name == "weight":
-            value = codes.read_weight(self.storage, lane)
-        else:
-            value = codes.read_state(self.storage, lane, name)
+        lane, is_weight = self._lane(), name == "weight"
+        value = codes.read_weight(self.storage, lane) if is_weight else codes.read_state(self.storage, lane, name)
         return value.reshape(self.parameter.shape).clone()
 
     def leading(self, count: int, name: str) -> Tensor | None:
@@ -254,8 +235,7 @@ class ParameterState:
 
     def adopt(self, values: Tensor) -> None:
         """Store ``values`` as the weight, rounded to nearest. The parameter becomes its visible part."""
-        value = self._as_matrix("weight", values)
-        lane = self._lane()
+        value, lane = self._as_matrix("weight", values), self._lane()
         addend = half(codes.dropped_bits(self.storage.weight))
         bits, fields = codes.write_weight(self.storage, lane, value, addend)
         visible = codes.visible_value(self.storage.visible, bits).reshape(self.parameter.shape)
@@ -264,18 +244,18 @@ class ParameterState:
             self.parameter.data.copy_(visible)  # in place, since this memory may have views
         else:
             self.parameter.data = visible
-        self._fill(fields)
+        self.layout.set_fields(self.words, self.parameter.shape, fields)
 
     def put(self, name: str, values: Tensor, seed: Tensor) -> None:
         """Store the values of a state. A stochastic code rounds stochastically under ``seed`` (0-d int32)."""
         if name in self.extras:
             self.put_extra(name, values, seed)
             return
-        value = self._as_matrix(name, values)
-        lane = self._lane()
+        value, lane = self._as_matrix(name, values), self._lane()
         # The random bits are a hash of the stored weights, as in a step.
         addends = codes.addends(self.storage, codes.read_weight(self.storage, lane), lane.gradient, seed)
-        self._fill(codes.write_state(self.storage, lane, name, value, addends[name]))
+        fields = codes.write_state(self.storage, lane, name, value, addends[name])
+        self.layout.set_fields(self.words, self.parameter.shape, fields)
 
     def _lane(self) -> codes.Lane:
         """Return the state as one lane in the parameter's order, as a matrix or flat."""
@@ -301,9 +281,6 @@ class ParameterState:
     def column_groups(self) -> list[Any]:
         """Return the process groups that share the rows of this state's parameter."""
         return split_groups(self.owner, columns=True)
-
-    def _fill(self, fields: dict[str, Tensor]) -> None:
-        self.layout.set_fields(self.words, self.parameter.shape, fields)
 
     def move(self, words: dict[str, Tensor], scales: dict[str, Tensor]) -> None:
         """Move the state to other memory, which is as new for a new state."""
@@ -409,8 +386,7 @@ def _peaks(kernel: Kernel, values: Tensor) -> Tensor:
     if values.numel() < LEAST_COMPILED:
         return _row_maxima(matrix)
     if matrix.dtype is torch.bfloat16 and min(matrix.shape) > 1 and kernel.compiles_for(matrix.device):
-        compiled: Tensor = compiled_for_pattern(_row_maxima, matrix)
-        return compiled
+        return compiled_for_pattern(_row_maxima, matrix)  # type: ignore[no-any-return]
     return torch.cat([_row_maxima(rows) for rows in matrix.split(max(1, PIECE_WORDS // matrix.shape[1]))])
 
 

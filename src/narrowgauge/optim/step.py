@@ -1,9 +1,8 @@
 """One step of a param group: a kernel steps each parameter in place, in a bucket, or as a copy.
 
-Large parameters are stepped in place, small ones in their bucket. A tensor may have strides or an address that prevent reading
-it as words. It is copied into words, and its weights are copied back. :mod:`narrowgauge.optim.matrix_step` steps matrices.
-
-A storage scaled by row gets new bounds for its rows before the step (:mod:`narrowgauge.optim.row_bounds`).
+Large parameters are stepped in place, small ones in their bucket. What strides or an address prevent from being read as words is
+copied, and its weights are copied back. A storage scaled by row first gets new bounds for its rows
+(:mod:`narrowgauge.optim.row_bounds`). :mod:`narrowgauge.optim.matrix_step` steps matrices.
 """
 
 from __future__ import annotations
@@ -52,13 +51,9 @@ class Stepper:
         dtype = codes.value_dtype(kernel.storage)
         key = kernel.rule.name, count, dtype
         if key not in self._numbers:
-            device = self.control.device
-            scalars = [1.0, 0.0, *kernel.rule.prepare(self.group, count)]
-            seed, values = on_device(
-                torch.full((), step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu"),
-                torch.tensor(scalars, dtype=dtype, device="cpu"),
-                device,
-            )
+            scalars = torch.tensor([1.0, 0.0, *kernel.rule.prepare(self.group, count)], dtype=dtype, device="cpu")
+            number = torch.tensor(step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu")
+            seed, values = on_device(number, scalars, self.control.device)
             values[:2] = self.control
             self._numbers[key] = Numbers(values, seed, self.audit_every > 0 and count % self.audit_every == 0)
         return self._numbers[key]

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.optim.low_bits import LOW_BITS
-from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, Rule
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
-from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, is_captured, plain_name, was_taken_by_fsdp
+from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, plain_name, was_taken_by_fsdp
 
 if TYPE_CHECKING:
     from narrowgauge.optim.state import ParameterState
@@ -34,7 +34,7 @@ HOW_TO_RUN = ("fused", "foreach", "capturable")
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
 
 
-def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
+def check_options(options: Mapping[str, Any], rule: AnyRule) -> None:
     """Refuse options (of a group, or defaults) that are out of range or that the rule cannot obey."""
     for name in _OF_THE_OPTIMIZER:
         if name in options:
@@ -45,19 +45,16 @@ def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
     if options.get("low_bits", "random") not in LOW_BITS:
         raise RecipeError(f"Cannot begin with low_bits = {options['low_bits']!r}.", "Take 'zero' or 'random'.")
     check_step(options, rule)
-    _check_values(options, LAWS.get(rule.name, {}))
+    if "lr" in options and rule.name in LAWS:
+        LAWS[rule.name]["lr"].check("lr", options["lr"])
 
 
-def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
-    """Refuse options out of range, before every step.
-
-    A negative ``lr`` passes, since a schedule may end slightly below 0.
-    """
+def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
+    """Refuse options out of range, before every step. A negative ``lr`` passes: a schedule may end slightly below 0."""
     for name in FLAGS:
         if options.get(name):
             raise RecipeError(
-                f"{name} = {options[name]} was requested, which this optimizer does not have.",
-                "Leave it out.",
+                f"Cannot obey {name} = {options[name]}: this optimizer does not have it.", "Leave it out."
             )
     if rule == PLAIN_SGD and options.get("momentum"):
         raise RecipeError(
@@ -71,7 +68,9 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
             f"be {' or '.join(map(repr, allowed))}.",
             suggestion(str(options["rule"]).lower(), allowed) or "Build another optimizer for these parameters.",
         )
-    _check_values(options, {**LAWS.get(rule.name, {}), "lr": Range(-math.inf, above=True)})
+    for name, law in {**LAWS.get(rule.name, {}), "lr": Range(-math.inf, above=True)}.items():
+        if name in options:
+            law.check(name, options[name])
 
 
 def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
@@ -85,15 +84,6 @@ def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
     return devices.pop()
 
 
-def refuse_capture() -> None:
-    """Refuse to add gradients up in a CUDA graph."""
-    if is_captured():
-        raise RecipeError(
-            "Cannot accumulate while a CUDA graph is captured: each replay would repeat this step's random bits.",
-            "Capture the forward and backward passes alone.",
-        )
-
-
 def check_captured(*, is_possible: bool) -> None:
     """Refuse a step that a CUDA graph cannot repeat."""
     if not is_possible:
@@ -102,12 +92,6 @@ def check_captured(*, is_possible: bool) -> None:
             "loss, of columns that ranks split, or uncompiled.",
             "Take a step before. Else capture the forward and backward passes alone, and call step() after each replay.",
         )
-
-
-def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
-    for name, law in laws.items():
-        if name in options:
-            law.check(name, options[name])
 
 
 # ── storages, parameters and gradients ──────────────────────────────────────────────────────────────────────────────
@@ -159,10 +143,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
-        raise RecipeError(
-            "Cannot step because a gradient is sparse and the update rules take dense ones.",
-            "Build the embedding with sparse=False.",
-        )
+        raise RecipeError("Cannot step because a gradient is sparse.", "Build the embedding with sparse=False.")
     if gradient.dtype is not parameter.dtype:
         raise RecipeError(
             f"Cannot step because a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is "
@@ -182,18 +163,15 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 def check_fits(state: ParameterState, storage: str) -> None:
-    """Refuse a parameter whose storage, shape, dtype or device differs from its state's."""
+    """Refuse a parameter whose storage, shape or dtype differs from its state's."""
     if state.requested != storage:
         raise RecipeError(
             f"Cannot step because a group's storage was changed to '{storage}', and its states are in '{state.requested}'.",
             "Build a new optimizer with that storage. Its adopt(weights, moments) takes the old one's stored() values.",
         )
-    weight = state.parameter
-    if (weight.shape, weight.dtype, weight.device) != state.made_for:
-        now, then = (
-            f"{dtype_name(dtype)} of shape {tuple(shape)} on {device}"
-            for shape, dtype, device in ((weight.shape, weight.dtype, weight.device), state.made_for)
-        )
+    present, earlier = (state.parameter.shape, state.parameter.dtype), state.made_for[:2]
+    if present != earlier:
+        now, then = (f"{dtype_name(dtype)} of shape {tuple(shape)}" for shape, dtype in (present, earlier))
         raise RecipeError(
             f"Cannot step because a parameter is {now}, and its state was made for {then}.",
             "Change the shapes and formats of a model before its optimizer is built.",
@@ -248,7 +226,7 @@ def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None, members: 
             )
 
 
-def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: Rule | MatrixRule) -> None:
+def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: AnyRule) -> None:
     """Refuse saved param groups of other sizes, storages or rules."""
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
@@ -259,14 +237,8 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
                 "Build the optimizer with the storage of the state, or convert it: ng.load_states(optimizer, state).",
             )
         if missing := sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys()):
-            raise RecipeError(
-                f"Cannot load a state without the option '{missing[0]}'.",
-                "Save it by optimizer.state_dict() of this version.",
-            )
+            raise RecipeError(f"Cannot load a state without the option '{missing[0]}'.", "Save it by this version.")
         ours, saved_names = mine.get("param_names", ()), theirs.get("param_names", ())
         if list(ours) != list(saved_names) and sorted(ours) == sorted(saved_names):
-            raise RecipeError(
-                "Cannot load a state of the same parameters in another order.",
-                "Make the optimizer with its parameters in the order of the state.",
-            )
+            raise RecipeError("Cannot load a state of the same parameters in another order.", "Take the state's order.")
         check_options(theirs, rule)

@@ -1,8 +1,8 @@
 """Elementwise rules: the step that an optimizer intends, as pure functions of float32 values.
 
 A rule sees one weight, its gradient and its states, and returns the intended change and the new states. It knows
-nothing of formats, layouts or devices: any storage carries it, but for Collage's, which carry AdamW alone. A state of either
-sign takes the storage's code for first moments, one that is never negative (an average of squares) that for second moments.
+nothing of formats, layouts or devices. A state of either sign takes the storage's code for first moments. One that is never
+negative (an average of squares) takes the code for second moments.
 """
 
 from __future__ import annotations
@@ -84,30 +84,25 @@ def _adam_l2_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     return *_adam_scalars(group, step), float(group["weight_decay"])
 
 
-def _adamw(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
-    m = m + (g - m) * s["one_minus_beta1"]
-    v = v + (g * g - v) * s["one_minus_beta2"]
-    ratio = m / (sqrt(v) * s["inverse_root_correction2"] + s["eps"])
-    return ratio * s["negative_step_size"] + s["negative_decay"] * w, m, v
-
-
-def _adam(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
-    g = g + w * s["weight_decay"]
+def _without_decay(g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
     m = m + (g - m) * s["one_minus_beta1"]
     v = v + (g * g - v) * s["one_minus_beta2"]
     return m / (sqrt(v) * s["inverse_root_correction2"] + s["eps"]) * s["negative_step_size"], m, v
 
 
+def _adamw(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
+    change, m, v = _without_decay(g, m, v, s)
+    return change + s["negative_decay"] * w, m, v
+
+
+def _adam(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
+    return _without_decay(g + w * s["weight_decay"], m, v, s)
+
+
 _ADAM_SCALARS = ("one_minus_beta1", "one_minus_beta2", "negative_step_size", "inverse_root_correction2", "eps")
-ADAMW = Rule(
-    "adamw",
-    ("exp_avg", "exp_avg_sq"),
-    (*_ADAM_SCALARS, "negative_decay"),
-    _adamw_scalars,
-    _adamw,
-    decay="negative_decay",
-)
-ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMW = Rule("adamw", _MOMENTS, (*_ADAM_SCALARS, "negative_decay"), _adamw_scalars, _adamw, decay="negative_decay")
+ADAM = Rule("adam", _MOMENTS, (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True)
 
 
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -135,14 +130,8 @@ def _plain_sgd(w: Any, g: Any, s: Scalars) -> tuple[Any, ...]:
 
 PLAIN_SGD = Rule("sgd", (), ("weight_decay", "negative_lr"), _plain_sgd_scalars, _plain_sgd)
 """SGD without momentum, which has no state."""
-SGD = Rule(
-    "sgd",
-    ("momentum_buffer",),
-    ("weight_decay", "momentum", "gain", "share_of_gradient", "share_of_momentum", "negative_lr"),
-    _sgd_scalars,
-    _sgd,
-    coupled=True,
-)
+_SGD_SCALARS = ("weight_decay", "momentum", "gain", "share_of_gradient", "share_of_momentum", "negative_lr")
+SGD = Rule("sgd", ("momentum_buffer",), _SGD_SCALARS, _sgd_scalars, _sgd, coupled=True)
 
 
 def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -155,11 +144,5 @@ def _lion(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
     return direction * s["negative_lr"] + w * s["negative_decay"], m + (g - m) * s["one_minus_beta2"]
 
 
-LION = Rule(
-    "lion",
-    ("exp_avg",),
-    ("one_minus_beta1", "one_minus_beta2", "negative_lr", "negative_decay"),
-    _lion_scalars,
-    _lion,
-    decay="negative_decay",
-)
+_LION_SCALARS = ("one_minus_beta1", "one_minus_beta2", "negative_lr", "negative_decay")
+LION = Rule("lion", ("exp_avg",), _LION_SCALARS, _lion_scalars, _lion, decay="negative_decay")

@@ -1,9 +1,8 @@
 """Matrix rules: update rules that read the whole matrix, as pure functions of float32 tensors.
 
-One rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`); a storage keeps the weight and the
-states beside it in its own codes. A parameter of three dims is a stack of matrices, such as a mixture's experts. Each is
-stepped as if it were a parameter of its own. A parameter of more dims, such as a convolution, is the matrix of its first dim
-against all others. A parameter of fewer than two is stepped by AdamW.
+One rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`). A parameter of three dims is a stack of
+matrices, such as a mixture's experts. Each is stepped as if it were a parameter of its own. A parameter of more dims, such as a
+convolution, is the matrix of its first dim against all others. A parameter of fewer than two is stepped by AdamW.
 
 | rule | states of a weight of ``rows × cols`` | reads |
 |---|---|---|
@@ -34,8 +33,6 @@ from narrowgauge.triton_printer import launches_on
 Options = Mapping[str, Any]
 States = Mapping[str, Tensor]
 Result = tuple[Tensor, dict[str, Tensor]]
-
-
 NEGATIVE_DECAY = "negative_decay"
 
 
@@ -43,9 +40,7 @@ NEGATIVE_DECAY = "negative_decay"
 class MatrixState:
     """One state tensor of a matrix rule, of a shape of its own. Every rank has the whole of it. A stack has one per matrix.
 
-    Args:
-        role: ``"exp_avg"`` (for values of either sign) or ``"exp_avg_sq"`` (for values that are never negative): stored in the
-            storage's code for that moment. ``None``: stored in float32.
+    It is stored in the storage's code for the moment ``role`` (``"exp_avg"`` or ``"exp_avg_sq"``), or in float32 for ``None``.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +52,7 @@ class MatrixRule:
     """An update rule for whole matrices; all tensors are float32, all states begin as zeros.
 
     Args:
-        states: ``((rows, cols), options) -> states by name``.
+        states: ``((rows, cols), options) -> states by name``; ``None`` if all are beside the weight.
         direction: ``(gradient [rows, cols], measure, states, options, step) -> (step to take, new states)``; steps count from
             1. The gradient may be overwritten, states may not.
         scalars, prepare: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`, of ``average`` and of the decay.
@@ -71,7 +66,7 @@ class MatrixRule:
     """
 
     name: str
-    states: Callable[[tuple[int, int], Options], dict[str, MatrixState]]
+    states: Callable[[tuple[int, int], Options], dict[str, MatrixState]] | None
     direction: Callable[[Tensor, Tensor | None, States, Options, int], Result]
     scalars: tuple[str, ...] = ()
     prepare: Callable[[Options, int], tuple[float, ...]] = lambda options, step: ()
@@ -87,21 +82,24 @@ class MatrixRule:
         return tuple((name, "exp_avg") for name in self.beside)
 
 
+AnyRule = Rule | MatrixRule
+
+
 def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape in which a parameter is stepped: ``(number, rows, cols)`` for three dims, else ``(rows, cols)``."""
     return tuple(shape) if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
 
 
-def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
+def shapes_of_states(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a rule's states for a parameter of ``shape``, by name."""
     beside = rule.beside if isinstance(rule, MatrixRule) else rule.states
     apart = {name: state.shape for name, state in extras_of(rule, shape, options).items()}
     return {**dict.fromkeys(beside, tuple(shape)), **apart}
 
 
-def extras_of(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
+def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
     """Return the states of a rule that are separate from the weight, by name."""
-    if not isinstance(rule, MatrixRule):
+    if not isinstance(rule, MatrixRule) or rule.states is None:
         return {}
     *number, rows, cols = matrix_shape(shape)
     states = rule.states((rows, cols), options)
@@ -146,20 +144,12 @@ def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor
 
     A Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius norm. The norm is taken
     before anything is rounded, without the usual 1e-7 added: scaling by a power of two changes no bit. Zeros stay zeros.
-
-    Args:
-        iterations: after 5, singular values above 1/600 of the Frobenius norm have come to 0.68 … 1.21.
-        dtype: of the products' operands; bfloat16 is as published, off by 1.2 % (rms).
-
-    Cost: with ``s`` the shorter side, ``iterations · (2 s · rows · cols + s³)`` multiply-adds.
+    ``dtype`` is of the products' operands; bfloat16 is as published, off by 1.2 % (rms).
 
     Example:
         >>> x = orthogonalise(torch.diag(torch.tensor([3.0, -1e-9])), 5, torch.float32)
         >>> [round(value, 1) for value in x.flatten().tolist()]
         [0.7, 0.0, 0.0, -0.0]
-
-    Source:
-        Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
     """
     is_stack = matrix.ndim == 3
     lengths = _lengths(matrix.unbind() if is_stack else [matrix]).float().clamp(min=TINY)
@@ -302,15 +292,13 @@ def _gradnorm_lorp(g: Tensor, w: Tensor | None, states: States, options: Options
 
 
 def _column_lengths(x: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64)
-    return norms
+    return torch.linalg.vector_norm(x, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
 
 
 def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> Tensor:
     """Return the factor, less 1, that gives each column of ``w + turn`` the length ``norms + longer``; float64.
 
-    The change is a small difference of large lengths. With only differences added, it keeps float32's relative precision;
-    subtracting the old weight from the new one would leave two digits.
+    Subtracting the old weight from the new one would leave two digits. Adding only differences keeps float32's precision.
     """
     grown = ((2 * w + turn) * turn).sum(0, dtype=torch.float64)  # ‖w + turn‖² - ‖w‖²
     turned = _column_lengths(w + turn)
@@ -320,10 +308,6 @@ def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> 
 
 
 # ── The table ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _no_states(shape: tuple[int, int], options: Options) -> dict[str, MatrixState]:
-    return {}
 
 
 def _weight_itself(options: Options) -> Callable[[Tensor], Tensor]:
@@ -338,7 +322,7 @@ def _decay_scalars(options: Options, step: int) -> tuple[float, ...]:
 _DECAY: dict[str, Any] = {"scalars": (NEGATIVE_DECAY,), "prepare": _decay_scalars, "decay": NEGATIVE_DECAY}
 _AVERAGE = (NEGATIVE_DECAY, "momentum", "one_minus_momentum", "nesterov")
 MUON = MatrixRule(
-    "muon", _no_states, _muon, _AVERAGE, _muon_scalars, NEGATIVE_DECAY, ("momentum_buffer",), _momentum, stacks=True
+    "muon", None, _muon, _AVERAGE, _muon_scalars, NEGATIVE_DECAY, ("momentum_buffer",), _momentum, stacks=True
 )
 ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, measure=_least_rms, **_DECAY)
 GALORE = MatrixRule("galore", _galore_states, _galore, **_DECAY)

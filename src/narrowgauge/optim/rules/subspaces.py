@@ -23,8 +23,7 @@ def is_tall(rows: int, cols: int) -> bool:
 def refreshed(basis: Tensor, gradient: Tensor, step: int, gap: int) -> Tensor:
     """Return the basis for this step: recomputed at steps 1, gap + 1, 2 gap + 1 …, and while it is zero.
 
-    A gradient of zeros leaves the basis unchanged, so a layer without gradients gets no arbitrary subspace. Infinities
-    and NaN count as zeros.
+    A gradient of zeros leaves the basis unchanged. Infinities and NaN count as zeros.
     """
     if (step - 1) % gap != 0 and bool(basis.any()):
         return basis
@@ -36,10 +35,7 @@ def leading_basis(matrix: Tensor, rank: int) -> Tensor:
     """Return the ``rank`` leading singular vectors of a finite matrix on its shorter side, float32 ``[min(rows, cols), rank]``.
 
     Columns are orthonormal, the largest singular value first. The entry of largest magnitude in each is positive.
-    Scaling the matrix by a power of two changes no bit.
-
-    Cost: ``rows · cols · min(rows, cols)`` multiply-adds in float64, and the eigenvectors of a square float64 matrix of
-        the shorter side, which with LAPACK's buffers takes four such matrices; waits for the device.
+    Scaling the matrix by a power of two changes no bit. The eigenvectors take four float64 squares of the shorter side.
 
     Example:
         >>> leading_basis(torch.tensor([[0.0, 0.0, 0.0], [-3.0, 0.0, -4.0]]), rank=1).tolist()
@@ -54,8 +50,7 @@ def leading_basis(matrix: Tensor, rank: int) -> Tensor:
         del columns
     vectors = torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(1)
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-    basis: Tensor = (vectors * largest.sign()).float()
-    return basis
+    return (vectors * largest.sign()).float()  # type: ignore[no-any-return]
 
 
 def project(basis: Tensor, matrix: Tensor) -> Tensor:
