@@ -28,12 +28,7 @@ _MULTIPLYING = {
 
 
 def multiplies(format: str) -> bool:
-    """Return whether PyTorch multiplies a format, such as ``"bfloat16"``, with native instructions of this processor.
-
-    Example:
-        >>> multiplies("float32"), multiplies("float8_e4m3fn")
-        (True, False)
-    """
+    """Return whether PyTorch multiplies a format, such as ``"bfloat16"``, with native instructions of this processor."""
     return format in ("float32", "float64") or bool(_usable & _MULTIPLYING.get(format, set()))
 
 

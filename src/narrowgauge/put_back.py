@@ -76,13 +76,6 @@ def put_back(
         optimizers: their states and settings are restored, should they step.
     Returns:
         The attributes that cannot be restored, with the reason.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> with put_back(model):
-        ...     model(torch.ones(1, 2)).sum().backward()
-        >>> model.weight.grad is None
-        True
     """
     restore, unrestored, stepped = list[Callable[[], object]](), dict[str, str](), set[torch.optim.Optimizer]()
     for name, value in [*objects_of(model), *(("", p) for p in parameters)]:

@@ -57,15 +57,6 @@ class Follower:
         optimizer: without wrappers. All its followers share one pair of hooks.
         before: called once the step has its gradients. In a step with a closure, called after the closure's first call.
         after: called when the step is done.
-
-    Example:
-        >>> calls = []
-        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-        >>> follower = Follower(optimizer, lambda _: calls.append("before"), lambda _: calls.append("after"))
-        >>> optimizer.step(), follower.remove(), optimizer.step()
-        (None, None, None)
-        >>> calls
-        ['before', 'after']
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Listener, after: Listener) -> None:

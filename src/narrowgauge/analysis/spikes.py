@@ -59,15 +59,6 @@ class SpikeJudge:
 
     Cost: about 15 µs per step.
 
-    Example:
-        >>> judge = SpikeJudge()
-        >>> for step in range(40):
-        ...     judge.add(3.0 + 0.01 * (step % 5), 0.5 + 0.01 * (step % 3), spiked=False)
-        >>> judge.loss(3.1), judge.loss(9.0).message
-        (None, 'the loss jumped to 9 (threshold 3.262, z = 198)')
-        >>> round(judge.norm_limit(), 2)
-        5.1
-
     Source:
         Von Neumann 1941 for jitter from successive differences. Medians in place of means: Leys et al. 2013, for outliers.
         Floors and z: 150 healthy runs of 1 M parameters, and the first loss spike of BLOOM-176B (chronicles of bigscience's

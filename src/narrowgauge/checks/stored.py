@@ -40,14 +40,7 @@ class Rounding:
     ends: Tensor | None = None
 
     def spacings(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distances from stored values to the next larger and the next smaller magnitude, float64.
-
-        Example:
-            >>> from narrowgauge.spec.storages import CODES
-            >>> above, below = Rounding(CODES["bfloat16"]).spacings(torch.tensor([1.0, 1.5], dtype=torch.float64))
-            >>> above.tolist(), below.tolist()
-            ([0.0078125, 0.0078125], [0.00390625, 0.0078125])
-        """
+        """Return the distances from stored values to the next larger and the next smaller magnitude, float64."""
         lowest = self._lowest(values)
         mantissas, exponents = torch.frexp(values.abs())
         exponents = torch.where(values == 0, lowest, exponents.double() - 1)

@@ -110,14 +110,7 @@ UPDATE_METRICS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 
 
 def update_metrics(sums: Tensor) -> dict[str, Tensor]:
-    """Return all :data:`UPDATE_METRICS` of sums ``[..., 10]``, float64 ``[...]`` each. Add sums of steps or tensors first.
-
-    Example:
-        >>> d = torch.tensor([1.0, 1.0, 0.0, 0.0])
-        >>> metrics = update_metrics(update_sums(d, torch.tensor([1.0, 0.0, 0.0, 0.0]), d))
-        >>> [round(metrics[name].item(), 3) for name in ("edq", "noise", "lost_fraction", "imprecision_share")]
-        [0.5, 0.707, 0.5, 0.5]
-    """
+    """Return all :data:`UPDATE_METRICS` of sums ``[..., 10]``, float64 ``[...]`` each. Add sums of steps or tensors first."""
     if sums.ndim == 0 or sums.shape[-1] != len(UPDATE_SUMS):
         raise FormatError(
             f"Cannot read the sums of an update from shape {tuple(sums.shape)}: it is [..., {len(UPDATE_SUMS)}].",

@@ -71,10 +71,6 @@ def quantize(
         amax: float32 ``[1, 1]``, replaces the tensor's own largest magnitude for its scale.
     Raises:
         FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
-    Example:
-        >>> q = quantize(torch.tensor([[1.0, -2.0, 0.3]]), Cast("int8", "row"))
-        >>> q.codes
-        tensor([[  64., -127.,   19.]])
     """
     if cast.rounding != "nearest" and words is None:
         raise FormatError(f"Cannot cast to {cast} without random words.", "Give words = random_words(…).")

@@ -91,11 +91,6 @@ def cluster_of(
         rates: further fields of :class:`Cluster`.
     Raises:
         ChipError: unknown chip, or the chips do not fill nodes of ``chips_per_node``.
-
-    Example:
-        >>> cluster = cluster_of("H100-SXM", 32)
-        >>> cluster.name, cluster.chips_per_node, cluster.network_bytes_per_second / 1e9
-        ('32 × H100-SXM5-80GB', 8, 50.0)
     """
     kind = get_chip(chip) if isinstance(chip, str) else chip
     usual_size = kind.chips_per_node if chips_per_node is None else chips_per_node

@@ -61,12 +61,6 @@ def path_of(ranks: int, stride: int, cluster: Cluster, *, link: float = 1.0, net
     """Return the path of ranks that lie ``stride`` apart in the global numbering. Nodes hold consecutive ranks.
 
     ``link`` and ``network`` are the fractions of printed rates that collectives reach.
-
-    Example:
-        >>> from narrowgauge.planner.clusters import cluster_of
-        >>> path = path_of(16, 2, cluster_of("H100-SXM", 64))
-        >>> path.nodes, path.ranks_per_node
-        (4, 4.0)
     """
     within = max(1, min(ranks, cluster.chips_per_node // stride))
     nodes = math.ceil(ranks / within)

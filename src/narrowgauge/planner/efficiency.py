@@ -29,14 +29,7 @@ BLOOM took 11 % more GPU-hours than its steps (arXiv 2211.05100 and the project'
 
 @dataclass(frozen=True, eq=False)
 class Efficiency:
-    """Hold named fractions of one chip's printed rates: ``matmul.FORMAT``, and the keys of ``general`` in the file.
-
-    Example:
-        >>> from narrowgauge.spec.chips import get_chip
-        >>> shares = efficiency_of(get_chip("H100-SXM"))
-        >>> round(shares["matmul.bfloat16"], 2), shares["network"]
-        (0.72, 0.85)
-    """
+    """Hold named fractions of one chip's printed rates: ``matmul.FORMAT``, and the keys of ``general`` in the file."""
 
     values: Mapping[str, float] = field(repr=False)
     engines: str = ""

@@ -153,14 +153,7 @@ _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
 
 
 def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields of a layout: a mapping, or ``FIELD=VALUE`` and layout names between commas. Fields override names.
-
-    Example:
-        >>> read_layout("tensor=2, recompute=full") == read_layout({"tensor": 2, "recompute": "full"})
-        True
-        >>> read_layout("fsdp2,shard=8")["shard"]
-        8
-    """
+    """Read the fields of a layout: a mapping, or ``FIELD=VALUE`` and layout names between commas. Fields override names."""
     text = layout if isinstance(layout, str) else ",".join(f"{name}={value}" for name, value in layout.items())
     named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _FIELDS, _ADVICE)
     fields = {**NAMED_LAYOUTS.get(named, {}), **fields}

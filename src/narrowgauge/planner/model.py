@@ -205,11 +205,6 @@ class Architecture:
         ``is_causal`` counts the half below the diagonal, ``6 L h s``. Megatron-LM counts the whole, ``12 L h s``.
 
         Source: Narayanan et al., arXiv 2104.04473, appendix; Dao, FlashAttention-2, arXiv 2307.08691, section 4.1 (causal half).
-
-        Example:
-            >>> decoder("small", num_layers=2, hidden_size=64, num_heads=4, intermediate_size=160,
-            ...         vocab_size=100).attention_flops(128) == 6 * 2 * 64 * 128
-            True
         """
         per_key = 2 * self.num_heads * (self.query_dim + self.value_dim)
         return 3 * self.num_layers * per_key * self.mean_keys(sequence_length, is_causal=is_causal)
@@ -247,12 +242,6 @@ def decoder(
             times the width.
         has_biases: all matmuls but the head have biases, and norms too.
         fields: further fields of :class:`Architecture`.
-
-    Example:
-        >>> small = decoder("small", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, intermediate_size=160,
-        ...                 vocab_size=100)
-        >>> small.num_parameters == 2 * 100 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64) + 64
-        True
     """
     kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
     size, is_gated = intermediate_size or 4 * hidden_size, fields.get("is_gated", True)

@@ -161,13 +161,7 @@ _FIELDS = tuple(row.name for row in dataclasses.fields(Program) if row.compare a
 
 
 def read_program(text: str | Program) -> Program:
-    """Read a program: a name of ``PROGRAMS``, fields with values, or both, between commas.
-
-    Example:
-        >>> program = read_program("hf-trainer,loss=chunked,lora=16,base=nf4")
-        >>> program.kernels, program.loss, program.lora
-        ('eager', 'chunked', 16)
-    """
+    """Read a program: a name of ``PROGRAMS``, fields with values, or both, between commas."""
     if isinstance(text, Program):
         return text
     name, fields = read_fields(text, "program", PROGRAMS, _FIELDS, f"There are {', '.join(PROGRAMS)}.")

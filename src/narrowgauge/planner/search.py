@@ -75,14 +75,6 @@ def search(
         RecipeError: no layout has these fixed values on this cluster, the program runs none, or a step has fewer sequences
             than replicas.
         ChipError: the chip does not multiply the recipe's dtype.
-
-    Example:
-        >>> from narrowgauge.planner.clusters import cluster_of
-        >>> from narrowgauge.planner.model import read_model
-        >>> from narrowgauge.spec.notation import parse
-        >>> best = search(read_model("llama-8b"), parse("bfloat16/word"), cluster_of("H100-SXM", 8), 8192)
-        >>> best.fits, best.layout.num_ranks
-        (True, 8)
     """
     fixed = dict(fixed or {})
     job = Job(architecture, recipe, Layout(), cluster, sequence_length, optimizer=optimizer, program=program)

@@ -39,13 +39,7 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """Hold a sum and its addends.
-
-    Example:
-        >>> terms = Terms((Term("weights", "shards", 2e9, "1e9 × 2 B"), Term("overhead", "context", 1e9, "", low=5e8, high=2e9)))
-        >>> terms.total, terms.interval, terms.groups["weights"]
-        (3000000000.0, (2500000000.0, 4000000000.0), 2000000000.0)
-    """
+    """Hold a sum and its addends."""
 
     addends: tuple[Term, ...]
 
@@ -79,12 +73,6 @@ def changes(before: Terms, after: Terms, scale: float = 1.0) -> list[Row]:
 
     Join addends of one group and name. ``scale`` multiplies the values before, such as the ratio of chips if the whole should
     have shrunk by it.
-
-    Example:
-        >>> was = Terms((Term("matmuls", "mlp", 2.0, ""), Term("communication", "gradients", 0.5, "")))
-        >>> now = Terms((Term("matmuls", "mlp", 1.0, ""), Term("communication", "gradients", 0.6, "")))
-        >>> [(row["name"], round(row["after"] - row["before"], 2)) for row in changes(was, now, scale=0.5)]
-        [('gradients', 0.35)]
     """
     rows: dict[tuple[str, str], Row] = {}
     for side, terms, factor in (("before", before, scale), ("after", after, 1.0)):

@@ -96,9 +96,6 @@ def get_chip(name: str) -> Chip:
 
     Raises:
         ChipError: no chip has that name, or several match the prefix.
-    Example:
-        >>> get_chip("h200").memory_gb, get_chip("RTX4090").name
-        (141, 'RTX-4090')
     """
     key, plain = name.strip().lower(), _plain(name)
     by_plain = {_plain(chip): chip for chip in CHIPS}

@@ -192,12 +192,7 @@ class Compute:
 
     @cached_property
     def cast_slots(self) -> dict[str, str]:
-        """Return the slot whose cast fills each slot: the slot itself, or the slot that it reuses.
-
-        Example:
-            >>> [COMPUTES[name].cast_slots["grad_weight.right"] for name in ("int8-row", "mxfp8")]
-            ['output.left', 'grad_weight.right']
-        """
+        """Return the slot whose cast fills each slot: the slot itself, or the slot that it reuses."""
         casts = self.casts
         # A left operand is multiplied by a right one's scales per column before its cast: it belongs to that product alone.
         folded = [f"{name}.left" for name, product in self.products.items() if product.right.granularity == "column"]

@@ -269,9 +269,6 @@ def get_format(name: str | Format) -> Format:
 
     Raises:
         FormatError: unknown format.
-    Example:
-        >>> get_format("float8_e4m3fn").max
-        448.0
     """
     if isinstance(name, Format):
         return name

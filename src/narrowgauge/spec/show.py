@@ -137,9 +137,6 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
 
     Args:
         name: a full name, an alias, or a ``.toml`` file.
-    Example:
-        >>> [part["bytes"] for part in page_recipe("bfloat16/word")[0][0]["stored"]]
-        [2.0, 1.0, 1.5, 1.5, 2.0]
     """
     recipe = notation.parse(name)
     facts, stored = _facts(recipe), _stored_parts(recipe.storage)

@@ -123,12 +123,7 @@ def width_of(group: Sequence[tuple[str, int]]) -> int:
 
 @lru_cache
 def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone, others in the fewest bits, then words.
-
-    Example:
-        >>> packed((("tail", 8), ("exp_avg", 12), ("exp_avg_sq", 12)))
-        ((('tail', 8), ('exp_avg', 12), ('exp_avg_sq', 12)),)
-    """
+    """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone, others in the fewest bits, then words."""
     alone = tuple((field,) for field in fields if field[1] in _ALONE)
     narrow = tuple(field for field in fields if field[1] not in _ALONE)
     ways = (way for way in _partitions(narrow) if all(sum(bits for _, bits in group) <= 32 for group in way))
@@ -254,10 +249,6 @@ class Storage:
         """Return whether small updates survive. They do not if few-bit weights or second moments round to nearest.
 
         A tail, master copy or low part keeps small updates of the weight. It does not help second moments.
-
-        Example:
-            >>> [name for name in ("master", "word", "naive", "no-master", "kahan") if STORAGES[name].keeps_updates]
-            ['master', 'word']
         """
         weight, moment = self.weight, self.exp_avg_sq
         is_short = self.visible != "float32" and not self.beside and weight.rounding == "nearest"

@@ -99,11 +99,6 @@ def loss_sum(
     Args:
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
         loss_of: of the logits and targets; by default the summed cross entropy.
-    Example:
-        >>> model = build("llama-1m", seed=0)
-        >>> tokens = torch.arange(18).reshape(2, 9)
-        >>> round(loss_sum(model, tokens).item() / 16, 1)  # near log(2048): untrained
-        7.7
     """
     return loss_of(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:].reshape(-1))
 

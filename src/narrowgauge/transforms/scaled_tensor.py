@@ -35,12 +35,6 @@ class Scaled(Tensor):
         data: a plain floating-point tensor.
         scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. A check would synchronize with
             the device, so there is none.
-    Example:
-        >>> x, y = Scaled(torch.tensor([1.0, -1.5]), 2**-10), Scaled(torch.tensor([1.0, 1.0]), 2**-8)
-        >>> x * y, x + y
-        (Scaled([1.0, -1.5] * 2^-18), Scaled([1.25, 0.625] * 2^-8))
-        >>> (x + y).value()
-        tensor([0.0049, 0.0024])
     """
 
     _data: Tensor
@@ -133,10 +127,6 @@ def root_below(count: int) -> float:
     """Return the largest power of two not above ``sqrt(count)``: the size of a sum of ``count`` numbers of size one.
 
     It uses comparisons only, so that a compiled graph of dynamic shape is valid for all counts between two powers of four.
-
-    Example:
-        >>> root_below(128), root_below(64), root_below(3)
-        (8.0, 8.0, 1.0)
     """
     power = 1
     while 4 * power * power <= count:

@@ -19,14 +19,7 @@ MOST_SETTINGS = 4
 
 
 def run_name(recipe: str, seed: int) -> str:
-    """Return the folder name of a run within its comparison's folder.
-
-    Example:
-        >>> run_name("bfloat16/word", 2)
-        'bfloat16-word-seed2'
-        >>> run_name("bfloat16/word (wide head)", 0)
-        'bfloat16-word-wide-head-seed0'
-    """
+    """Return the folder name of a run within its comparison's folder."""
     plain = recipe.removesuffix(")").replace(" (", " ")
     letters = "".join(letter if letter.isalnum() or letter in "-_.+" else "-" for letter in plain)
     return f"{letters.strip('.') or 'recipe'}-seed{seed}"

@@ -37,14 +37,7 @@ def graph_leaves(output: Any) -> list[Tensor]:
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
-    """Name tensors by their parameter, or by the attribute that holds them or their module, or by their shape.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> model.heads = [nn.Linear(2, 3)]
-        >>> names_of(model, [model.bias, model.heads[0].weight])
-        ['bias', 'heads.0.weight']
-    """
+    """Name tensors by their parameter, or by the attribute that holds them or their module, or by their shape."""
     names = {id(p): name for name, p in model.named_parameters()}
 
     def search(value: Any, path: str, depth: int) -> None:

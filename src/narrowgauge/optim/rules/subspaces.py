@@ -36,10 +36,6 @@ def leading_basis(matrix: Tensor, rank: int) -> Tensor:
 
     Columns are orthonormal, the largest singular value first. The entry of largest magnitude in each is positive.
     Scaling the matrix by a power of two changes no bit. The eigenvectors take four float64 squares of the shorter side.
-
-    Example:
-        >>> leading_basis(torch.tensor([[0.0, 0.0, 0.0], [-3.0, 0.0, -4.0]]), rank=1).tolist()
-        [[0.0], [1.0]]
     """
     wide = matrix.mT if is_tall(*matrix.shape) else matrix
     # Squares of small gradients leave float32's range, never float64's.

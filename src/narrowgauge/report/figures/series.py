@@ -44,11 +44,6 @@ def band(lines: Sequence[Series]) -> Band:
     """Join several runs into their mean and span.
 
     Keep a step if every active run has a row for it. Insert a gap where the set of runs with a finite value changes.
-
-    Example:
-        >>> joined = band([Series(np.array([1.0, 2.0]), np.array(y)) for y in ([1.0, 2.0], [3.0, 6.0])])
-        >>> joined.mean, joined.low, joined.high
-        (array([2., 4.]), array([1., 2.]), array([3., 6.]))
     """
     x = np.unique(np.concatenate([np.empty(0), *(line.x for line in lines)]))
     values, lacks = np.full((len(lines), len(x)), np.nan), np.zeros((len(lines), len(x)), bool)

@@ -166,10 +166,6 @@ def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
         items: positions in the stream, uint64.
     Returns:
         int64 of the same shape, values below ``num_windows``: over each epoch (as many consecutive positions) a permutation.
-    Example:
-        >>> sorted(shuffled(np.arange(5, dtype=np.uint64), 5, seed=3).tolist())
-        [0, 1, 2, 3, 4]
-
     Source: Luby and Rackoff 1988 (Feistel networks); Black and Rogaway 2002 (walking the cycle to any size).
     """
     items = np.asarray(items, dtype=np.uint64)
