@@ -165,7 +165,8 @@ class Watch:
     def _say(self, readings: list[Reading]) -> None:
         """Show the readings of one step in a sentence."""
         parts = [r.advice if r.tensor in r.advice else f"{r.tensor}: {r.advice}" for r in readings]
-        warnings.warn(f"step {readings[0].step}: {'; '.join(parts)}", RunNotice, stacklevel=2)
+        # No line of the loop is at fault, so none is shown.
+        warnings.warn_explicit(f"step {readings[0].step}: {'; '.join(parts)}", RunNotice, "narrowgauge.watch", readings[0].step)
 
     # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -402,7 +403,7 @@ class Watch:
             names = [n for n, p in self._trained.items() if n in moves and (rates.get(p) == 0) is is_zero]
             if names:
                 formats = of_all(dtype_name(self._trained[name].dtype) for name in names)
-                cause = "the learning rate of their group is 0" if is_zero else f"{formats} rounds their updates away"
+                cause = "the learning rate of the group is 0" if is_zero else f"{formats} rounds the updates away"
                 things = f"{counted(len(names), 'tensor')} {'has' if len(names) == 1 else 'have'}"
                 yield KINDS["never-moved"].reading(of_all(names), len(names), 0, step=step, things=things, cause=cause)
 
