@@ -166,7 +166,9 @@ class Watch:
         """Show the readings of one step in a sentence."""
         parts = [r.advice if r.tensor in r.advice else f"{r.tensor}: {r.advice}" for r in readings]
         # No line of the loop is at fault, so none is shown.
-        warnings.warn_explicit(f"step {readings[0].step}: {'; '.join(parts)}", RunNotice, "narrowgauge.watch", readings[0].step)
+        warnings.warn_explicit(
+            f"step {readings[0].step}: {'; '.join(parts)}", RunNotice, "narrowgauge.watch", readings[0].step
+        )
 
     # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
 
