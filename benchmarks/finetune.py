@@ -198,7 +198,8 @@ def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[st
     model = pretrained(folder, how).to(device).train()
     audited = steps * 3 // 4
     optimizer, autocast, edq = prepared(row, model, lr, seed, audited), row.startswith("autocast"), None
-    formula = FORMULAS.get(row)
+    formula = FORMULAS.get(row)  # whose audit would be of the step before the states are cut
+    is_ours = isinstance(optimizer, ng.AdamW) and formula is None
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed + 1))
     losses = {"0": validation_loss(model, held_out, autocast)}
     for step in range(steps):
@@ -213,12 +214,12 @@ def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[st
         if step + 1 in (*EVALUATIONS, steps):
             losses[str(step + 1)] = validation_loss(model, held_out, autocast)
             print(row, lr, seed, step + 1, round(losses[str(step + 1)], 4), flush=True)
-        if step + 1 == audited and isinstance(optimizer, ng.AdamW) and optimizer.last_audit is not None:
+        if step + 1 == audited and is_ours and optimizer.last_audit is not None:
             edq = float(update_metrics(optimizer.last_audit)["edq"])
-    is_ours = isinstance(optimizer, ng.AdamW)
-    size = optimizer.bytes_per_param() if is_ours else 16.0 if autocast else bytes_held(optimizer)
     if formula is not None:
-        size, edq = formula_bytes(formula, optimizer), None
+        size = formula_bytes(formula, optimizer)
+    else:
+        size = optimizer.bytes_per_param() if is_ours else 16.0 if autocast else bytes_held(optimizer)
     edq = edq if edq is not None and math.isfinite(edq) else None
     date = datetime.now(timezone.utc).date().isoformat()
     return Run(name, row, lr, steps, seed, losses, size, edq, torch.__version__, vectors(), date)

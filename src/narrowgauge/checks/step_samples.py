@@ -28,8 +28,8 @@ RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
 """The optimizer classes that are recomputed. Derived classes are too, unless they replace the step under another name."""
 
 
-def spread(tensor: Tensor) -> Tensor:
-    """Copy evenly spread elements of this rank's shard to the CPU; 1-D, the same places at every call.
+def evenly_spread(tensor: Tensor) -> Tensor:
+    """Return evenly spread elements of this rank's shard, 1-D: a view where possible, the same places at every call.
 
     The stride is coprime to the last dim, so the elements cover every column.
     """
@@ -38,7 +38,12 @@ def spread(tensor: Tensor) -> Tensor:
     columns = tensor.shape[-1] if tensor.ndim else 1
     while stride > 1 and math.gcd(stride, columns) > 1:
         stride += 1
-    return flat[::stride].clone().cpu()
+    return flat[::stride]
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """Copy evenly spread elements of this rank's shard to the CPU, 1-D."""
+    return evenly_spread(tensor).clone().cpu()
 
 
 @dataclass

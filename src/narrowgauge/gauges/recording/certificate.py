@@ -15,6 +15,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.resume import Entry, differences, generators, snapshot
 from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.runs.atomic_io import load_json, read_bytes, write_whole
 
 SAVED = "the loop saved "
 """Begins the message of the event that names a checkpoint."""
@@ -37,16 +38,16 @@ class Certificate:
         # A generator that the loop does not draw from changes nothing.
         drawn = {name: entry for name, entry in entries.items() if self._undrawn.get(name) != entry}
         if all_ranks().is_first:
-            _file(path).write_text(json.dumps(drawn), encoding="utf-8")
+            write_whole(_file(path), json.dumps(drawn).encode())
 
     def differences(self, path: str | Path, objects: Mapping[str, Any]) -> list[Reading]:
         """Return a reading for each kind of state that is not as it was saved, causes first."""
         file = _file(path)
-        read = lambda: json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None  # noqa: E731
-        saved: dict[str, Entry] | None = all_ranks().of_first(read)
-        if saved is None:
+        written = all_ranks().of_first(lambda: read_bytes(file))
+        if written is None:
             message = f"Nothing was compared with the checkpoint, because {file} is gone."
             return [KINDS["not-restored"].reading(message=message)]
+        saved: dict[str, Entry] = load_json(written)
         now, names = self._entries(objects), {*self._objects, *objects, "generators"}
         # A value that is None is set by the next step.
         unset = {name for name, entry in now.items() if entry["shown"] == "None"}

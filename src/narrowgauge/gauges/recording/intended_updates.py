@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.checks.set_up import storage_of
-from narrowgauge.checks.step_samples import ELEMENTS
+from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.numerics.dtensor import is_sharded
 
 WHOLE = 1 << 16
@@ -101,9 +101,8 @@ def _keeps_visible(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: T
 
 def _part(x: Tensor, parameter: Tensor) -> Tensor:
     """Copy a tensor, or spread elements if it has the shape of a large parameter."""
-    if x.shape == parameter.shape and parameter.numel() > WHOLE:
-        return x.detach().reshape(-1)[:: -(-parameter.numel() // ELEMENTS) | 1].clone()
-    return x.detach().clone()
+    is_large = x.shape == parameter.shape and parameter.numel() > WHOLE
+    return (evenly_spread(x) if is_large else x.detach()).clone()
 
 
 def _stepped(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from narrowgauge.put_back import objects_of
 from narrowgauge.torch_names import map_tensors
 
 
@@ -39,19 +40,7 @@ def graph_leaves(output: Any) -> list[Tensor]:
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
     """Name tensors by their parameter, or by the attribute that holds them or their module, or by their shape."""
     names = {id(p): name for name, p in model.named_parameters()}
-
-    def search(value: Any, path: str, depth: int) -> None:
+    for name, value in objects_of(model):
         if isinstance(value, Tensor):
-            names.setdefault(id(value), path)
-        elif isinstance(value, nn.Module):
-            for name, p in value.named_parameters():
-                names.setdefault(id(p), f"{path}.{name}")
-        elif isinstance(value, (list, tuple, dict)) and depth < 2:
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                search(item, f"{path}.{key}", depth + 1)
-
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if not name.startswith("_"):
-                search(value, f"{prefix}.{name}".lstrip("."), 0)
+            names.setdefault(id(value), name)
     return [names.get(id(x), f"a tensor {list(x.shape)}") for x in tensors]
