@@ -17,6 +17,7 @@ Run: ``./dev bench finetune --add ROW ... [--lr 2e-5] [--steps 100] [--seeds 3]`
 - ``lora`` before a storage (``"lora word random"``): adapters of rank 16 on all linear layers, in bfloat16, the rest frozen;
 - a peer of ``peers.py`` (``"torch AdamW bfloat16"``), or a published method by its formula (``published/flashoptim``).
 
+``--predict`` asks ``ng.check`` about each recorded row and rate as it stands before its first step, without a batch.
 ``--page`` writes the tables of ``docs/fine-tuning.md`` and ``docs/low-bits.md``; ``--picture`` measures how much the forward
 pass sees of equal updates, and draws it. ``--model FOLDER`` takes any Hugging Face folder and ``--text`` other files. A step of
 2 × 256 tokens of SmolLM2 takes 2.5 seconds of a quiet core with AVX512.
@@ -25,16 +26,18 @@ pass sees of equal updates, and draws it. ``--model FOLDER`` takes any Hugging F
 from __future__ import annotations
 
 import argparse
+import copy
 import fcntl
 import itertools
 import json
 import math
 import random
+import re
 import statistics
 import sysconfig
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,6 +82,7 @@ class Run:
         bytes_per_param: weight, gradient and states, counted from live tensors.
         edq: effective descent quality of the audit at three quarters of the run; ``None`` for others' optimizers.
         vectors: vector instructions of the processor, or the name of the GPU.
+        predicted: what ``ng.check`` says of the updates before the first step; empty if it was not asked.
     """
 
     model: str
@@ -92,6 +96,7 @@ class Run:
     torch: str
     vectors: str
     date: str
+    predicted: str = ""
 
     @property
     def key(self) -> tuple[str, str, float, int, int]:
@@ -190,6 +195,33 @@ def validation_loss(model: nn.Module, blocks: Tensor, autocast: bool) -> float:
     return statistics.fmean(losses)
 
 
+def prediction(row: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return what ``ng.check`` says of the updates, in a few words; a dash where it does not see the optimizer."""
+    check = ng.check(model, optimizer)
+    if check.unseen or row in FORMULAS:
+        return "–"
+    still = sum(1 + int((re.findall(r"(\d+) others", r.tensor) or [0])[0]) for r in check if r.what == "stands-still")
+    words = [f"{still} tensors stand still"] * (still > 0)
+    words += [f"{r.value:.2f} stored of the rest" for r in check if r.what == "lost-updates"]
+    words += [f"{line.split()[4]} visible in 10 steps" for line in check.lines if line.startswith("forward pass")]
+    return ", ".join(words) or "nothing lost"
+
+
+def predict(file: Path, folder: Path, how: dict[str, str]) -> None:
+    """Write what the check says beside all recorded runs of 100 steps that lack it."""
+    records = runs(file)
+    asked = sorted({(run.row, run.lr) for run in records.values() if run.steps == 100 and not run.predicted})
+    checkpoint = pretrained(folder, how)
+    for row, lr in asked:
+        model = copy.deepcopy(checkpoint)
+        words = prediction(row, model, prepared(row, model, lr, 0, 0))
+        print(row, lr, words, flush=True)
+        for key, run in records.items():
+            if (run.row, run.lr, run.steps) == (row, lr, 100):
+                records[key] = replace(run, predicted=words)
+    file.write_text("".join(json.dumps(asdict(run)) + "\n" for run in records.values()))
+
+
 def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[str, str], text: str) -> Run:
     """Fine-tune once and return the record."""
     name, row, lr, steps, seed = job
@@ -202,9 +234,11 @@ def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[st
     is_ours = isinstance(optimizer, ng.AdamW) and formula is None
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed + 1))
     losses = {"0": validation_loss(model, held_out, autocast)}
+    predicted = prediction(row, model, optimizer)
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1, (step + 1) / 10) * (1 - step / steps)
+        rate = lr * min(1, (step + 1) / 10) * (1 - step / steps)
+        for group in optimizer.param_groups:  # torchao keeps its rate in a tensor
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         first = step * BATCH_SIZE % (len(order) - BATCH_SIZE)
         loss_of(model, train[order[first : first + BATCH_SIZE]], autocast).backward()
         optimizer.step()
@@ -222,7 +256,7 @@ def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[st
         size = optimizer.bytes_per_param() if is_ours else 16.0 if autocast else bytes_held(optimizer)
     edq = edq if edq is not None and math.isfinite(edq) else None
     date = datetime.now(timezone.utc).date().isoformat()
-    return Run(name, row, lr, steps, seed, losses, size, edq, torch.__version__, vectors(), date)
+    return Run(name, row, lr, steps, seed, losses, size, edq, torch.__version__, vectors(), date, predicted)
 
 
 def append(run: Run, file: Path) -> None:
@@ -235,9 +269,17 @@ def append(run: Run, file: Path) -> None:
 
 
 def improvements(records: Records, model: str, row: str, lr: float, total: int, step: int) -> dict[int, float]:
-    """Return by seed how far the loss fell after ``step`` of ``total`` steps, in nats per token."""
+    """Return by seed how far the loss is below the bfloat16 checkpoint's after ``step`` of ``total`` steps, in nats per token.
+
+    A format that rounds the weights or the products of the first forward pass begins above the checkpoint.
+    """
+    start = next(run.losses["0"] for run in records.values() if (run.model, run.row) == (model, MASTER))
     chosen = (run for run in records.values() if (run.model, run.row, run.lr, run.steps) == (model, row, lr, total))
-    return {run.seed: run.losses["0"] - run.losses[str(step)] for run in chosen if str(step) in run.losses}
+    return {run.seed: start - run.losses[str(step)] for run in chosen if str(step) in run.losses}
+
+
+def shown_rate(lr: float) -> str:
+    return f"{lr:.0e}".replace("e-0", "e-")
 
 
 def signed(value: float) -> str:
@@ -289,10 +331,29 @@ def table_of_rows(records: Records, model: str, lr: float, steps: int, baseline:
             f"{some[0].bytes_per_param:.2f}",
             f"{100 * kept:.0f} %",
             shown([[base[seed] - ours[seed] for seed in seeds]]),
+            f"{statistics.fmean(edq):.3f}" if edq else "–",
         ]
-        lines.append((kept, [row, *cells, f"{statistics.fmean(edq):.3f}" if edq else "–"]))
+        lines.append((kept, [row, *cells, some[0].predicted or "–"]))
     ordered = [line for _, line in sorted(lines, key=lambda line: -line[0])]
-    return table(["row", "B/param", "improvement kept", f"loss less `{baseline}`'s", "late EDQ"], ordered)
+    return table(
+        ["row", "B/param", "improvement kept", f"loss less `{baseline}`'s", "late EDQ", "`ng.check` before"], ordered
+    )
+
+
+def table_of_rates(records: Records, model: str, steps: int) -> str:
+    """Return what rows keep of the improvement of ``master`` at each rate, for rows with records at three rates."""
+    rates = (5e-6, 2e-5, 1e-4)
+    base = [improvements(records, model, MASTER, lr, steps, steps) for lr in rates]
+    lines = []
+    for row in dict.fromkeys(run.row for run in records.values()):
+        ours = [improvements(records, model, row, lr, steps, steps) for lr in rates]
+        seeds = [sorted(cell.keys() & other.keys()) for cell, other in zip(ours, base, strict=True)]
+        if all(seeds):
+            means = [[statistics.fmean(c[s] for s in m) for c, m in zip(x, seeds, strict=True)] for x in (ours, base)]
+            lines.append([row, *(f"{100 * mean / of:.0f} %" for mean, of in zip(*means, strict=True))])
+    if lines:
+        lines.append([f"nats of `{MASTER}`", *(f"{statistics.fmean(cell.values()):.4f}" for cell in base)])
+    return table(["row", *map(shown_rate, rates)], lines)
 
 
 def write_tables(page: str, text: str) -> None:
@@ -371,6 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--file", type=Path, default=FILE)
     flags.add_argument("--threads", type=int, default=1)
     flags.add_argument("--page", action="store_true", help="write the tables of both pages and README's picture")
+    flags.add_argument("--predict", action="store_true", help="ask ng.check about the recorded rows")
     flags.add_argument("--picture", action="store_true", help="draw docs/images/visible-change.svg")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
@@ -379,13 +441,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records = runs(options.file)
         write_tables("low-bits.md", table_of_starts(records))
         parts = [table_of_rows(records, SMOLLM2, 2e-5, 100)]
+        parts.append(f"Improvement kept at three rates:\n\n{table_of_rates(records, SMOLLM2, 100)}")
         for lr in (1e-4, 1e-5):
-            parts.append(f"Adapters of rank 16, at {lr:g}:\n\n{table_of_rows(records, SMOLLM2, lr, 100, LORA)}")
+            parts.append(f"Adapters of rank 16, at {shown_rate(lr)}:\n\n{table_of_rows(records, SMOLLM2, lr, 100, LORA)}")
         write_tables("fine-tuning.md", "\n\n".join(parts))
         curves = {name: mean_curve(records, row, 2e-5, 100) for name, row in SHOWN.items()}
         (DOCS / "images" / "fine-tune.svg").write_text(drawing(curves, "steps", "validation loss"))
         return 0
     folder, how = source_of(options.model)
+    if options.predict:
+        predict(options.file, folder, how)
+        return 0
     if options.picture:
         weights = torch.cat([p.detach().flatten()[:10000] for p in pretrained(folder, how).parameters() if p.ndim > 1])
         curves = {"sum of updates": {float(step): float(step) for step in range(101)}}
