@@ -61,7 +61,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
 SMOLLM2 = "SmolLM2-135M"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-BATCH_SIZE, LENGTH, HELD_OUT = 2, 256, 32
+LENGTH, HELD_OUT = 256, 32
 BETAS = (0.9, 0.999)
 EVALUATIONS = (25, 50, 100, 200, 400, 1000)
 SHOWN = {
@@ -148,6 +148,23 @@ def text_blocks(folder: Path, how: dict[str, str], text: str) -> tuple[Tensor, T
     return blocks[:-HELD_OUT], blocks[-HELD_OUT:]
 
 
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint and the text from which all runs begin, on the device where they train."""
+
+    model: nn.Module
+    train: Tensor
+    held_out: Tensor
+
+
+def start_of(folder: Path | None = None, text: str = sysconfig.get_path("stdlib")) -> Start:
+    """Return the checkpoint of a Hugging Face folder, or SmolLM2's."""
+    folder, how = source_of(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, blocks = pretrained(folder, how).to(device).train(), text_blocks(folder, how, text)
+    return Start(model, *(part.to(device) for part in blocks))
+
+
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -207,13 +224,12 @@ def prediction(row: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return ", ".join(words) or "nothing lost"
 
 
-def predict(file: Path, folder: Path, how: dict[str, str]) -> None:
+def predict(file: Path, start: Start) -> None:
     """Write what the check says beside all recorded runs of 100 steps that lack it."""
     records = runs(file)
     asked = sorted({(run.row, run.lr) for run in records.values() if run.steps == 100 and not run.predicted})
-    checkpoint = pretrained(folder, how)
     for row, lr in asked:
-        model = copy.deepcopy(checkpoint)
+        model = copy.deepcopy(start.model)
         words = prediction(row, model, prepared(row, model, lr, 0, 0))
         print(row, lr, words, flush=True)
         for key, run in records.items():
@@ -222,12 +238,10 @@ def predict(file: Path, folder: Path, how: dict[str, str]) -> None:
     file.write_text("".join(json.dumps(asdict(run)) + "\n" for run in records.values()))
 
 
-def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[str, str], text: str) -> Run:
+def fine_tuned(job: tuple[str, str, float, int, int], start: Start, batch_size: int = 2) -> Run:
     """Fine-tune once and return the record."""
     name, row, lr, steps, seed = job
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    train, held_out = (part.to(device) for part in text_blocks(folder, how, text))
-    model = pretrained(folder, how).to(device).train()
+    model, train, held_out = copy.deepcopy(start.model), start.train, start.held_out
     audited = steps * 3 // 4
     optimizer, autocast, edq = prepared(row, model, lr, seed, audited), row.startswith("autocast"), None
     formula = FORMULAS.get(row)  # whose audit would be of the step before the states are cut
@@ -239,8 +253,8 @@ def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[st
         rate = lr * min(1, (step + 1) / 10) * (1 - step / steps)
         for group in optimizer.param_groups:  # torchao keeps its rate in a tensor
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        first = step * BATCH_SIZE % (len(order) - BATCH_SIZE)
-        loss_of(model, train[order[first : first + BATCH_SIZE]], autocast).backward()
+        first = step * batch_size % (len(order) - batch_size)
+        loss_of(model, train[order[first : first + batch_size]], autocast).backward()
         optimizer.step()
         optimizer.zero_grad()
         if formula is not None:
@@ -443,17 +457,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = [table_of_rows(records, SMOLLM2, 2e-5, 100)]
         parts.append(f"Improvement kept at three rates:\n\n{table_of_rates(records, SMOLLM2, 100)}")
         for lr in (1e-4, 1e-5):
-            parts.append(f"Adapters of rank 16, at {shown_rate(lr)}:\n\n{table_of_rows(records, SMOLLM2, lr, 100, LORA)}")
+            parts.append(
+                f"Adapters of rank 16, at {shown_rate(lr)}:\n\n{table_of_rows(records, SMOLLM2, lr, 100, LORA)}"
+            )
         write_tables("fine-tuning.md", "\n\n".join(parts))
         curves = {name: mean_curve(records, row, 2e-5, 100) for name, row in SHOWN.items()}
         (DOCS / "images" / "fine-tune.svg").write_text(drawing(curves, "steps", "validation loss"))
         return 0
-    folder, how = source_of(options.model)
+    start = start_of(options.model, options.text)
     if options.predict:
-        predict(options.file, folder, how)
+        predict(options.file, start)
         return 0
     if options.picture:
-        weights = torch.cat([p.detach().flatten()[:10000] for p in pretrained(folder, how).parameters() if p.ndim > 1])
+        weights = torch.cat([p.detach().flatten()[:10000] for p in start.model.parameters() if p.ndim > 1])
         curves = {"sum of updates": {float(step): float(step) for step in range(101)}}
         for low_bits in ("random", "zero"):
             changes, _ = visible_changes(weights.bfloat16().view(1, -1), 5e-6, 100, low_bits)
@@ -469,7 +485,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         claim = Path("runs/finetune", "-".join(map(str, job)).replace("/", "-").replace(" ", "-") + ".claim")
         with claimed(claim) as is_mine:
             if is_mine and job not in runs(options.file):
-                append(fine_tuned(job, folder, how, options.text), options.file)
+                append(fine_tuned(job, start), options.file)
     return 0
 
 

