@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.layouts import NAMED_LAYOUTS
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.state import plan_state
@@ -92,3 +93,13 @@ def test_slow_links_are_named_where_stages_avoid_them() -> None:
         "llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=32, interconnect_gbit_per_second=25, layout="fsdp2"
     ).best
     assert ours.limited_by == "communication" and ours.step.total > many.step.total
+
+
+def test_a_step_holds_a_sequence() -> None:
+    with pytest.raises(NarrowgaugeError, match="100 tokens because a sequence has 4,096"):
+        plan("llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, tokens_per_step=100)
+
+
+def test_a_job_that_no_program_runs_is_not_offered_in_silence() -> None:
+    on_tpus = plan("llama-8b", recipes="bfloat16/word", chip="TPU-v5p", chips=8)
+    assert any("No known program runs bfloat16/word" in line for line in on_tpus.sentences())

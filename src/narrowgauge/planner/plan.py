@@ -16,7 +16,7 @@ from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import Architecture, read_model
 from narrowgauge.planner.model_state import OPTIMIZER_STATES
 from narrowgauge.planner.plan_tables import Plan
-from narrowgauge.planner.program import Program, read_program
+from narrowgauge.planner.program import Program, program_of, read_program
 from narrowgauge.planner.roofline import multiplies
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, search, usual_tokens_per_step
 from narrowgauge.spec.chips import Chip
@@ -81,7 +81,8 @@ def plan(
         optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states; or an optimizer, for its rule and storage.
         layout: fields of the layout with fixed values: ``{"tensor": 2}``, ``"fsdp2,recompute=none"``.
         program: the training loop: a name, fields with values, or both, as ``"hf-trainer,loss=chunked"``. See
-            :class:`~narrowgauge.planner.program.Program`. By default a loop of compiled layers that any program may run.
+            :class:`~narrowgauge.planner.program.Program`. By default that of ``software``, or a loop of compiled layers that any
+            program may run.
         lora, base: rank of adapters, and the format of the frozen weights: ``bfloat16``, ``int8``, ``nf4``, ``nvfp4``.
         rates: further fields of :class:`~narrowgauge.planner.clusters.Cluster` for ``chip``:
             ``interconnect_gbit_per_second``, ``software``.
@@ -105,12 +106,17 @@ def plan(
 
         model, length = of_module(model, batch, loss)
         sequence_length = sequence_length or length
-        fixed = {"tensor": 1, "pipeline": 1, "recompute": "none", **fixed}
+        fixed.setdefault("recompute", "none")
         if not isinstance(optimizer, str):
             optimizer, storage = question_of(optimizer)
             recipes = recipes or f"bfloat16/{storage}"
     architecture = model if isinstance(model, Architecture) else read_model(str(model))
     length = _sequence_length(architecture, sequence_length)
+    if tokens_per_step is not None and tokens_per_step < length:
+        raise NarrowgaugeError(
+            f"Cannot plan a step of {tokens_per_step:,.0f} tokens because a sequence has {length:,}.",
+            "Use shorter sequences, or more tokens.",
+        )
     clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     counts = [chips] if isinstance(chips, int) else list(chips)
@@ -122,18 +128,26 @@ def plan(
         raise ChipError(f"Cannot plan because {both if clusters else 'no machine was named'}.", advice)
     machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
     machines += [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]
-    asked, loop = read_recipes(recipes, optimizer), read_program(program or ("hf-trainer" if lora else ""))
+    asked, software = read_recipes(recipes, optimizer), {where.software for where in machines}
+    loop = read_program(program or "hf-trainer") if program or lora else program_of(*software if len(software) == 1 else [""])
     if lora:
         loop = replace(loop, lora=lora, base=base)
         asked = asked or [parse("bfloat16/master"), parse("bfloat16/word")]
     usual_tokens = _shared_tokens(max(usual_tokens_per_step(where.chips, loop) for where in machines), length, machines)
 
     def searched(
-        where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed, tokens: float | None = tokens_per_step
-    ) -> Job:
-        return search(
-            architecture, recipe, where, length, tokens, optimizer=optimizer, fixed=fixed, program=loop, usual_tokens=usual_tokens
-        )  # fmt: skip
+        where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed, tokens: float | None = tokens_per_step,
+        loop: Program = loop,
+    ) -> Job:  # fmt: skip
+        try:
+            return search(
+                architecture, recipe, where, length, tokens, optimizer=optimizer, fixed=fixed, program=loop, usual_tokens=usual_tokens
+            )  # fmt: skip
+        except RecipeError:
+            if program or not loop.limits:
+                raise
+            # The software names a program that does not run this job: another loop may be as fast.
+            return searched(where, recipe, fixed, tokens, replace(loop, limits={}, text=f"a loop like {loop.text}"))
 
     jobs: list[Job] = []
     left_out: dict[str, NarrowgaugeError] = {}
