@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ STORAGE_RECIPES = [
 ]
 """A recipe for each storage of bfloat16 weights."""
 _SEQUENCE_LENGTH = 4096
+_DOUBLED = [1 << power for power in range(18)]
 EQUAL_RATES = 0.02
 """Rates of rows within this fraction count as equal. The order then follows the risk of the storages."""
 FINE_MOMENT = 5
@@ -185,7 +188,40 @@ def plan(
                 shared = on_each
                 break
     name = architecture.name if isinstance(model, Architecture) else str(model)
-    return Plan(tuple(jobs), name, tokens, tuple(shared), {row: error.message for row, error in left_out.items()})
+    reasons = {row: error.message for row, error in left_out.items()}
+    return Plan(tuple(jobs), name, tokens, shared=tuple(shared), left_out=reasons)
+
+
+def plan_within(days: float, *, tokens: float | None = None, chip: Any = (), chips: Any = (), **question: Any) -> Plan:
+    """Plan the fewest chips that train within ``days``, also at the slow end of the interval.
+
+    Args:
+        days: of the whole run, of ``tokens`` tokens.
+        chip, question: one kind of chip, and further arguments of :func:`plan`. Numbers are 1, 2, 4 or multiples of 8.
+    Raises:
+        ChipError: 131,072 chips are too few.
+
+    Example:
+        >>> plan_within(14, model="llama-8b", tokens=300e9, chip="H100-SXM", recipes="bfloat16/word").best.num_chips
+        40
+    """
+    kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
+    if tokens is None or len(kinds) != 1 or chips or not days > 0:
+        raise ChipError("Cannot plan for a number of days.", "Name days above 0, tokens and one kind of chip, but no chips.")
+
+    @cache
+    def answer(number: int) -> Plan:
+        return replace(plan(**question, tokens=tokens, chip=kinds, chips=number), days=days)
+
+    def is_enough(number: int) -> bool:
+        best = answer(number).best
+        return best.fits and best.days_interval(tokens)[1] <= days
+
+    number = next((number for number in _DOUBLED if is_enough(number)), None)
+    if number is None:
+        raise ChipError(f"Cannot train within {days:g} days on {_DOUBLED[-1]:,} chips.", "Allow more days, or faster chips.")
+    sizes = range(number // 2, number + 1, 8) if number > 8 else [number]
+    return answer(sizes[bisect_left(sizes, True, key=is_enough)])
 
 
 def _shared_tokens(tokens: int, length: int, machines: Sequence[Cluster]) -> int:

@@ -29,7 +29,7 @@ class Plan:
     Args:
         options: best first. Jobs that do not fit come last, the nearest to fitting first.
         model: its name in the question.
-        tokens: of the whole run; None if not asked.
+        tokens, days: of the whole run, and its target; None if not asked.
         shared: with several kinds of chips, one configuration for all: a job on each; empty if none exists.
         left_out: rows that cannot be planned, and why.
     """
@@ -37,6 +37,7 @@ class Plan:
     options: tuple[Job, ...]
     model: str
     tokens: float | None = None
+    days: float | None = None
     shared: tuple[Job, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -64,6 +65,8 @@ class Plan:
         if not best.fits:
             closest = f"{best.recipe.title} ({layout_text(best.layout)})"
             lines.append(f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}.")
+        if self.days:
+            lines.append(f"{best.cluster.name} are the fewest that take {self.days:g} d at the slow end of the interval.")
         if best.faster:
             rival = best.faster
             lines.append(
