@@ -92,6 +92,12 @@ def test_a_released_gradient_and_states_on_the_host_leave_the_chip() -> None:
     assert away.step.groups["optimizer"] > LLAMA.num_parameters / 4e9
 
 
+def test_a_field_of_the_layout_leaves_the_rest_to_what_runs() -> None:
+    """Asking for one field once offered ZeRO-1 under tensor ranks in ``word``, which nothing runs."""
+    best = plan("llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, sequence_length=32_768, layout="context=1").best
+    assert best.layout.context == 1 and programs_of(best)
+
+
 def test_software_names_its_program() -> None:
     """Speed, memory and layouts are of one program. A recipe that it does not run is planned as in a loop like it."""
     for software in SOFTWARE:
