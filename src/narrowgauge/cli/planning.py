@@ -193,7 +193,7 @@ def regression_command(before: Path, after: Path, as_json: bool) -> None:
 
     narrowgauge plan regression before.toml after.toml
     """
-    from narrowgauge.planner.launches import compare_launches, read_launch, tables_of
+    from narrowgauge.planner.launches import compare_launches, read_launch, sentences_of, tables_of
 
     comparison = compare_launches(read_launch(before), read_launch(after))
-    _show(comparison, tables_of(comparison), [], as_json)
+    _show(comparison, tables_of(comparison), sentences_of(comparison), as_json)
