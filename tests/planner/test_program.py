@@ -88,6 +88,8 @@ def test_a_released_gradient_and_states_on_the_host_leave_the_chip() -> None:
     )
     assert away.memory.groups["optimizer"] == 0
     assert away.memory.groups["gradients"] == freed.memory.groups["gradients"]
+    many = job("offload=true", replace(one, micro_batches=100), length=256)
+    assert many.step.groups["optimizer"] > 2 * away.step.groups["optimizer"]  # every micro-batch sends its gradients
     # ZeRO-Offload: four billion parameters a second on the processors of a node, and four bytes each over the host's path.
     assert away.step.groups["optimizer"] > LLAMA.num_parameters / 4e9
 
