@@ -19,7 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, make_layer, names, passed, same
+from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, make_layer, passed, same
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, is_opaque, multiply, operand_dtype
 from narrowgauge.matmul.layer_matmuls import multiply_slots
@@ -78,7 +78,8 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
     whole = {"float8-tensor", "float8-row", "float8-tensor-e5m2", "scalify"}
     expected = {
         **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942"), whole),
-        "gfx950": whole | {"mxfp8", "mxfp4"}, "sm90": whole | {"float8-block"}, "sm100": whole | {"mxfp8", "mxfp4", "nvfp4"}, "sm120": whole | {"mxfp8", "nvfp4"},
+        "gfx950": whole | {"mxfp8", "mxfp4"}, "sm90": whole | {"float8-block"},
+        "sm100": whole | {"mxfp8", "mxfp4", "nvfp4"}, "sm120": whole | {"mxfp8", "nvfp4"},
     }  # fmt: skip
     for architecture, computes in expected.items():
         needed = {name: [p for p in row.products.values() if needs_kernel(p)] for name, row in COMPUTES.items()}

@@ -89,7 +89,10 @@ def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
 
 
 def test_a_counted_module_has_data_and_shard_ranks_only() -> None:
-    tokens, arguments = torch.zeros(1, 16_384, dtype=torch.int64), {"recipes": "bfloat16/word", "chip": "H100-SXM", "chips": 4}
+    tokens, arguments = (
+        torch.zeros(1, 16_384, dtype=torch.int64),
+        {"recipes": "bfloat16/word", "chip": "H100-SXM", "chips": 4},
+    )
     answer = ng.plan(Residual(), batch=tokens, **arguments)
     layout = answer.best.layout
     assert layout.num_ranks == layout.num_replicas == 4

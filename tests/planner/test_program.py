@@ -96,7 +96,9 @@ def test_a_released_gradient_and_states_on_the_host_leave_the_chip() -> None:
 
 def test_a_field_of_the_layout_leaves_the_rest_to_what_runs() -> None:
     """Asking for one field once offered ZeRO-1 under tensor ranks in ``word``, which nothing runs."""
-    best = plan("llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, sequence_length=32_768, layout="context=1").best
+    best = plan(
+        "llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, sequence_length=32_768, layout="context=1"
+    ).best
     assert best.layout.context == 1 and programs_of(best)
 
 
@@ -105,11 +107,16 @@ def test_software_names_its_program() -> None:
     for software in SOFTWARE:
         assert sum(software in program.softwares for program in PROGRAMS.values()) == 1, software
     arguments: dict[str, Any] = {"chip": "H100-SXM", "chips": 16, "software": "megatron-core-2025"}
-    jobs = {job.recipe.name: job for job in plan("llama-8b", recipes=["bfloat16/master", "bfloat16/word"], **arguments).options}
+    jobs = {
+        job.recipe.name: job
+        for job in plan("llama-8b", recipes=["bfloat16/master", "bfloat16/word"], **arguments).options
+    }
     own, ours = jobs["bfloat16/master"], jobs["bfloat16/word"]
     assert own.program is PROGRAMS["megatron-core"] and own.layout.zero in (0, 1)
     assert ours.program == own.program and not ours.program.limits and ours.program.text == "a loop like Megatron-Core"
-    assert plan("llama-8b", recipes="bfloat16/word", program="torchtitan", **arguments).best.program.name == "torchtitan"
+    assert (
+        plan("llama-8b", recipes="bfloat16/word", program="torchtitan", **arguments).best.program.name == "torchtitan"
+    )
 
 
 def test_a_card_for_games_is_not_planned_with_a_cluster_s_libraries() -> None:

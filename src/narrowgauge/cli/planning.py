@@ -103,7 +103,9 @@ _optimizer = click.option(
 )
 @click.option("--tokens-per-step", type=_amount(1), metavar="X", help="Tokens per step.  [default: by chips]")
 @click.option("--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days.")
-@click.option("--days", type=_amount(1e-3), metavar="X", help="Days of the whole run, instead of --chips: the fewest chips.")
+@click.option(
+    "--days", type=_amount(1e-3), metavar="X", help="Days of the whole run, instead of --chips: the fewest chips."
+)
 @click.option(
     "--software", type=click.Choice(list(SOFTWARE)),
     help="The libraries and years whose speed is planned.  [default: those usual on the chip]",

@@ -170,7 +170,7 @@ class _Rank:
             weights, gradients, optimizer = (t._replace(formula=base) for t in (weights, gradients, optimizer))
         if self.program.release or self.program.offload:
             size = min(gradients.value, self.largest_layer * self.gradient)
-            gradients = gradients._replace(value=size, formula="of one layer: each is freed after its update, or sent away")
+            gradients = gradients._replace(value=size, formula="of one layer: each is updated and freed, or sent away")
         if self.program.offload:
             optimizer = optimizer._replace(value=0.0, formula="on the host")
         return weights, gradients, optimizer

@@ -132,25 +132,25 @@ def plan(
     machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
     machines += [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]
     asked, software = read_recipes(recipes, optimizer), {where.software for where in machines}
-    loop = read_program(program or "hf-trainer") if program or lora else program_of(*software if len(software) == 1 else [""])
+    loop = read_program(program or "hf-trainer") if program or lora else program_of(software)
     if lora:
         loop = replace(loop, lora=lora, base=base)
         asked = asked or [parse("bfloat16/master"), parse("bfloat16/word")]
     usual_tokens = _shared_tokens(max(usual_tokens_per_step(where.chips, loop) for where in machines), length, machines)
 
     def searched(
-        where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed, tokens: float | None = tokens_per_step,
-        loop: Program = loop,
-    ) -> Job:  # fmt: skip
+        where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed, tokens: float | None = tokens_per_step
+    ) -> Job:
+        arguments = architecture, recipe, where, length, tokens
+        options: dict[str, Any] = {"optimizer": optimizer, "fixed": fixed, "usual_tokens": usual_tokens}
         try:
-            return search(
-                architecture, recipe, where, length, tokens, optimizer=optimizer, fixed=fixed, program=loop, usual_tokens=usual_tokens
-            )  # fmt: skip
+            return search(*arguments, program=loop, **options)
         except RecipeError:
             if program or not loop.limits:
                 raise
             # The software names a program that does not run this job: another loop may be as fast.
-            return searched(where, recipe, fixed, tokens, replace(loop, limits={}, text=f"a loop like {loop.text}"))
+            like = replace(loop, limits={}, text=f"a loop like {loop.text}")
+            return search(*arguments, program=like, **options)
 
     jobs: list[Job] = []
     left_out: dict[str, NarrowgaugeError] = {}
@@ -207,7 +207,9 @@ def plan_within(days: float, *, tokens: float | None = None, chip: Any = (), chi
     """
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     if tokens is None or len(kinds) != 1 or chips or not days > 0:
-        raise ChipError("Cannot plan for a number of days.", "Name days above 0, tokens and one kind of chip, but no chips.")
+        raise ChipError(
+            "Cannot plan for days.", "Name days above 0, tokens and one kind of chip, but no number of chips."
+        )
 
     @cache
     def answer(number: int) -> Plan:
@@ -219,7 +221,9 @@ def plan_within(days: float, *, tokens: float | None = None, chip: Any = (), chi
 
     number = next((number for number in _DOUBLED if is_enough(number)), None)
     if number is None:
-        raise ChipError(f"Cannot train within {days:g} days on {_DOUBLED[-1]:,} chips.", "Allow more days, or faster chips.")
+        raise ChipError(
+            f"Cannot train in {days:g} days on {_DOUBLED[-1]:,} chips.", "Allow more days, or faster chips."
+        )
     sizes = range(number // 2, number + 1, 8) if number > 8 else [number]
     return answer(sizes[bisect_left(sizes, True, key=is_enough)])
 

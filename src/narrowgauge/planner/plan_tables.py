@@ -66,7 +66,7 @@ class Plan:
             closest = f"{best.recipe.title} ({layout_text(best.layout)})"
             lines.append(f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}.")
         if self.days:
-            lines.append(f"{best.cluster.name} are the fewest that take {self.days:g} d at the slow end of the interval.")
+            lines.append(f"{best.cluster.name} are the fewest with {self.days:g} d at the slow end of the interval.")
         if best.faster:
             rival = best.faster
             lines.append(

@@ -158,9 +158,9 @@ def programs_of(job: Job) -> list[Program]:
     return [program for program in programs if not program.why_not(job)]
 
 
-def program_of(software: str) -> Program:
-    """Return the program of a row of measured speed."""
-    return next((row for row in PROGRAMS.values() if software in row.softwares), DEFAULT)
+def program_of(software: set[str]) -> Program:
+    """Return the program of a row of measured speed, or the default one."""
+    return next((row for row in PROGRAMS.values() if software <= {*row.softwares}), DEFAULT)
 
 
 _FIELDS = tuple(row.name for row in dataclasses.fields(Program) if row.compare and row.name != "name")
