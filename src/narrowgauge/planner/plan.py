@@ -202,8 +202,8 @@ def plan_within(days: float, *, tokens: float | None = None, chip: Any = (), chi
         ChipError: 131,072 chips are too few.
 
     Example:
-        >>> plan_within(14, model="llama-8b", tokens=300e9, chip="H100-SXM", recipes="bfloat16/word").best.num_chips
-        40
+        >>> plan_within(9, model="llama-1b", tokens=1e9, chip="RTX-4090", recipes="bfloat16/word").best.num_chips
+        1
     """
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     if tokens is None or len(kinds) != 1 or chips or not days > 0:
