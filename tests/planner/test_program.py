@@ -105,7 +105,7 @@ def test_a_field_of_the_layout_leaves_the_rest_to_what_runs() -> None:
 def test_software_names_its_program() -> None:
     """Speed, memory and layouts are of one program. A recipe that it does not run is planned as in a loop like it."""
     for software in SOFTWARE:
-        assert sum(software in program.softwares for program in PROGRAMS.values()) == 1, software
+        assert sum(software.startswith(tuple(program.softwares)) for program in PROGRAMS.values()) == 1, software
     arguments: dict[str, Any] = {"chip": "H100-SXM", "chips": 16, "software": "megatron-core-2025"}
     jobs = {
         job.recipe.name: job

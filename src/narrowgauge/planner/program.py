@@ -45,7 +45,7 @@ class Program:
         base: format of the frozen weights of layers under adapters: ``bfloat16``, ``int8``, ``nf4`` or ``nvfp4``.
         adapted: matrices with adapters: ``"all"`` of the layers but experts, or ``"attention"``.
         text, source, limits: its name in sentences, where the fields are from, and what it runs.
-        software, softwares: its row of measured speed, and the rows that are planned as this program.
+        software, softwares: its row of measured speed, and beginnings of the rows that are planned as this program.
     """
 
     name: str
@@ -160,7 +160,8 @@ def programs_of(job: Job) -> list[Program]:
 
 def program_of(software: set[str]) -> Program:
     """Return the program of a row of measured speed, or the default one."""
-    return next((row for row in PROGRAMS.values() if software <= {*row.softwares}), DEFAULT)
+    named = (row for row in PROGRAMS.values() if all(name.startswith(tuple(row.softwares)) for name in software))
+    return next(named, DEFAULT)
 
 
 _FIELDS = tuple(row.name for row in dataclasses.fields(Program) if row.compare and row.name != "name")
