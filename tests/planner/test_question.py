@@ -117,3 +117,9 @@ def test_a_step_holds_a_sequence() -> None:
 def test_a_job_that_no_program_runs_is_not_offered_in_silence() -> None:
     on_tpus = plan("llama-8b", recipes="bfloat16/word", chip="TPU-v5p", chips=8)
     assert any("No known program runs bfloat16/word" in line for line in on_tpus.sentences())
+
+
+def test_what_is_known_to_be_far_off_is_said() -> None:
+    arguments: dict[str, Any] = {"recipes": "bfloat16/word", "chip": "H100-SXM", "chips": 8, "sequence_length": 32_768}
+    ring, whole = (plan("llama-8b", layout=f"context={ranks}", **arguments) for ranks in (4, 1))
+    assert "context ranks" in ring.sentences()[-1] and "context ranks" not in whole.sentences()[-1]
