@@ -66,7 +66,8 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     lists = ((n, list(m)) for n, m in modules.items() if isinstance(m, nn.ModuleList))
     layers = next((layers for n, layers in lists if len(layers) == depth and not _OUTSIDE.search(n)), [])
     is_other = any(_OTHER.search(n) for layer in layers for n, _ in layer.named_parameters())
-    if is_other or not (_ATTENTION.issuperset(_layer_types(config)) and layers and heads and embedding is not None and head is not None):
+    is_other |= not _ATTENTION.issuperset(_layer_types(config))
+    if is_other or not (layers and heads and embedding is not None and head is not None):
         raise DataError(
             f"Cannot plan {name}, because it is not a decoder of attention layers.",
             f"Plan its state: narrowgauge plan state --params {total}.",
