@@ -19,7 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, make_layer, names, passed, same
+from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, make_layer, passed, same
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, is_opaque, multiply, operand_dtype
 from narrowgauge.matmul.layer_matmuls import multiply_slots
@@ -38,7 +38,10 @@ SCALED_MM = ("float8-row", "float8-tensor", "float8-tensor-e5m2")
 # [rows, contraction, columns]: ragged, and several tiles.
 SHAPES = [(33, 65, 17), (150, 300, 140)]
 every_place = pytest.mark.parametrize("place", PLACES)
-every_way = pytest.mark.parametrize("row", [COMPUTES[name] for name in NATIVE_ON], **names)
+WAYS = [*NATIVE_ON.items(), ("mxfp8", "gfx950"), ("mxfp4", "gfx950")]
+every_way = pytest.mark.parametrize(
+    ("row", "chip"), [(COMPUTES[name], chip) for name, chip in WAYS], ids=[" on ".join(way) for way in WAYS]
+)
 
 
 @contextmanager
@@ -74,8 +77,9 @@ def values_of(operand: Operand, dim: int) -> Tensor:
 def test_which_computes_each_chip_multiplies_itself() -> None:
     whole = {"float8-tensor", "float8-row", "float8-tensor-e5m2", "scalify"}
     expected = {
-        **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942", "gfx950"), whole),
-        "sm90": whole | {"float8-block"}, "sm100": whole | {"mxfp8", "mxfp4", "nvfp4"}, "sm120": whole | {"mxfp8", "nvfp4"},
+        **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942"), whole),
+        "gfx950": whole | {"mxfp8", "mxfp4"}, "sm90": whole | {"float8-block"},
+        "sm100": whole | {"mxfp8", "mxfp4", "nvfp4"}, "sm120": whole | {"mxfp8", "nvfp4"},
     }  # fmt: skip
     for architecture, computes in expected.items():
         needed = {name: [p for p in row.products.values() if needs_kernel(p)] for name, row in COMPUTES.items()}
@@ -85,9 +89,9 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
 
 @every_way
 @pytest.mark.usefixtures("untried")
-def test_a_chip_that_has_the_kernel_is_asked_once_and_then_gets_codes(row: Compute) -> None:
+def test_a_chip_that_has_the_kernel_is_asked_once_and_then_gets_codes(row: Compute, chip: str) -> None:
     assert not is_native(row.output, CPU)
-    with device(NATIVE_ON[row.name]):
+    with device(chip):
         for product in row.products.values():
             assert is_native(product, CPU)
             for cast in (product.left, product.right):
@@ -101,11 +105,13 @@ def test_a_chip_that_has_the_kernel_is_asked_once_and_then_gets_codes(row: Compu
 @every_way
 @every_place
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_native_product_is_the_exact_one_rounded_once(row: Compute, place: str, shape: tuple[int, int, int]) -> None:
+def test_a_native_product_is_the_exact_one_rounded_once(
+    row: Compute, chip: str, place: str, shape: tuple[int, int, int]
+) -> None:
     """The stand-in adds in float64, so what is off is the layout. And the emulation of the same codes is as near as it states."""
     bias = gaussian(shape[2], seed=5)
     for dtype, given in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
-        with device(NATIVE_ON[row.name]):
+        with device(chip):
             pair = cast_operands(row, place, shape)
             assert is_opaque(*pair, row.products[place]) != (row.name in SCALED_MM)
             found = multiply(*pair, DIMS[place], row.products[place], dtype, given)
@@ -113,10 +119,9 @@ def test_a_native_product_is_the_exact_one_rounded_once(row: Compute, place: str
         product = oracle.product(left, right)
         wide = F.pad(bias, (0, product.value.shape[1] - len(bias))).double() if given is not None else 0.0
         exactly = product.value + wide
-        # Sums leave mxfp4's kernel in bfloat16; two tensors' scales are rounded in float32.
-        roundings = (
-            2.0**-22 + oracle.ROUNDING[torch.bfloat16 if row.name == "mxfp4" else dtype] + oracle.ROUNDING[dtype]
-        )
+        # Sums leave mxfp4's kernel, and AMD's, in bfloat16; two tensors' scales are rounded in float32.
+        first = torch.bfloat16 if row.name == "mxfp4" or chip == "gfx950" else dtype
+        roundings = 2.0**-22 + oracle.ROUNDING[first] + oracle.ROUNDING[dtype]
         bound = product.magnitude * 2.0**-40 + (exactly.abs() + product.value.abs()) * roundings
         assert found.dtype == dtype and found.shape == exactly.shape
         assert ((found.double() - exactly).abs() <= bound).all()

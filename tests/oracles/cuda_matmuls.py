@@ -80,6 +80,12 @@ def tile_values(scales: Tensor, rows: int, terms: int, block: int) -> Tensor:
     return memory(scales)[tiled_offset(outer, inner, num_inner)].double()
 
 
+def row_values(scales: Tensor, rows: int, terms: int, block: int) -> Tensor:
+    """Float64 ``[rows, terms]`` of scales row by row."""
+    check(scales.numel() * block == rows * terms, f"{scales.numel()} scales for {rows} × {terms} in {block}")
+    return memory(scales).double().view(rows, -1).repeat_interleave(block, 1)
+
+
 # ── the rules ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -144,7 +150,9 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
         scales = [list(x) if isinstance(x, (list, tuple)) else [x] for x in (scale_a, scale_b)]
         names = [[r.name for r in (x if isinstance(x, list) else [x])] for x in (scale_recipe_a, scale_recipe_b)]
         swizzles = [[s.name for s in (x or [])] for x in (swizzle_a, swizzle_b)]
-        if (mat_a.dtype, names[0]) != (FP4, ["BlockWise1x32"]):  # PyTorch 2.13's counts half of mxfp4's scales
+        is_amd = architecture.startswith("gfx")
+        # PyTorch 2.13's counts half of mxfp4's scales, and knows no scales row by row.
+        if not is_amd and (mat_a.dtype, names[0]) != (FP4, ["BlockWise1x32"]):
             REAL_SCALED_MM(
                 on_meta(mat_a), on_meta(mat_b), [*map(on_meta, scales[0])], scale_recipe_a, [*map(on_meta, scales[1])],
                 scale_recipe_b, swizzle_a, swizzle_b, None, output_dtype, contraction_dim, use_fast_accum,
@@ -152,7 +160,7 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
         per_byte = check_matrices(architecture, mat_a, mat_b, output_dtype, bias, use_fast_accum)
         for scale in (*scales[0], *scales[1]):
             check(scale.data_ptr() % 16 == 0 or scale.numel() == 1, "scales begin at multiples of 16 bytes")
-        sm, terms = int(architecture[2:]), mat_a.shape[1] * per_byte
+        sm, terms = 0 if is_amd else int(architecture[2:]), mat_a.shape[1] * per_byte
         sides = len(mat_a), mat_b.shape[1]
         if names[0][0].endswith("128"):
             check(90 <= sm < 100, "blocks of 128 on Hopper alone")
@@ -173,19 +181,24 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
                 names[0] == names[1] and mat_a.dtype == mat_b.dtype == bits, f"{names} of {mat_a.dtype}, {mat_b.dtype}"
             )
             check(
-                sm >= 100 and mat_a.dtype in (E4M3, FP4),
-                "scales of 16 and 32 values on Blackwell alone, of e4m3 or e2m1",
+                (sm >= 100 or (architecture == "gfx950" and block == 32)) and mat_a.dtype in (E4M3, FP4),
+                "scales of 16 and 32 values on Blackwell, of 32 on gfx950, of e4m3 or e2m1",
             )
             check(terms % 32 == 0, "multiples of 32 terms")
-            check(all(s == ["SWIZZLE_32_4_4", "NO_SWIZZLE"][: len(names[0])] for s in swizzles), f"tiles: {swizzles}")
+            orders = ["NO_SWIZZLE"] if is_amd else ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
+            check(all(s == orders[: len(names[0])] for s in swizzles), f"tiles: {swizzles}")
+            if is_amd:
+                check(all(size % 32 == 0 for size in (*mat_a.shape, *mat_b.shape)), "AMD takes multiples of 32")
+                check(output_dtype in OUT[:2], "AMD writes 16 bits")
             check(
                 all(own[0].dtype == dtype and own[0].is_contiguous() for own in scales),
                 f"scales in {dtype}, contiguous",
             )
-            if block == 32 and mat_a.dtype == FP4:
+            if block == 32 and mat_a.dtype == FP4 and not is_amd:
                 check(100 <= sm < 110, "mxfp4 on B200 and B300 alone")
                 check(output_dtype == torch.bfloat16 and bias is None, "mxfp4 writes bfloat16 and adds no bias")
-            factors = [tile_values(own[0], side, terms, block) for own, side in zip(scales, sides, strict=True)]
+            values_of = row_values if is_amd else tile_values
+            factors = [values_of(own[0], side, terms, block) for own, side in zip(scales, sides, strict=True)]
             check({len(own) for own in scales} == {len(names[0])}, "as many scales as recipes")
             for scale in (scale for own in scales for scale in own[1:]):
                 check(scale.dtype == FLOAT and scale.numel() == 1, "one float32 scale for the tensor")

@@ -86,7 +86,7 @@ def test_sharing_less_is_as_fast_where_it_fits(chips: int) -> None:
     messages to go round all chips.
     """
     asked = {"tensor": 1, "pipeline": 1}
-    arguments: dict[str, Any] = {"recipes": ["bfloat16/word"], "chip": "H100-SXM", "chips": chips}
+    arguments: dict[str, Any] = {"recipes": ["bfloat16/master"], "chip": "H100-SXM", "chips": chips}
     best = [plan("llama-8b", **arguments, layout={**asked, "zero": zero}).best for zero in (1, 2, 3)]
     rates = [job.tokens_per_second for job in best]
     assert all(more <= less * (1 + NOISE) for less, more in itertools.pairwise(rates))

@@ -10,6 +10,7 @@ import pytest
 from narrowgauge.planner.clusters import cluster_of
 from narrowgauge.planner.collectives import (
     Path,
+    _path,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
@@ -20,6 +21,10 @@ from narrowgauge.planner.collectives import (
     tree_seconds,
 )
 from narrowgauge.planner.efficiency import efficiency_of
+from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.model import read_model
+from narrowgauge.spec.notation import parse
 
 near = partial(pytest.approx, rel=2e-3)  # latencies
 NODE = Path(8, 1, 100e9, math.inf)
@@ -108,3 +113,15 @@ def test_few_or_unbridged_peers_have_slower_links(chip: str, ranks: int, stride:
     # A gigabyte summed over two MI300X takes 16 ms: 2 × 1/2 × 1e9 / 64e9.
     if (chip, ranks) == ("MI300X", 2):
         assert all_reduce_seconds(1e9, path) == pytest.approx(15.6e-3, rel=0.01)
+
+
+def test_a_path_through_the_host_has_one_share_on_all_chips() -> None:
+    """Pairs of an H100-PCIe have a bridge. Beyond a pair they share the host's lanes, as cards without links do."""
+
+    def rate(chip: str, ranks: int) -> float:
+        layout = Layout(shard=8 // ranks, tensor=ranks)
+        job = Job(read_model("llama-8b"), parse("bfloat16/word"), layout, cluster_of(chip, 8), 4096)
+        return _path(job, ranks, 1).link_bytes_per_second / job.chip.host_gb_per_second / 1e9
+
+    assert rate("H100-PCIe", 8) == rate("H100-PCIe", 4) == rate("L40S", 8) == 0.5
+    assert rate("H100-PCIe", 2) == pytest.approx(0.8 * 300 / 63)

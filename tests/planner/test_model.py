@@ -117,11 +117,16 @@ def test_a_folder_is_not_taken_for_a_llama(tmp_path: Path) -> None:
     assert read_model(str(tmp_path)).num_parameters == 46_702_792_704
 
 
-def test_models_without_attention_are_refused_with_the_size_of_their_state() -> None:
-    keys = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64}
+@pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "minimax", "jetmoe"])
+def test_models_of_other_layers_are_refused_with_the_size_of_their_state(kind: str) -> None:
+    """Recurrent layers, linear attention, and attention of experts: no formula here is theirs."""
+    keys = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 64}
     size = sum(value.numel() for value in built(keys).parameters())
     with pytest.raises(DataError, match=rf"not a decoder of attention layers\. .*--params {size}\."):
-        of_config(keys, "mamba")
+        of_config(keys, kind)
+
+
+def test_a_model_that_transformers_lacks_is_refused() -> None:
     with pytest.raises(DataError, match="transformers does not build it"):
         of_config({"model_type": "no-such-model"}, "it")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 import narrowgauge as ng
-from narrowgauge.errors import DataError
+from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.planner.own_module import LiveBytes
 from narrowgauge.trainer.language_model import drawn
 
@@ -86,6 +86,19 @@ def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
     assert part.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
     ratio = part.memory.groups["optimizer"] / whole.memory.groups["optimizer"]
     assert ratio == pytest.approx(part.trained_parameters / whole.architecture.num_parameters)
+
+
+def test_a_counted_module_has_data_and_shard_ranks_only() -> None:
+    tokens, arguments = (
+        torch.zeros(1, 16_384, dtype=torch.int64),
+        {"recipes": "bfloat16/word", "chip": "H100-SXM", "chips": 4},
+    )
+    answer = ng.plan(Residual(), batch=tokens, **arguments)
+    layout = answer.best.layout
+    assert layout.num_ranks == layout.num_replicas == 4
+    assert "data and shard ranks only" in answer.sentences()[-1]
+    with pytest.raises(RecipeError, match="data and shard ranks"):
+        ng.plan(Residual(), batch=tokens, layout="tensor=2", **arguments)
 
 
 def test_a_module_that_reads_values_is_refused() -> None:

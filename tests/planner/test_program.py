@@ -9,12 +9,14 @@ import pytest
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.clusters import cluster_of
+from narrowgauge.planner.efficiency import SOFTWARE, efficiency_of
 from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import decoder, read_model
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.program import PROGRAMS, programs_of, read_program
 from narrowgauge.planner.search import search
+from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 
 LLAMA = read_model("llama-8b")
@@ -85,8 +87,40 @@ def test_a_released_gradient_and_states_on_the_host_leave_the_chip() -> None:
         LLAMA.num_parameters - LLAMA.largest_layer - LLAMA.outer_parameters
     )
     assert away.memory.groups["optimizer"] == 0
+    assert away.memory.groups["gradients"] == freed.memory.groups["gradients"]
+    many = job("offload=true", replace(one, micro_batches=100), length=256)
+    assert many.step.groups["optimizer"] > 2 * away.step.groups["optimizer"]  # every micro-batch sends its gradients
     # ZeRO-Offload: four billion parameters a second on the processors of a node, and four bytes each over the host's path.
     assert away.step.groups["optimizer"] > LLAMA.num_parameters / 4e9
+
+
+def test_a_field_of_the_layout_leaves_the_rest_to_what_runs() -> None:
+    """Asking for one field once offered ZeRO-1 under tensor ranks in ``word``, which nothing runs."""
+    best = plan(
+        "llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, sequence_length=32_768, layout="context=1"
+    ).best
+    assert best.layout.context == 1 and programs_of(best)
+
+
+def test_software_names_its_program() -> None:
+    """Speed, memory and layouts are of one program. A recipe that it does not run is planned as in a loop like it."""
+    for software in SOFTWARE:
+        assert sum(software.startswith(tuple(program.softwares)) for program in PROGRAMS.values()) == 1, software
+    arguments: dict[str, Any] = {"chip": "H100-SXM", "chips": 16, "software": "megatron-core-2025"}
+    jobs = {
+        job.recipe.name: job
+        for job in plan("llama-8b", recipes=["bfloat16/master", "bfloat16/word"], **arguments).options
+    }
+    own, ours = jobs["bfloat16/master"], jobs["bfloat16/word"]
+    assert own.program is PROGRAMS["megatron-core"] and own.layout.zero in (0, 1)
+    assert ours.program == own.program and not ours.program.limits and ours.program.text == "a loop like Megatron-Core"
+    assert (
+        plan("llama-8b", recipes="bfloat16/word", program="torchtitan", **arguments).best.program.name == "torchtitan"
+    )
+
+
+def test_a_card_for_games_is_not_planned_with_a_cluster_s_libraries() -> None:
+    assert efficiency_of(get_chip("RTX-5090")).engines == efficiency_of(get_chip("RTX-4090")).engines == "PyTorch"
 
 
 # ── adapters, as published ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from narrowgauge.errors import ChipError, NarrowgaugeError
 from narrowgauge.planner.layouts import NAMED_LAYOUTS
-from narrowgauge.planner.plan import plan
+from narrowgauge.planner.plan import plan, plan_within
 from narrowgauge.planner.state import plan_state
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
@@ -92,3 +95,31 @@ def test_slow_links_are_named_where_stages_avoid_them() -> None:
         "llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=32, interconnect_gbit_per_second=25, layout="fsdp2"
     ).best
     assert ours.limited_by == "communication" and ours.step.total > many.step.total
+
+
+def test_the_fewest_chips_within_days() -> None:
+    """No fewer whole nodes meet the days at the slow end of the interval."""
+    question: dict[str, Any] = {"recipes": "bfloat16/word", "chip": "H100-SXM", "tokens": 300e9}
+    answer = plan_within(14, model="llama-8b", **question)
+    number = answer.best.num_chips
+    fewer = plan("llama-8b", chips=number - 8, **question).best
+    assert answer.best.days_interval(300e9)[1] <= 14 < fewer.days_interval(300e9)[1]
+    assert f"{number} × H100-SXM5-80GB are the fewest" in answer.sentences()[0]
+    with pytest.raises(ChipError, match="Name days"):
+        plan_within(14, model="llama-8b", recipes="bfloat16/word", chip="H100-SXM")
+
+
+def test_a_step_holds_a_sequence() -> None:
+    with pytest.raises(NarrowgaugeError, match="100 tokens because a sequence has 4,096"):
+        plan("llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, tokens_per_step=100)
+
+
+def test_a_job_that_no_program_runs_is_not_offered_in_silence() -> None:
+    on_tpus = plan("llama-8b", recipes="bfloat16/word", chip="TPU-v5p", chips=8)
+    assert any("No known program runs bfloat16/word" in line for line in on_tpus.sentences())
+
+
+def test_what_is_known_to_be_far_off_is_said() -> None:
+    arguments: dict[str, Any] = {"recipes": "bfloat16/word", "chip": "H100-SXM", "chips": 8, "sequence_length": 32_768}
+    ring, whole = (plan("llama-8b", layout=f"context={ranks}", **arguments) for ranks in (4, 1))
+    assert "context ranks" in ring.sentences()[-1] and "context ranks" not in whole.sentences()[-1]

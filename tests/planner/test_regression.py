@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.launches import compare_launches, read_launch, tables_of
+from narrowgauge.planner.launches import compare_launches, read_launch, sentences_of, tables_of
 
 LAUNCH = """
 model = "llama-8b"
@@ -57,7 +57,7 @@ def test_wrong_settings_are_refused(tmp_path: Path, more: str, words: str) -> No
         (("recompute=none", "recompute=full"), "layout", "matmuls"),
         (("H100-SXM", "A100-SXM4-80GB"), "chip", "matmuls"),
         (("bfloat16/word", "bfloat16/float32"), "recipes", "communication"),
-        (("chips = 64", 'chips = 64\nsoftware = "fsdp-2023"'), "software", "waiting"),
+        (("chips = 64", 'chips = 64\nsoftware = "fsdp-2023"'), "software", "gaps"),
     ],
 )
 def test_one_slower_setting_is_found(tmp_path: Path, edit: tuple[str, str], setting: str, group: str) -> None:
@@ -82,3 +82,14 @@ def test_what_no_setting_explains_is_left_over(tmp_path: Path) -> None:
     assert comparison["settings"] == [] and grown(comparison) == 0
     table = tables_of(comparison)[0]
     assert [table.columns[3].cell(row) for row in table.rows] == ["+0 s", "+1 s"]
+    explained, next_ = sentences_of(comparison)
+    assert explained == "The terms explain +0 s of +1 s (0%)." and "Measure next" in next_
+
+
+def test_what_the_terms_explain_needs_no_other_measurement(tmp_path: Path) -> None:
+    fast, slow = launch(tmp_path), launch(tmp_path, ("3200", "400"))
+    seconds = grown(compare_launches(fast, slow))
+    comparison = compare_launches({**fast, "step_seconds": 2.0}, {**slow, "step_seconds": 2.0 + 1.1 * seconds})
+    [explained] = sentences_of(comparison)
+    assert explained.endswith("(91%).")
+    assert "need step_seconds" in sentences_of(compare_launches(fast, slow))[0]

@@ -20,6 +20,7 @@ def test_two_points_keep_every_law_of_two_unknowns() -> None:
         assert law.seconds(point[0]) == pytest.approx(point[1])
     low, high = scaling.interval(512)
     assert low < 5.5 * DAY and high > 7.5 * DAY  # a rest that grows with N gives 7.5
+    assert "1,280 chip-days become 1,792, 1.4 × as many" in scaling.sentences()[0]
     near, far = (scaling.interval(chips)[1] - scaling.interval(chips)[0] for chips in (256, 1024))
     assert far > 5 * near
 

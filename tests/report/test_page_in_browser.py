@@ -80,9 +80,19 @@ def figures_of(source: str) -> int:
 
 
 def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(tmp_path: Path, report: str) -> None:
-    dom, console = opened(tmp_path, report, "#dark")
+    shown = report.replace(
+        '<details class="needs-script" data-values', '<details open class="needs-script" data-values'
+    )
+    dom, console = opened(tmp_path, shown, "#dark")
     assert console == [] and 'data-theme="dark"' in dom[:600] and "data-broken" not in dom[:600]
     assert f'data-drawn="{figures_of(report)}"' in dom[:600] and figures_of(report) >= 3
     assert dom.count('data-ready="yes"') == figures_of(report)
     assert "&lt;script&gt;document." in dom
+    # Buttons and sliders are reached by the keyboard, and what a figure draws is a table too.
+    assert re.search(r'class="updatemenu-button"[^>]*tabindex="0"[^>]*role="button"', dom)
+    assert re.search(r'class="slider-container"[^>]*aria-valuemax="2"[^>]*aria-valuenow="2"', dom)
+    for name, first in (("training-loss", "bfloat16/word"), ("heat", "layers.0.up.weight")):
+        assert re.search(
+            rf'data-values="{name}".*?</th></tr><tr><td>{first}</td><td>\d+</td><td>[\d.]+</td>', dom, re.DOTALL
+        )
     assert not re.search(r"(?:src|href)=[\"']?https?:", report)

@@ -41,6 +41,12 @@ def test_narrower_formats_are_not_slower() -> None:
         assert peaks == sorted(peaks)
 
 
+def test_memory_is_what_drivers_report() -> None:
+    """nvidia-smi, MiB, where it is more than 3 % below what is printed."""
+    reported = {"B300-SXM": 275_040, "L4": 23_034, "L40S": 46_068}
+    assert {name: chip.memory_bytes >> 20 for name, chip in CHIPS.items() if chip.reachable_mib} == reported
+
+
 def test_names() -> None:
     assert get_chip("mi300x") is CHIPS["MI300X"]
     assert get_chip("L4") is CHIPS["L4"]

@@ -295,10 +295,6 @@ def export(folder: Path, out: Path) -> None:
     "--recipe", "--recipes", "recipes", required=True, metavar="A,B,…", type=flags.RECIPES,
     help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
 )  # fmt: skip
-@click.option(
-    "--numerics", metavar="DIR", type=_path,
-    help="Also train some steps on this token map and report the error of each layer's casts.",
-)  # fmt: skip
 @click.option("--batch-size", type=_count, default=8, show_default=True, help="Sequences per step.")
 @click.option("--sequence-length", type=_count, default=256, show_default=True, help="Tokens per sequence.")
 @flags.json_list

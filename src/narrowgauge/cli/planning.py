@@ -104,6 +104,9 @@ _optimizer = click.option(
 @click.option("--tokens-per-step", type=_amount(1), metavar="X", help="Tokens per step.  [default: by chips]")
 @click.option("--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days.")
 @click.option(
+    "--days", type=_amount(1e-3), metavar="X", help="Days of the whole run, instead of --chips: the fewest chips."
+)
+@click.option(
     "--software", type=click.Choice(list(SOFTWARE)),
     help="The libraries and years whose speed is planned.  [default: those usual on the chip]",
 )  # fmt: skip
@@ -117,17 +120,17 @@ _optimizer = click.option(
 @_layout
 @click.option("--explain", is_flag=True, help="Print every term of the best option: formula, interval, source.")
 @flags.json_object
-def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
+def run_command(as_json: bool, explain: bool, days: float | None, **asked: Any) -> None:
     """Say whether a model fits, how fast it trains, on which machines, and why.
 
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
     narrowgauge plan run --model config.json --cluster cluster.toml --tokens 300e9
-    narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8,16,32 --tokens 300e9
+    narrowgauge plan run --model llama-8b --chip H100-SXM --tokens 300e9 --days 14
     """
-    from narrowgauge.planner.plan import plan
+    from narrowgauge.planner.plan import plan, plan_within
 
-    answer = plan(**flags.given(asked))
+    answer = plan_within(days, **flags.given(asked)) if days else plan(**flags.given(asked))
     parts = [*answer.tables(), *(answer.explanation() if explain else [])]
     _show(answer.row(), parts, answer.sentences(), as_json)
 
@@ -154,10 +157,14 @@ def state_command(as_json: bool, **asked: Any) -> None:
     _show(rows, [state_table(rows, asked["params"])], SENTENCES, as_json)
 
 
-def _show(row: Any, parts: list[tables.Table], sentences: Sequence[str], as_json: bool) -> None:
-    """Print an answer as JSON, or as tables and sentences."""
+def _show(
+    row: Any, parts: list[tables.Table], sentences: Sequence[str], as_json: bool, first: Sequence[str] = ()
+) -> None:
+    """Print an answer as JSON, or as sentences, tables, and further sentences."""
     if as_json:
         return tables.write_json(row)
+    if first:
+        click.echo("\n".join([*first, ""]))
     tables.write(parts)
     return click.echo("\n".join(["", *sentences])) if sentences else None
 
@@ -174,7 +181,7 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
     from narrowgauge.planner.scaling_laws import fit, read_points, tables_of
 
     row = fit(read_points(measured)).row(at or ())
-    _show(row, tables_of(row), row["sentences"], as_json)
+    _show(row, tables_of(row), [], as_json, first=row["sentences"])
 
 
 @plan_group.command("regression", short_help="Which setting made a step slower.")
@@ -188,7 +195,7 @@ def regression_command(before: Path, after: Path, as_json: bool) -> None:
 
     narrowgauge plan regression before.toml after.toml
     """
-    from narrowgauge.planner.launches import compare_launches, read_launch, tables_of
+    from narrowgauge.planner.launches import compare_launches, read_launch, sentences_of, tables_of
 
     comparison = compare_launches(read_launch(before), read_launch(after))
-    _show(comparison, tables_of(comparison), [], as_json)
+    _show(comparison, tables_of(comparison), sentences_of(comparison), as_json)

@@ -110,9 +110,9 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(values, (0, extra[0], 0, extra[1])).view(x.dtype)
 
 
-def _filled(x: Tensor, least_rows: int = 0) -> Tensor:
+def _filled(x: Tensor, least_rows: int = 0, side: int = _SIDE) -> Tensor:
     """Return one-byte codes, padded to whole multiples of the kernels' sides."""
-    rows, columns = (-(-size // _SIDE) * _SIDE for size in (max(x.shape[0], least_rows), x.shape[1]))
+    rows, columns = (-(-size // side) * side for size in (max(x.shape[0], least_rows), x.shape[1]))
     return _padded(x, rows, columns)
 
 
@@ -171,16 +171,23 @@ def _scales_of_128(operand: Operand) -> tuple[Tensor, F.ScalingType]:
 
 
 def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, scale: torch.dtype) -> Sums:
-    """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if they have any."""
-    a, b = (_filled(x.data).contiguous() for x in (lhs, rhs))
+    """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if they have any.
+
+    AMD takes sides of 32 and scales row by row, and writes no float32 (ROCm 7.0 to 7.12; later libraries fail their trial).
+    """
+    is_amd = (architecture_of(lhs.data.device) or "").startswith("gfx")
+    a, b = (_filled(x.data, side=32 if is_amd else _SIDE).contiguous() for x in (lhs, rhs))
+    num_blocks = a.shape[1] * (2 if a.dtype == PAIRS else 1) // 32
     if a.dtype == PAIRS:
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     block = F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
     scales, recipe, swizzle = [], [block], [F.SwizzleType.SWIZZLE_32_4_4]
-    for operand in (lhs, rhs):
+    for operand, codes in ((lhs, a), (rhs, b)):
         assert operand.inner is not None
-        outer = [] if operand.outer is None else [operand.outer.reshape(1)]
-        scales.append([tiled_scales(operand.inner.to(scale)), *outer])
+        outer, inner = [] if operand.outer is None else [operand.outer.reshape(1)], operand.inner.to(scale)
+        scales.append([_padded(inner, len(codes), num_blocks).contiguous() if is_amd else tiled_scales(inner), *outer])
+    if is_amd:
+        swizzle, dtype = [F.SwizzleType.NO_SWIZZLE], torch.bfloat16
     if lhs.outer is not None:
         recipe, swizzle = [*recipe, F.ScalingType.TensorWise], [*swizzle, F.SwizzleType.NO_SWIZZLE]
     first, second = scales

@@ -14,7 +14,9 @@ from narrowgauge.planner.model import Architecture, LatentAttention, Matmul, Mix
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k", "moe_top_k")
 _FLOAT32_NORMS = ("Gemma", "VaultGemma", "Olmo2", "Olmo3")
 _HEAD_NORM = re.compile(r"\.(q|k|qk|query|key)_?(layer)?_?norm$")
-_RECURRENT = re.compile(r"A_log|conv1d|time_decay|time_mix")
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local"}
+# Recurrent layers, and attention whose projections are experts.
+_OTHER = re.compile(r"A_log|conv1d|time_decay|time_mix|attention\.experts")
 _OUTSIDE = re.compile(r"vision|visual|audio|multi_modal|image")
 
 
@@ -63,8 +65,9 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     modules = dict(model.named_modules())
     lists = ((n, list(m)) for n, m in modules.items() if isinstance(m, nn.ModuleList))
     layers = next((layers for n, layers in lists if len(layers) == depth and not _OUTSIDE.search(n)), [])
-    is_recurrent = any(_RECURRENT.search(n) for layer in layers for n, _ in layer.named_parameters())
-    if is_recurrent or not (layers and heads and embedding is not None and head is not None):
+    is_other = any(_OTHER.search(n) for layer in layers for n, _ in layer.named_parameters())
+    is_other |= not _ATTENTION.issuperset(_layer_types(config))
+    if is_other or not (layers and heads and embedding is not None and head is not None):
         raise DataError(
             f"Cannot plan {name}, because it is not a decoder of attention layers.",
             f"Plan its state: narrowgauge plan state --params {total}.",
@@ -184,12 +187,16 @@ def _mixture(config: Any, counts: Counter[Matmul]) -> Mixture | None:
     return Mixture(down.count, _size(config, *_EXPERTS_PER_TOKEN, default=1), down.in_features, layers, shared)
 
 
+def _layer_types(config: Any) -> list[str]:
+    return getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or []
+
+
 def _window(config: Any) -> tuple[int | None, float]:
     """Return the attention window (None for all tokens), and the fraction of layers with it."""
     window = _size(config, "sliding_window", "attention_chunk_size", "window_size") or None
     if window is None or getattr(config, "use_sliding_window", True) is False:
         return None, 1.0
-    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    kinds = _layer_types(config)
     share = sum(k not in ("full_attention", "global") for k in kinds) / len(kinds) if kinds else 1.0
     return (window, share) if share else (None, 1.0)
 

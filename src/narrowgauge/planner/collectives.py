@@ -254,8 +254,10 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
 
 
 def _path(job: Job, ranks: int, stride: int) -> Path:
-    shares = job.efficiency
-    return path_of(ranks, stride, job.cluster, link=shares["link"], network=shares["network"])
+    shares, cluster, peers = job.efficiency, job.cluster, job.chip.peers
+    is_beyond_bridges = peers and min(ranks * stride, cluster.chips_per_node) > peers
+    link = shares["host_path" if is_beyond_bridges else "link"]
+    return path_of(ranks, stride, cluster, link=link, network=shares["network"])
 
 
 def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path: Path, text: str) -> Term:

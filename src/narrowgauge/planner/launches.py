@@ -29,6 +29,8 @@ from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
 
 _KEYS: dict[str, str | float] = {"model": "llama-8b", "recipes": "bfloat16/word", "layout": "fsdp2", "sequence_length": 4096,
          "tokens_per_step": 4e6, "optimizer": "adamw", "step_seconds": 3.9, **CLUSTER_KEYS}  # fmt: skip
+_EXPLAINED = 0.8
+"""Fraction of a measured difference from which the terms explain it."""
 _LEAST_SHARE = 0.002  # of a step: smaller changes of a term are not shown
 
 
@@ -77,6 +79,21 @@ def compare_launches(before: dict[str, Any], after: dict[str, Any]) -> Row:
 
 def _job(settings: dict[str, Any]) -> Job:
     return plan(**{name: value for name, value in settings.items() if name != "step_seconds"}).best
+
+
+def sentences_of(comparison: Row) -> list[str]:
+    """Say how much of the measured difference the terms explain, and what to measure next."""
+    slower = {row["step"]: row["after"] - row["before"] for row in comparison["steps"]}
+    if not slower.get("measured"):
+        return ["Both launches need step_seconds to say how much of a difference the terms explain."]
+    share = slower["modelled"] / slower["measured"]
+    lines = [f"The terms explain {slower['modelled']:+.3g} s of {slower['measured']:+.3g} s ({share:.0%})."]
+    if not _EXPLAINED < share < 2 - _EXPLAINED:
+        lines.append(
+            "The rest is software, machine, ranks or data. Measure next: a trace of one step of each launch (torch.profiler), "
+            "and narrowgauge profile on the machine of each."
+        )
+    return lines
 
 
 def tables_of(comparison: Row) -> list[Table]:

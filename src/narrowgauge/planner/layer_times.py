@@ -153,11 +153,13 @@ def _by_thirds(seconds: float) -> Seconds:
 def optimizer_seconds(job: Job, num_parameters: float) -> float:
     """Return the seconds to read and write all stored tensors of a rank's parameters once. Gradients are only read.
 
-    If the host updates them, gradients go there and weights come back.
+    If the host updates them, the gradients of each micro-batch go there, for the most part during backward, and weights come
+    back.
     """
     gradient = bytes_per_number(job.recipe.storage.visible)
     if job.program.offload:
         rate = 1e9 * job.chip.host_gb_per_second * job.efficiency["host"]
         updates = job.efficiency["host_updates"] / min(job.num_chips, job.cluster.chips_per_node)
-        return num_parameters * (2 * gradient / rate + 1 / updates)
+        transfers = 1 + job.layout.micro_batches * (1 - job.efficiency["overlap.shard"])
+        return num_parameters * (transfers * gradient / rate + 1 / updates)
     return job.moved(num_parameters * (2 * job.bytes_per_param - gradient))

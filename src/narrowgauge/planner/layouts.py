@@ -124,6 +124,8 @@ class Layout:
 
 def why_not(architecture: Architecture, layout: Layout, sequence_length: int) -> str:
     """Say why a layout does not suit a model; empty if it does."""
+    if architecture.counts and layout.num_ranks > layout.num_replicas:
+        return "the ranks of a counted module are data and shard ranks"
     stages = layout.pipeline * layout.interleave
     # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8 groups.
     if stages > architecture.num_layers + (2 if stages > 1 else 0) or layout.pipeline > architecture.num_layers:

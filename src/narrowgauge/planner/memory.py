@@ -168,9 +168,9 @@ class _Rank:
         if self.program.lora:
             base = f"weights frozen in {self.program.base}, adapters of rank {self.program.lora}"
             weights, gradients, optimizer = (t._replace(formula=base) for t in (weights, gradients, optimizer))
-        if self.program.release:
-            size = self.largest_layer * self.gradient
-            gradients = gradients._replace(value=size, formula="of one layer: each is freed after its update")
+        if self.program.release or self.program.offload:
+            size = min(gradients.value, self.largest_layer * self.gradient)
+            gradients = gradients._replace(value=size, formula="of one layer: each is updated and freed, or sent away")
         if self.program.offload:
             optimizer = optimizer._replace(value=0.0, formula="on the host")
         return weights, gradients, optimizer

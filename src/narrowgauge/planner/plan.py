@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import Architecture, read_model
 from narrowgauge.planner.model_state import OPTIMIZER_STATES
 from narrowgauge.planner.plan_tables import Plan
-from narrowgauge.planner.program import Program, read_program
+from narrowgauge.planner.program import Program, program_of, read_program
 from narrowgauge.planner.roofline import multiplies
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, search, usual_tokens_per_step
 from narrowgauge.spec.chips import Chip
@@ -40,6 +42,7 @@ STORAGE_RECIPES = [
 ]
 """A recipe for each storage of bfloat16 weights."""
 _SEQUENCE_LENGTH = 4096
+_DOUBLED = [1 << power for power in range(18)]
 EQUAL_RATES = 0.02
 """Rates of rows within this fraction count as equal. The order then follows the risk of the storages."""
 FINE_MOMENT = 5
@@ -81,7 +84,8 @@ def plan(
         optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states; or an optimizer, for its rule and storage.
         layout: fields of the layout with fixed values: ``{"tensor": 2}``, ``"fsdp2,recompute=none"``.
         program: the training loop: a name, fields with values, or both, as ``"hf-trainer,loss=chunked"``. See
-            :class:`~narrowgauge.planner.program.Program`. By default a loop of compiled layers that any program may run.
+            :class:`~narrowgauge.planner.program.Program`. By default that of ``software``, or a loop of compiled layers that any
+            program may run.
         lora, base: rank of adapters, and the format of the frozen weights: ``bfloat16``, ``int8``, ``nf4``, ``nvfp4``.
         rates: further fields of :class:`~narrowgauge.planner.clusters.Cluster` for ``chip``:
             ``interconnect_gbit_per_second``, ``software``.
@@ -105,12 +109,17 @@ def plan(
 
         model, length = of_module(model, batch, loss)
         sequence_length = sequence_length or length
-        fixed = {"tensor": 1, "pipeline": 1, "recompute": "none", **fixed}
+        fixed.setdefault("recompute", "none")
         if not isinstance(optimizer, str):
             optimizer, storage = question_of(optimizer)
             recipes = recipes or f"bfloat16/{storage}"
     architecture = model if isinstance(model, Architecture) else read_model(str(model))
     length = _sequence_length(architecture, sequence_length)
+    if tokens_per_step is not None and tokens_per_step < length:
+        raise NarrowgaugeError(
+            f"Cannot plan a step of {tokens_per_step:,.0f} tokens because a sequence has {length:,}.",
+            "Use shorter sequences, or more tokens.",
+        )
     clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     counts = [chips] if isinstance(chips, int) else list(chips)
@@ -122,7 +131,8 @@ def plan(
         raise ChipError(f"Cannot plan because {both if clusters else 'no machine was named'}.", advice)
     machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
     machines += [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]
-    asked, loop = read_recipes(recipes, optimizer), read_program(program or ("hf-trainer" if lora else ""))
+    asked, software = read_recipes(recipes, optimizer), {where.software for where in machines}
+    loop = read_program(program or "hf-trainer") if program or lora else program_of(software)
     if lora:
         loop = replace(loop, lora=lora, base=base)
         asked = asked or [parse("bfloat16/master"), parse("bfloat16/word")]
@@ -131,9 +141,16 @@ def plan(
     def searched(
         where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed, tokens: float | None = tokens_per_step
     ) -> Job:
-        return search(
-            architecture, recipe, where, length, tokens, optimizer=optimizer, fixed=fixed, program=loop, usual_tokens=usual_tokens
-        )  # fmt: skip
+        arguments = architecture, recipe, where, length, tokens
+        options: dict[str, Any] = {"optimizer": optimizer, "fixed": fixed, "usual_tokens": usual_tokens}
+        try:
+            return search(*arguments, program=loop, **options)
+        except RecipeError:
+            if program or not loop.limits:
+                raise
+            # The software names a program that does not run this job: another loop may be as fast.
+            like = replace(loop, limits={}, text=f"a loop like {loop.text}")
+            return search(*arguments, program=like, **options)
 
     jobs: list[Job] = []
     left_out: dict[str, NarrowgaugeError] = {}
@@ -171,7 +188,44 @@ def plan(
                 shared = on_each
                 break
     name = architecture.name if isinstance(model, Architecture) else str(model)
-    return Plan(tuple(jobs), name, tokens, tuple(shared), {row: error.message for row, error in left_out.items()})
+    reasons = {row: error.message for row, error in left_out.items()}
+    return Plan(tuple(jobs), name, tokens, shared=tuple(shared), left_out=reasons)
+
+
+def plan_within(days: float, *, tokens: float | None = None, chip: Any = (), chips: Any = (), **question: Any) -> Plan:
+    """Plan the fewest chips that train within ``days``, also at the slow end of the interval.
+
+    Args:
+        days: of the whole run, of ``tokens`` tokens.
+        chip, question: one kind of chip, and further arguments of :func:`plan`. Numbers are 1, 2, 4 or multiples of 8.
+    Raises:
+        ChipError: 131,072 chips are too few.
+
+    Example:
+        >>> plan_within(9, model="llama-1b", tokens=1e9, chip="RTX-4090", recipes="bfloat16/word").best.num_chips
+        1
+    """
+    kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
+    if tokens is None or len(kinds) != 1 or chips or not days > 0:
+        raise ChipError(
+            "Cannot plan for days.", "Name days above 0, tokens and one kind of chip, but no number of chips."
+        )
+
+    @cache
+    def answer(number: int) -> Plan:
+        return replace(plan(**question, tokens=tokens, chip=kinds, chips=number), days=days)
+
+    def is_enough(number: int) -> bool:
+        best = answer(number).best
+        return best.fits and best.days_interval(tokens)[1] <= days
+
+    number = next((number for number in _DOUBLED if is_enough(number)), None)
+    if number is None:
+        raise ChipError(
+            f"Cannot train in {days:g} days on {_DOUBLED[-1]:,} chips.", "Allow more days, or faster chips."
+        )
+    sizes = range(number // 2, number + 1, 8) if number > 8 else [number]
+    return answer(sizes[bisect_left(sizes, True, key=is_enough)])
 
 
 def _shared_tokens(tokens: int, length: int, machines: Sequence[Cluster]) -> int:

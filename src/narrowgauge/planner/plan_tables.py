@@ -29,7 +29,7 @@ class Plan:
     Args:
         options: best first. Jobs that do not fit come last, the nearest to fitting first.
         model: its name in the question.
-        tokens: of the whole run; None if not asked.
+        tokens, days: of the whole run, and its target; None if not asked.
         shared: with several kinds of chips, one configuration for all: a job on each; empty if none exists.
         left_out: rows that cannot be planned, and why.
     """
@@ -37,6 +37,7 @@ class Plan:
     options: tuple[Job, ...]
     model: str
     tokens: float | None = None
+    days: float | None = None
     shared: tuple[Job, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -64,6 +65,8 @@ class Plan:
         if not best.fits:
             closest = f"{best.recipe.title} ({layout_text(best.layout)})"
             lines.append(f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}.")
+        if self.days:
+            lines.append(f"{best.cluster.name} are the fewest with {self.days:g} d at the slow end of the interval.")
         if best.faster:
             rival = best.faster
             lines.append(
@@ -167,6 +170,8 @@ def _runs_with(job: Job) -> str:
 def _program_sentences(job: Job) -> Iterator[str]:
     """Yield the program that is planned, and the memory of the same layout in the programs that differ."""
     yield f"Program: {job.program} (--program)."
+    if not programs_of(job):
+        yield f"No known program runs {job.recipe.title} in this layout on {job.chip.name}."
     others = []
     for program in programs_of(replace(job, program=replace(job.program, limits={}))):
         same = {name: getattr(job.program, name) for name in ("lora", "base", "adapted", "release", "offload")}
@@ -231,8 +236,13 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         yield f"{', '.join(lossy)} lose small updates, or their second moments freeze at a beta2 of 0.999, and are listed last"
     if preset is not None and best.sequence_length > preset.max_positions:
         yield f"positions beyond {preset.name}'s {preset.max_positions:,} (a config.json with larger max_position_embeddings)"
-    if not LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP:
-        usual = f"{count_text(LEAST_TOKENS_PER_STEP)} to {count_text(MOST_TOKENS_PER_STEP)}"
-        yield f"steps of {best.tokens_per_step:,} tokens, where published ones have {usual}"
+    usual = ""
+    if not (best.program.lora or LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP):
+        usual = f", where published ones have {count_text(LEAST_TOKENS_PER_STEP)} to {count_text(MOST_TOKENS_PER_STEP)}"
+    yield f"steps of {best.tokens_per_step:,} tokens{usual} (--tokens-per-step)"
+    if best.layout.context > 1:
+        yield "context ranks as fast as their bytes: torchtitan's took 23 to 56 % more time than planned"
     if best.architecture.left_out:
         yield f"no time or activations of {best.architecture.left_out}"
+    if best.architecture.counts:
+        yield "data and shard ranks only: tensor, pipeline and context ranks would change the module"

@@ -6,7 +6,7 @@ A named program is a row of ``data/programs.toml`` with its source, and the limi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +40,12 @@ class Program:
         reduced: dtype of the gradients that FSDP reduces, if ``gathered`` is set.
         sums: dtype of the gradient sum over micro-batches; ``"weight"`` for the parameter's.
         release: each layer's gradient is freed after its update, within backward.
-        offload: optimizer states and their update are on the host.
+        offload: gradients, optimizer states and their update are on the host.
         lora: rank of the adapters that train; 0 if all weights train.
         base: format of the frozen weights of layers under adapters: ``bfloat16``, ``int8``, ``nf4`` or ``nvfp4``.
         adapted: matrices with adapters: ``"all"`` of the layers but experts, or ``"attention"``.
-        text, software, source, limits: its name in sentences, its row of measured speed, where the fields are from, and
-            what it runs.
+        text, source, limits: its name in sentences, where the fields are from, and what it runs.
+        software, softwares: its row of measured speed, and beginnings of the rows that are planned as this program.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Program:
     adapted: str = "all"
     text: str = field(default="", compare=False)
     software: str = field(default="", compare=False)
+    softwares: Sequence[str] = field(default=(), compare=False)
     source: str = field(default="", compare=False)
     limits: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -155,6 +156,12 @@ def programs_of(job: Job) -> list[Program]:
     """Return the programs that run a job: its own, or all named ones if its own has no limits."""
     programs = [job.program] if job.program.limits else [row for row in PROGRAMS.values() if row.limits]
     return [program for program in programs if not program.why_not(job)]
+
+
+def program_of(software: set[str]) -> Program:
+    """Return the program of a row of measured speed, or the default one."""
+    named = (row for row in PROGRAMS.values() if all(name.startswith(tuple(row.softwares)) for name in software))
+    return next(named, DEFAULT)
 
 
 _FIELDS = tuple(row.name for row in dataclasses.fields(Program) if row.compare and row.name != "name")

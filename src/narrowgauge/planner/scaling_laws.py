@@ -117,7 +117,8 @@ class Scaling:
         times, ratio = slow / fast, last / first
         lines = [
             f"{last:,} chips instead of {first:,}: {duration_text(slow)} become {duration_text(fast)}, {times:.3g} × as fast "
-            f"on {ratio:.3g} × the chips, an efficiency of {times / ratio:.0%}."
+            f"on {ratio:.3g} × the chips, an efficiency of {times / ratio:.0%}. {first * slow / 86_400:,.4g} chip-days become "
+            f"{last * fast / 86_400:,.4g}, {ratio / times:.3g} × as many."
         ]
         if law.error > 2 * NOISE:
             lines.append(

@@ -70,7 +70,7 @@ def search(
             ranks can share. Layouts with more replicas than sequences are skipped.
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` with fixed values.
         usual_tokens: replaces the default tokens per step, so that several searches share one.
-        program: the training loop. Without limits, some named program must run the layout, unless its axes are fixed.
+        program: the training loop. Without limits, some named program must run the layout, unless none runs the fixed fields.
     Raises:
         RecipeError: no layout has these fixed values on this cluster, the program runs none, or a step has fewer sequences
             than replicas.
@@ -97,8 +97,7 @@ def search(
         why = why_not(architecture, Layout(**fixed), sequence_length)
         why = why or f"{ranks} ranks do not divide {counted(cluster.chips, 'chip')}"
         raise RecipeError(f"no layout with {asked} suits {architecture.name}: {why}.", "Leave a field open.")
-    is_asked = not program.limits and any(name in fixed for name in (*AXES, "zero"))
-    possible = shapes if is_asked else [shape for shape in shapes if programs_of(replace(job, layout=shape))]
+    possible = [shape for shape in shapes if programs_of(replace(job, layout=shape))]
     if not possible and program.limits:
         why = next(reason for shape in shapes if (reason := program.why_not(replace(job, layout=shape))))
         raise RecipeError(

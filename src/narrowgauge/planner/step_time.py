@@ -47,7 +47,7 @@ _GROUPS = {
     "attention": ("attention", "arXiv 2307.08691, 2407.08608"),
     "elementwise": ("norms, residuals, gates", "bytes moved by the program's kernels"),
     "loss": ("softmax and cross entropy", "bytes moved by the program's loss"),
-    "waiting": ("routers, sorting and launches of mixtures", "Megatron-Bridge's mixtures"),
+    "gaps": ("routers, sorting and launches of mixtures", "Megatron-Bridge's mixtures"),
 }
 
 
@@ -128,7 +128,7 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     )
     of_layers = {
         "matmuls": matmuls, "casts": casts, "attention": attention_seconds(job), "elementwise": elementwise_seconds(job),
-        "waiting": mixture_seconds(job),
+        "gaps": mixture_seconds(job),
     }  # fmt: skip
     body = {group: total(seconds, again[group]) for group, seconds in of_layers.items()}
     return body, {"matmuls": total(head), "casts": total(head_casts), "loss": total(loss_seconds(job))}
@@ -149,7 +149,7 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
             yield Term(group, name, batches * seconds, formula, source)
     formula = f"{batches} × {busy:.3g} s × (1 / {library:.3g} - 1)"
     source = f"{job.efficiency.engines}: what it reaches of its kernels' sum"
-    yield Term("waiting", "between kernels", batches * busy * (1 / library - 1), formula, source)
+    yield Term("gaps", "between kernels", batches * busy * (1 / library - 1), formula, source)
     yield from layer_exchanges(job, layers, busy, groups["attention"])
     yield from state_exchanges(job, layers, busy)
     if layout.pipeline > 1:

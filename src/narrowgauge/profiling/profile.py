@@ -6,28 +6,23 @@ A machine's speed drifts. So every ratio is taken within a round, and the median
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from narrowgauge.matmul.gemm import describe_matmuls
-from narrowgauge.profiling import cast_error, measurement
+from narrowgauge.profiling import measurement
 from narrowgauge.profiling.measurement import Times, baseline_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
 from narrowgauge.trainer.config import TrainConfig, known_model
-
-_MOST_CASTS = 12
 
 
 def profile(
     model: str,
     recipes: Sequence[Recipe],
     *,
-    numerics: Path | None = None,
     batch_size: int = 8,
     sequence_length: int = 256,
     say: Callable[[str], None] = lambda _: None,
@@ -37,27 +32,19 @@ def profile(
     Args:
         model: a preset's name, or a folder with a Hugging Face ``config.json``.
         recipes: one that is named twice counts once.
-        numerics: a token map. Also train a few steps on it and report what each cast loses.
         batch_size: sequences per step.
         sequence_length: tokens per sequence.
         say: called with a line of progress before each long operation.
     Raises:
         NarrowgaugeError: an unknown model or recipe, or a model that does not fit.
 
-    Cost: the compilation of a training step and of the casts of each recipe, and then some steps.
+    Cost: the compilation of a training step of each recipe, and then some steps.
     """
     recipes = list(dict.fromkeys(recipes))
     config = TrainConfig(model=known_model(model), batch_size=batch_size, sequence_length=sequence_length)
     times = measurement.measure(recipes, config, say)
-    losses: list[list[Row]] = [[] for _ in recipes]
-    if numerics is not None:
-        say(f"casting the tensors of {cast_error.NUM_BATCHES} steps on '{numerics}'")
-        losses = cast_error.losses(recipes, replace(config, data=str(numerics)))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [
-        {**cost_row(recipe, times), "multiplies": describe_matmuls(recipe.compute, device), "losses": lost}
-        for recipe, lost in zip(recipes, losses, strict=True)
-    ]
+    return [{**cost_row(r, times), "multiplies": describe_matmuls(r.compute, device)} for r in recipes]
 
 
 def cost_row(recipe: Recipe, times: Times) -> Row:
@@ -98,20 +85,11 @@ _LAYERS = (
     *number_columns(forward_ms=_ms("forward_seconds"), and_backward=_ms("seconds"), baseline=_ms("baseline_seconds")),
     *number_columns(speed_up=lambda row: f"{row['ratio']:.2f} ×"),
 )
-_CASTS = (
-    *name_columns(layer="layer"),
-    *text_columns(tensor="tensor"),
-    *number_columns(SQNR_dB=lambda row: f"{row['sqnr_db']:.1f}"),
-    *number_columns(overflow=lambda row: f"{row['overflow']:.2%}", underflow=lambda row: f"{row['underflow']:.2%}"),
-)
 
 
 def tables_of(rows: Sequence[Row]) -> list[Table]:
-    """Return one table of all recipes, then each recipe's layers and, if requested, the worst of its casts."""
+    """Return one table of all recipes, then each recipe's layers."""
     tables = [Table(_STEPS, list(rows))]
     for row in rows:
         tables.append(Table(_LAYERS, row["layers"], f"{row['recipe']}: one layer of each kind, against bfloat16"))
-    for row in rows:
-        if losses := row["losses"]:
-            tables.append(Table(_CASTS, losses[:_MOST_CASTS], f"{row['recipe']}: the worst of {len(losses)} casts"))
     return tables

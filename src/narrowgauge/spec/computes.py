@@ -353,11 +353,11 @@ _COMPUTES = (
         source="bitsandbytes (commit 0155ecc), int8_mixed_scaled_mm in backends/default/ops.py",
     ),
     Compute(
-        "mxfp8", *_products(_MXFP8, _MXFP8, _MXFP8), native="Blackwell",
+        "mxfp8", *_products(_MXFP8, _MXFP8, _MXFP8), native="Blackwell, MI350",
         purpose="float8 with a power-of-two scale per 32 values: an outlier affects its block only", source=_MX,
     ),
     Compute(
-        "mxfp4", *_four_bits("1x32", "float8_e8m0fnu"), native="B200 and B300",
+        "mxfp4", *_four_bits("1x32", "float8_e8m0fnu"), native="B200, B300, MI350",
         fallback="mxfp8",
         purpose="four bits with power-of-two scales: stochastic rounding and rotation keep gradients unbiased",
         source=f"{_MX}; Tseng et al. 2025, Training LLMs with MXFP4 (2502.20586)",

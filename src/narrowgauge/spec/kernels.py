@@ -75,9 +75,9 @@ KERNELS = (
     Kernel(
         "float8-blocks", _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), (90, 90), scales=_POWERS
     ),
-    Kernel("mxfp8", _E4M3, _pair_of("1x32"), (100, _LAST), scales=_POWERS),
+    Kernel("mxfp8", _E4M3, _pair_of("1x32"), (100, _LAST), ("gfx950",), scales=_POWERS),
     # Results leave as bfloat16.
-    Kernel("mxfp4", _pair_of("float4_e2m1fn"), _pair_of("1x32"), (100, 109), scales=_POWERS),
+    Kernel("mxfp4", _pair_of("float4_e2m1fn"), _pair_of("1x32"), (100, 109), ("gfx950",), scales=_POWERS),
     Kernel("nvfp4", _pair_of("float4_e2m1fn"), _pair_of("1x16"), (100, _LAST), scales=("float8_e4m3fn",)),
 )  # fmt: skip
 

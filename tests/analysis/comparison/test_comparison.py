@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable
@@ -22,6 +23,18 @@ def test_a_row_has_the_documented_columns() -> None:
     assert row["val_loss"] == pytest.approx(4.2) and row["val_loss_std"] == pytest.approx(0.2)
     assert row["tokens_per_second"] == 400 and row["bytes_per_param"] == 8 and row["step_memory_bytes"] == 1 << 20
     assert [row[n] for n in ("edq", "noise", "lost_fraction", "diverged", "num_seeds")] == [1, 0.01, 0.25, False, 3]
+
+
+def test_the_file_says_what_the_page_says() -> None:
+    """Averages over a run hide that its updates are lost at the end. A script that reads the file must see it."""
+    naive = seeds("bfloat16/naive", (4.02, 4.12, 4.22), edq=(0.5, 0.5, 0.5))
+    found = compare_runs([*MASTER, *naive, made("bfloat16/word", 0, 4.0)])
+    rows = {row["recipe"]: row for row in json.loads(found.json())}
+    row = rows["bfloat16/naive"]
+    assert row["edq"] == 1 and row["late_edq"] == 0.5 and row["verdict"] == "not to be used" and len(row["faults"]) == 1
+    assert row["difference"] == pytest.approx(0.02) == sum(row["difference_interval"]) / 2
+    assert rows["bfloat16/master"]["verdict"] == "the baseline" and rows["bfloat16/master"]["difference"] is None
+    assert rows["bfloat16/word"]["difference_interval"] is None
 
 
 def test_differences_are_paired_by_seed_and_only_by_seed() -> None:

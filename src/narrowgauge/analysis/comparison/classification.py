@@ -134,6 +134,11 @@ class Classification:
         return None if self.faults else self.rank
 
     @property
+    def verdict(self) -> str:
+        """Return its rank in words."""
+        return "not to be used" if self.faults else self.rank.value
+
+    @property
     def is_fit(self) -> bool:
         """Return whether it is known to be usable and acceptably good. A baseline without faults is."""
         return self.usable_rank in (Rank.BASELINE, Rank.BETTER, Rank.WITHIN_NOISE)

@@ -104,7 +104,7 @@ class Comparison:
                 "late EDQ", lambda r: "–" if (x := classes[r["recipe"]].late_edq) is None else f"{x:.3f}", right=True
             ),
             Column("seeds", "num_seeds", right=True),
-            Column("verdict", lambda row: getattr(classes[row["recipe"]].usable_rank, "value", "not to be used")),
+            Column("verdict", lambda row: classes[row["recipe"]].verdict),
         )
         return Table(columns, list(self.rows))
 
@@ -113,8 +113,18 @@ class Comparison:
         return "\n".join(self.verdict)
 
     def json(self) -> bytes:
-        """Return ``compare.json``: a list of rows, valid JSON for all values."""
-        return json.dumps(json_value(self.rows), indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+        """Return ``compare.json``: a list of rows, valid JSON for all values.
+
+        Columns beside those of :attr:`rows`: ``late_edq``, ``difference`` from the baseline's loss with its 95 %
+        ``difference_interval`` (``None`` with one pair), ``verdict`` and ``faults``.
+        """
+        rows = []
+        for recipe in self.classes.values():
+            minus = recipe.difference
+            ends = [minus.low, minus.high] if minus is not None and minus.num_pairs > 1 else None
+            judged = {"late_edq": recipe.late_edq, "difference": minus and minus.mean, "difference_interval": ends}
+            rows.append({**recipe.row, **judged, "verdict": recipe.verdict, "faults": recipe.faults})
+        return json.dumps(json_value(rows), indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
 
 
 def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:

@@ -50,8 +50,9 @@
   // ── drawing ─────────────────────────────────────────────────────────────────────────────────────────────────────
   // Plotly's own button saves a figure as it is shown.
   const configOf = (name) => ({ responsive: true, displaylogo: false, modeBarButtons: [["toImage"]], toImageButtonOptions: { format: "svg", filename: name } });
+  const plain = (label) => label.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
   const clipped = (label, most) => {
-    const letters = label.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
+    const letters = plain(label);
     if (letters.length <= most) return label;
     const short = letters.slice(0, Math.ceil(most / 3)) + "…" + letters.slice(-Math.floor((2 * most) / 3));
     return short.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
@@ -109,6 +110,8 @@
     place.style.minHeight = `${layout.height}px`;
     return Plotly.react(place, tracesOf(spec), layout, configOf(name)).then(() => {
       scalable(place);
+      reachable(name, place);
+      showValues(name);
       if (name === "ranges-figure" && !place.dataset.ready) place.on("plotly_sliderchange", ({ slider }) => { sample = slider.active; showRanges(); redraw(name); });
       place.dataset.ready = "yes";
     });
@@ -119,6 +122,41 @@
       svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
       svg.setAttribute("preserveAspectRatio", "xMinYMin");
     }
+  }
+  // Plotly's buttons and sliders are shapes that only a pointer reaches.
+  function reachable(name, place) {
+    const last = (data.gauges[chosen("run")]?.histogram?.frames.length ?? 1) - 1;
+    const at = Math.min(sample ?? last, last);
+    const moves = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1 };
+    for (const shape of all(".updatemenu-button, .slider-container", place)) {
+      const isSlider = shape.matches(".slider-container");
+      const values = isSlider ? { "aria-valuemin": 0, "aria-valuemax": last, "aria-valuenow": at } : {};
+      const attributes = { tabindex: 0, role: isSlider ? "slider" : "button", "aria-label": isSlider ? "Sample" : shape.textContent, ...values };
+      for (const [key, value] of Object.entries(attributes)) shape.setAttribute(key, value);
+      shape.onkeydown = (event) => {
+        if (isSlider ? !(event.key in moves) : !["Enter", " "].includes(event.key)) return;
+        event.preventDefault();
+        if (!isSlider) { shape.dispatchEvent(new MouseEvent("click")); return; }
+        sample = Math.max(0, Math.min(last, at + moves[event.key]));
+        showRanges(); redraw(name);
+      };
+    }
+  }
+  // The values that a figure draws, for those who cannot point at them.
+  function showValues(name) {
+    const place = document.querySelector(`[data-values="${name}"]`);
+    if (!place.open) return;
+    const drawn = figures[name].data.filter((trace) => !hidden.has(trace.meta?.group) && trace.hoverinfo !== "skip" && !trace.meta?.format);
+    const rows = drawn.flatMap((trace) => (trace.z ?? [trace.y]).flatMap((line, tensor) => line.map((value, at) => {
+      const [label, digits] = trace.customdata?.[tensor][at] ?? [trace.name ?? trace.meta?.title ?? "mark", value];
+      return value === null ? null : [plain(label), trace.x[at], digits];
+    }))).filter((row) => row);
+    const cells = [["", "x", "y"], ...rows].map((row, line) => {
+      const tr = document.createElement("tr");
+      tr.append(...row.map((text) => Object.assign(document.createElement(line ? "td" : "th"), { textContent: text })));
+      return tr;
+    });
+    place.querySelector("table").replaceChildren(...cells);
   }
   function drawAll() {
     if (!window.Plotly || !data) return;
@@ -244,6 +282,7 @@
       const button = event.target.closest("[data-group]");
       if (button) switchGroup(button);
     });
+    document.addEventListener("toggle", ({ target }) => target.dataset?.values && showValues(target.dataset.values), true);
     document.addEventListener("change", ({ target }) => {
       if (target.dataset?.choice === "run") {
         for (const other of choices("run")) other.value = target.value;
