@@ -26,7 +26,7 @@ from narrowgauge.checks.checking import event_of, static_readings
 from narrowgauge.checks.gradients import coarse_loss
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_check import StepCheck
-from narrowgauge.checks.step_samples import spread, weight_of
+from narrowgauge.checks.step_samples import weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
@@ -389,7 +389,7 @@ class RunRecorder(Watch):
         """Return the fraction of elements that moved, their number, and whether they have 16 bits, by trained tensor."""
         moved = {}
         for name, p in self._trained.items() if self._has_start else ():
-            before, now = self._start[name], spread(weight_of(self.optimizer, p))
+            before, now = self._start[name], self._elements(p)
             if name in self._had_gradient and before.numel() and now.shape == before.shape:
                 share = round(float((self._moved[name] | (now != before)).double().mean()), 6)
                 moved[name] = [share, p.numel(), p.element_size() == 2]

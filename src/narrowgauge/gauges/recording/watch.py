@@ -18,14 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, in_order, of_all
+from narrowgauge.checks.gradients import vocabulary_of
 from narrowgauge.checks.set_up import set_up_of
-from narrowgauge.checks.step_samples import spread, weight_of
+from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges import hooks
-from narrowgauge.gauges.recording.intended_updates import IntendedStep
+from narrowgauge.gauges.recording.intended_updates import IntendedStep, on_host
 from narrowgauge.gauges.recording.leaves import graph_leaves, names_of
 from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.numerics.hashing import fingerprint_all
@@ -81,7 +83,7 @@ class Watch:
         # Of the current step:
         self._num_passes = self._num_backward = 0
         self._intervals = dict.fromkeys(self.optimizers, _Interval())
-        self._sums: dict[str, Tensor] = {}
+        self._sums, self._norms = dict[str, Tensor](), list[Tensor]()
         self._flags: dict[str, Tensor] = {}
         self._modes, self._evaluations = set[bool](), set[bool]()
         self._was_cleared: bool | Tensor = True
@@ -94,12 +96,18 @@ class Watch:
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
         self._hashes: tuple[str, str] | None = None
         self._undo, self._here = ExitStack(), all_ranks()
+        if self._here.size > 1:
+            self.unseen["losses of ranks"] = "watch.step(loss) was not called"
         self._hook(self.watched_model, self.watched_model if called is None else called)
 
     def _start_samples(self) -> None:
         """Take the weights of now for those of the start."""
-        self._start = {name: spread(weight_of(self._optimizer_of[p], p)) for name, p in self._trained.items()}
+        self._start = {name: self._elements(p) for name, p in self._trained.items()}
         self._moved = {name: torch.zeros_like(values, dtype=torch.bool) for name, values in self._start.items()}
+
+    def _elements(self, p: Tensor) -> Tensor:
+        """Copy spread elements of the stored weight, on its device."""
+        return evenly_spread(weight_of(self._optimizer_of[p], p)).clone()
 
     def _hook(self, model: nn.Module, called: nn.Module) -> None:
         """Hook the called model, the blocks, the smallest trained parameter, and the optimizers."""
@@ -114,8 +122,7 @@ class Watch:
             self._undo.callback(self._probe.register_hook(OwnHook(self._before_gradient)).remove)
         self._dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
         self._modal = [*self._dropouts, *(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))]
-        sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-        self._vocabulary = max(sizes, default=0)
+        self._vocabulary = vocabulary_of(model)
         for optimizer in self.optimizers:
             follower = Follower(
                 optimizer, partial(self._guarded, self._before_step), partial(self._guarded, self._after_step)
@@ -140,17 +147,19 @@ class Watch:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
 
         ``lr/groupN`` and ``effective_lr/groupN`` are of the last sampled step, ``grad_norm`` is of this rank's gradients that
-        reached the last step. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer.
+        reached the last step. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer. On
+        several ranks, ``rank_loss`` and ``rank_grad_norm``, of the smallest tensor before the ranks' sum, have ``/min`` and ``/max``.
         """
         return dict(self._numbers)
 
     def step(self, loss: float | Tensor | None = None) -> None:
-        """Watch the loss of a step too. The call is optional. On several ranks, all of them make it.
+        """Watch the loss of a step too, after the optimizer's step. The call is optional. On several ranks, all of them make it.
 
         Args:
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
         """
         if loss is not None:
+            self.unseen.pop("losses of ranks", None)
             self._report(self._loss_readings(float(loss.detach() if isinstance(loss, Tensor) else loss)))
 
     # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,7 +190,7 @@ class Watch:
         self._num_passes += 1
         self._modes.add(module.training or any(m.training for m in self._modal))
         if self._here.size > 1 and self._step == 1 and self._hashes is None:
-            inputs = enumerate((*args, *kwargs.values()))
+            inputs = enumerate(tree_leaves((args, kwargs)))
             batch = {str(k): x for k, x in inputs if isinstance(x, Tensor) and x.element_size() <= 8}
             device, draws = next(module.parameters()).device, any(m.training for m in self._dropouts)
             state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -195,7 +204,7 @@ class Watch:
             if leaf not in self._names:
                 reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
                 if reference is None or reference() is not leaf or values is None:
-                    values, steps = spread(leaf), set()
+                    values, steps = evenly_spread(leaf).clone(), set()
                 self._leaves[id(leaf)] = weakref.ref(leaf), values, steps | {self._step}
 
     def _add_sum(self, name: str, x: Tensor) -> None:
@@ -208,6 +217,8 @@ class Watch:
         if torch.compiler.is_compiling() or self._probe is None:
             return
         self._num_backward += 1
+        if self._here.size > 1 and self._is_sampled(self._step + 1):  # the ranks' gradients are not summed yet
+            self._norms.append(gradient.detach().float().norm())
         kept = self._probe.grad
         self._was_cleared |= True if kept is None or kept.layout is not torch.strided else ~kept.any()
 
@@ -238,7 +249,7 @@ class Watch:
                 is_written = ((probe != self._after) & (self._after == self._after)).any()
                 self._flags["swapped" if self._was_evaluated else "written"] = is_written
         if self._is_sampled(step):
-            self._frozen = {p: spread(p) for p in self._names if not p.requires_grad}
+            self._frozen = {p: evenly_spread(p).clone() for p in self._names if not p.requires_grad}
             self._intended = None if isinstance(optimizer, Optimizer) else IntendedStep(optimizer)
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -296,7 +307,7 @@ class Watch:
             leaf
             for reference, values, steps in self._leaves.values()
             if (leaf := reference()) is not None and steps == {0, 1} and leaf.grad is not None and leaf not in stepped
-            and torch.equal(spread(leaf), values)
+            and torch.equal(evenly_spread(leaf), values)
         ]  # fmt: skip
         self._leaves = {}
         self._numbers["untrained_tensors"] = len(leaves)
@@ -352,11 +363,11 @@ class Watch:
         first = sum(len(o.param_groups) for o in self.optimizers[: self.optimizers.index(optimizer)])
         sums = self._sums_of(optimizer)
         for index, group in enumerate(optimizer.param_groups):
-            members = [p for p in group["params"] if p in sums and float(sums[p][0]) > 0]
+            members = [p for p in group["params"] if p in sums and sums[p][0] > 0]
             if not members or group["lr"] is None:
                 continue
-            rate, edqs = float(group["lr"]), {p: float(sums[p][1] / sums[p][0]) for p in members}
-            intended, stored = torch.stack([sums[p] for p in members]).sum(0).tolist()
+            rate, edqs = float(group["lr"]), {p: sums[p][1] / sums[p][0] for p in members}
+            intended, stored = (sum(sums[p][k] for p in members) for k in (0, 1))
             edq, worst = stored / intended, min(edqs, key=lambda p: edqs[p])
             self._numbers |= {f"lr/group{first + index}": rate, f"effective_lr/group{first + index}": rate * edq}
             kind = KINDS["effective-rate"]
@@ -367,31 +378,33 @@ class Watch:
                 )  # fmt: skip
         yield from self._moved_readings(optimizer, step)
 
-    def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+    def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[float]]:
         """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, from our audit or from the repeated step."""
         if isinstance(optimizer, Optimizer):
             optimizer.settle()
             if not optimizer.audit_every:
                 self.unseen["effective learning rate"] = "audit_every is 0"
-            return {p: rows[:, :2].sum(0) for p, rows in optimizer.auditor.windows.items()}
+            return {p: rows[:, :2].sum(0).tolist() for p, rows in optimizer.auditor.windows.items()}
         assert self._intended is not None
-        updates = list(self._intended.updates())
-        seen = {u.parameter: u.sums.cpu() for u in updates if bool(u.is_repeated)}
+        sums, unrepeated = self._intended.sums()
         if self._intended.why_not:
             self.unseen["effective learning rate"] = self._intended.why_not
-        elif names := [self._names[u.parameter] for u in updates if u.parameter not in seen]:
-            self.unseen["effective learning rate"] = f"the step of {of_all(names)} is not repeated by a copy"
-        return seen
+        elif unrepeated:
+            names = of_all(self._names[p] for p in unrepeated)
+            self.unseen["effective learning rate"] = f"the step of {names} is not repeated by a copy"
+        return sums
 
     def _moved_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         for name, p in self._trained.items():
             if self._optimizer_of[p] is optimizer:
-                now = spread(weight_of(optimizer, p))
+                now = self._elements(p)
                 if now.shape == self._start[name].shape:
                     self._moved[name] |= now != self._start[name]
-        if frozen := [self._names[p] for p, values in self._frozen.items() if not torch.equal(spread(p), values)]:
+        changes = {self._names[p]: evenly_spread(p) != values for p, values in self._frozen.items()}
+        flags = on_host([x.any() for x in (*self._moved.values(), *changes.values())])
+        if frozen := [name for name, is_changed in zip(changes, flags[len(self._moved) :], strict=True) if is_changed]:
             yield KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step)
-        still = [name for name, moved in self._moved.items() if moved.numel() and not moved.any()]
+        still = [n for (n, x), has_moved in zip(self._moved.items(), flags, strict=False) if x.numel() and not has_moved]
         without = [name for name in self._trained if name not in self._had_gradient]
         self._numbers |= {"frozen_tensors": len(still), "tensors_without_gradient": len(without)}
         if step < SETTLED or optimizer is not self.optimizers[-1]:
@@ -419,26 +432,41 @@ class Watch:
             yield kind.reading(
                 "", loss, expected, kind.bound * expected, self._step, vocabulary=self._vocabulary, steps=UNIFORM_STEPS
             )
-        losses = self._here.gather(loss)
+        if self._here.size == 1 or not self._is_sampled(self._step):
+            return
+        norm, self._norms = math.hypot(*on_host(self._norms)), []
+        losses, norms = zip(*self._here.gather((loss, norm)), strict=True)
+        for name, values in (("rank_loss", losses), ("rank_grad_norm", norms)):
+            self._numbers |= {f"{name}/min": min(values), f"{name}/max": max(values)}
+        if len({*losses}) == len({*norms}) == 1 and 0 < norm < math.inf:
+            yield from self._same_batch(self._step)
         worst = max(losses, key=lambda x: (not math.isfinite(x), x))
         middle = sorted(losses)[(len(losses) - 1) // 2]
         bound = KINDS["rank-loss"].bound * max(middle, 0.0) + 1
-        if len(losses) > 1 and (not math.isfinite(worst) or worst > middle + bound):
+        if not math.isfinite(worst) or worst > middle + bound:
             rank = losses.index(worst)
             yield KINDS["rank-loss"].reading("", worst, middle, bound, self._step, rank=rank)
 
     def _rank_readings(self, step: int) -> Iterator[Reading]:
         """Compare the batches and the random generators of the ranks, where each trains on its own data."""
         batches, states = zip(*self._here.gather(self._hashes or ("", "")), strict=True)
-        is_fsdp = any(type(m).__name__.startswith("FSDP") for m in self.watched_model.modules())
-        if self._is_sharded and not is_fsdp:  # ranks may share a batch
-            self.unseen["batches of ranks"] = "parameters are sharded, not by FSDP"
-        elif len({*batches}) == 1 and batches[0]:
-            words = "trained on the same batch: give each rank its share of the data (DistributedSampler)"
-            yield KINDS["equal-ranks"].reading("", len(batches), 1, 0, step, words=words)
-        elif len({*states}) == 1 and states[0]:
+        if len({*batches}) == 1 and batches[0]:
+            yield from self._same_batch(step)
+        elif len({*states}) == 1 and states[0] and self._has_own_data():
             words = "draw the same dropout masks for other batches: seed each rank with its number"
             yield KINDS["equal-ranks"].reading("", len(states), 1, 0, step, words=words)
+
+    def _same_batch(self, step: int) -> Iterator[Reading]:
+        if self._has_own_data():
+            words = "trained on the same batch: give each rank its share of the data (DistributedSampler)"
+            yield KINDS["equal-ranks"].reading("", self._here.size, 1, 0, step, words=words)
+
+    def _has_own_data(self) -> bool:
+        """Return whether each rank trains on its own data. Ranks that share a layer may share a batch."""
+        is_fsdp = any(type(m).__name__.startswith("FSDP") for m in self.watched_model.modules())
+        if self._is_sharded and not is_fsdp:
+            self.unseen["batches of ranks"] = "parameters are sharded, not by FSDP"
+        return is_fsdp or not self._is_sharded
 
 
 def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -455,7 +483,7 @@ def watch(model: nn.Module, optimizer: Any, *, every: int = 50) -> Watch:
     * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
     * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
     * the first module whose output is not finite;
-    * on several ranks, equal batches, equal dropout masks, and a rank whose loss is far from the others'.
+    * on several ranks, equal batches and equal dropout masks; on sampled steps, a rank whose loss is far from the others'.
 
     A watched loop computes the same bits. On several ranks, all of them make the call.
 
