@@ -633,7 +633,12 @@ def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str]]:
 
 
 def test_a_sharded_loop_is_silent_and_says_what_is_not_watched(tmp_path: Path) -> None:
-    unseen = {"effective learning rate", "tensors without an optimizer", "gradients that were not cleared", "losses of ranks"}
+    unseen = {
+        "effective learning rate",
+        "tensors without an optimizer",
+        "gradients that were not cleared",
+        "losses of ranks",
+    }
     assert run_ranks(sharded_on_a_rank, 2, tmp_path) == [([], unseen)] * 2
 
 

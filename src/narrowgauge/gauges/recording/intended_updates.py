@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge.analysis.thresholds import REPEATED
 from narrowgauge.checks.set_up import storage_of
 from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.numerics.dtensor import is_sharded
 
 WHOLE = 1 << 16
 """Largest number of elements of a tensor that is copied whole. Rules for matrices need whole matrices."""
-REPEATED = 0.01
-"""Distance between the step of the copy in the stored formats and the step, as a share of the intended change."""
 _PLAIN = (int, float, str, bool, bytes, tuple, type(None))
 
 
@@ -60,9 +59,9 @@ class IntendedStep:
             self.why_not = f"its step cannot be repeated on a copy ({type(error).__name__})"
 
     def sums(self) -> tuple[dict[Tensor, list[float]], list[Tensor]]:
-        """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor's step, and the tensors whose step is not that of the copy. Call it after the step.
+        """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, with the stored change E, and the tensors whose step the copy does not take.
 
-        D is the intended change, and E the stored one.
+        Call it after the step.
         """
         rows = list[Tensor]()
         for p, before in self._before.items() if self._twins else ():

@@ -21,6 +21,7 @@ from torch import nn
 
 from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.detectors import KINDS_OF_ALARMS
+from narrowgauge.analysis.thresholds import FAILURES
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
@@ -40,8 +41,6 @@ from narrowgauge.spec.recipes import Recipe
 OnRow = Callable[[str, Row], object]
 """Takes each written row: the kind, named as its file (steps, evals, gauges, events), and the row."""
 
-FAILURES = 25
-"""Failed steps in a row after which a run has diverged."""
 GO_BACK = "Lower the learning rate or look at the data of that step, and continue from the last good checkpoint."
 
 

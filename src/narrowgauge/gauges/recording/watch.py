@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, in_order, of_all
+from narrowgauge.analysis.thresholds import EVALUATIONS_APART, LOSS_APART, SETTLED, TWICE, UNIFORM_STEPS
 from narrowgauge.checks.gradients import vocabulary_of
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
@@ -37,10 +38,6 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step
 from narrowgauge.torch_names import HostCopy, is_transformed, plain_name, unwrapped_model
 
-SETTLED = 50
-"""Steps before a tensor without a gradient or without a change is reported."""
-UNIFORM_STEPS = 20
-"""Steps in a row whose loss is that of a uniform distribution."""
 _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these parts."""
 _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -148,7 +145,7 @@ class Watch:
 
         ``lr/groupN`` and ``effective_lr/groupN`` are of the last sampled step, ``grad_norm`` is of this rank's gradients that
         reached the last step. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer. On
-        several ranks, ``rank_loss`` and ``rank_grad_norm``, of the smallest tensor before the ranks' sum, have ``/min`` and ``/max``.
+        several ranks, ``/min`` and ``/max`` of ``rank_loss``, and of ``rank_grad_norm``, the smallest tensor's before the sum.
         """
         return dict(self._numbers)
 
@@ -166,7 +163,7 @@ class Watch:
 
     def _report(self, readings: Iterable[Reading]) -> None:
         """Say what is new: each kind once, and again when it is twice as far beyond its bound."""
-        fresh = [r for r in readings if r.what not in self._told or r.excess > 2 * self._told[r.what]]
+        fresh = [r for r in readings if r.what not in self._told or r.excess > TWICE * self._told[r.what]]
         self._told |= {r.what: r.excess for r in fresh}
         if fresh:
             self._say(in_order(fresh))
@@ -294,7 +291,7 @@ class Watch:
             words = f"the model trains in evaluation mode, without {things}: call model.train()"
             yield KINDS["wrong-mode"].reading("", 1, 0, step=step, words=words)
         # A loop with such passes in most steps means them.
-        if self._evaluations == {True} and step >= 4 * self._num_evaluated:
+        if self._evaluations == {True} and step >= EVALUATIONS_APART * self._num_evaluated:
             words = f"the evaluation ran in training mode, with {things}: call model.eval() before it"
             yield KINDS["wrong-mode"].reading("", 1, 0, step=step - 1, words=words)
         self._modes, self._evaluations = set(), set()
@@ -404,7 +401,9 @@ class Watch:
         flags = on_host([x.any() for x in (*self._moved.values(), *changes.values())])
         if frozen := [name for name, is_changed in zip(changes, flags[len(self._moved) :], strict=True) if is_changed]:
             yield KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step)
-        still = [n for (n, x), has_moved in zip(self._moved.items(), flags, strict=False) if x.numel() and not has_moved]
+        still = [
+            n for (n, x), has_moved in zip(self._moved.items(), flags, strict=False) if x.numel() and not has_moved
+        ]
         without = [name for name in self._trained if name not in self._had_gradient]
         self._numbers |= {"frozen_tensors": len(still), "tensors_without_gradient": len(without)}
         if step < SETTLED or optimizer is not self.optimizers[-1]:
@@ -442,7 +441,7 @@ class Watch:
             yield from self._same_batch(self._step)
         worst = max(losses, key=lambda x: (not math.isfinite(x), x))
         middle = sorted(losses)[(len(losses) - 1) // 2]
-        bound = KINDS["rank-loss"].bound * max(middle, 0.0) + 1
+        bound = KINDS["rank-loss"].bound * max(middle, 0.0) + LOSS_APART
         if not math.isfinite(worst) or worst > middle + bound:
             rank = losses.index(worst)
             yield KINDS["rank-loss"].reading("", worst, middle, bound, self._step, rank=rank)
