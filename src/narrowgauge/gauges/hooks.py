@@ -2,7 +2,7 @@
 
 Gauges hook with one function per kind of tensor, so that layers share compiled code. Differences between layers are in an
 attribute of the module, ``gauge_entries``: the entries at :data:`INPUT` and :data:`OUTPUT_GRAD`, ``None`` if not watched. The
-recorder follows passes, outputs and gradients of eager steps. A compiler skips its hooks.
+recorder follows outputs and gradients of eager steps. A compiler skips its hooks.
 """
 
 from __future__ import annotations
@@ -70,23 +70,7 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {plain_name(names.get(id(module), name)): module for name, module in model.named_modules()}
 
 
-# ── passes of the recorder ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def follow_passes(module: nn.Module, before: Callable[[Any, Any], object], after: Callable[[Any], object]) -> Undo:
-    """Call a function before each forward pass with gradients, and another with its output, until undone."""
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            before(args, kwargs)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            after(output)
-
-    return _undo(
-        module.register_forward_pre_hook(OwnHook(enter), with_kwargs=True), module.register_forward_hook(OwnHook(leave))
-    )
+# ── outputs and gradients ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object], names: Collection[str] = ()) -> Undo:

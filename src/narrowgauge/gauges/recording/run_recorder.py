@@ -47,6 +47,7 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.torch_names import unwrapped_model
 
 _OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
 atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))
@@ -146,11 +147,10 @@ class RunRecorder(Watch):
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(self._record.close)
             earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
-            passes = model if called is None else called
             self._prints = LoopFingerprints(
-                model, passes, self.optimizer, fingerprints_every, here, partial(self.event, "note")
+                unwrapped_model(model), self.optimizer, fingerprints_every, here, partial(self.event, "note")
             )
-            self._record.undo.callback(self._prints.remove)
+            self._record.undo.callback(self._prints.close)
             self._has_formats = False
             super().__init__(model, self.optimizer, every=every, called=called)
             self._record.undo.callback(self.remove)
@@ -356,15 +356,30 @@ class RunRecorder(Watch):
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
-        self._prints.start(step)
+        self._prints.guarded(self._prints.before_first, step)
         self._record.fingerprint(self._prints)
         self._prints.expect(step + 1)
+
+    def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        super()._before_pass(module, args, kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._prints.guarded(self._prints.before_pass, (*args, *kwargs.values()))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._prints.guarded(self._prints.before_step)
+        super()._before_step(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._prints.guarded(self._prints.after_step)
+        super()._after_step(optimizer)
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record the formats of the first forward pass too. After a resume, note changed formats."""
         super()._after_pass(module, args, output)
-        is_seen = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not self._has_formats
-        if not (formats := formats_of(output) if is_seen else {}):
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self._prints.after_pass()
+        if self._has_formats or not (formats := formats_of(output)):
             return
         self._has_formats = True
         before, now = self._run["model"].get("formats"), formats["formats"]

@@ -36,7 +36,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step
-from narrowgauge.torch_names import HostCopy, is_transformed, plain_name, unwrapped_model
+from narrowgauge.torch_names import HostCopy, is_compiled_model, is_transformed, plain_name, unwrapped_model
 
 _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these parts."""
@@ -95,7 +95,8 @@ class Watch:
         self._undo, self._here = ExitStack(), all_ranks()
         if self._here.size > 1:
             self.unseen["losses of ranks"] = "watch.step(loss) was not called"
-        self._hook(self.watched_model, self.watched_model if called is None else called)
+        # A compiler skips hooks inside the model that it compiles.
+        self._hook(self.watched_model, called or (model if is_compiled_model(model) else self.watched_model))
 
     def _start_samples(self) -> None:
         """Take the weights of now for those of the start."""
