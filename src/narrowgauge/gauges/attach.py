@@ -156,9 +156,9 @@ class Gauges:
         if not self.recorder.is_recording:
             return
         for name, parameter in self.parameters.items():
-            self.recorder.record(self.recorder.index("weight", name), local_of(parameter))
+            self.recorder.record(("weight", name), local_of(parameter))
             if parameter.grad is not None:
-                self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
+                self.recorder.record(("grad", name), local_of(parameter.grad))
         join_shards(self.recorder, self.parameters)
 
     @torch.no_grad()
@@ -173,9 +173,8 @@ class Gauges:
         began = time.perf_counter()
         parts = measure(self.recorder, self._layers)
         for kind in ("exp_avg", "exp_avg_sq"):
-            states = leading_states(self.optimizer, self.parameters.values(), kind).values()
-            if present := [x for x in states if x is not None]:
-                parts[f"histogram {kind}"] = exponents(torch.cat(present))
+            if states := leading_states(self.optimizer, self.parameters.values(), kind):
+                parts[f"histogram {kind}"] = exponents(torch.cat([*states.values()]))
         if (bias := self.shadow.bias()) is not None:
             parts["moments"] = bias
         if (logits := self._head_logits()) is not None:
@@ -185,7 +184,7 @@ class Gauges:
         if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
             row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
         if "moments" in fetched:
-            biases = zip(self.shadow.parameters or {}, fetched["moments"].tolist(), strict=True)
+            biases = zip(self.shadow.parameters, fetched["moments"].tolist(), strict=True)
             row["moments"] = {name: [value] for name, bias in biases if (value := rounded(bias)) is not None}
         if "logits" in fetched:
             row["logits"] = {self._head: [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]}
@@ -201,7 +200,7 @@ class Gauges:
         ``None`` if the model does not name its head, as models of transformers do, or its weight is shared out over ranks.
         """
         head: Any = self._layers.get(self._head)
-        sample = self.recorder.samples.get(self.recorder.index("input", self._head)) if head is not None else None
+        sample = self.recorder.samples.get(("input", self._head)) if head is not None else None
         if sample is None or is_split_over_ranks(head.weight) or sample.shape[1] != head.weight.shape[1]:
             return None
         logits = matmul(sample[:8].to(head.weight.dtype), head.weight.detach().t()).float()

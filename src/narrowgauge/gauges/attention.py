@@ -69,11 +69,11 @@ def record_module(module: Any, args: Any, output: Any) -> None:
 @torch.library.custom_op("narrowgauge::record_heads", mutates_args=())
 def record_heads(x: Tensor, entry: Tensor, width: int, part: int) -> None:
     """Record the largest norm of a head in ``[..., heads × width]``: of the whole tensor, or of a third of it from ``part``."""
-    recorder, index = recorder_of(entry)
-    if recorder is not None and recorder.is_recording and x.numel():
+    place = recorder_of(entry)
+    if place is not None and place[0].is_recording and x.numel():
         x = x if part < 0 else x.chunk(3, -1)[part]
         norm = x.float().unflatten(-1, (-1, width)).norm(dim=-1).amax()
-        recorder.stats_of[index] = norm, norm, torch.zeros_like(norm)
+        place[0].stats[place[1]] = norm, norm, torch.zeros_like(norm)
 
 
 record_heads.register_fake(lambda x, entry, width, part: None)

@@ -46,7 +46,7 @@ def entry_of(module: nn.Module, place: int) -> Tensor | None:
 def has_gauges(module: nn.Module) -> bool:
     """Return whether existing gauges watch a module. The entries of a copied module have no gauges."""
     entries = getattr(module, "gauge_entries", None) or ()
-    return any(recorder_of(entry)[0] is not None for entry in entries if entry is not None)
+    return any(recorder_of(entry) is not None for entry in entries if entry is not None)
 
 
 def as_multiplied(x: Tensor) -> Tensor:
