@@ -1,7 +1,7 @@
 """The hooks on a model's forward and backward. Hooks on the optimizer's step are in :mod:`narrowgauge.torch_hooks`.
 
 Gauges hook with one function per kind of tensor, so that layers share compiled code. Differences between layers are in an
-attribute of the module, ``gauge_entries``: the entries at :data:`INPUT` and :data:`OUTPUT_GRAD`, ``None`` if not watched. The
+attribute of the module, ``gauge_entries``: of its input, of its output's gradient (``None`` if not watched), of its output. The
 recorder follows outputs and gradients of eager steps. A compiler skips its hooks.
 """
 
@@ -19,28 +19,21 @@ from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.torch_hooks import OwnHook
 from narrowgauge.torch_names import plain_name
 
-INPUT, OUTPUT_GRAD = range(2)
-"""The places in ``gauge_entries``: the module's input, its output's gradient."""
 Undo = Callable[[], object]
 
 # ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def record_linear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Record the input and the gradient of the output of a watched linear layer, as its forward hook."""
+def record_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Record the input, the output and the gradient of the output of a watched module, as its forward hook."""
     if not is_sampled(module):
         return None
-    entry = entry_of(module, INPUT)
-    if entry is not None:
-        record_tensor(as_multiplied(args[0] if args else kwargs["input"]), entry)
-    return record_gradient(output, entry_of(module, OUTPUT_GRAD))
-
-
-def entry_of(module: nn.Module, place: int) -> Tensor | None:
-    """Return an entry of a module by its place in ``gauge_entries``. Return ``None`` if it is not watched."""
-    entries: Any = getattr(module, "gauge_entries", None)
-    entry: Tensor | None = None if entries is None else entries[place]
-    return entry
+    input_entry, gradient_entry, *output_entries = module.gauge_entries
+    if input_entry is not None:
+        record_tensor(as_multiplied(args[0] if args else kwargs["input"]), input_entry)
+    for entry in output_entries if type(output) is Tensor else ():
+        record_tensor(output, entry)
+    return record_gradient(output, gradient_entry)
 
 
 def has_gauges(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import torch_names
+from narrowgauge.gauges.attention import Heads
 from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.numerics.metrics import rms
 from narrowgauge.transforms.scaled_tensor import Scaled
@@ -57,7 +58,7 @@ class Recorder:
         self.is_recording = False
         self.stats: dict[Key, tuple[Tensor, ...]] = {}
         self.samples: dict[Key, Tensor] = {}
-        self.keys, self.entries = list[Key](), list[Tensor]()
+        self.keys, self.entries, self.heads = list[Key](), list[Tensor](), dict[Key, Heads]()
         self._number = len(_RECORDERS)
         _RECORDERS.append(weakref.ref(self))
 
@@ -81,6 +82,10 @@ class Recorder:
         if not self.is_recording or not x.numel() or x.layout is not torch.strided:
             return
         x = x.detach()
+        if (heads := self.heads.get(key)) is not None:
+            norm = heads.largest_norm(x, key[0])
+            self.stats[key] = norm, norm, torch.zeros_like(norm)
+            return
         largest = largest_magnitude(x)
         # Counting costs more than the two reductions. On the CPU a finite amax shows for free that the count is 0.
         is_finite = not x.is_cuda and math.isfinite(largest.item())

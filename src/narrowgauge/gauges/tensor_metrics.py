@@ -98,8 +98,8 @@ def exponents(values: Tensor) -> Tensor:
     return metrics.exponent_histogram(values, FIRST_EXPONENT, NUM_EXPONENTS)
 
 
-def row_of(recorder: Recorder, fetched: Mapping[str, Tensor], scales: Mapping[str, float]) -> Row:
-    """Return the tables of a record from the result of :func:`fetch`; ``scales`` are the factors of attention logits."""
+def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
+    """Return the tables of a record from the result of :func:`fetch`."""
     tensors: Row = {}
     norms: dict[str, list[float]] = defaultdict(list)
     for (kind, name), row in zip(recorder.recorded, fetched.get("tensors", ()), strict=True):
@@ -116,7 +116,9 @@ def row_of(recorder: Recorder, fetched: Mapping[str, Tensor], scales: Mapping[st
         if name.startswith("histogram ") and values.any()
     }
     attention = {
-        n: [rounded(scales[n] * math.prod(pair), keep_nan=True)] for n, pair in norms.items() if len(pair) == 2
+        n: [rounded(recorder.heads["query", n].scale * math.prod(pair), keep_nan=True)]
+        for n, pair in norms.items()
+        if len(pair) == 2
     }
     tables_of_row = {"tensors": tensors, "attention": attention, "histograms": histograms}
     return {name: table for name, table in tables_of_row.items() if table}

@@ -365,7 +365,8 @@ class Watch:
             if not members or group["lr"] is None:
                 continue
             rate, edqs = float(group["lr"]), {p: sums[p][1] / sums[p][0] for p in members}
-            intended, stored = (sum(sums[p][k] for p in members) for k in (0, 1))
+            table = torch.tensor([sums[p] for p in members], dtype=torch.float64, device="cpu")
+            intended, stored = table.sum(0).tolist()
             edq, worst = stored / intended, min(edqs, key=lambda p: edqs[p])
             self._numbers |= {f"lr/group{first + index}": rate, f"effective_lr/group{first + index}": rate * edq}
             kind = KINDS["effective-rate"]
