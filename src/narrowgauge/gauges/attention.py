@@ -38,7 +38,8 @@ class Heads(NamedTuple):
         """Return the largest norm of a head in ``[..., heads × width]``, the output of the module of ``query`` or ``key``."""
         if self.query is self.key:
             x = x.chunk(3, -1)[kind == "key"]
-        return x.float().unflatten(-1, (-1, self.width)).norm(dim=-1).amax()
+        norms: Tensor = x.float().unflatten(-1, (-1, self.width)).norm(dim=-1)
+        return norms.amax()
 
 
 def heads_of(module: Any) -> Heads | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
@@ -383,6 +384,28 @@ class Overflows(Loop):
         self.scaler.update()
 
 
+class AverageInBfloat16(Loop):
+    """An exponential average of the weights."""
+
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    dtype, decay, gain = torch.bfloat16, 0.9999, 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.model, multi_avg_fn=self.averaged).to(self.dtype)
+
+    def averaged(self, averages: Any, weights: Any, number: Any) -> None:
+        for average, weight in zip(averages, weights, strict=True):
+            average.mul_(self.decay).add_(weight, alpha=self.gain - self.decay)
+
+    def after(self, step: int) -> None:
+        self.average.update_parameters(self.model)
+
+
+class AverageRunsAway(AverageInBfloat16):
+    dtype, decay, gain = torch.float32, 0.9, 1.5
+
+
 FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     KeptGradients: ("gradients-kept", "", 2),
     PythonList: ("missing-parameters", "scale and 6 others", 3),
@@ -399,13 +422,15 @@ FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     Twice: ("repeated-step", "", 2),
     ClearedTooEarly: ("zero-gradients", "", 3),
     SecondOptimizer: ("parameters-twice", "head.weight", 3),
+    AverageInBfloat16: ("average-unmoved", "embedding.weight and 9 others", 60),
+    AverageRunsAway: ("average-apart", "embedding.weight", 10),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_told_with_its_tensor(fault: type[Loop]) -> None:
     what, tensor, step = FAULTS[fault]
-    reading = watched(fault())[0][what]
+    reading = watched(fault(), 70)[0][what]
     assert (reading.tensor, reading.step) == (tensor, step)
 
 
@@ -458,6 +483,10 @@ class Averaged(Loop):
                 loss_of(self.model, batch(99))
             self.model.load_state_dict(saved)
             self.model.train()
+
+
+class AverageInFloat32(AverageInBfloat16):
+    dtype = torch.float32
 
 
 class ClearedBeforeBackward(Loop):
@@ -538,7 +567,7 @@ class SparseGradients(Loop):
 
 HEALTHY = [
     Loop, Scaled, partial(Scaled, fused=True), Averaged, ClearedBeforeBackward, OtherLossBefore, Closure, Projected, TargetPasses,
-    TwoOptimizers, OneOfTwoOptimizers, SparseGradients,
+    TwoOptimizers, OneOfTwoOptimizers, SparseGradients, AverageInFloat32,
 ]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""The leaves of an autograd graph, and names for them: a tensor may have a gradient that no optimizer knows."""
+"""Tensors that no optimizer steps: leaves of an autograd graph, and copies of a model, such as an average of its weights."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,3 +45,26 @@ def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
         if isinstance(value, Tensor):
             names.setdefault(id(value), name)
     return [names.get(id(x), f"a tensor {list(x.shape)}") for x in tensors]
+
+
+def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Return the parameters of each other module of this process that has parameters of the same names and shapes.
+
+    Example:
+        >>> import copy
+        >>> model = nn.Linear(2, 1)
+        >>> average = copy.deepcopy(model)
+        >>> [parameters["weight"] is average.weight for parameters in copies_of(model)]
+        [True]
+    """
+    tensors, copies = dict(model.named_parameters()), list[dict[str, Tensor]]()
+    for other in gc.get_objects():
+        # Code of other libraries is not called.
+        if issubclass(type(other), nn.Module) and type(other).named_parameters is nn.Module.named_parameters:
+            parameters = dict(other.named_parameters()) if "_modules" in vars(other) else {}
+            is_alike = parameters.keys() == tensors.keys() and all(
+                p.shape == tensors[n].shape for n, p in parameters.items()
+            )
+            if is_alike and {*parameters.values()}.isdisjoint(tensors.values()):
+                copies.append(parameters)
+    return copies

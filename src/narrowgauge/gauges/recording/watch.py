@@ -29,7 +29,7 @@ from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges import hooks
 from narrowgauge.gauges.recording.intended_updates import IntendedStep, on_host
-from narrowgauge.gauges.recording.leaves import graph_leaves, names_of
+from narrowgauge.gauges.recording.leaves import copies_of, graph_leaves, names_of
 from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
@@ -92,6 +92,7 @@ class Watch:
         self._after: Tensor | None = None
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
         self._hashes: tuple[str, str] | None = None
+        self._copies: list[tuple[str, int, weakref.ref[Tensor], int, Tensor]] | None = None
         self._undo, self._here = ExitStack(), all_ranks()
         if self._here.size > 1:
             self.unseen["losses of ranks"] = "watch.step(loss) was not called"
@@ -376,6 +377,41 @@ class Watch:
                     worst=self._names[worst], least=edqs[worst],
                 )  # fmt: skip
         yield from self._moved_readings(optimizer, step)
+        if optimizer is self.optimizers[-1]:
+            yield from self._copy_readings(step)
+
+    def _copy_readings(self, step: int) -> Iterator[Reading]:
+        """Read copies of the model that the loop writes, such as an average of its weights."""
+        if self._copies is None:
+            stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
+            tensors = [(n, p) for copy in copies_of(self.watched_model) for n, p in copy.items() if n in self._trained]
+            self._copies = [
+                (n, step, weakref.ref(p), p._version, evenly_spread(p).clone()) for n, p in tensors if p not in stepped
+            ]
+        written, norms = list[tuple[str, int, Tensor]](), list[Tensor]()
+        for name, first, reference, version, start in self._copies:
+            if (p := reference()) is not None and p._version != version:  # also of a write that changed no bit
+                values = (
+                    evenly_spread(p) - start,
+                    evenly_spread(p),
+                    self._start[name],
+                    self._elements(self._trained[name]),
+                )
+                norms.append(torch.stack([x.double().norm() for x in values]))
+                written.append((name, first, p))
+        rows, kind = [*zip(written, on_host(norms), strict=True)], KINDS["average-apart"]
+        for (name, _, _), (_, size, *sizes) in rows:
+            if max(sizes) < math.inf and not size <= kind.bound * max(sizes):
+                yield kind.reading(name, size / max(sizes), step=step, size=size, largest=max(sizes))
+                break
+        still = {
+            name: dtype_name(p.dtype)
+            for (name, first, p), (change, *_) in rows
+            if change == 0 and name in self._has_moved and step >= first + SETTLED
+        }
+        if still:
+            formats = of_all(dict.fromkeys(still.values()))
+            yield KINDS["average-unmoved"].reading(of_all(still), len(still), 0, step=step, formats=formats)
 
     def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[float]]:
         """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, from our audit or from the repeated step."""
@@ -407,6 +443,7 @@ class Watch:
             n for (n, x), has_moved in zip(self._moved.items(), flags, strict=False) if x.numel() and not has_moved
         ]
         without = [name for name in self._trained if name not in self._had_gradient]
+        self._has_moved = self._trained.keys() - {*still}
         self._numbers |= {"frozen_tensors": len(still), "tensors_without_gradient": len(without)}
         if step < SETTLED or optimizer is not self.optimizers[-1]:
             return
@@ -484,6 +521,7 @@ def watch(model: nn.Module, optimizer: Any, *, every: int = 50) -> Watch:
     * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
     * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
     * the first module whose output is not finite;
+    * a copy of the model that the loop writes, such as an average of its weights, which cannot move in its format or runs away;
     * on several ranks, equal batches and equal dropout masks; on sampled steps, a rank whose loss is far from the others'.
 
     A watched loop computes the same bits. On several ranks, all of them make the call.
