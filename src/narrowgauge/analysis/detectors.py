@@ -49,7 +49,7 @@ class Detector:
     """Describe one detector: its metric, its limit, and its advice.
 
     Args:
-        kind: kind of its events, a key of :data:`narrowgauge.runs.events.KINDS`.
+        kind: kind of its events, a key of :data:`narrowgauge.runs.events.KINDS`; without one in the table, its name.
         stage: one of :data:`narrowgauge.analysis.reading.STAGES`. A stage of the tensor's kind takes precedence.
         metric: ``table.metric`` of a row of ``gauges.jsonl``, or ``steps.metric``. One step metric needs several rows:
             ``halvings`` (of the loss scale, over ``window`` steps).
@@ -148,7 +148,8 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
 
 
 DETECTORS: dict[str, Detector] = {
-    name: Detector(name, **row) for name, row in load_data("detectors", "analysis").items()
+    name: Detector(name, **{"kind": name.replace("-", "_"), **row})
+    for name, row in load_data("detectors", "analysis").items()
 }
 """All detectors by name. :class:`~narrowgauge.analysis.spikes.SpikeJudge` judges spikes. Their threshold is its z."""
 

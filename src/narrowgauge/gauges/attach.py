@@ -23,7 +23,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import hooks
 from narrowgauge.gauges.attention import heads_of
 from narrowgauge.gauges.moment_shadow import MomentShadow, leading_states
-from narrowgauge.gauges.sampling import SAMPLING, Recorder, is_any_recording
+from narrowgauge.gauges.sampling import RECORDERS, SAMPLING, Recorder, recorder_of
 from narrowgauge.gauges.tensor_metrics import SHARED, exponents, fetch, join_shards, measure, rounded, row_of
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
@@ -93,7 +93,7 @@ class Gauges:
     def _record(self, is_sampled: bool) -> None:
         self.recorder.clear()
         self.recorder.is_recording = is_sampled
-        SAMPLING.is_on = is_any_recording()
+        SAMPLING.is_on = any(r.is_recording for weak in RECORDERS if (r := weak()) is not None)
 
     def restart(self, step: int) -> None:
         """Continue after ``step`` steps from a loaded state. The reference of second moments restarts."""
@@ -112,7 +112,10 @@ class Gauges:
         """Hook the layers and attention modules."""
         inductor.heed_hooks()
         modules = hooks.named_modules(self.model)
-        for name in (name for name, module in modules.items() if hooks.has_gauges(module)):
+        for name, module in modules.items():
+            # Entries of a copied module have no gauges.
+            if not any(e is not None and recorder_of(e) is not None for e in getattr(module, "gauge_entries", ())):
+                continue
             raise NarrowgaugeError(
                 f"gauges were requested for '{name}', which already has gauges.", "Call detach() of those first."
             )

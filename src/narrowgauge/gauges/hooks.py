@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tensor, recorder_of
+from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tensor
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.torch_hooks import OwnHook
 from narrowgauge.torch_names import plain_name
@@ -30,23 +30,13 @@ def record_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         return None
     input_entry, gradient_entry, *output_entries = module.gauge_entries
     if input_entry is not None:
-        record_tensor(as_multiplied(args[0] if args else kwargs["input"]), input_entry)
+        x = args[0] if args else kwargs["input"]
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):  # as the matmul reads it
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        record_tensor(x, input_entry)
     for entry in output_entries if type(output) is Tensor else ():
         record_tensor(output, entry)
     return record_gradient(output, gradient_entry)
-
-
-def has_gauges(module: nn.Module) -> bool:
-    """Return whether existing gauges watch a module. The entries of a copied module have no gauges."""
-    entries = getattr(module, "gauge_entries", None) or ()
-    return any(recorder_of(entry) is not None for entry in entries if entry is not None)
-
-
-def as_multiplied(x: Tensor) -> Tensor:
-    """Return a layer's input as the matmul reads it: cast if autocast is on."""
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
 
 
 def multiplies(module: nn.Module) -> bool:

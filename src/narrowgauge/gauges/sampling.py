@@ -59,8 +59,8 @@ class Recorder:
         self.stats: dict[Key, tuple[Tensor, ...]] = {}
         self.samples: dict[Key, Tensor] = {}
         self.keys, self.entries, self.heads = list[Key](), list[Tensor](), dict[Key, Heads]()
-        self._number = len(_RECORDERS)
-        _RECORDERS.append(weakref.ref(self))
+        self._number = len(RECORDERS)
+        RECORDERS.append(weakref.ref(self))
 
     def watch(self, kind: str, name: str) -> Tensor:
         """Add a tensor. Return its entry, a CPU tensor, so that layers share a graph."""
@@ -109,18 +109,13 @@ def sample_rows(x: Tensor) -> Tensor:
 
 
 # Weak references: a recorder lives as long as its gauges. Numbers are never reused, because compiled code may hold one.
-_RECORDERS: list[weakref.ref[Recorder]] = []
-
-
-def is_any_recording() -> bool:
-    """Return whether gauges of any model sample the current step."""
-    return any(recorder.is_recording for weak in _RECORDERS if (recorder := weak()) is not None)
+RECORDERS: list[weakref.ref[Recorder]] = []
 
 
 def recorder_of(entry: Tensor) -> tuple[Recorder, Key] | None:
     """Return the recorder and the key of an entry. ``None`` if its gauges are gone, or for an entry of a copied model."""
     number, index = entry.tolist()
-    recorder = _RECORDERS[number]() if number < len(_RECORDERS) else None
+    recorder = RECORDERS[number]() if number < len(RECORDERS) else None
     is_known = recorder is not None and recorder.entries[index].data_ptr() == entry.data_ptr()
     return (recorder, recorder.keys[index]) if recorder is not None and is_known else None
 

@@ -107,7 +107,10 @@ def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
         if kind in ("query", "key"):
             norms[name].append(amax)
         else:
-            lost = lost_shares(row[4:]) if row[-1] else [None] * 3  # without a cast all of its sums are zero
+            lost = list[float | None]([None] * 3)
+            if row[-1]:  # without a cast all of its sums are zero
+                loss, has_values = metrics.cast_loss(row[4:]), bool(row[4 + metrics.CAST_SUMS.index("nonzero")])
+                lost = [loss.underflow if has_values else None, loss.overflow, loss.sqnr_db if has_values else None]
             tensors[f"{kind}:{name}"] = [rounded(value) for value in (amax, rms, int(bad), *lost, outlier)]
     assert all(len(values) == len(METRICS["tensors"]) for values in tensors.values())
     histograms = {
@@ -172,10 +175,3 @@ def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     count, rows, columns = samples.shape
     scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
     return metrics.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
-
-
-def lost_shares(sums: Tensor) -> list[float | None]:
-    """Return underflow, overflow and SQNR from one tensor's sums of a cast; ``None`` if all are zero."""
-    loss = metrics.cast_loss(sums)
-    has_values = bool(sums[metrics.CAST_SUMS.index("nonzero")])
-    return [loss.underflow if has_values else None, loss.overflow, loss.sqnr_db if has_values else None]

@@ -208,10 +208,13 @@ class RunRecorder(Watch):
                 f"{self.folder} holds steps already, and the step from which the loop continues is unknown.",
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
             )
+        if batch is not None:  # of floats, the bits
+            batch = batch.detach().cpu()
+            batch = batch.float().view(torch.int32) if batch.is_floating_point() else batch
         entries: Row = {
             "loss": loss,
             "tokens": None if tokens is None else self._record.tokens + tokens,
-            "batch_crc": None if batch is None else batch_checksum(_integers(batch.detach().cpu())),
+            "batch_crc": None if batch is None else batch_checksum(batch.numpy()),
             "recomputed": self._recomputed or None,
             **self._columns,
             **columns,
@@ -462,11 +465,6 @@ def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
             f"a record of recipe '{recipe.name}' was requested, and the optimizer's storage is '{names[0]}'.",
             "Name the recipe that was given to prepare, or leave it out.",
         )
-
-
-def _integers(batch: Tensor) -> Any:
-    """Return a batch on the host as integers: the bits of its values if they are floats."""
-    return (batch.float().view(torch.int32) if batch.is_floating_point() else batch).numpy()
 
 
 def warn(kind: str, sentence: str) -> None:
