@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
@@ -194,8 +193,7 @@ def _configured(
     requests = [(scaler, scaler.request) for optimizer in ours if (scaler := optimizer.loss_scaler) is not None]
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        leaves = tree_leaves(_items(output) if is_dataclass(output) else output)
-        dtypes.update(graph_dtypes(t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None))
+        dtypes.update(graph_dtypes(_items(output) if is_dataclass(output) else output))
 
     handle, states, parameters = (
         model.register_forward_hook(OwnHook(note)),

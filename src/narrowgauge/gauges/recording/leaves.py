@@ -1,41 +1,13 @@
-"""Tensors that no optimizer steps: leaves of an autograd graph, and copies of a model, such as an average of its weights."""
+"""Tensors that no optimizer steps: names of tensors with a gradient, and copies of a model, such as an average of its weights."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor, nn
 
 from narrowgauge.put_back import objects_of
-from narrowgauge.torch_names import map_tensors
-
-
-def graph_leaves(output: Any) -> list[Tensor]:
-    """Return the tensors to whose gradients a backward pass from these outputs adds.
-
-    Example:
-        >>> import torch
-        >>> weight, data = torch.ones(2, requires_grad=True), torch.ones(2)
-        >>> [leaf is weight for leaf in graph_leaves({"loss": (weight * data).sum()})]
-        [True]
-    """
-    nodes, visited, leaves = list[Any](), set[Any](), list[Tensor]()
-
-    def begin(x: Tensor) -> Tensor:
-        nodes.append(x.grad_fn)
-        return x
-
-    map_tensors(begin, output)
-    while nodes:
-        if (node := nodes.pop()) is None or node in visited:
-            continue
-        visited.add(node)
-        nodes += [parent for parent, _ in node.next_functions]
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-    return leaves
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:

@@ -29,14 +29,21 @@ from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges import hooks
 from narrowgauge.gauges.recording.intended_updates import IntendedStep, on_host
-from narrowgauge.gauges.recording.leaves import copies_of, graph_leaves, names_of
+from narrowgauge.gauges.recording.leaves import copies_of, names_of
 from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step
-from narrowgauge.torch_names import HostCopy, is_compiled_model, is_transformed, plain_name, unwrapped_model
+from narrowgauge.torch_names import (
+    HostCopy,
+    graph_nodes,
+    is_compiled_model,
+    is_transformed,
+    plain_name,
+    unwrapped_model,
+)
 
 _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these parts."""
@@ -199,8 +206,9 @@ class Watch:
         """Walk the graph of the first two steps to its leaves, and remember those that the optimizers do not step."""
         is_seen = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
         # The leaves of sharded parameters are gathered copies.
-        for leaf in graph_leaves(output) if is_seen and self._step < 2 and not self._is_sharded else ():
-            if leaf not in self._names:
+        for node in graph_nodes(output) if is_seen and self._step < 2 and not self._is_sharded else ():
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and leaf not in self._names:
                 reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
                 if reference is None or reference() is not leaf or values is None:
                     values, steps = evenly_spread(leaf).clone(), set()
@@ -265,9 +273,12 @@ class Watch:
         if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
             skipped = optimizer.last_control[1]
         if skipped is not None:
-            self._flags["skipped"] = skipped
+            self._flags["skipped"] = skipped.reshape(())
         device = next(iter(self._names)).device
-        values = [x.detach().to(device, torch.float32).reshape(()) for x in self._flags.values()]
+        values = [  # a cast costs more than a test
+            x if x.dtype is torch.float32 and x.device == device else x.to(device, torch.float32)
+            for x in self._flags.values()
+        ]
         vector = torch.stack(values) if values else torch.zeros(0, device=device)
         self._unread.append((step, list(self._flags), HostCopy(vector)))
         if probe is not None and optimizer is self._optimizer_of[probe]:
