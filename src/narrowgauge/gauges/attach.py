@@ -109,7 +109,6 @@ class Gauges:
     # ── watched tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _attach(self) -> None:
-        """Hook the layers and attention modules."""
         inductor.heed_hooks()
         modules = hooks.named_modules(self.model)
         for name, module in modules.items():

@@ -1,17 +1,12 @@
 """Fingerprints of a training step: the tensors that two runs computed, in 64 bits each.
 
-Once two equal runs differ in one digit, they differ in every later one. To find the first, a step can record a hash and
-the norm of each of its tensors, in the order of computation. First come weights that changed since the last step, then
-the tokens, the output of each module with parameters, and the gradients from the last parameter to the first. After the update
-come the stored weights and moments. ``narrowgauge diagnose RUN OTHER`` compares from the first different entry on.
+A step can record a hash and the norm of each of its tensors, in the order of computation: weights that changed since the last
+step, the tokens, the output of each module with parameters, the gradients from the last parameter to the first, and after the
+update the stored weights and moments. ``narrowgauge diagnose RUN OTHER`` compares from the first different entry on.
 
 A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So it depends neither on
-sharding nor on which rank computed which micro-batch.
-
-Fingerprints do not show the rank on which two runs diverge. So each rank also hashes its own tensors, in one number for each
-kind: the tokens and outputs of its micro-batches, its addend to the sum of the gradients, its shard of the sum, the factor
-of the clip, and its shard of the stored weights and moments. Values that ranks must share are compared
-at once. If one rank skips the clip, it shows in the same step.
+sharding nor on which rank computed which micro-batch. To show the rank on which two runs diverge, each rank also hashes its own
+tensors, in one number for each kind. Values that ranks must share are compared at once.
 """
 
 from __future__ import annotations

@@ -337,7 +337,6 @@ class RunRecorder(Watch):
         self._record_new(readings, self.num_steps + 1 if row else self.num_steps)
 
     def _record_new(self, readings: list[Reading], step: int, *, static: bool = False) -> None:
-        """Write an event for each new reading."""
         for reading in readings:
             place = reading.what, "" if static else reading.tensor
             if place not in self._reported:

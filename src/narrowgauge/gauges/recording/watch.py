@@ -43,7 +43,7 @@ from narrowgauge.torch_names import (
     is_transformed,
     plain_name,
     unwrapped_model,
-)
+)  # fmt: skip
 
 _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these parts."""
@@ -87,7 +87,8 @@ class Watch:
         # Of the current step:
         self._num_passes = self._num_backward = 0
         self._intervals = dict.fromkeys(self.optimizers, _Interval())
-        self._sums, self._norms = dict[str, Tensor](), list[Tensor]()
+        self._sums: dict[str, Tensor] = {}
+        self._square: tuple[int, Tensor | float] = -1, 0.0
         self._flags: dict[str, Tensor] = {}
         self._modes, self._evaluations = set[bool](), set[bool]()
         self._was_cleared: bool | Tensor = True
@@ -107,7 +108,6 @@ class Watch:
         self._hook(self.watched_model, called or (model if is_compiled_model(model) else self.watched_model))
 
     def _start_samples(self) -> None:
-        """Take the weights of now for those of the start."""
         self._start = {name: self._elements(p) for name, p in self._trained.items()}
         self._moved = {name: torch.zeros_like(values, dtype=torch.bool) for name, values in self._start.items()}
 
@@ -225,7 +225,11 @@ class Watch:
             return
         self._num_backward += 1
         if self._here.size > 1 and self._is_sampled(self._step + 1):  # the ranks' gradients are not summed yet
-            self._norms.append(gradient.detach().float().norm())
+            step, square = self._square
+            self._square = (
+                self._step,
+                gradient.detach().float().square().sum() + (square if step == self._step else 0.0),
+            )
         kept = self._probe.grad
         self._was_cleared |= True if kept is None or kept.layout is not torch.strided else ~kept.any()
 
@@ -333,14 +337,12 @@ class Watch:
                 yield KINDS["parameters-twice"].reading(of_all(names), len(names), 0, step=step)
 
     def _read(self) -> None:
-        """Read the vectors of past steps."""
         for step, keys, copied in self._unread:
             values = dict(zip(keys, copied.cpu().tolist(), strict=True))
             self._report(self._value_readings(step, values))
         self._unread = []
 
     def _value_readings(self, step: int, values: dict[str, float]) -> Iterator[Reading]:
-        """Read the numbers of one step."""
         self._has_own_writes |= bool(values.pop("written", 0.0))
         if values.pop("swapped", 0.0) and not self._has_own_writes:
             yield KINDS["weights-not-restored"].reading("", 1, 0, step=step - 1)
@@ -369,7 +371,6 @@ class Watch:
     # ── sampled steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
-        """Read the effective learning rate of each group, and which tensors never moved."""
         first = sum(len(o.param_groups) for o in self.optimizers[: self.optimizers.index(optimizer)])
         sums = self._sums_of(optimizer)
         for index, group in enumerate(optimizer.param_groups):
@@ -397,7 +398,9 @@ class Watch:
             stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
             tensors = [(n, p) for copy in copies_of(self.watched_model) for n, p in copy.items() if n in self._trained]
             self._copies = [
-                (n, step, weakref.ref(p), p._version, evenly_spread(p).clone()) for n, p in tensors if p not in stepped
+                (n, step, weakref.ref(p), p._version, evenly_spread(p).clone())
+                for n, p in tensors
+                if not p.is_meta and p not in stepped
             ]
         written, norms = list[tuple[str, int, Tensor]](), list[Tensor]()
         for name, first, reference, version, start in self._copies:
@@ -408,7 +411,8 @@ class Watch:
                     self._start[name],
                     self._elements(self._trained[name]),
                 )
-                norms.append(torch.stack([x.double().norm() for x in values]))
+                device = start.device  # an average may be on the CPU
+                norms.append(torch.stack([x.double().norm().to(device) for x in values]))
                 written.append((name, first, p))
         rows, kind = [*zip(written, on_host(norms), strict=True)], KINDS["average-apart"]
         for (name, _, _), (_, size, *sizes) in rows:
@@ -483,7 +487,7 @@ class Watch:
             )
         if self._here.size == 1 or not self._is_sampled(self._step):
             return
-        norm, self._norms = math.hypot(*on_host(self._norms)), []
+        norm = math.sqrt(float(self._square[1]))
         losses, norms = zip(*self._here.gather((loss, norm)), strict=True)
         for name, values in (("rank_loss", losses), ("rank_grad_norm", norms)):
             self._numbers |= {f"{name}/min": min(values), f"{name}/max": max(values)}
