@@ -1,6 +1,6 @@
 """The hooks on a model's forward and backward. Hooks on the optimizer's step are in :mod:`narrowgauge.torch_hooks`.
 
-Gauges hook with one function per kind of tensor, so that layers share compiled code. Differences between layers are in an
+Gauges hook with one function, so that layers share compiled code. Differences between layers are in an
 attribute of the module, ``gauge_entries``: of its input, of its output's gradient (``None`` if not watched), of its output. The
 recorder follows outputs and gradients of eager steps. A compiler skips its hooks.
 """
@@ -8,6 +8,7 @@ recorder follows outputs and gradients of eager steps. A compiler skips its hook
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tens
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.torch_hooks import OwnHook
 from narrowgauge.torch_names import plain_name
-
-Undo = Callable[[], object]
 
 # ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -56,8 +55,10 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 # ── outputs and gradients ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object], names: Collection[str] = ()) -> Undo:
-    """Call a function with the first output of each module of these names that has parameters, until undone.
+def follow_outputs(
+    stack: ExitStack, model: nn.Module, see: Callable[[str, Tensor], object], names: Collection[str] = ()
+) -> None:
+    """Call a function with the first output of each module of these names that has parameters, until the stack closes.
 
     Without names, of each module with parameters of its own.
     """
@@ -70,34 +71,17 @@ def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object], names
 
         return OwnHook(take)
 
-    return _undo(
-        *(
-            module.register_forward_hook(hook(plain_name(name)))
-            for name, module in model.named_modules()
-            if any(True for _ in module.parameters(recurse=bool(names))) and (not names or name in names)
-        )
-    )
+    for name, module in model.named_modules():
+        if (not names or name in names) and any(True for _ in module.parameters(recurse=bool(names))):
+            stack.callback(module.register_forward_hook(hook(plain_name(name))).remove)
 
 
-def follow_gradients(model: nn.Module, see: Callable[[str, Tensor], object]) -> Undo:
-    """Call a function with each parameter gradient that a backward pass computes, until undone.
+def follow_gradients(stack: ExitStack, model: nn.Module, see: Callable[[Tensor], object]) -> None:
+    """Call a function with each parameter gradient that a backward pass computes, until the stack closes.
 
     The loop's own hooks run first. FSDP2 sums gradients of other tensors, out of reach of hooks.
     """
-
-    def hook(name: str) -> Any:
-        def take(gradient: Tensor) -> None:
-            if not torch.compiler.is_compiling():
-                see(name, gradient)
-
-        return OwnHook(take)
-
-    return _undo(*(p.register_hook(hook(plain_name(n))) for n, p in model.named_parameters() if p.requires_grad))
-
-
-def _undo(*handles: Any) -> Undo:
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    hook = OwnHook(lambda gradient: None if torch.compiler.is_compiling() else see(gradient))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            stack.callback(parameter.register_hook(hook).remove)

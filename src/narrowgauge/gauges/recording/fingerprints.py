@@ -120,9 +120,7 @@ class Fingerprints:
             self._add("tokens:batch", tokens, first_sequence)
         with ExitStack() as undo:
             if self.sees_outputs:
-                undo.callback(
-                    hooks.follow_outputs(self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence))
-                )
+                hooks.follow_outputs(undo, self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence))
             yield
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
@@ -319,9 +317,9 @@ class LoopFingerprints(Fingerprints):
             self._has_begun = True
             self.begin(self._step)
             if self.is_on and self.here.size > 1:
-                self._backward.callback(hooks.follow_gradients(self.model, self._see_gradient))
+                hooks.follow_gradients(self._backward, self.model, self._see_gradient)
 
-    def _see_gradient(self, name: str, gradient: Tensor) -> None:
+    def _see_gradient(self, gradient: Tensor) -> None:
         if is_plain(gradient.detach()):
             self.guarded(self.sent, gradient.detach())
 

@@ -146,10 +146,10 @@ class Record(AbstractContextManager["Record"]):
             columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, … They replace those read here.
         """
         reader, scaler = self.reader, None if self.reader.ours is None else self.reader.ours.loss_scaler
-        given = numbers(columns, "step")
-        if "step" in given:
+        columns = numbers(columns, "step")
+        if "step" in columns:
             raise NarrowgaugeError("step was given a column 'step', which the record counts itself.", "Leave it out.")
-        row = reader.row(self.num_steps + 1, given, tokens_before=self.tokens)
+        row = reader.row(self.num_steps + 1, columns, tokens_before=self.tokens)
         self.num_steps, self.tokens = int(row["step"]), row.get("tokens") or self.tokens
         self.seconds += row["seconds"] or 0.0
         self._append("steps", row)

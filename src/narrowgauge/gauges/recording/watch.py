@@ -121,7 +121,7 @@ class Watch:
         self._undo.callback(called.register_forward_pre_hook(OwnHook(self._before_pass), with_kwargs=True).remove)
         self._undo.callback(called.register_forward_hook(OwnHook(self._after_pass)).remove)
         blocks = {name for name, _ in model.named_modules() if name and _BLOCK.fullmatch(plain_name(name))}
-        self._undo.callback(hooks.follow_outputs(model, self._add_sum, blocks))
+        hooks.follow_outputs(self._undo, model, self._add_sum, blocks)
         dense = [p for p in self._trained.values() if p.is_leaf and not is_sharded(p) and p.numel()]
         self._probe = min(dense, key=lambda p: p.numel(), default=None)
         if self._probe is not None:
@@ -230,8 +230,8 @@ class Watch:
                 self._step,
                 gradient.detach().float().square().sum() + (square if step == self._step else 0.0),
             )
-        kept = self._probe.grad
-        self._was_cleared |= True if kept is None or kept.layout is not torch.strided else ~kept.any()
+        last = self._probe.grad
+        self._was_cleared |= True if last is None or last.layout is not torch.strided else ~last.any()
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
