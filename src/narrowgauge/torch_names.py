@@ -307,19 +307,24 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
     return undo
 
 
-def graph_dtypes(roots: Iterable[Tensor]) -> set[torch.dtype]:
-    """Return the floating-point dtypes of the operations that computed some tensors, but for custom autograd functions."""
-    dtypes: set[torch.dtype] = set()
-    nodes: list[Any] = [root.grad_fn for root in roots]
+def graph_nodes(outputs: Any) -> Iterator[Any]:
+    """Yield the autograd nodes from which the tensors of a structure were computed."""
+    from torch.utils._pytree import tree_leaves
+
+    nodes: list[Any] = [x.grad_fn for x in tree_leaves(outputs) if isinstance(x, Tensor)]
     seen: set[Any] = {None}
     while nodes and len(seen) < 100_000:
-        if (node := nodes.pop()) in seen:
-            continue
-        seen.add(node)
-        if not isinstance(node, torch.autograd.function.BackwardCFunction):
-            dtypes |= {entry.dtype for entry in getattr(node, "_input_metadata", ()) if entry.dtype.is_floating_point}
-        nodes += [before for before, _ in node.next_functions]
-    return dtypes
+        if (node := nodes.pop()) not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+            yield node
+
+
+def graph_dtypes(outputs: Any) -> set[torch.dtype]:
+    """Return the floating-point dtypes of the operations that computed some tensors, but for custom autograd functions."""
+    nodes = (n for n in graph_nodes(outputs) if not isinstance(n, torch.autograd.function.BackwardCFunction))
+    dtypes = {entry.dtype for node in nodes for entry in getattr(node, "_input_metadata", ())}
+    return {dtype for dtype in dtypes if dtype.is_floating_point}
 
 
 def is_compiled_model(model: Any) -> bool:

@@ -77,4 +77,4 @@ def test_the_bound_is_the_product_of_the_largest_norms(name: str, monkeypatch: p
         query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2) * (WIDTH / HEADS) ** -0.5
     )
     assert float(logits.abs().max()) <= bound * 1.001
-    assert not any(hasattr(module, "gauge_heads") for module in model.modules())
+    assert not any(hasattr(module, "gauge_entries") for module in model.modules())

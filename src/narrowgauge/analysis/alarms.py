@@ -21,15 +21,12 @@ from statistics import median
 from narrowgauge.analysis.detectors import DETECTORS, Detector, Facts, Metrics
 from narrowgauge.analysis.reading import STAGE_OF
 from narrowgauge.analysis.spikes import SpikeJudge
+from narrowgauge.analysis.thresholds import FEWEST_VALUES, SETTLING_STEPS
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS, Row, gauge_metrics, number
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
-SETTLING_STEPS = 100
-"""Steps at the beginning while the loss scale settles: halvings and skips are not counted."""
-FEWEST_VALUES = 3
-"""Fewest earlier values that make a baseline."""
 # Forward before backward: among equally bad tensors, name the tensor that was computed first.
 _ORDER = ("weight", "input", "output", "output_grad", "grad")
 

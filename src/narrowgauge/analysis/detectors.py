@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from narrowgauge.analysis.thresholds import MAX_BIAS, MAX_NEAREST_NOISE, MIN_SQNR_DB
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml import load_data
 
@@ -48,7 +49,7 @@ class Detector:
     """Describe one detector: its metric, its limit, and its advice.
 
     Args:
-        kind: kind of its events, a key of :data:`narrowgauge.runs.events.KINDS`.
+        kind: kind of its events, a key of :data:`narrowgauge.runs.events.KINDS`; without one in the table, its name.
         stage: one of :data:`narrowgauge.analysis.reading.STAGES`. A stage of the tensor's kind takes precedence.
         metric: ``table.metric`` of a row of ``gauges.jsonl``, or ``steps.metric``. One step metric needs several rows:
             ``halvings`` (of the loss scale, over ``window`` steps).
@@ -120,12 +121,6 @@ class Detector:
         return math.inf if not math.isfinite(over) or under <= 0 else over / under
 
 
-MIN_SQNR_DB = 8.0
-"""Below it, rounding error exceeds a sixth of an operand's energy. Healthy casts stay above 12 (four bits, stochastic)."""
-MAX_BIAS = 1.5
-"""Factor between second moments and their exact reference. Unbiased codes with three mantissa bits stay within 1.25."""
-
-
 def is_off(bias: float | None) -> bool:
     """Return whether second moments differ from their exact reference by :data:`MAX_BIAS`."""
     return bias is not None and not 1 / MAX_BIAS < bias < MAX_BIAS
@@ -135,7 +130,9 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
     # Updates are rounded to nearest (noise at most 1), and the optimizer's audit does not raise the event. With stochastic
     # rounding the EDQ of a small tensor is uncertain. The audit knows its error.
     "rounded": lambda metrics, facts: (
-        (metrics.get("noise") or 0.0) <= 1.05 and facts.rounding("weight") != "stochastic" and not facts.is_audited
+        (metrics.get("noise") or 0.0) <= MAX_NEAREST_NOISE
+        and facts.rounding("weight") != "stochastic"
+        and not facts.is_audited
     ),
     # Rounding error dominates the operand.
     "drowned": lambda metrics, facts: (sqnr := metrics.get("sqnr_db")) is not None and sqnr < MIN_SQNR_DB,
@@ -151,7 +148,8 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
 
 
 DETECTORS: dict[str, Detector] = {
-    name: Detector(name, **row) for name, row in load_data("detectors", "analysis").items()
+    name: Detector(name, **{"kind": name.replace("-", "_"), **row})
+    for name, row in load_data("detectors", "analysis").items()
 }
 """All detectors by name. :class:`~narrowgauge.analysis.spikes.SpikeJudge` judges spikes. Their threshold is its z."""
 

@@ -22,6 +22,7 @@ from narrowgauge.analysis.comparison.classification import divergence
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.settings import recipe_of
+from narrowgauge.analysis.thresholds import FEWEST_STEPS
 from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences, told
@@ -41,8 +42,6 @@ _SKIPPED, _SKIPPED_SHARE = 3, 0.05
 _ORIGIN = "Repeat the first of these steps with ng.gauges.first_bad_value, which names the operation and its module."
 _LASTING, _LEAST_SECONDS = 20, 10.0
 """Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
-_FEWEST_STEPS = 50
-"""Minimum number of applied steps before an unmoved weight is a reading."""
 
 
 class Diagnosis(Readings):
@@ -362,7 +361,7 @@ def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """Yield tensors that never moved, and 16-bit tensors of which most elements did not."""
     applied, kind = len(run.steps) - len(skipped), KINDS["weights-unmoved"]
-    moved = _moved(run) if applied >= _FEWEST_STEPS else []
+    moved = _moved(run) if applied >= FEWEST_STEPS else []
     storage = 'Use storage "word", or float32 for these tensors.'
     for rows, advice in (
         ([row for row in moved if row[1] == 0], "Look at their learning rate and their gradients first."),

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from narrowgauge.analysis.columns import rows_of
 from narrowgauge.analysis.reading import STAGE_OF, Reading
 from narrowgauge.analysis.settings import recipe_of
+from narrowgauge.analysis.thresholds import ENVELOPE, GROWTH, LEAST, SHARED
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, number, step_of
@@ -31,16 +32,6 @@ COLUMNS = ("tokens", "batch_crc", "loss", "grad_norm", "lr", "loss_scale", "skip
 EXACT = frozenset({"held", "tokens", "batch_crc", "lr", "loss_scale", "skipped"})
 """Values that rounding cannot change."""
 _KINDS = list(STAGE_OF)
-
-ENVELOPE = 32.0
-"""Multiple of a norm's expected rounding error that still counts as rounding, since rounding errors are not independent."""
-LEAST = 2.0**-20
-"""Relative difference that always counts as rounding: eight ulps of float32. Errors of float32 sums do not average out. Another
-order of a float32 model's sums changed losses and norms by up to 1.4e-7."""
-GROWTH = 30.0
-"""Maximum growth factor of the largest difference in one step. Measured on tiny models: below 6."""
-_SHARED = 0.5
-"""Minimum fraction of a kind's tensors in both runs. Below it, the runs name tensors differently, and we skip the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +236,7 @@ def _lacking(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> 
         names = [[key for key in tensors if key.startswith(f"{kind}:")] for tensors in (first, second)]
         shared = set(names[0]) & set(names[1])
         lacking = [key for key in dict.fromkeys([*names[0], *names[1]]) if key not in shared]
-        if lacking and (kind == "held" or len(shared) >= _SHARED * (len(shared) + len(lacking))):
+        if lacking and (kind == "held" or len(shared) >= SHARED * (len(shared) + len(lacking))):
             label = "changed" if kind == "held" else "only-in-one-run"
             yield Difference(step, kind, label, lacking[0], only_in=0 if lacking[0] in first else 1)
 

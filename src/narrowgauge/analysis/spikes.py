@@ -17,18 +17,17 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal
 
-WINDOW, RECENT = 100, 30
-"""Number of steps for the noise estimate, and number of latest steps for the level."""
-FEWEST, FEWEST_EARLY = 20, 3
-"""Minimum number of steps for medians, and for any spike of the loss."""
-Z = 8.0
-"""Robust standard deviations above the level that make a spike. Healthy calibration runs reach 5 for the loss."""
-LOSS_FLOOR = 0.01
-"""Minimum standard deviation of the loss, as a fraction of its median and in nats."""
-NORM_FACTOR = 10.0
-"""Minimum factor over the median for a spike of the gradient norm. Healthy runs with small batches reach 6.6."""
-PATIENCE = 50
-"""Number of consecutive spikes that become the new level."""
+from narrowgauge.analysis.thresholds import (
+    FEWEST,
+    FEWEST_EARLY,
+    LOSS_FLOOR,
+    NORM_FACTOR,
+    PATIENCE,
+    RECENT,
+    WINDOW,
+    Z,
+)  # fmt: skip
+
 _DISTANCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
 """Standard deviation of normal noise over the median difference of two of its values."""
 

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
@@ -194,8 +193,7 @@ def _configured(
     requests = [(scaler, scaler.request) for optimizer in ours if (scaler := optimizer.loss_scaler) is not None]
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        leaves = tree_leaves(_items(output) if is_dataclass(output) else output)
-        dtypes.update(graph_dtypes(t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None))
+        dtypes.update(graph_dtypes(_items(output) if is_dataclass(output) else output))
 
     handle, states, parameters = (
         model.register_forward_hook(OwnHook(note)),
@@ -269,11 +267,22 @@ def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def vocabulary_of(model: nn.Module) -> int:
+    """Return the outputs of the last linear layer with as many as an embedding has rows, the logits; 0 without one.
+
+    Example:
+        >>> vocabulary_of(nn.Sequential(nn.Embedding(65, 8), nn.Embedding(256, 8), nn.Linear(8, 65)))  # 256 positions
+        65
+    """
+    sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    outputs = [m.out_features for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes]
+    return outputs[-1] if outputs else 0
+
+
 def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Reading]:
     """Compare a language model's loss at the start with the loss of equal probabilities, ln V."""
-    size = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
-    has_head = any(isinstance(m, nn.Linear) and m.out_features == size for m in model.modules())
-    if size < 2 or not has_head or not math.isfinite(value):
+    size = vocabulary_of(model)
+    if size < 2 or not math.isfinite(value):
         return []
     uniform, kind = math.log(size), KINDS["loss-at-start"]
     off, low, high = abs(value / uniform - 1), 1e-3 * uniform, kind.bound * uniform

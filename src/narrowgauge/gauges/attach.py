@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from narrowgauge import inductor
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import hooks
-from narrowgauge.gauges.attention import Heads, heads_of, record_module
+from narrowgauge.gauges.attention import heads_of
 from narrowgauge.gauges.moment_shadow import MomentShadow, leading_states
-from narrowgauge.gauges.sampling import SAMPLING, Recorder, is_any_recording
+from narrowgauge.gauges.sampling import RECORDERS, SAMPLING, Recorder, recorder_of
 from narrowgauge.gauges.tensor_metrics import SHARED, exponents, fetch, join_shards, measure, rounded, row_of
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
@@ -69,7 +69,6 @@ class Gauges:
                 "Pass the model with its optimizer.",
             )
         self.recorder, self._undo, self._layers = Recorder(), ExitStack(), dict[str, nn.Module]()
-        self._scales: dict[str, float] = {}
         self._attach()
         for kind in SHARED:
             for name in self.parameters:
@@ -94,7 +93,7 @@ class Gauges:
     def _record(self, is_sampled: bool) -> None:
         self.recorder.clear()
         self.recorder.is_recording = is_sampled
-        SAMPLING.is_on = is_any_recording()
+        SAMPLING.is_on = any(r.is_recording for weak in RECORDERS if (r := weak()) is not None)
 
     def restart(self, step: int) -> None:
         """Continue after ``step`` steps from a loaded state. The reference of second moments restarts."""
@@ -110,44 +109,33 @@ class Gauges:
     # ── watched tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _attach(self) -> None:
-        """Hook the layers and attention modules."""
         inductor.heed_hooks()
         modules = hooks.named_modules(self.model)
-        for name in (name for name, module in modules.items() if hooks.has_gauges(module)):
+        for name, module in modules.items():
+            # Entries of a copied module have no gauges.
+            if not any(e is not None and recorder_of(e) is not None for e in getattr(module, "gauge_entries", ())):
+                continue
             raise NarrowgaugeError(
                 f"gauges were requested for '{name}', which already has gauges.", "Call detach() of those first."
             )
+        entries = dict[Any, list[Tensor | None]]()
         for name, module in modules.items():
             if hooks.multiplies(module):
                 self._layers[name] = module
                 # Layers with the same input are measured once.
                 first = first_of_input(name)
-                shares_input = first != name and first in self._layers
-                self._place(name, module, *([] if shares_input else ["input"]), "output_grad")
-                self._undo.callback(module.register_forward_hook(hooks.record_linear, with_kwargs=True).remove)
+                input_entry = None if first != name and first in self._layers else self.recorder.watch("input", name)
+                entries.setdefault(module, [None, None])[:2] = input_entry, self.recorder.watch("output_grad", name)
             elif (heads := heads_of(module)) is not None:
-                self._scales[name] = heads.scale
-                self._watch_heads(name, heads)
+                for kind, child in zip(("query", "key"), heads[:2], strict=True):
+                    entries.setdefault(child, [None, None]).append(self.recorder.watch(kind, name))
+                    self.recorder.heads[kind, name] = heads
+        for module, of_module in entries.items():
+            module.gauge_entries = tuple(of_module)  # an attribute, not a closure, so that equal layers share code
+            self._undo.callback(module.__dict__.pop, "gauge_entries", None)
+            self._undo.callback(module.register_forward_hook(hooks.record_module, with_kwargs=True).remove)
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         self._head = next((name for name, layer in self._layers.items() if layer is head), "")
-
-    def _watch_heads(self, name: str, heads: Heads) -> None:
-        """Watch queries and keys where they leave their modules, or their one module."""
-        entries = {kind: self.recorder.watch(kind, name) for kind in ("query", "key")}
-        modules: list[tuple[Any, list[str]]] = [(heads.query, ["query"]), (heads.key, ["key"])]
-        if heads.query is heads.key:
-            modules = [(heads.query, ["query", "key"])]
-        for module, kinds in modules:
-            parts = [-1] if len(kinds) == 1 else [0, 1]
-            module.gauge_heads = [(entries[kind], heads.width, part) for kind, part in zip(kinds, parts, strict=True)]
-            self._undo.callback(module.__dict__.pop, "gauge_heads", None)
-            self._undo.callback(module.register_forward_hook(record_module).remove)
-
-    def _place(self, name: str, module: Any, *kinds: str) -> None:
-        """Give a module its entries. An attribute, not a closure, so that equal layers share code."""
-        entries = {kind: self.recorder.watch(kind, name) for kind in kinds}
-        module.gauge_entries = tuple(entries.get(kind) for kind in ("input", "output_grad"))
-        self._undo.callback(module.__dict__.pop, "gauge_entries", None)
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -156,9 +144,9 @@ class Gauges:
         if not self.recorder.is_recording:
             return
         for name, parameter in self.parameters.items():
-            self.recorder.record(self.recorder.index("weight", name), local_of(parameter))
+            self.recorder.record(("weight", name), local_of(parameter))
             if parameter.grad is not None:
-                self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
+                self.recorder.record(("grad", name), local_of(parameter.grad))
         join_shards(self.recorder, self.parameters)
 
     @torch.no_grad()
@@ -173,19 +161,18 @@ class Gauges:
         began = time.perf_counter()
         parts = measure(self.recorder, self._layers)
         for kind in ("exp_avg", "exp_avg_sq"):
-            states = leading_states(self.optimizer, self.parameters.values(), kind).values()
-            if present := [x for x in states if x is not None]:
-                parts[f"histogram {kind}"] = exponents(torch.cat(present))
+            if states := leading_states(self.optimizer, self.parameters.values(), kind):
+                parts[f"histogram {kind}"] = exponents(torch.cat([*states.values()]))
         if (bias := self.shadow.bias()) is not None:
             parts["moments"] = bias
         if (logits := self._head_logits()) is not None:
             parts["logits"] = logits
         fetched = fetch(parts)
-        row: Row = {"step": step, **row_of(self.recorder, fetched, self._scales)}
+        row: Row = {"step": step, **row_of(self.recorder, fetched)}
         if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
             row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
         if "moments" in fetched:
-            biases = zip(self.shadow.parameters or {}, fetched["moments"].tolist(), strict=True)
+            biases = zip(self.shadow.parameters, fetched["moments"].tolist(), strict=True)
             row["moments"] = {name: [value] for name, bias in biases if (value := rounded(bias)) is not None}
         if "logits" in fetched:
             row["logits"] = {self._head: [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]}
@@ -201,7 +188,7 @@ class Gauges:
         ``None`` if the model does not name its head, as models of transformers do, or its weight is shared out over ranks.
         """
         head: Any = self._layers.get(self._head)
-        sample = self.recorder.samples.get(self.recorder.index("input", self._head)) if head is not None else None
+        sample = self.recorder.samples.get(("input", self._head)) if head is not None else None
         if sample is None or is_split_over_ranks(head.weight) or sample.shape[1] != head.weight.shape[1]:
             return None
         logits = matmul(sample[:8].to(head.weight.dtype), head.weight.detach().t()).float()

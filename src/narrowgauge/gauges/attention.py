@@ -11,11 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-
-from narrowgauge import torch_names
-from narrowgauge.gauges.sampling import is_sampled, recorder_of
 
 PAIRS = (
     ("q_norm", "k_norm"),
@@ -38,6 +34,13 @@ class Heads(NamedTuple):
     width: int
     scale: float
 
+    def largest_norm(self, x: Tensor, kind: str) -> Tensor:
+        """Return the largest norm of a head in ``[..., heads × width]``, the output of the module of ``query`` or ``key``."""
+        if self.query is self.key:
+            x = x.chunk(3, -1)[kind == "key"]
+        norms: Tensor = x.float().unflatten(-1, (-1, self.width)).norm(dim=-1)
+        return norms.amax()
+
 
 def heads_of(module: Any) -> Heads | None:
     """Return where a module's queries and keys are; ``None`` if it is not attention or does not say."""
@@ -57,24 +60,3 @@ def heads_of(module: Any) -> Heads | None:
         return None
     scale = getattr(module, "scaling", None)
     return Heads(*pairs[0], width, scale if isinstance(scale, float) else width**-0.5)
-
-
-def record_module(module: Any, args: Any, output: Any) -> None:
-    """Record the largest norms of queries or keys, as a forward hook of the module that gives them."""
-    if is_sampled(module) and type(output) is Tensor:
-        for entry, width, part in module.gauge_heads:
-            record_heads(output.detach(), entry, width, part)
-
-
-@torch.library.custom_op("narrowgauge::record_heads", mutates_args=())
-def record_heads(x: Tensor, entry: Tensor, width: int, part: int) -> None:
-    """Record the largest norm of a head in ``[..., heads × width]``: of the whole tensor, or of a third of it from ``part``."""
-    recorder, index = recorder_of(entry)
-    if recorder is not None and recorder.is_recording and x.numel():
-        x = x if part < 0 else x.chunk(3, -1)[part]
-        norm = x.float().unflatten(-1, (-1, width)).norm(dim=-1).amax()
-        recorder.stats_of[index] = norm, norm, torch.zeros_like(norm)
-
-
-record_heads.register_fake(lambda x, entry, width, part: None)
-torch_names.keep_effect(record_heads)

@@ -1,59 +1,41 @@
 """The hooks on a model's forward and backward. Hooks on the optimizer's step are in :mod:`narrowgauge.torch_hooks`.
 
-Gauges hook with one function per kind of tensor, so that layers share compiled code. Differences between layers are in an
-attribute of the module, ``gauge_entries``: the entries at :data:`INPUT` and :data:`OUTPUT_GRAD`, ``None`` if not watched. The
-recorder follows passes, outputs and gradients of eager steps. A compiler skips its hooks.
+Gauges hook with one function, so that layers share compiled code. Differences between layers are in an
+attribute of the module, ``gauge_entries``: of its input, of its output's gradient (``None`` if not watched), of its output. The
+recorder follows outputs and gradients of eager steps. A compiler skips its hooks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tensor, recorder_of
+from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tensor
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.torch_hooks import OwnHook
 from narrowgauge.torch_names import plain_name
 
-INPUT, OUTPUT_GRAD = range(2)
-"""The places in ``gauge_entries``: the module's input, its output's gradient."""
-Undo = Callable[[], object]
-
 # ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def record_linear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Record the input and the gradient of the output of a watched linear layer, as its forward hook."""
+def record_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Record the input, the output and the gradient of the output of a watched module, as its forward hook."""
     if not is_sampled(module):
         return None
-    entry = entry_of(module, INPUT)
-    if entry is not None:
-        record_tensor(as_multiplied(args[0] if args else kwargs["input"]), entry)
-    return record_gradient(output, entry_of(module, OUTPUT_GRAD))
-
-
-def entry_of(module: nn.Module, place: int) -> Tensor | None:
-    """Return an entry of a module by its place in ``gauge_entries``. Return ``None`` if it is not watched."""
-    entries: Any = getattr(module, "gauge_entries", None)
-    entry: Tensor | None = None if entries is None else entries[place]
-    return entry
-
-
-def has_gauges(module: nn.Module) -> bool:
-    """Return whether existing gauges watch a module. The entries of a copied module have no gauges."""
-    entries = getattr(module, "gauge_entries", None) or ()
-    return any(recorder_of(entry)[0] is not None for entry in entries if entry is not None)
-
-
-def as_multiplied(x: Tensor) -> Tensor:
-    """Return a layer's input as the matmul reads it: cast if autocast is on."""
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    input_entry, gradient_entry, *output_entries = module.gauge_entries
+    if input_entry is not None:
+        x = args[0] if args else kwargs["input"]
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):  # as the matmul reads it
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        record_tensor(x, input_entry)
+    for entry in output_entries if type(output) is Tensor else ():
+        record_tensor(output, entry)
+    return record_gradient(output, gradient_entry)
 
 
 def multiplies(module: nn.Module) -> bool:
@@ -70,27 +52,13 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {plain_name(names.get(id(module), name)): module for name, module in model.named_modules()}
 
 
-# ── passes of the recorder ──────────────────────────────────────────────────────────────────────────────────────────
+# ── outputs and gradients ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def follow_passes(module: nn.Module, before: Callable[[Any, Any], object], after: Callable[[Any], object]) -> Undo:
-    """Call a function before each forward pass with gradients, and another with its output, until undone."""
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            before(args, kwargs)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            after(output)
-
-    return _undo(
-        module.register_forward_pre_hook(OwnHook(enter), with_kwargs=True), module.register_forward_hook(OwnHook(leave))
-    )
-
-
-def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object], names: Collection[str] = ()) -> Undo:
-    """Call a function with the first output of each module of these names that has parameters, until undone.
+def follow_outputs(
+    stack: ExitStack, model: nn.Module, see: Callable[[str, Tensor], object], names: Collection[str] = ()
+) -> None:
+    """Call a function with the first output of each module of these names that has parameters, until the stack closes.
 
     Without names, of each module with parameters of its own.
     """
@@ -103,34 +71,17 @@ def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object], names
 
         return OwnHook(take)
 
-    return _undo(
-        *(
-            module.register_forward_hook(hook(plain_name(name)))
-            for name, module in model.named_modules()
-            if any(True for _ in module.parameters(recurse=bool(names))) and (not names or name in names)
-        )
-    )
+    for name, module in model.named_modules():
+        if (not names or name in names) and any(True for _ in module.parameters(recurse=bool(names))):
+            stack.callback(module.register_forward_hook(hook(plain_name(name))).remove)
 
 
-def follow_gradients(model: nn.Module, see: Callable[[str, Tensor], object]) -> Undo:
-    """Call a function with each parameter gradient that a backward pass computes, until undone.
+def follow_gradients(stack: ExitStack, model: nn.Module, see: Callable[[Tensor], object]) -> None:
+    """Call a function with each parameter gradient that a backward pass computes, until the stack closes.
 
     The loop's own hooks run first. FSDP2 sums gradients of other tensors, out of reach of hooks.
     """
-
-    def hook(name: str) -> Any:
-        def take(gradient: Tensor) -> None:
-            if not torch.compiler.is_compiling():
-                see(name, gradient)
-
-        return OwnHook(take)
-
-    return _undo(*(p.register_hook(hook(plain_name(n))) for n, p in model.named_parameters() if p.requires_grad))
-
-
-def _undo(*handles: Any) -> Undo:
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    hook = OwnHook(lambda gradient: None if torch.compiler.is_compiling() else see(gradient))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            stack.callback(parameter.register_hook(hook).remove)

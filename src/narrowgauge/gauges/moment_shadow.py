@@ -23,17 +23,18 @@ NUM_VALUES = 64
 """Number of values measured per parameter."""
 
 
-def leading_states(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], name: str
-) -> dict[Tensor, Tensor | None]:
-    """Return at most ``NUM_VALUES`` float32 values of a state by parameter; ``None`` before the state exists."""
-    parameters = list(parameters)
-    if isinstance(optimizer, Optimizer):
-        values = [None if (s := optimizer.state_of(p)) is None else s.leading(NUM_VALUES, name) for p in parameters]
-    else:
-        states = [optimizer.state.get(p, {}).get(name) for p in parameters]
-        values = [leading_of(x) if isinstance(x, Tensor) else None for x in states]
-    return {p: None if x is None else x.float() for p, x in zip(parameters, values, strict=True)}
+def leading_states(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], name: str) -> dict[Tensor, Tensor]:
+    """Return at most ``NUM_VALUES`` float32 values of a state, of each parameter that has it."""
+    states = dict[Tensor, Tensor]()
+    for p in parameters:
+        if isinstance(optimizer, Optimizer):
+            values = None if (state := optimizer.state_of(p)) is None else state.leading(NUM_VALUES, name)
+        else:
+            stored = optimizer.state.get(p, {}).get(name)
+            values = leading_of(stored) if isinstance(stored, Tensor) else None
+        if values is not None:
+            states[p] = values.float()
+    return states
 
 
 class MomentShadow:
@@ -49,19 +50,19 @@ class MomentShadow:
 
     def forget(self) -> None:
         """Restart from the stored moments after the next step."""
-        self.parameters: dict[str, Tensor] | None = None
+        self.parameters, self._has_begun = dict[str, Tensor](), False
         self._exact, self._weight = torch.zeros(0), torch.zeros(0)
 
     def step(self) -> None:
         """Apply the optimizer's last step, from the gradients, which still exist."""
-        if self.parameters is None:
+        if not self._has_begun:
             self._begin()
         elif self.parameters:
             grads = [p.grad if p.grad is None else local_of(p.grad) for p in self.parameters.values()]
+            parts = [leading_of(g) for g in grads if g is not None and g.layout is torch.strided]
             is_stepped = [g is not None and g.layout is torch.strided for g in grads]
-            parts = [leading_of(g) for g, used in zip(grads, is_stepped, strict=True) if g is not None and used]
+            weight = self._weight * torch.tensor(is_stepped, device=self._weight.device)
             squares = torch.zeros_like(self._exact)
-            weight = self._weight * torch.tensor(is_stepped, device=squares.device)
             if parts:
                 squares[weight != 0] = torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square()
             # Our optimizers say by what they multiplied the gradients, and whether they skipped the step. A fused torch
@@ -77,14 +78,17 @@ class MomentShadow:
         # Loading a state replaces the groups.
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         moments = leading_states(self.optimizer, self.candidates.values(), "exp_avg_sq")
-        self.parameters = {
-            name: p
-            for name, p in self.candidates.items()
-            # Some optimizers have one second moment for the whole tensor.
-            if self._squares_gradients(groups.get(p, {}))
-            and (m := moments[p]) is not None
-            and len(m) == len(leading_of(p.detach()))
-        }
+        self._has_begun, self.parameters = (
+            True,
+            {
+                name: p
+                for name, p in self.candidates.items()
+                # Some optimizers have one second moment for the whole tensor.
+                if p in moments
+                and len(moments[p]) == len(leading_of(p.detach()))
+                and self._squares_gradients(groups.get(p, {}))
+            },
+        )
         if (stored := self._stored()) is not None:
             factors = [1 - float(groups[p]["betas"][1]) for p in self.parameters.values()]
             self._exact, self._weight = stored, stored.new_tensor(factors)
@@ -100,9 +104,9 @@ class MomentShadow:
 
     def _stored(self) -> Tensor | None:
         """Return the sums of the stored second moments; ``None`` without any."""
-        moments = leading_states(self.optimizer, (self.parameters or {}).values(), "exp_avg_sq").values()
-        sums = [moment.double().sum() for moment in moments if moment is not None]
-        return torch.stack(sums) if sums and len(sums) == len(moments) else None
+        moments = leading_states(self.optimizer, self.parameters.values(), "exp_avg_sq")
+        is_whole = moments and len(moments) == len(self.parameters)
+        return torch.stack([moment.double().sum() for moment in moments.values()]) if is_whole else None
 
     def bias(self) -> Tensor | None:
         """Return the stored sum over the exact one of each of ``parameters``, float64."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from narrowgauge import torch_names
+from narrowgauge.gauges.attention import Heads
 from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.numerics.metrics import rms
 from narrowgauge.transforms.scaled_tensor import Scaled
@@ -43,69 +43,54 @@ def is_sampled(module: torch.nn.Module) -> bool:
     return torch.is_grad_enabled() and module.training and SAMPLING.is_on
 
 
-@dataclass(frozen=True)
-class WatchedTensor:
-    """A tensor with an entry in the recorder. Its kind is a key of ``runs.schema.TENSOR_KINDS``, ``query`` or ``key``."""
-
-    kind: str
-    name: str
-
-    @property
-    def key(self) -> str:
-        """Its key in ``gauges.jsonl``."""
-        return f"{self.kind}:{self.name}"
+Key = tuple[str, str]
+"""The kind of a watched tensor, a key of ``runs.schema.TENSOR_KINDS``, ``query`` or ``key``; and its name."""
 
 
-@dataclass(eq=False)
 class Recorder:
-    """Statistics and samples of the watched tensors of one model. An entry's number is its index in ``watched``.
+    """Statistics and samples of the watched tensors of one model.
 
     Statistics are amax, rms and the number of non-finite values; for queries and keys the largest norm of a head. Calls
     record only while ``is_recording``. Compiled code may run its sampled version for another recorder.
     """
 
-    watched: list[WatchedTensor] = field(default_factory=list)
-    is_recording: bool = False
-    stats_of: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    samples: dict[int, Tensor] = field(default_factory=dict)
-    entries: dict[int, Tensor] = field(default_factory=dict)
-    number: int = field(init=False)
-    _index: dict[WatchedTensor, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.number = len(_RECORDERS)
-        _RECORDERS.append(weakref.ref(self))
+    def __init__(self) -> None:
+        self.is_recording = False
+        self.stats: dict[Key, tuple[Tensor, ...]] = {}
+        self.samples: dict[Key, Tensor] = {}
+        self.keys, self.entries, self.heads = list[Key](), list[Tensor](), dict[Key, Heads]()
+        self._number = len(RECORDERS)
+        RECORDERS.append(weakref.ref(self))
 
     def watch(self, kind: str, name: str) -> Tensor:
-        """Add a tensor. Return the handle of its entry, a CPU tensor, so that layers share a graph."""
-        index = len(self.watched)
-        self.watched.append(WatchedTensor(kind, name))
-        self._index[self.watched[-1]] = index
-        entry = self.entries[index] = torch.tensor([self.number, index], dtype=torch.int64, device="cpu")
-        return entry
+        """Add a tensor. Return its entry, a CPU tensor, so that layers share a graph."""
+        self.entries.append(torch.tensor([self._number, len(self.keys)], dtype=torch.int64, device="cpu"))
+        self.keys.append((kind, name))
+        return self.entries[-1]
 
-    def index(self, kind: str, name: str) -> int:
-        """Return the number of a tensor's entry; -1 if it is not watched."""
-        return self._index.get(WatchedTensor(kind, name), -1)
+    @property
+    def recorded(self) -> list[Key]:
+        """Return the recorded tensors, in the order in which they were added."""
+        return [key for key in self.keys if key in self.stats]
 
     def clear(self) -> None:
         self.samples.clear()
-        self.stats_of.clear()
+        self.stats.clear()
 
-    def record(self, index: int, x: Tensor) -> None:
+    def record(self, key: Key, x: Tensor) -> None:
         """Record a tensor. A later call for the same entry replaces the earlier value."""
         if not self.is_recording or not x.numel() or x.layout is not torch.strided:
             return
         x = x.detach()
+        if (heads := self.heads.get(key)) is not None:
+            norm = heads.largest_norm(x, key[0])
+            self.stats[key] = norm, norm, torch.zeros_like(norm)
+            return
         largest = largest_magnitude(x)
         # Counting costs more than the two reductions. On the CPU a finite amax shows for free that the count is 0.
-        bad = (
-            torch.zeros_like(largest)
-            if not x.is_cuda and math.isfinite(largest.item())
-            else (~x.isfinite()).sum().float()
-        )
-        self.stats_of[index] = largest, rms(x), bad
-        self.samples[index] = sample_rows(x)
+        is_finite = not x.is_cuda and math.isfinite(largest.item())
+        bad = torch.zeros_like(largest) if is_finite else (~x.isfinite()).sum().float()
+        self.stats[key], self.samples[key] = (largest, rms(x), bad), sample_rows(x)
 
 
 def sample_rows(x: Tensor) -> Tensor:
@@ -124,30 +109,21 @@ def sample_rows(x: Tensor) -> Tensor:
 
 
 # Weak references: a recorder lives as long as its gauges. Numbers are never reused, because compiled code may hold one.
-_RECORDERS: list[weakref.ref[Recorder]] = []
+RECORDERS: list[weakref.ref[Recorder]] = []
 
 
-def is_any_recording() -> bool:
-    """Return whether gauges of any model sample the current step."""
-    return any(recorder.is_recording for weak in _RECORDERS if (recorder := weak()) is not None)
-
-
-def recorder_of(entry: Tensor) -> tuple[Recorder | None, int]:
-    """Return the recorder of an entry, if it still exists, and the number of the entry.
-
-    The entry tensor of a copied model is a copy and belongs to no recorder.
-    """
+def recorder_of(entry: Tensor) -> tuple[Recorder, Key] | None:
+    """Return the recorder and the key of an entry. ``None`` if its gauges are gone, or for an entry of a copied model."""
     number, index = entry.tolist()
-    recorder = _RECORDERS[number]() if number < len(_RECORDERS) else None
-    handle = recorder.entries.get(index) if recorder is not None else None
-    return (recorder, index) if handle is not None and handle.data_ptr() == entry.data_ptr() else (None, index)
+    recorder = RECORDERS[number]() if number < len(RECORDERS) else None
+    is_known = recorder is not None and recorder.entries[index].data_ptr() == entry.data_ptr()
+    return (recorder, recorder.keys[index]) if recorder is not None and is_known else None
 
 
 @torch.library.custom_op("narrowgauge::record", mutates_args=())
 def record(x: Tensor, entry: Tensor) -> None:
-    recorder, index = recorder_of(entry)
-    if recorder is not None:
-        recorder.record(index, x)
+    if (place := recorder_of(entry)) is not None:
+        place[0].record(place[1], x)
 
 
 record.register_fake(lambda x, entry: None)

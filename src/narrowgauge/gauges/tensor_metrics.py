@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowgauge.gauges.sampling import Recorder, WatchedTensor
+from narrowgauge.gauges.sampling import Key, Recorder
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.numerics import metrics
@@ -36,11 +37,11 @@ def join_shards(recorder: Recorder, parameters: Mapping[str, Any]) -> None:
     for groups, members in by_group(parameters.values()):
         if not groups:
             continue
-        entries = [(recorder.index(kind, names[p]), p) for p in members for kind in SHARED]
+        entries = [((kind, names[p]), p) for p in members for kind in SHARED]
         device = members[0].device_mesh.device_type
         nothing = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float32, device=device)
         here = torch.stack(
-            [torch.stack(recorder.stats_of[k]).to(device) if k in recorder.stats_of else nothing for k, _ in entries]
+            [torch.stack(recorder.stats[key]).to(device) if key in recorder.stats else nothing for key, _ in entries]
         )
         # Magnitudes in the order of their bits: NaN is above all, and -1 (nothing recorded) below.
         bits = torch.where(here[:, 0].isnan(), torch.nan, here[:, 0]).view(torch.int32)
@@ -48,9 +49,9 @@ def join_shards(recorder: Recorder, parameters: Mapping[str, Any]) -> None:
         counts = here.new_tensor([local_of(p).numel() for _, p in entries], dtype=torch.float64)
         sums = add_up(torch.stack([here[:, 1].double().square() * counts, here[:, 2].double()], 1), groups, "sum")
         rms = (sums[:, 0] / here.new_tensor([p.numel() for _, p in entries])).sqrt().float()
-        for place, (index, _) in enumerate(entries):
-            if index in recorder.stats_of or largest[place] != -1:
-                recorder.stats_of[index] = largest[place], rms[place], sums[place, 1].float()
+        for place, (key, _) in enumerate(entries):
+            if key in recorder.stats or largest[place] != -1:
+                recorder.stats[key] = largest[place], rms[place], sums[place, 1].float()
 
 
 def measure(recorder: Recorder, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -59,32 +60,26 @@ def measure(recorder: Recorder, layers: Mapping[str, nn.Module]) -> dict[str, Te
     Args:
         layers: the watched linear layers by name, at any precision.
     """
-    entries = sorted(recorder.stats_of)
-    if not entries:
+    if not (keys := recorder.recorded):
         return {}
-    stats = torch.stack([torch.stack(recorder.stats_of[index]) for index in entries]).double()
-    rows = {
-        index: torch.cat([row, row.new_full((1,), torch.nan), row.new_zeros(len(metrics.CAST_SUMS))])
-        for index, row in zip(entries, stats, strict=True)
-    }
-    groups: dict[tuple[torch.Size, Cast | None], list[int]] = defaultdict(list)
-    for index, sample in recorder.samples.items():
-        groups[sample.shape, cast_of(recorder.watched[index], layers)].append(index)
+    table = torch.stack([torch.stack(recorder.stats[key]) for key in keys]).double()
+    table = F.pad(table, (0, 1 + len(metrics.CAST_SUMS)))
+    table[:, 3] = torch.nan
+    place_of = {key: place for place, key in enumerate(keys)}
+    groups: dict[tuple[torch.Size, Cast | None], list[Key]] = defaultdict(list)
+    for key, sample in recorder.samples.items():
+        groups[sample.shape, cast_of(key, layers)].append(key)
     for (_, cast), members in groups.items():
-        samples = torch.stack([recorder.samples[index] for index in members])
+        samples, places = torch.stack([recorder.samples[key] for key in members]), [place_of[key] for key in members]
         finite = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0)
         flat = finite.flatten(1)
-        outliers = flat.abs().amax(1) / flat.square().mean(1).sqrt()
-        for index, outlier in zip(members, outliers, strict=True):
-            rows[index][3] = outlier
+        table[places, 3] = (flat.abs().amax(1) / flat.square().mean(1).sqrt()).double()
         if cast is not None:
-            amax = torch.stack([recorder.stats_of[index][0] for index in members])
-            for index, sums in zip(members, cast_stats(finite, cast, amax), strict=True):
-                rows[index][4:] = sums
-    parts = {"tensors": torch.stack(list(rows.values()))}
+            amax = torch.stack([recorder.stats[key][0] for key in members])
+            table[places, 4:] = cast_stats(finite, cast, amax).double()
+    parts = {"tensors": table}
     for kind in TENSOR_KINDS:
-        sampled = [x.reshape(-1)[::COUNTED] for i, x in recorder.samples.items() if recorder.watched[i].kind == kind]
-        if sampled:
+        if sampled := [x.reshape(-1)[::COUNTED] for key, x in recorder.samples.items() if key[0] == kind]:
             parts[f"histogram {kind}"] = exponents(torch.cat(sampled))
     return parts
 
@@ -103,17 +98,20 @@ def exponents(values: Tensor) -> Tensor:
     return metrics.exponent_histogram(values, FIRST_EXPONENT, NUM_EXPONENTS)
 
 
-def row_of(recorder: Recorder, fetched: Mapping[str, Tensor], scales: Mapping[str, float]) -> Row:
-    """Return the tables of a record from the result of :func:`fetch`; ``scales`` are the factors of attention logits."""
+def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
+    """Return the tables of a record from the result of :func:`fetch`."""
     tensors: Row = {}
     norms: dict[str, list[float]] = defaultdict(list)
-    for index, row in zip(sorted(recorder.stats_of), fetched.get("tensors", ()), strict=True):
-        watched, (amax, rms, bad, outlier) = recorder.watched[index], row[:4].tolist()
-        if watched.kind in ("query", "key"):
-            norms[watched.name].append(amax)
+    for (kind, name), row in zip(recorder.recorded, fetched.get("tensors", ()), strict=True):
+        amax, rms, bad, outlier = row[:4].tolist()
+        if kind in ("query", "key"):
+            norms[name].append(amax)
         else:
-            lost = lost_shares(row[4:]) if row[-1] else [None] * 3  # without a cast all of its sums are zero
-            tensors[watched.key] = [rounded(value) for value in (amax, rms, int(bad), *lost, outlier)]
+            lost = list[float | None]([None] * 3)
+            if row[-1]:  # without a cast all of its sums are zero
+                loss, has_values = metrics.cast_loss(row[4:]), bool(row[4 + metrics.CAST_SUMS.index("nonzero")])
+                lost = [loss.underflow if has_values else None, loss.overflow, loss.sqnr_db if has_values else None]
+            tensors[f"{kind}:{name}"] = [rounded(value) for value in (amax, rms, int(bad), *lost, outlier)]
     assert all(len(values) == len(METRICS["tensors"]) for values in tensors.values())
     histograms = {
         name.removeprefix("histogram "): values.long().tolist()
@@ -121,7 +119,9 @@ def row_of(recorder: Recorder, fetched: Mapping[str, Tensor], scales: Mapping[st
         if name.startswith("histogram ") and values.any()
     }
     attention = {
-        n: [rounded(scales[n] * math.prod(pair), keep_nan=True)] for n, pair in norms.items() if len(pair) == 2
+        n: [rounded(recorder.heads["query", n].scale * math.prod(pair), keep_nan=True)]
+        for n, pair in norms.items()
+        if len(pair) == 2
     }
     tables_of_row = {"tensors": tensors, "attention": attention, "histograms": histograms}
     return {name: table for name, table in tables_of_row.items() if table}
@@ -147,20 +147,21 @@ _SLOTS = {"input": "output.left", "weight": "output.right", "output_grad": "grad
 """The slot whose cast is measured, for each kind of tensor."""
 
 
-def cast_of(watched: WatchedTensor, layers: Mapping[str, nn.Module]) -> Cast | None:
+def cast_of(key: Key, layers: Mapping[str, nn.Module]) -> Cast | None:
     """Return the cast before a tensor's matmul, if its sample shows what the cast loses.
 
     Experts that scale their tokens alone do not show in a sample of all.
     """
-    layer: Any = layers.get(watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name)
-    if watched.kind not in _SLOTS or not isinstance(layer, (Linear, GroupedLinear)):
+    kind, name = key
+    layer: Any = layers.get(name.removesuffix(".weight") if kind == "weight" else name)
+    if kind not in _SLOTS or not isinstance(layer, (Linear, GroupedLinear)):
         return None
-    cast: Cast | None = layer.compute.casts[_SLOTS[watched.kind]]
+    cast: Cast | None = layer.compute.casts[_SLOTS[kind]]
     if cast is None:
         return None
     if isinstance(layer, GroupedLinear):
         scales_alone = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
-        return None if watched.kind == "weight" or scales_alone or cast.is_wide else cast
+        return None if kind == "weight" or scales_alone or cast.is_wide else cast
     return None if cast.is_wide and cast.format == dtype_name(layer.weight.dtype) else cast
 
 
@@ -174,10 +175,3 @@ def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     count, rows, columns = samples.shape
     scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
     return metrics.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
-
-
-def lost_shares(sums: Tensor) -> list[float | None]:
-    """Return underflow, overflow and SQNR from one tensor's sums of a cast; ``None`` if all are zero."""
-    loss = metrics.cast_loss(sums)
-    has_values = bool(sums[metrics.CAST_SUMS.index("nonzero")])
-    return [loss.underflow if has_values else None, loss.overflow, loss.sqnr_db if has_values else None]

@@ -12,7 +12,7 @@ import pytest
 from analysis.diagnosis.records import ATTENTION, HEALTHY, LAYER, Row, gauges
 from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.detectors import DETECTORS
-from narrowgauge.analysis.spikes import Z
+from narrowgauge.analysis.thresholds import Z
 from narrowgauge.runs.events import Event
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe

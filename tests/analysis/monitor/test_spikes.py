@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from narrowgauge.analysis.spikes import PATIENCE, Spike, SpikeJudge
+from narrowgauge.analysis.spikes import Spike, SpikeJudge
+from narrowgauge.analysis.thresholds import PATIENCE
 
 # The first loss spike of BLOOM-176B as it was logged: iteration, loss, gradient norm
 # (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles.md, 2022-04-12). Then the spikes of each step.

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import narrowgauge as ng
-from narrowgauge.gauges.recording.record import FAILURES
+from narrowgauge.analysis.thresholds import FAILURES
 from ranks import run_ranks
 from trainer.tiny_runs import TIMINGS
 

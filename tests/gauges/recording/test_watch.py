@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
 from narrowgauge.analysis.reading import Reading
@@ -217,6 +219,43 @@ def test_the_sentence_names_the_step_and_both_rates() -> None:
         loop.train(2)
 
 
+def test_a_sampled_step_reads_the_device_as_often_for_many_tensors_as_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal reads
+            reads += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+            return func(*args, **(kwargs or {}))
+
+    def counted(read: Any) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return read(*args)
+
+        return call
+
+    def reads_of(depth: int) -> int:
+        nonlocal reads
+        loop = Loop(torch.bfloat16)
+        loop.model.blocks.extend(Block().bfloat16() for _ in range(depth))
+        loop.model.norm.requires_grad_(False)
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e-1, momentum=0.9)
+        watch = ng.watch(loop.model, loop.optimizer, every=5)
+        loop.train(4)
+        loop.backward(5)
+        reads = 0
+        with monkeypatch.context() as patch, Reads():
+            for name in ("cpu", "tolist"):
+                patch.setattr(Tensor, name, counted(getattr(Tensor, name)))
+            loop.update(5)
+        assert "effective_lr/group0" in watch.numbers() and not watch.unseen
+        return reads
+
+    assert reads_of(0) == reads_of(6) < 8
+
+
 # ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -345,6 +384,28 @@ class Overflows(Loop):
         self.scaler.update()
 
 
+class AverageInBfloat16(Loop):
+    """An exponential average of the weights."""
+
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    dtype, decay, gain = torch.bfloat16, 0.9999, 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.model, multi_avg_fn=self.averaged).to(self.dtype)
+
+    def averaged(self, averages: Any, weights: Any, number: Any) -> None:
+        for average, weight in zip(averages, weights, strict=True):
+            average.mul_(self.decay).add_(weight, alpha=self.gain - self.decay)
+
+    def after(self, step: int) -> None:
+        self.average.update_parameters(self.model)
+
+
+class AverageRunsAway(AverageInBfloat16):
+    dtype, decay, gain = torch.float32, 0.9, 1.5
+
+
 FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     KeptGradients: ("gradients-kept", "", 2),
     PythonList: ("missing-parameters", "scale and 6 others", 3),
@@ -361,13 +422,15 @@ FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     Twice: ("repeated-step", "", 2),
     ClearedTooEarly: ("zero-gradients", "", 3),
     SecondOptimizer: ("parameters-twice", "head.weight", 3),
+    AverageInBfloat16: ("average-unmoved", "embedding.weight and 9 others", 60),
+    AverageRunsAway: ("average-apart", "embedding.weight", 10),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_told_with_its_tensor(fault: type[Loop]) -> None:
     what, tensor, step = FAULTS[fault]
-    reading = watched(fault())[0][what]
+    reading = watched(fault(), 70)[0][what]
     assert (reading.tensor, reading.step) == (tensor, step)
 
 
@@ -420,6 +483,10 @@ class Averaged(Loop):
                 loss_of(self.model, batch(99))
             self.model.load_state_dict(saved)
             self.model.train()
+
+
+class AverageInFloat32(AverageInBfloat16):
+    dtype = torch.float32
 
 
 class ClearedBeforeBackward(Loop):
@@ -500,7 +567,7 @@ class SparseGradients(Loop):
 
 HEALTHY = [
     Loop, Scaled, partial(Scaled, fused=True), Averaged, ClearedBeforeBackward, OtherLossBefore, Closure, Projected, TargetPasses,
-    TwoOptimizers, OneOfTwoOptimizers, SparseGradients,
+    TwoOptimizers, OneOfTwoOptimizers, SparseGradients, AverageInFloat32,
 ]  # fmt: skip
 
 
@@ -523,7 +590,7 @@ def kinds_on_a_rank(rank: int, own_data: bool, own_seed: bool, loss: float) -> s
     loop = Loop()
     torch.manual_seed(rank * own_seed)
     model = DistributedDataParallel(loop.model)
-    watch, readings = ng.watch(model, loop.optimizer), list[Reading]()
+    watch, readings = ng.watch(model, loop.optimizer, every=3), list[Reading]()
     watch._say = readings.extend  # type: ignore[method-assign]
     for step in range(3):
         loss_of(model, batch(2 * step + rank * own_data)).backward()
@@ -548,6 +615,38 @@ def test_ranks_with_equal_data_equal_masks_or_another_loss_are_told(
     assert run_ranks(kinds_on_a_rank, 2, tmp_path, *faults) == [set() if kind is None else {kind}] * 2
 
 
+class Batch:
+    """A batch whose tensors no hook sees."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def hidden_batches_on_a_rank(rank: int, own_data: bool) -> tuple[list[tuple[str, int]], float]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    model.register_forward_pre_hook(lambda module, args: (args[0].x,))
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch, readings = ng.watch(parallel, optimizer, every=2), list[Reading]()
+    watch._say = readings.extend  # type: ignore[method-assign]
+    for step in range(6):
+        generator = torch.Generator().manual_seed(2 * step + rank * own_data)
+        loss = parallel(Batch(torch.randn(3, 4, generator=generator))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step(loss)
+    numbers = watch.numbers()
+    return [(r.what, r.step) for r in readings], numbers["rank_grad_norm/max"] - numbers["rank_grad_norm/min"]
+
+
+@pytest.mark.parametrize("own_data", [True, False])
+def test_equal_losses_and_gradients_of_all_ranks_are_one_batch(own_data: bool, tmp_path: Path) -> None:
+    (readings, difference), _ = run_ranks(hidden_batches_on_a_rank, 2, tmp_path, own_data)
+    assert readings == ([] if own_data else [("equal-ranks", 2)]) and (difference > 0) is own_data
+
+
 def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str]]:
     loop = Loop()
     fully_shard(loop.model, mesh=init_device_mesh("cpu", (2,)))
@@ -563,7 +662,12 @@ def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str]]:
 
 
 def test_a_sharded_loop_is_silent_and_says_what_is_not_watched(tmp_path: Path) -> None:
-    unseen = {"effective learning rate", "tensors without an optimizer", "gradients that were not cleared"}
+    unseen = {
+        "effective learning rate",
+        "tensors without an optimizer",
+        "gradients that were not cleared",
+        "losses of ranks",
+    }
     assert run_ranks(sharded_on_a_rank, 2, tmp_path) == [([], unseen)] * 2
 
 

@@ -19,19 +19,11 @@ from narrowgauge.analysis.columns import column
 from narrowgauge.analysis.comparison.intervals import PairedDifference, interval
 from narrowgauge.analysis.comparison.labels import seed_of
 from narrowgauge.analysis.settings import recipe_of
+from narrowgauge.analysis.thresholds import ACCEPTABLE, MAX_LOSS_RISE, MAX_SKIPPED, NEGLIGIBLE
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, finite_number, number
 from narrowgauge.spec.significance import MIN_EDQ
-
-NEGLIGIBLE = 1e-3
-"""A difference does not matter if its whole interval lies within this fraction of the baseline's loss."""
-ACCEPTABLE = 0.01
-"""A certain increase up to this fraction of the baseline's loss is a price. A larger one is a fault."""
-MAX_SKIPPED = 0.05
-"""Fraction of skipped steps that makes a fault. A loss scale settles within fewer."""
-MAX_LOSS_RISE = 0.2
-"""A run has diverged if its loss rises by more than this fraction from start to end."""
 
 
 class Rank(Enum):

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from narrowgauge.analysis.columns import column
-from narrowgauge.analysis.comparison.classification import ACCEPTABLE, Classification, Rank, RunStats, classify
+from narrowgauge.analysis.comparison.classification import Classification, Rank, RunStats, classify
 from narrowgauge.analysis.comparison.intervals import MOST_SEEDS, PairedDifference, seeds_needed, shown_loss
 from narrowgauge.analysis.comparison.labels import run_labels
 from narrowgauge.analysis.settings import settings_diff
+from narrowgauge.analysis.thresholds import ACCEPTABLE
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import listed
 from narrowgauge.runs.record import Run

@@ -1,18 +1,17 @@
 """Trace every operation of a training step, forward and backward, with its operands and results.
 
-The first non-finite tensor is often harmless. Attention masks are filled with -inf, and the values discarded by ``where`` can
-be anything. Therefore non-finite values are traced. An operation that produces one from finite operands is a *source*. One
-that propagates one inherits the source of its operands. Only sources that reach the loss or a gradient count. The earliest is
-reported. A requested infinity (a fill, a mask passed as a tensor) is *deliberate*. An operation that turns it into a NaN
-is a new source, e.g. the softmax of a fully masked row.
+The first non-finite tensor is often harmless: attention masks are filled with -inf, and the values discarded by ``where`` can
+be anything. So non-finite values are traced. An operation that makes one from finite operands is a *source*. An operation that
+propagates one inherits the source of its operands. The earliest source that reaches the loss or a gradient is reported. A
+requested infinity (a fill, a mask passed as a tensor) is *deliberate*. An operation that turns it into a NaN is a new source,
+e.g. the softmax of a fully masked row.
 
-Operations are traced below autograd, which includes backward, autocast and the recomputation of activation checkpointing. A
-custom operator is one operation. In forward, hooks identify the module. Backward has no hooks. But PyTorch numbers the
-nodes of the autograd graph in order of creation. So a node belongs to the innermost module whose range of numbers contains it.
+Operations are traced below autograd, which includes backward, autocast and recomputation. In forward, hooks identify the module.
+Backward has no hooks, but PyTorch numbers the nodes of the autograd graph in order of creation. So a node belongs to the
+innermost module whose range of numbers contains it.
 
-This is too expensive for every step. So nothing is traced until a step has failed. Then the same step runs once more, eagerly
-even if the model is compiled, because the inside of a fused kernel cannot be traced. The step must be repeatable: the same
-batch, the same weights, no update.
+Nothing is traced until a step has failed. Then the same step runs once more, eagerly even if the model is compiled, because the
+inside of a fused kernel cannot be traced. The step must be repeatable: the same batch, the same weights, no update.
 """
 
 from __future__ import annotations
@@ -178,7 +177,6 @@ class NanTracer(TorchDispatchMode):
         return result
 
     def _trace_results(self, func: Any, operands: list[Read], results: list[Any], deliberate: bool) -> None:
-        """Assign a source to every non-finite result."""
         for result in results:
             if not isinstance(result, Tensor):
                 continue

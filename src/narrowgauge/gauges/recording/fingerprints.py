@@ -1,17 +1,12 @@
 """Fingerprints of a training step: the tensors that two runs computed, in 64 bits each.
 
-Once two equal runs differ in one digit, they differ in every later one. To find the first, a step can record a hash and
-the norm of each of its tensors, in the order of computation. First come weights that changed since the last step, then
-the tokens, the output of each module with parameters, and the gradients from the last parameter to the first. After the update
-come the stored weights and moments. ``narrowgauge diagnose RUN OTHER`` compares from the first different entry on.
+A step can record a hash and the norm of each of its tensors, in the order of computation: weights that changed since the last
+step, the tokens, the output of each module with parameters, the gradients from the last parameter to the first, and after the
+update the stored weights and moments. ``narrowgauge diagnose RUN OTHER`` compares from the first different entry on.
 
 A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So it depends neither on
-sharding nor on which rank computed which micro-batch.
-
-Fingerprints do not show the rank on which two runs diverge. So each rank also hashes its own tensors, in one number for each
-kind: the tokens and outputs of its micro-batches, its addend to the sum of the gradients, its shard of the sum, the factor
-of the clip, and its shard of the stored weights and moments. Values that ranks must share are compared
-at once. If one rank skips the clip, it shows in the same step.
+sharding nor on which rank computed which micro-batch. To show the rank on which two runs diverge, each rank also hashes its own
+tensors, in one number for each kind. Values that ranks must share are compared at once.
 """
 
 from __future__ import annotations
@@ -38,7 +33,6 @@ from narrowgauge.numerics.hashing import GOLDEN, combine, fingerprint, fingerpri
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.schema import Row
-from narrowgauge.torch_hooks import Follower
 from narrowgauge.torch_names import plain_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -126,9 +120,7 @@ class Fingerprints:
             self._add("tokens:batch", tokens, first_sequence)
         with ExitStack() as undo:
             if self.sees_outputs:
-                undo.callback(
-                    hooks.follow_outputs(self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence))
-                )
+                hooks.follow_outputs(undo, self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence))
             yield
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
@@ -278,14 +270,13 @@ def _digest(numbers: Mapping[str, int]) -> int:
 
 
 class LoopFingerprints(Fingerprints):
-    """Fingerprints of a user's loop, where hooks make the calls that the trainer makes itself.
+    """Fingerprints of a user's loop, where the recorder's hooks make the calls that the trainer makes itself.
 
     A forward pass with gradients is a micro-batch. The optimizer's step has the gradients before it and the states after it.
     On several ranks, hooks on the parameters read this rank's gradients before ``DistributedDataParallel`` sums them.
 
     Args:
         model: its tensors are recorded.
-        called: the model as the loop calls it, or the called part.
         optimizer: the model's, without wrappers.
         every: steps between fingerprints. The start and the first step have fingerprints too. 0 for none.
         here: the ranks. All ranks make all calls.
@@ -296,84 +287,77 @@ class LoopFingerprints(Fingerprints):
     def __init__(
         self,
         model: nn.Module,
-        called: nn.Module,
         optimizer: torch.optim.Optimizer,
         every: int,
         here: Ranks,
         on_failure: Callable[[str], object],
     ) -> None:
-        super().__init__(torch_names.unwrapped_model(model), optimizer, every, here, first=1)
+        super().__init__(model, optimizer, every, here, first=1)
         self._on_failure = on_failure
         self._has_begun, self._is_past_backward = True, False
         self._num_sequences = self._step = 0
-        self._pass, self._backward, self._hooks = ExitStack(), ExitStack(), ExitStack()
-        self._hooks.callback(hooks.follow_passes(called, self._before_pass, self._after_pass))
-        self._hooks.callback(Follower(optimizer, self._before_step, self._after_step).remove)
-
-    def start(self, step: int) -> None:
-        """Record the state after ``step`` steps: the first weights, or a checkpoint's."""
-        self._guarded(lambda: self.before_first(step))
+        self._pass, self._backward = ExitStack(), ExitStack()
 
     def expect(self, step: int) -> None:
         """Expect the step that ends as number ``step``. Changes before its first pass count as between steps."""
-        self._pass.close()
-        self._backward.close()
+        self.close()
         self._step, self._num_sequences, self._is_past_backward, self._has_begun = step, 0, False, False
 
-    def remove(self) -> None:
-        """Remove every hook."""
-        for stack in (self._pass, self._backward, self._hooks):
-            stack.close()
+    def close(self) -> None:
+        """Remove the hooks of a pass and of a backward pass."""
+        self._pass.close()
+        self._backward.close()
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
-        add = super()._add
         if self.is_on:
-            self._guarded(lambda: add(key, x, first_sequence))
+            self.guarded(super()._add, key, x, first_sequence)
 
     def _begin_once(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._guarded(lambda: self.begin(self._step))
+            self.begin(self._step)
             if self.is_on and self.here.size > 1:
-                self._backward.callback(hooks.follow_gradients(self.model, self._see_gradient))
+                hooks.follow_gradients(self._backward, self.model, self._see_gradient)
 
-    def _see_gradient(self, name: str, gradient: Tensor) -> None:
+    def _see_gradient(self, gradient: Tensor) -> None:
         if is_plain(gradient.detach()):
-            self._guarded(lambda: self.sent(gradient.detach()))
+            self.guarded(self.sent, gradient.detach())
 
-    def _before_pass(self, args: Any, kwargs: Any) -> None:
-        if self._is_past_backward:  # later computations are not passes of the step
+    def before_pass(self, inputs: tuple[Any, ...]) -> None:
+        """Begin a micro-batch. Later computations than the backward pass are not part of the step."""
+        if self._is_past_backward:
             return
         self._begin_once()
         if not self.is_on:
             return
-        self._pass.close()  # one that raised
+        self.after_pass()  # one that raised
         # The tokens are the first integer input with two dims: batch, sequence.
-        inputs = (*args, *kwargs.values())
         tensors = (x for x in inputs if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point())
         tokens = next(tensors, None)
         self.sees_outputs = not torch_names.is_compiled_model(self.model)
-        self._guarded(lambda: self._pass.enter_context(self.micro_batch(tokens, self._num_sequences)))
+        self._pass.enter_context(self.micro_batch(tokens, self._num_sequences))
         self._num_sequences += 0 if tokens is None else len(tokens)
 
-    def _after_pass(self, output: Any) -> None:
-        if not self._is_past_backward:
-            self._pass.close()
-
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._begin_once()
+    def after_pass(self) -> None:
+        """End the micro-batch."""
         self._pass.close()
-        self._backward.close()
+
+    def before_step(self) -> None:
+        """Record the gradients."""
+        self._begin_once()
+        self.close()
         self._is_past_backward = True
-        self._guarded(self.gradients)
+        self.gradients()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._guarded(lambda: self.states(self._step))
+    def after_step(self) -> None:
+        """Record the weights and the states."""
+        self.states(self._step)
 
-    def _guarded(self, function: Callable[[], object]) -> None:
+    def guarded(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function. An error ends the fingerprints, and not the loop."""
         try:
             with torch.no_grad():
-                function()
+                function(*args)
         except Exception as error:
             if self.here.size > 1:
                 raise

@@ -9,37 +9,24 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge.analysis.thresholds import REPEATED
 from narrowgauge.checks.set_up import storage_of
 from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.numerics.dtensor import is_sharded
 
 WHOLE = 1 << 16
 """Largest number of elements of a tensor that is copied whole. Rules for matrices need whole matrices."""
-_REPEATED = 0.01
-"""Distance between the step of the copy in the stored formats and the step, as a share of the intended change."""
 _PLAIN = (int, float, str, bool, bytes, tuple, type(None))
 
 
-@dataclass
-class StoredUpdate:
-    """The sums of one tensor's step: ⟨D,D⟩ of the intended change D, and ⟨D,E⟩ with the stored change E; float64 ``[2]``."""
-
-    parameter: Tensor
-    group: int
-    sums: Tensor
-    is_repeated: Tensor
-
-
 class IntendedStep:
-    """An optimizer's next step, repeated on copies. Make it before the step, and read it after.
+    """An optimizer's next step, repeated on copies. Make it before the step.
 
     Args:
         optimizer: any that is not Narrowgauge's; ours audit themselves.
@@ -71,21 +58,31 @@ class IntendedStep:
         except Exception as error:  # a step that needs whole tensors, a closure, or another device
             self.why_not = f"its step cannot be repeated on a copy ({type(error).__name__})"
 
-    def updates(self) -> Iterator[StoredUpdate]:
-        """Yield the sums of each tensor, after the step."""
-        groups = {p: k for k, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+    def sums(self) -> tuple[dict[Tensor, list[float]], list[Tensor]]:
+        """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, with the stored change E, and the tensors whose step the copy does not take.
+
+        Call it after the step.
+        """
+        rows = list[Tensor]()
         for p, before in self._before.items() if self._twins else ():
             stored, exact = self._twins
             now = _part(p, p)
             intended, change = exact[p] - before, now.double() - before
-            is_repeated = (now.double() - stored[p]).norm() <= _REPEATED * intended.norm()
-            sums = torch.stack([intended.square().sum(), (intended * change).sum()]) * (p.numel() / now.numel())
-            yield StoredUpdate(p, groups[p], sums, is_repeated)
+            sums = intended.square().sum(), (intended * change).sum(), (now.double() - stored[p]).square().sum()
+            rows.append(torch.stack(sums) * (p.numel() / now.numel()))
+        table = dict(zip(self._before, on_host(rows), strict=False))
+        sums_of = {p: row[:2] for p, row in table.items() if row[2] <= REPEATED**2 * row[0]}
+        return sums_of, [p for p in table if p not in sums_of]
+
+
+def on_host(values: list[Tensor]) -> list[Any]:
+    """Copy tensors of one shape to the host at once: every copy waits for the device."""
+    return torch.stack([x.to(values[0].device) for x in values]).tolist() if values else []
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
     """Return why a step on a copy could change the run; empty if it cannot. Code of other libraries may reach other objects."""
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if _is_torchs(optimizer):
         return ""
     if dist.is_initialized() and dist.get_world_size() > 1:
         return "its step may talk to other ranks"
@@ -96,7 +93,11 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
 
 def _keeps_visible(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> bool:
     """Return whether the visible weight is all that is kept: no master copy, no compensation, no sharded tensor."""
-    return not is_sharded(p) and not storage_of(optimizer, group, p).beside
+    return not is_sharded(p) and (_is_torchs(optimizer) or not storage_of(optimizer, group, p).beside)
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _part(x: Tensor, parameter: Tensor) -> Tensor:

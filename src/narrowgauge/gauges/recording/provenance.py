@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 import narrowgauge
 from narrowgauge.analysis.settings import settings_diff
@@ -84,8 +83,7 @@ def formats_of(output: Any) -> Row:
         >>> formats_of(nn.Linear(4, 2)(torch.ones(1, 4)))
         {'formats': 'float32'}
     """
-    outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
-    names = sorted(map(dtype_name, graph_dtypes(outputs)))
+    names = sorted(map(dtype_name, graph_dtypes(output)))
     return {"formats": ", ".join(name for name in names if name in FORMATS)} if names else {}
 
 

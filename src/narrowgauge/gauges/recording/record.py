@@ -21,6 +21,7 @@ from torch import nn
 
 from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.detectors import KINDS_OF_ALARMS
+from narrowgauge.analysis.thresholds import FAILURES
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
@@ -40,8 +41,6 @@ from narrowgauge.spec.recipes import Recipe
 OnRow = Callable[[str, Row], object]
 """Takes each written row: the kind, named as its file (steps, evals, gauges, events), and the row."""
 
-FAILURES = 25
-"""Failed steps in a row after which a run has diverged."""
 GO_BACK = "Lower the learning rate or look at the data of that step, and continue from the last good checkpoint."
 
 
@@ -147,10 +146,10 @@ class Record(AbstractContextManager["Record"]):
             columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, … They replace those read here.
         """
         reader, scaler = self.reader, None if self.reader.ours is None else self.reader.ours.loss_scaler
-        given = numbers(columns, "step")
-        if "step" in given:
+        columns = numbers(columns, "step")
+        if "step" in columns:
             raise NarrowgaugeError("step was given a column 'step', which the record counts itself.", "Leave it out.")
-        row = reader.row(self.num_steps + 1, given, tokens_before=self.tokens)
+        row = reader.row(self.num_steps + 1, columns, tokens_before=self.tokens)
         self.num_steps, self.tokens = int(row["step"]), row.get("tokens") or self.tokens
         self.seconds += row["seconds"] or 0.0
         self._append("steps", row)

@@ -26,7 +26,7 @@ from narrowgauge.checks.checking import event_of, static_readings
 from narrowgauge.checks.gradients import coarse_loss
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_check import StepCheck
-from narrowgauge.checks.step_samples import spread, weight_of
+from narrowgauge.checks.step_samples import weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
@@ -47,6 +47,7 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.torch_names import unwrapped_model
 
 _OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
 atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))
@@ -146,11 +147,10 @@ class RunRecorder(Watch):
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(self._record.close)
             earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
-            passes = model if called is None else called
             self._prints = LoopFingerprints(
-                model, passes, self.optimizer, fingerprints_every, here, partial(self.event, "note")
+                unwrapped_model(model), self.optimizer, fingerprints_every, here, partial(self.event, "note")
             )
-            self._record.undo.callback(self._prints.remove)
+            self._record.undo.callback(self._prints.close)
             self._has_formats = False
             super().__init__(model, self.optimizer, every=every, called=called)
             self._record.undo.callback(self.remove)
@@ -208,10 +208,13 @@ class RunRecorder(Watch):
                 f"{self.folder} holds steps already, and the step from which the loop continues is unknown.",
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
             )
+        if batch is not None:  # of floats, the bits
+            batch = batch.detach().cpu()
+            batch = batch.float().view(torch.int32) if batch.is_floating_point() else batch
         entries: Row = {
             "loss": loss,
             "tokens": None if tokens is None else self._record.tokens + tokens,
-            "batch_crc": None if batch is None else batch_checksum(_integers(batch.detach().cpu())),
+            "batch_crc": None if batch is None else batch_checksum(batch.numpy()),
             "recomputed": self._recomputed or None,
             **self._columns,
             **columns,
@@ -334,7 +337,6 @@ class RunRecorder(Watch):
         self._record_new(readings, self.num_steps + 1 if row else self.num_steps)
 
     def _record_new(self, readings: list[Reading], step: int, *, static: bool = False) -> None:
-        """Write an event for each new reading."""
         for reading in readings:
             place = reading.what, "" if static else reading.tensor
             if place not in self._reported:
@@ -356,15 +358,30 @@ class RunRecorder(Watch):
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
-        self._prints.start(step)
+        self._prints.guarded(self._prints.before_first, step)
         self._record.fingerprint(self._prints)
         self._prints.expect(step + 1)
+
+    def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        super()._before_pass(module, args, kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._prints.guarded(self._prints.before_pass, (*args, *kwargs.values()))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._prints.guarded(self._prints.before_step)
+        super()._before_step(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._prints.guarded(self._prints.after_step)
+        super()._after_step(optimizer)
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record the formats of the first forward pass too. After a resume, note changed formats."""
         super()._after_pass(module, args, output)
-        is_seen = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not self._has_formats
-        if not (formats := formats_of(output) if is_seen else {}):
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self._prints.after_pass()
+        if self._has_formats or not (formats := formats_of(output)):
             return
         self._has_formats = True
         before, now = self._run["model"].get("formats"), formats["formats"]
@@ -389,7 +406,7 @@ class RunRecorder(Watch):
         """Return the fraction of elements that moved, their number, and whether they have 16 bits, by trained tensor."""
         moved = {}
         for name, p in self._trained.items() if self._has_start else ():
-            before, now = self._start[name], spread(weight_of(self.optimizer, p))
+            before, now = self._start[name], self._elements(p)
             if name in self._had_gradient and before.numel() and now.shape == before.shape:
                 share = round(float((self._moved[name] | (now != before)).double().mean()), 6)
                 moved[name] = [share, p.numel(), p.element_size() == 2]
@@ -447,11 +464,6 @@ def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
             f"a record of recipe '{recipe.name}' was requested, and the optimizer's storage is '{names[0]}'.",
             "Name the recipe that was given to prepare, or leave it out.",
         )
-
-
-def _integers(batch: Tensor) -> Any:
-    """Return a batch on the host as integers: the bits of its values if they are floats."""
-    return (batch.float().view(torch.int32) if batch.is_floating_point() else batch).numpy()
 
 
 def warn(kind: str, sentence: str) -> None:

@@ -18,27 +18,33 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, in_order, of_all
+from narrowgauge.analysis.thresholds import EVALUATIONS_APART, LOSS_APART, SETTLED, TWICE, UNIFORM_STEPS
+from narrowgauge.checks.gradients import vocabulary_of
 from narrowgauge.checks.set_up import set_up_of
-from narrowgauge.checks.step_samples import spread, weight_of
+from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges import hooks
-from narrowgauge.gauges.recording.intended_updates import IntendedStep
-from narrowgauge.gauges.recording.leaves import graph_leaves, names_of
+from narrowgauge.gauges.recording.intended_updates import IntendedStep, on_host
+from narrowgauge.gauges.recording.leaves import copies_of, names_of
 from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step
-from narrowgauge.torch_names import HostCopy, is_transformed, plain_name, unwrapped_model
+from narrowgauge.torch_names import (
+    HostCopy,
+    graph_nodes,
+    is_compiled_model,
+    is_transformed,
+    plain_name,
+    unwrapped_model,
+)  # fmt: skip
 
-SETTLED = 50
-"""Steps before a tensor without a gradient or without a change is reported."""
-UNIFORM_STEPS = 20
-"""Steps in a row whose loss is that of a uniform distribution."""
 _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these parts."""
 _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -82,6 +88,7 @@ class Watch:
         self._num_passes = self._num_backward = 0
         self._intervals = dict.fromkeys(self.optimizers, _Interval())
         self._sums: dict[str, Tensor] = {}
+        self._square: tuple[int, Tensor | float] = -1, 0.0
         self._flags: dict[str, Tensor] = {}
         self._modes, self._evaluations = set[bool](), set[bool]()
         self._was_cleared: bool | Tensor = True
@@ -93,13 +100,20 @@ class Watch:
         self._after: Tensor | None = None
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
         self._hashes: tuple[str, str] | None = None
+        self._copies: list[tuple[str, int, weakref.ref[Tensor], int, Tensor]] | None = None
         self._undo, self._here = ExitStack(), all_ranks()
-        self._hook(self.watched_model, self.watched_model if called is None else called)
+        if self._here.size > 1:
+            self.unseen["losses of ranks"] = "watch.step(loss) was not called"
+        # A compiler skips hooks inside the model that it compiles.
+        self._hook(self.watched_model, called or (model if is_compiled_model(model) else self.watched_model))
 
     def _start_samples(self) -> None:
-        """Take the weights of now for those of the start."""
-        self._start = {name: spread(weight_of(self._optimizer_of[p], p)) for name, p in self._trained.items()}
+        self._start = {name: self._elements(p) for name, p in self._trained.items()}
         self._moved = {name: torch.zeros_like(values, dtype=torch.bool) for name, values in self._start.items()}
+
+    def _elements(self, p: Tensor) -> Tensor:
+        """Copy spread elements of the stored weight, on its device."""
+        return evenly_spread(weight_of(self._optimizer_of[p], p)).clone()
 
     def _hook(self, model: nn.Module, called: nn.Module) -> None:
         """Hook the called model, the blocks, the smallest trained parameter, and the optimizers."""
@@ -107,15 +121,14 @@ class Watch:
         self._undo.callback(called.register_forward_pre_hook(OwnHook(self._before_pass), with_kwargs=True).remove)
         self._undo.callback(called.register_forward_hook(OwnHook(self._after_pass)).remove)
         blocks = {name for name, _ in model.named_modules() if name and _BLOCK.fullmatch(plain_name(name))}
-        self._undo.callback(hooks.follow_outputs(model, self._add_sum, blocks))
+        hooks.follow_outputs(self._undo, model, self._add_sum, blocks)
         dense = [p for p in self._trained.values() if p.is_leaf and not is_sharded(p) and p.numel()]
         self._probe = min(dense, key=lambda p: p.numel(), default=None)
         if self._probe is not None:
             self._undo.callback(self._probe.register_hook(OwnHook(self._before_gradient)).remove)
         self._dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
         self._modal = [*self._dropouts, *(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))]
-        sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-        self._vocabulary = max(sizes, default=0)
+        self._vocabulary = vocabulary_of(model)
         for optimizer in self.optimizers:
             follower = Follower(
                 optimizer, partial(self._guarded, self._before_step), partial(self._guarded, self._after_step)
@@ -140,24 +153,26 @@ class Watch:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
 
         ``lr/groupN`` and ``effective_lr/groupN`` are of the last sampled step, ``grad_norm`` is of this rank's gradients that
-        reached the last step. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer.
+        reached the last step. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer. On
+        several ranks, ``/min`` and ``/max`` of ``rank_loss``, and of ``rank_grad_norm``, the smallest tensor's before the sum.
         """
         return dict(self._numbers)
 
     def step(self, loss: float | Tensor | None = None) -> None:
-        """Watch the loss of a step too. The call is optional. On several ranks, all of them make it.
+        """Watch the loss of a step too, after the optimizer's step. The call is optional. On several ranks, all of them make it.
 
         Args:
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
         """
         if loss is not None:
+            self.unseen.pop("losses of ranks", None)
             self._report(self._loss_readings(float(loss.detach() if isinstance(loss, Tensor) else loss)))
 
     # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _report(self, readings: Iterable[Reading]) -> None:
         """Say what is new: each kind once, and again when it is twice as far beyond its bound."""
-        fresh = [r for r in readings if r.what not in self._told or r.excess > 2 * self._told[r.what]]
+        fresh = [r for r in readings if r.what not in self._told or r.excess > TWICE * self._told[r.what]]
         self._told |= {r.what: r.excess for r in fresh}
         if fresh:
             self._say(in_order(fresh))
@@ -181,7 +196,7 @@ class Watch:
         self._num_passes += 1
         self._modes.add(module.training or any(m.training for m in self._modal))
         if self._here.size > 1 and self._step == 1 and self._hashes is None:
-            inputs = enumerate((*args, *kwargs.values()))
+            inputs = enumerate(tree_leaves((args, kwargs)))
             batch = {str(k): x for k, x in inputs if isinstance(x, Tensor) and x.element_size() <= 8}
             device, draws = next(module.parameters()).device, any(m.training for m in self._dropouts)
             state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -191,11 +206,12 @@ class Watch:
         """Walk the graph of the first two steps to its leaves, and remember those that the optimizers do not step."""
         is_seen = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
         # The leaves of sharded parameters are gathered copies.
-        for leaf in graph_leaves(output) if is_seen and self._step < 2 and not self._is_sharded else ():
-            if leaf not in self._names:
+        for node in graph_nodes(output) if is_seen and self._step < 2 and not self._is_sharded else ():
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and leaf not in self._names:
                 reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
                 if reference is None or reference() is not leaf or values is None:
-                    values, steps = spread(leaf), set()
+                    values, steps = evenly_spread(leaf).clone(), set()
                 self._leaves[id(leaf)] = weakref.ref(leaf), values, steps | {self._step}
 
     def _add_sum(self, name: str, x: Tensor) -> None:
@@ -208,8 +224,14 @@ class Watch:
         if torch.compiler.is_compiling() or self._probe is None:
             return
         self._num_backward += 1
-        kept = self._probe.grad
-        self._was_cleared |= True if kept is None or kept.layout is not torch.strided else ~kept.any()
+        if self._here.size > 1 and self._is_sampled(self._step + 1):  # the ranks' gradients are not summed yet
+            step, square = self._square
+            self._square = (
+                self._step,
+                gradient.detach().float().square().sum() + (square if step == self._step else 0.0),
+            )
+        last = self._probe.grad
+        self._was_cleared |= True if last is None or last.layout is not torch.strided else ~last.any()
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -238,7 +260,7 @@ class Watch:
                 is_written = ((probe != self._after) & (self._after == self._after)).any()
                 self._flags["swapped" if self._was_evaluated else "written"] = is_written
         if self._is_sampled(step):
-            self._frozen = {p: spread(p) for p in self._names if not p.requires_grad}
+            self._frozen = {p: evenly_spread(p).clone() for p in self._names if not p.requires_grad}
             self._intended = None if isinstance(optimizer, Optimizer) else IntendedStep(optimizer)
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -255,9 +277,12 @@ class Watch:
         if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
             skipped = optimizer.last_control[1]
         if skipped is not None:
-            self._flags["skipped"] = skipped
+            self._flags["skipped"] = skipped.reshape(())
         device = next(iter(self._names)).device
-        values = [x.detach().to(device, torch.float32).reshape(()) for x in self._flags.values()]
+        values = [  # a cast costs more than a test
+            x if x.dtype is torch.float32 and x.device == device else x.to(device, torch.float32)
+            for x in self._flags.values()
+        ]
         vector = torch.stack(values) if values else torch.zeros(0, device=device)
         self._unread.append((step, list(self._flags), HostCopy(vector)))
         if probe is not None and optimizer is self._optimizer_of[probe]:
@@ -283,7 +308,7 @@ class Watch:
             words = f"the model trains in evaluation mode, without {things}: call model.train()"
             yield KINDS["wrong-mode"].reading("", 1, 0, step=step, words=words)
         # A loop with such passes in most steps means them.
-        if self._evaluations == {True} and step >= 4 * self._num_evaluated:
+        if self._evaluations == {True} and step >= EVALUATIONS_APART * self._num_evaluated:
             words = f"the evaluation ran in training mode, with {things}: call model.eval() before it"
             yield KINDS["wrong-mode"].reading("", 1, 0, step=step - 1, words=words)
         self._modes, self._evaluations = set(), set()
@@ -296,7 +321,7 @@ class Watch:
             leaf
             for reference, values, steps in self._leaves.values()
             if (leaf := reference()) is not None and steps == {0, 1} and leaf.grad is not None and leaf not in stepped
-            and torch.equal(spread(leaf), values)
+            and torch.equal(evenly_spread(leaf), values)
         ]  # fmt: skip
         self._leaves = {}
         self._numbers["untrained_tensors"] = len(leaves)
@@ -312,14 +337,12 @@ class Watch:
                 yield KINDS["parameters-twice"].reading(of_all(names), len(names), 0, step=step)
 
     def _read(self) -> None:
-        """Read the vectors of past steps."""
         for step, keys, copied in self._unread:
             values = dict(zip(keys, copied.cpu().tolist(), strict=True))
             self._report(self._value_readings(step, values))
         self._unread = []
 
     def _value_readings(self, step: int, values: dict[str, float]) -> Iterator[Reading]:
-        """Read the numbers of one step."""
         self._has_own_writes |= bool(values.pop("written", 0.0))
         if values.pop("swapped", 0.0) and not self._has_own_writes:
             yield KINDS["weights-not-restored"].reading("", 1, 0, step=step - 1)
@@ -348,15 +371,15 @@ class Watch:
     # ── sampled steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
-        """Read the effective learning rate of each group, and which tensors never moved."""
         first = sum(len(o.param_groups) for o in self.optimizers[: self.optimizers.index(optimizer)])
         sums = self._sums_of(optimizer)
         for index, group in enumerate(optimizer.param_groups):
-            members = [p for p in group["params"] if p in sums and float(sums[p][0]) > 0]
+            members = [p for p in group["params"] if p in sums and sums[p][0] > 0]
             if not members or group["lr"] is None:
                 continue
-            rate, edqs = float(group["lr"]), {p: float(sums[p][1] / sums[p][0]) for p in members}
-            intended, stored = torch.stack([sums[p] for p in members]).sum(0).tolist()
+            rate, edqs = float(group["lr"]), {p: sums[p][1] / sums[p][0] for p in members}
+            table = torch.tensor([sums[p] for p in members], dtype=torch.float64, device="cpu")
+            intended, stored = table.sum(0).tolist()
             edq, worst = stored / intended, min(edqs, key=lambda p: edqs[p])
             self._numbers |= {f"lr/group{first + index}": rate, f"effective_lr/group{first + index}": rate * edq}
             kind = KINDS["effective-rate"]
@@ -366,33 +389,76 @@ class Watch:
                     worst=self._names[worst], least=edqs[worst],
                 )  # fmt: skip
         yield from self._moved_readings(optimizer, step)
+        if optimizer is self.optimizers[-1]:
+            yield from self._copy_readings(step)
 
-    def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+    def _copy_readings(self, step: int) -> Iterator[Reading]:
+        """Read copies of the model that the loop writes, such as an average of its weights."""
+        if self._copies is None:
+            stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
+            tensors = [(n, p) for copy in copies_of(self.watched_model) for n, p in copy.items() if n in self._trained]
+            self._copies = [
+                (n, step, weakref.ref(p), p._version, evenly_spread(p).clone())
+                for n, p in tensors
+                if not p.is_meta and p not in stepped
+            ]
+        written, norms = list[tuple[str, int, Tensor]](), list[Tensor]()
+        for name, first, reference, version, start in self._copies:
+            if (p := reference()) is not None and p._version != version:  # also of a write that changed no bit
+                values = (
+                    evenly_spread(p) - start,
+                    evenly_spread(p),
+                    self._start[name],
+                    self._elements(self._trained[name]),
+                )
+                device = start.device  # an average may be on the CPU
+                norms.append(torch.stack([x.double().norm().to(device) for x in values]))
+                written.append((name, first, p))
+        rows, kind = [*zip(written, on_host(norms), strict=True)], KINDS["average-apart"]
+        for (name, _, _), (_, size, *sizes) in rows:
+            if max(sizes) < math.inf and not size <= kind.bound * max(sizes):
+                yield kind.reading(name, size / max(sizes), step=step, size=size, largest=max(sizes))
+                break
+        still = {
+            name: dtype_name(p.dtype)
+            for (name, first, p), (change, *_) in rows
+            if change == 0 and name in self._has_moved and step >= first + SETTLED
+        }
+        if still:
+            formats = of_all(dict.fromkeys(still.values()))
+            yield KINDS["average-unmoved"].reading(of_all(still), len(still), 0, step=step, formats=formats)
+
+    def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[float]]:
         """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, from our audit or from the repeated step."""
         if isinstance(optimizer, Optimizer):
             optimizer.settle()
             if not optimizer.audit_every:
                 self.unseen["effective learning rate"] = "audit_every is 0"
-            return {p: rows[:, :2].sum(0) for p, rows in optimizer.auditor.windows.items()}
+            return {p: rows[:, :2].sum(0).tolist() for p, rows in optimizer.auditor.windows.items()}
         assert self._intended is not None
-        updates = list(self._intended.updates())
-        seen = {u.parameter: u.sums.cpu() for u in updates if bool(u.is_repeated)}
+        sums, unrepeated = self._intended.sums()
         if self._intended.why_not:
             self.unseen["effective learning rate"] = self._intended.why_not
-        elif names := [self._names[u.parameter] for u in updates if u.parameter not in seen]:
-            self.unseen["effective learning rate"] = f"the step of {of_all(names)} is not repeated by a copy"
-        return seen
+        elif unrepeated:
+            names = of_all(self._names[p] for p in unrepeated)
+            self.unseen["effective learning rate"] = f"the step of {names} is not repeated by a copy"
+        return sums
 
     def _moved_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         for name, p in self._trained.items():
             if self._optimizer_of[p] is optimizer:
-                now = spread(weight_of(optimizer, p))
+                now = self._elements(p)
                 if now.shape == self._start[name].shape:
                     self._moved[name] |= now != self._start[name]
-        if frozen := [self._names[p] for p, values in self._frozen.items() if not torch.equal(spread(p), values)]:
+        changes = {self._names[p]: evenly_spread(p) != values for p, values in self._frozen.items()}
+        flags = on_host([x.any() for x in (*self._moved.values(), *changes.values())])
+        if frozen := [name for name, is_changed in zip(changes, flags[len(self._moved) :], strict=True) if is_changed]:
             yield KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step)
-        still = [name for name, moved in self._moved.items() if moved.numel() and not moved.any()]
+        still = [
+            n for (n, x), has_moved in zip(self._moved.items(), flags, strict=False) if x.numel() and not has_moved
+        ]
         without = [name for name in self._trained if name not in self._had_gradient]
+        self._has_moved = self._trained.keys() - {*still}
         self._numbers |= {"frozen_tensors": len(still), "tensors_without_gradient": len(without)}
         if step < SETTLED or optimizer is not self.optimizers[-1]:
             return
@@ -419,26 +485,41 @@ class Watch:
             yield kind.reading(
                 "", loss, expected, kind.bound * expected, self._step, vocabulary=self._vocabulary, steps=UNIFORM_STEPS
             )
-        losses = self._here.gather(loss)
+        if self._here.size == 1 or not self._is_sampled(self._step):
+            return
+        norm = math.sqrt(float(self._square[1]))
+        losses, norms = zip(*self._here.gather((loss, norm)), strict=True)
+        for name, values in (("rank_loss", losses), ("rank_grad_norm", norms)):
+            self._numbers |= {f"{name}/min": min(values), f"{name}/max": max(values)}
+        if len({*losses}) == len({*norms}) == 1 and 0 < norm < math.inf:
+            yield from self._same_batch(self._step)
         worst = max(losses, key=lambda x: (not math.isfinite(x), x))
         middle = sorted(losses)[(len(losses) - 1) // 2]
-        bound = KINDS["rank-loss"].bound * max(middle, 0.0) + 1
-        if len(losses) > 1 and (not math.isfinite(worst) or worst > middle + bound):
+        bound = KINDS["rank-loss"].bound * max(middle, 0.0) + LOSS_APART
+        if not math.isfinite(worst) or worst > middle + bound:
             rank = losses.index(worst)
             yield KINDS["rank-loss"].reading("", worst, middle, bound, self._step, rank=rank)
 
     def _rank_readings(self, step: int) -> Iterator[Reading]:
         """Compare the batches and the random generators of the ranks, where each trains on its own data."""
         batches, states = zip(*self._here.gather(self._hashes or ("", "")), strict=True)
-        is_fsdp = any(type(m).__name__.startswith("FSDP") for m in self.watched_model.modules())
-        if self._is_sharded and not is_fsdp:  # ranks may share a batch
-            self.unseen["batches of ranks"] = "parameters are sharded, not by FSDP"
-        elif len({*batches}) == 1 and batches[0]:
-            words = "trained on the same batch: give each rank its share of the data (DistributedSampler)"
-            yield KINDS["equal-ranks"].reading("", len(batches), 1, 0, step, words=words)
-        elif len({*states}) == 1 and states[0]:
+        if len({*batches}) == 1 and batches[0]:
+            yield from self._same_batch(step)
+        elif len({*states}) == 1 and states[0] and self._has_own_data():
             words = "draw the same dropout masks for other batches: seed each rank with its number"
             yield KINDS["equal-ranks"].reading("", len(states), 1, 0, step, words=words)
+
+    def _same_batch(self, step: int) -> Iterator[Reading]:
+        if self._has_own_data():
+            words = "trained on the same batch: give each rank its share of the data (DistributedSampler)"
+            yield KINDS["equal-ranks"].reading("", self._here.size, 1, 0, step, words=words)
+
+    def _has_own_data(self) -> bool:
+        """Return whether each rank trains on its own data. Ranks that share a layer may share a batch."""
+        is_fsdp = any(type(m).__name__.startswith("FSDP") for m in self.watched_model.modules())
+        if self._is_sharded and not is_fsdp:
+            self.unseen["batches of ranks"] = "parameters are sharded, not by FSDP"
+        return is_fsdp or not self._is_sharded
 
 
 def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -455,7 +536,8 @@ def watch(model: nn.Module, optimizer: Any, *, every: int = 50) -> Watch:
     * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
     * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
     * the first module whose output is not finite;
-    * on several ranks, equal batches, equal dropout masks, and a rank whose loss is far from the others'.
+    * a copy of the model that the loop writes, such as an average of its weights, which cannot move in its format or runs away;
+    * on several ranks, equal batches and equal dropout masks; on sampled steps, a rank whose loss is far from the others'.
 
     A watched loop computes the same bits. On several ranks, all of them make the call.
 
