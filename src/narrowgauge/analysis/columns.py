@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,16 @@ def column(run: Run, table: str, name: str) -> Series:
         Series(x=array([1., 3.]), y=array([ 2., nan]))
     """
     rows = [row for row in getattr(run, table) if row.get(name) is not None]
-    points = [(step, finite_number(row[name])) for row in rows if (step := finite_number(row.get("step"))) is not None]
-    x, y = np.array(points, float).reshape(-1, 2).T
-    return Series(x, y)
+    x, y = _finite([row.get("step") for row in rows]), _finite([row[name] for row in rows])
+    return Series(x[~np.isnan(x)], y[~np.isnan(x)])
+
+
+def _finite(values: list[Any]) -> Array:
+    """Return values as float64, NaN for each that is not a finite number."""
+    if not {float, int}.issuperset(map(type, values)):
+        return np.array([finite_number(value) for value in values], float)
+    try:
+        array = np.array(values, float)
+    except OverflowError:  # a whole number beyond every float
+        return np.array([finite_number(value) for value in values], float)
+    return np.where(np.isfinite(array), array, np.nan)

@@ -307,10 +307,10 @@ def _resumes(run: Run) -> Iterator[Reading]:
 def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
     """Yield readings of the audit over all parameters: what detectors read of one tensor, of the whole model."""
     alarms = Alarms(recipe)
-    for row in run.steps:
-        values = [row.get(name) for name in METRICS["updates"]]
-        is_audited = any(value is not None for value in values)
-        for event in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}) if is_audited else ():
+    names = METRICS["updates"]
+    for row in (row for row in run.steps if not names.keys().isdisjoint(row)):
+        values = [row.get(name) for name in names]
+        for event in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}):
             yield replace(_of_event(event.row()), tensor="")
 
 

@@ -137,6 +137,10 @@ STEPWISE = ("steps", "evals", "gauges", "fingerprints")
 _TOTALS = ("tokens", "seconds", "peak_memory_bytes", "step_memory_bytes")
 """Numbers of a step that no curve needs."""
 _NUMBER: frozenset[type] = frozenset({int, float, bool, type(None)})
+_NUMERIC = {
+    kind: {name for name, column in columns.items() if column.type in ("count", "number", "flag")}
+    for kind, columns in TABLES.items()
+}
 
 
 def wrong_value(kind: str, row: Row) -> str:
@@ -147,6 +151,8 @@ def wrong_value(kind: str, row: Row) -> str:
         ("val_loss = 'low', which is not a number", '')
     """
     for name, value in row.items():
+        if name in _NUMERIC[kind] and type(value) in _NUMBER:  # most values, three times as fast
+            continue
         if name in TABLES[kind] and (reason := _why_wrong(TABLES[kind][name], value)):
             return reason
     step = row.get("step")
