@@ -191,6 +191,24 @@ def test_the_norm_that_clipping_leaves_is_compared_with_the_limit(storage: str) 
     assert [r.what for r in Loop(watch={"max_grad_norm": 0.25}).run(2).readings] == ["clip-norm"]
 
 
+@pytest.mark.parametrize("clips_first", [True, False])
+def test_gradients_that_are_clipped_before_they_are_unscaled_are_read(clips_first: bool) -> None:
+    loop, scaler = Loop(optimizer=torch.optim.SGD, watch={"max_grad_norm": 0.1}), torch.amp.GradScaler("cpu", 1024.0)
+    loss = loop.loss
+
+    def after_backward() -> None:
+        if not clips_first:
+            scaler.unscale_(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+
+    loop.loss = lambda: scaler.scale(loss())  # type: ignore[method-assign]
+    loop.after_backward = after_backward  # type: ignore[method-assign]
+    loop.update = lambda: [scaler.step(loop.optimizer), scaler.update()]  # type: ignore[method-assign,assign]
+    readings = loop.run(2).readings
+    assert [r.what for r in readings] == ["clip-norm"] * clips_first
+    assert not clips_first or "2^10 times" in readings[0].advice
+
+
 def test_a_clipped_norm_that_its_format_rounds_up_is_no_reading() -> None:
     model, readings = nn.Linear(1, 1, bias=False).bfloat16(), list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -207,11 +207,13 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
 
 
 def _first(readings: list[Reading]) -> Reading:
-    """Return the first of several readings of one thing. Add their number to its advice."""
-    first, steps = min(readings, key=lambda r: r.step), {reading.step for reading in readings}
-    if len(steps) == 1:
+    """Return the first of several readings of one thing. Add their number, and the last value, to its advice."""
+    first, last = (pick(readings, key=lambda r: r.step) for pick in (min, max))
+    if first.step == last.step:
         return first
-    return replace(first, advice=f"{len(steps)} times, last at step {max(steps)}. {first.advice}")
+    value = "" if last.value in (first.value, None) else f": {last.value:.3g}"
+    times = len({reading.step for reading in readings})
+    return replace(first, advice=f"{times} times, last at step {last.step}{value}. {first.advice}")
 
 
 def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
@@ -258,8 +260,8 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
         if len(out) > bound:
             spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
             more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
-            words = [str(event.get("message")).rstrip(".") for event in run.events if event.get("kind") == "skip"]
-            more += f"; of the first, {words[0]}" if words else ""
+            words = (str(event.get("message")).rstrip(".") for event in run.events if event.get("kind") == "skip")
+            more += f": {next(words, 'no weight changed in them')}"
             yield kind.reading("", len(out), 0, bound, min(out), count=total, more=more)
     losses, norms = (set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm"))
     if failed := losses | norms:

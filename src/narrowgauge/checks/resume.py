@@ -8,11 +8,11 @@ the second part may run on another number of ranks.
 from __future__ import annotations
 
 import hashlib
-import json
+import inspect
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.set_up import inner_name
-from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
-from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
@@ -43,18 +41,16 @@ CAUSES = (
 
 
 def check_resume(
-    step: Step | None,
+    step: Step,
     save: Callable[[], Any],
-    load: Callable[[Any], tuple[Any, ...]] | None,
+    load: Callable[[Any], tuple[Any, ...]],
     *,
     steps: int = 1,
     resumes: int = 1,
-    record: str | Path | None = None,
 ) -> Readings:
     """Prove that a resumed loop is the same run: restore in fresh objects, and repeat the steps after the checkpoint.
 
-    All ranks make the call. Another number of ranks takes two calls. One job passes ``load=None`` and a ``record`` to write.
-    The other passes ``step=None`` and the same ``record``; its ``save()`` says where the checkpoint is.
+    All ranks make the call. For a resume in another job, or on other ranks, use ``recorder.saved(path)``.
 
     Args:
         step: takes the loop's next step and returns the loop's objects by name: modules, optimizers, tensors, numbers, and
@@ -64,12 +60,9 @@ def check_resume(
             more than one resume also their ``save``. An object that is ``None`` until the next step is not compared.
         steps: repeated after each resume. Take enough to cross an epoch.
         resumes: 2 saves the resumed run too, and resumes it again: the place in an epoch is often lost then.
-        record: the file that carries the saved state to another job.
     Returns:
         A reading for each kind of state that differs, causes first: rate, counters, loss scale, generators, batch, states,
-        weights.
-    Raises:
-        RecipeError: two jobs without a record.
+        weights. Notes name states that ``step`` holds, does not return, and that differ after the load.
 
     Example:
         >>> import narrowgauge as ng
@@ -80,28 +73,15 @@ def check_resume(
         >>> print(result[0].tensor, result[0].advice)
         weight float32 of norm 1.41421 was saved, float32 of norm 0 is there after the load.
     """
-    ranks = all_ranks()
-    if record is None and (load is None or step is None):
-        raise RecipeError("Cannot compare two jobs because no record was named.", "Pass record=PATH to both.")
-    file, unseen = None if record is None else Path(record), dict[str, str]()
-    if step is not None:
-        undrawn = generators()
-        before = snapshot(step(), unseen)
-        saved, states = save(), generators()
-        after = [snapshot(_last_of(step, steps), unseen) for _ in range(resumes)]
-        if file is not None and ranks.is_first:
-            file.write_text(json.dumps({"before": before, "after": after}), encoding="utf-8")
-        if load is None:
-            return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"], unseen=unseen)
-        # A generator that the steps do not draw from changes nothing. In another job each rank has its own.
-        drawn = [name for name, entry in generators().items() if entry != undrawn.get(name)]
-        before |= {name: states[name] for name in drawn}
-    else:
-        assert file is not None
-        recorded = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
-        before, after, saved, drawn = recorded["before"], recorded["after"], save(), []
-    assert load is not None
-    lines = list[str]()
+    unseen, lines, undrawn = dict[str, str](), list[str](), generators()
+    returned = step()
+    before, held = snapshot(returned, unseen), snapshot(_not_returned(step, returned), {})
+    saved, states = save(), generators()
+    after = [snapshot(_last_of(step, steps), unseen) for _ in range(resumes)]
+    # A generator that the steps do not draw from changes nothing.
+    drawn = [name for name, entry in generators().items() if entry != undrawn.get(name)]
+    before |= {name: states[name] for name in drawn}
+    notes = list[Reading]()
     for number, expected in enumerate(after):
         # The random generators of a new process differ, so a load must set them.
         torch.rand(7), np.random.rand(7), random.random()
@@ -111,19 +91,31 @@ def check_resume(
         when = "after the load" if number == 0 else f"after load {number + 1}"
         if readings := differences(before, snapshot(objects, unseen) | generators(), when, "", lines):
             return Readings(readings, lines, unseen=unseen)
+        if number == 0:
+            fresh = snapshot(_not_returned(fresh_step, objects), {})
+            held = {name: entry for name, entry in held.items() if name in fresh}
+            notes = [replace(r, severity="note") for r in differences(held, fresh, when, " Return it too.", [])]
         before = now = snapshot(_last_of(fresh_step, steps), unseen)
         if number + 1 < len(after):
             saved, states = fresh_save[0](), generators()
             before = now | {name: states[name] for name in drawn}
         hint = " The load restored all that is returned. Look at what is not: the next batch, a counter, a generator."
         if readings := differences(expected, now, f"{counted(steps, 'step')} {when}", hint, lines):
-            return Readings(readings, lines, unseen=unseen)
+            return Readings(readings + notes, lines, unseen=unseen)
     words = f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
-    return Readings([], lines, words, unseen)
+    return Readings(notes, lines, words, unseen)
 
 
 def _last_of(step: Step, steps: int) -> Objects:
     return [step() for _ in range(steps)][-1]
+
+
+def _not_returned(step: Step, returned: Objects) -> Objects:
+    """Return what a step holds and does not return: variables around a function, attributes of a method's object."""
+    is_function = inspect.isfunction(step)
+    held = inspect.getclosurevars(step).nonlocals if is_function else vars(getattr(step, "__self__", step))
+    known = {id(x) for x in returned.values()}
+    return {f"{name} (not returned)": x for name, x in held.items() if x is not None and id(x) not in known}
 
 
 def differences(
@@ -212,6 +204,8 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each tensor, plain value, long list of plain values, and unreadable object."""
     if hasattr(value, "state_dict"):
         yield from _leaves(value.state_dict(), name)
+    elif isinstance(value, torch.Generator):
+        yield name, value.get_state()
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{name}.{key}" if name else str(key))

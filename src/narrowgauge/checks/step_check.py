@@ -154,8 +154,12 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
     norm, kind = step.grad_norm * step.clip, KINDS["clip-norm"]
     epsilons = [torch.finfo(s.parameter.dtype).eps for s in step.samples.values() if s.gradient is not None]
     bound = (kind.bound + 2 * max(epsilons, default=0.0)) * limit
-    if norm > limit + bound:
-        yield kind.reading("", norm, limit, bound)
+    # Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves limit / 2^power.
+    power = round(math.log2(limit / norm)) if norm > 0 else 0
+    is_clipped_scaled = power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5
+    if norm > limit + bound or is_clipped_scaled:
+        cause = f", 2^{power} times as large: they were clipped before they were unscaled" if is_clipped_scaled else ""
+        yield kind.reading("", norm, limit, bound, cause=cause)
 
 
 def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]) -> list[Reading]:
