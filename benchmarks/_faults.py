@@ -276,7 +276,7 @@ _ROWS = (
     ),
     Fault(
         "lost weight decay", once(rows_without_gradient), ("lost_decay",), WEIGHT, samples=4,
-        settings={"recipe": "bfloat16/naive", "lr": 1e-3, "weight_decay": 0.1}, from_start=True,
+        settings={"recipe": "bfloat16/naive", "lr": 1e-3, "weight_decay": 1.0}, from_start=True,
     ),
     Fault(
         "gradients that overflow at any loss scale", once(lambda session: scale_gradients(session, 2.0**120)),

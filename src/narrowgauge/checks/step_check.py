@@ -3,8 +3,8 @@
 Each parameter is compared alone. A step writes sums: a state is ``kept · old + taken · term``, the weight is ``weight +
 step · change − decay · rate · weight``. So a difference is fitted by these numbers, and printed beside the rule's.
 
-The rule is computed in float64. Each element has a slack: the largest error of the arithmetic in the tensors' formats. The
-likelihood of the stored values decides, through their rounding (:mod:`narrowgauge.checks.stored`).
+The rule is computed in float64. Each element has a slack: the largest error of the arithmetic in the tensors' formats. Stored
+values bound what was computed, through their rounding (:mod:`narrowgauge.checks.stored`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.step_rules import Values, decay_of, decouples, inputs_of, state_factors, sum_of, terms_of
 from narrowgauge.checks.step_samples import Sample, SampledStep, complete, sampled_step
-from narrowgauge.checks.stored import DECIDES, Rounding, Written
+from narrowgauge.checks.stored import Rounding, Written
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import dtype_name
@@ -216,12 +216,11 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
         readings += _readings(sample, name, written)
         values[f"new_{name}"] = written.expected
         # Optimizers of torch may compute with the rounded state.
-        errors[f"new_{name}"] = written.slack + (0.0 if name in sample.roundings else written.above / 2)
+        errors[f"new_{name}"] = written.slack + (0.0 if name in sample.roundings else written.spacing / 2)
     if not readings:  # with a wrong state the step is wrong, too
         written = _written(sample, "weight", values, errors)
         readings += _readings(sample, "weight", written)
-        gain = written.likelihood(written.expected)[0] - written.likelihood(written.fixed)[0]
-        if not readings and "weight" in sample.roundings and gain <= DECIDES:
+        if not readings and "weight" in sample.roundings and written.fitted()[1]["step"] > 1:
             unseen["the update of some weights"] = "their storage keeps too little of a step"
     yield from readings
 
