@@ -42,7 +42,7 @@ _ORIGIN = "Repeat the first of these steps with ng.gauges.first_bad_value, which
 _LASTING, _LEAST_SECONDS = 20, 10.0
 """Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
 _FEWEST_STEPS = 50
-"""Minimum number of applied steps before an unmoved weight is a reading."""
+"""Minimum number of applied steps before an unmoved weight, or a loss that does not fall, is a reading."""
 
 
 class Diagnosis(Readings):
@@ -277,6 +277,10 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
     is_recorded = any(event.get("kind") == "divergence" for event in run.events)
     if len(out) < total and not is_recorded and (reason := divergence(run)):
         yield Reading(max(map(step_of, run.steps)), "loss", "", "divergence", advice=f"The run diverged: {reason}.")
+    elif len(values := column(run, "steps", "loss").finite) >= _FEWEST_STEPS:
+        first, last = (float(np.median(part)) for part in np.array_split(values, 4)[::3])
+        if last >= (least := first * KINDS["flat-loss"].bound):
+            yield KINDS["flat-loss"].reading("", last, None, least, first=first, tokens=math.exp(min(last, 700.0)))
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:

@@ -105,13 +105,14 @@ def gradient_readings(
     if stepped:
         return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], [], []
     differing = _apart(configured.gradients, ranks)
-    all_parts = [part for of_rank in ranks.gather(parts) for part in of_rank]
+    of_ranks = ranks.gather(parts)
+    all_parts = [part for of_rank in of_ranks for part in of_rank]
     formats = {dtype_name(dtype) for dtype in configured.dtypes} & FORMATS.keys()
     formats |= {"tfloat32"} if torch.get_float32_matmul_precision() != "highest" else set()
     unit = max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
 
     def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
-        readings, lines, done, reasons = list[Reading](), list[str](), list[str](), dict[str, str]()
+        readings, lines, done, reasons = list(_equal_batches(model, of_ranks)), list[str](), list[str](), dict[str, str]()
         whole_batch, leaves = concatenated(all_parts), _trainable(reference) | outside
         with _reason_for_none("the slope of the loss", reasons):
             _set_training(reference, True)
@@ -267,6 +268,16 @@ def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
     first, *hashes = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
     counts = {name: sum(prints.get(name) != bits for prints in hashes) for name, bits in first.items()}
     return {name: count for name, count in counts.items() if count}
+
+
+def _equal_batches(model: nn.Module, of_ranks: Sequence[Any]) -> Iterator[Reading]:
+    """Compare the batches of the ranks. Ranks that share parameters by tensor parallelism share a batch too."""
+    is_fsdp = any(type(m).__name__.startswith("FSDP") for m in model.modules())
+    hashes = [[fingerprint(x) for x in tree_leaves(parts) if isinstance(x, Tensor)] for parts in of_ranks]
+    is_equal = len(hashes) > 1 and all(of_rank == hashes[0] != [] for of_rank in hashes)
+    if is_equal and (is_fsdp or not any(map(is_sharded, model.parameters()))):
+        words = "hold the same batch: give each rank its share of the data (DistributedSampler)"
+        yield KINDS["equal-ranks"].reading("", len(hashes), 1, words=words)
 
 
 def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Reading]:
