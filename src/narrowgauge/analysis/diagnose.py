@@ -66,7 +66,7 @@ class Diagnosis(Readings):
         super().__init__(recorded_readings(run, skipped), unseen=unseen)
         self.name, self.notes, self.num_rows = (
             run.path.name or run.path.resolve().name,
-            list(_notes(run)),
+            list(_notes(run, skipped)),
             len(run.steps),
         )
         self.num_applied = None if skipped is None else self.num_rows - len(skipped)
@@ -143,7 +143,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     return Diagnosis(*runs) if other is None else TwoRuns(*runs)
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _notes(run: Run, skipped: list[int] | None) -> Iterator[str]:
     for name in ("gauges", "fingerprints"):
         try:
             getattr(run, name)
@@ -155,6 +155,8 @@ def _notes(run: Run) -> Iterator[str]:
     done = 0 if run.is_foreign or not steps else int((run.summary or {}).get("steps") or 0)
     if (lost := done - len({*steps})) > 0:
         yield f"{lost} of the {counted(done, 'step')} of its summary"
+    if (number := rows_per_step(run, skipped or [])) > 1:
+        yield f"a step in most rows: one in {number} has one, as where recorder.step() follows each micro-batch"
     missing = len(run.steps) - len(column(run, "steps", "loss"))
     if missing:
         yield f"the loss of {missing} of the {counted(len(run.steps), 'step')}"
@@ -250,10 +252,22 @@ def skipped_steps(run: Run) -> list[int] | None:
     return [int(step) for step, flag in zip(flags.x, flags.y, strict=True) if flag > 0] if len(flags) else None
 
 
+def rows_per_step(run: Run, skipped: list[int]) -> int:
+    """Return the number of rows for each step, as of micro-batches: 1 unless steps come evenly and no loss is scaled."""
+    applied, out = list[int](), set(skipped)
+    for place, row in enumerate(run.steps):
+        if row.get("loss_scale") is not None or row.get("spike") is not None:
+            return 1
+        applied += [place] * (step_of(row) not in out)
+    gaps = {after - before for before, after in pairwise(applied)}
+    has_reasons = any(event.get("kind") == "skip" for event in run.events)
+    return gaps.pop() if len(gaps) == 1 and len(applied) > 2 and not has_reasons else 1
+
+
 def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
     """Yield the skipped steps, the steps that are not finite, and a divergence."""
     total, out = len(run.steps), set(skipped or ())
-    if out:
+    if out and rows_per_step(run, skipped or []) == 1:
         kind, steps = KINDS["skipped-steps"], list(map(step_of, run.steps))
         leading = next((place for place, step in enumerate(steps) if step not in out), total)
         bound = 0 if leading == total else min(leading, int(kind.bound)) + _SKIPPED + int(_SKIPPED_SHARE * total)

@@ -174,6 +174,14 @@ def test_a_loss_scale_that_began_anew_names_the_steps_that_it_cost() -> None:
     assert f"then steps {AT}, {AT + 1} were skipped" in reading.advice
 
 
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+def test_rows_of_micro_batches_are_no_skipped_steps(loss_scale: float | None) -> None:
+    each = steps(1, skipped=lambda row: row["step"] % 4 != 0, loss_scale=loss_scale)
+    diagnosis = ng.diagnose(struck("bfloat16/word", each))
+    assert [r.what for r in diagnosis.readings] == ["skipped-steps"] * (loss_scale is not None)
+    assert loss_scale or "one in 4 has one" in str(diagnosis) and f"{NUM_STEPS // 4} applied" in diagnosis.verdict
+
+
 @pytest.mark.parametrize("fall", [0.0, 0.01])
 def test_a_loss_that_does_not_fall_is_a_note(fall: float) -> None:
     draw = random.Random(0)
