@@ -150,7 +150,7 @@ def test_a_counter_that_a_load_casts_is_a_difference() -> None:
     """microsoft/dion#104: a step counter in bfloat16 stands still at 256."""
     saved, fresh = ({"count": torch.tensor([8.0], dtype=dtype)} for dtype in (torch.float32, torch.bfloat16))
     (reading,) = ng.check_resume(lambda: saved, lambda: None, lambda _: (fresh, lambda: fresh))
-    assert "float32 of norm 8 was saved, bfloat16 of norm 8" in reading.advice and "its format is not" in reading.advice
+    assert "float32 of norm 8 was saved, bfloat16 of norm 8" in reading.advice
 
 
 def test_states_that_torch_casts_at_a_load_are_not_the_same_value() -> None:

@@ -122,14 +122,6 @@ class Detector:
 
 MIN_SQNR_DB = 8.0
 """Below it, rounding error exceeds a sixth of an operand's energy. Healthy casts stay above 12 (four bits, stochastic)."""
-MAX_BIAS = 1.5
-"""Factor between second moments and their exact reference. Unbiased codes with three mantissa bits stay within 1.25."""
-
-
-def is_off(bias: float | None) -> bool:
-    """Return whether second moments differ from their exact reference by :data:`MAX_BIAS`."""
-    return bias is not None and not 1 / MAX_BIAS < bias < MAX_BIAS
-
 
 CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
     # Updates are rounded to nearest (noise at most 1), and the optimizer's audit does not raise the event. With stochastic

@@ -20,11 +20,11 @@ from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.columns import column, loop_of, rows_of
 from narrowgauge.analysis.comparison.classification import divergence
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
+from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order, of_all
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.finding import counted, sentences, told
+from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, number, step_of
@@ -380,19 +380,10 @@ def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
 
 
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """Yield tensors that never moved, and 16-bit tensors of which most elements did not."""
+    """Yield 16-bit tensors of which few elements moved. The watch reads tensors that never moved."""
     applied, kind = len(run.steps) - len(skipped), KINDS["weights-unmoved"]
-    moved = _moved(run) if applied >= _FEWEST_STEPS else []
-    storage = 'Use storage "word", or float32 for these tensors.'
-    for rows, advice in (
-        ([row for row in moved if row[1] == 0], "Look at their learning rate and their gradients first."),
-        ([row for row in moved if 0 < row[1] < kind.bound and row[3]], storage),
-    ):
-        if rows:
-            share = sum(share * count for _, share, count, _ in rows) / max(1, sum(count for _, _, count, _ in rows))
-            cure = (
-                f"{advice} If neither is zero: u{storage[1:]}" if not share and all(row[3] for row in rows) else advice
-            )
-            more, step = f", in {counted(len(rows), 'tensor')}", max(map(step_of, run.steps))
-            names = told((row[0] for row in rows), 1)
-            yield kind.reading(names, share, None, kind.bound, step, steps=applied, more=more, cure=cure)
+    rows = [row for row in _moved(run) if 0 < row[1] < kind.bound and row[3]] if applied >= _FEWEST_STEPS else []
+    if rows:
+        share = sum(share * count for _, share, count, _ in rows) / sum(count for _, _, count, _ in rows)
+        names, step = of_all(row[0] for row in rows), max(map(step_of, run.steps))
+        yield kind.reading(names, share, step=step, steps=applied, tensors=counted(len(rows), "tensor"))

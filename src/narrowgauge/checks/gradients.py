@@ -112,7 +112,12 @@ def gradient_readings(
     unit = max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
 
     def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
-        readings, lines, done, reasons = list(_equal_batches(model, of_ranks)), list[str](), list[str](), dict[str, str]()
+        readings, lines, done, reasons = (
+            list(_equal_batches(model, of_ranks)),
+            list[str](),
+            list[str](),
+            dict[str, str](),
+        )
         whole_batch, leaves = concatenated(all_parts), _trainable(reference) | outside
         with _reason_for_none("the slope of the loss", reasons):
             _set_training(reference, True)

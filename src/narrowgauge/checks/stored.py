@@ -86,14 +86,14 @@ class Written:
         Args:
             share: numbers that leave at most this length explain the values too.
         """
-        outside, (numbers, errors) = self._outside(self.expected), self.fitted()
-        is_off = self.is_stochastic and any(abs(numbers[name] - self.rule[name]) > errors[name] for name in numbers)
+        outside, fitted = self._outside(self.expected), self.fitted()
+        is_off = self.is_stochastic and any(abs(x - self.rule[name]) > fitted[1][name] for name, x in fitted[0].items())
         if not outside and not is_off:
             return None
         bound, distance = float(self.reach[self.is_known].norm()), self._distance(self.expected)
         factor, error = (fit["all"] for fit in self._fit({"all": self.expected - self.fixed}))
-        of_one = {name: factor * x for name, x in self.rule.items()}, {n: error * abs(x) for n, x in self.rule.items()}
-        for (numbers, errors), left in ((of_one, 0.0), ((numbers, errors), share)):
+        all_times = [{name: x * abs(number) for name, number in self.rule.items()} for x in (factor, error)]
+        for (numbers, errors), left in ((all_times, 0.0), (fitted, share)):
             computed = self.value(numbers)
             if self._outside(computed) <= _FEWER * outside or self._distance(computed) <= left:
                 return Difference(distance, bound, numbers, errors)
