@@ -304,6 +304,15 @@ def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy
         Loop(watch={"ignore": ["weights-writen"]})
 
 
+def test_the_first_step_after_a_checkpoint_is_compared() -> None:
+    """microsoft/dion#104: a resume sets the count of steps to zero beside the old moments."""
+    loop = Loop(every=100).run(5)
+    for state in loop.optimizer.state.values():
+        state["step"].zero_()
+    loop.watcher.go_on_from_checkpoint()
+    assert [reading.what for reading in loop.run(2).readings] == ["step-count"]
+
+
 def test_readings_of_one_factor_are_joined_whatever_its_last_digit() -> None:
     readings = [
         Reading(1, "gradient", name, "step-factor", 0.875 + 1e-7 * n, 1.0, 0.001) for n, name in enumerate("abc")

@@ -45,7 +45,7 @@ class StepCheck:
     Args:
         model: gives the parameter names. Other parameters are named by their place in the optimizer.
         optimizer: without wrappers.
-        every: steps between compared steps. The second step is compared too.
+        every: steps between compared steps. The second step, and the first after a checkpoint is loaded, are compared too.
         report: called after each compared step with the step, its readings and the column ``recomputed``. Called again before
             the next step, with the readings of writes in between and an empty column.
         max_grad_norm: the limit of clipping; ``None`` does not check it.
@@ -75,11 +75,12 @@ class StepCheck:
         self._names = {id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()}
         self._report, self._limit, self._ignored = report, max_grad_norm, frozenset(ignore)
         self._step: SampledStep | None = None  # the last step, if it is compared
+        self._is_loaded = False
         self._follower = Follower(optimizer, self._before_step, self._after_step)
 
     def go_on_from_checkpoint(self) -> None:
-        """Forget the last step: weights and states are loaded before the next one."""
-        self._step = None
+        """Forget the last step: weights and states are loaded before the next one. Compare the next one."""
+        self._step, self._is_loaded = None, True
 
     def remove(self) -> None:
         """Remove the hooks; also from within a step."""
@@ -89,7 +90,8 @@ class StepCheck:
         if (last := self._step) is not None:
             self._send(last.step, lambda: between_readings(last), {})
         step, self._step = self.num_steps + 1, None
-        if step == 2 or (step > 2 and step % self.every == 0):
+        if step == 2 or self._is_loaded or (step > 2 and step % self.every == 0):
+            self._is_loaded = False
             with torch.no_grad():
                 self._step = sampled_step(step, optimizer, self._names)
 
