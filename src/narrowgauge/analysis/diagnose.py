@@ -289,12 +289,16 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
         stage = "loss" if since in losses else "gradient"
         yield Reading(since, stage, "", "nonfinite-step", len(failed), 0, 0, advice, severity)
     is_recorded = any(event.get("kind") == "divergence" for event in run.events)
-    if len(out) < total and not is_recorded and (reason := divergence(run)):
+    if len(out) == total or is_recorded:
+        return
+    values = column(run, "steps", "loss").finite
+    if reason := divergence(run):
         yield Reading(max(map(step_of, run.steps)), "loss", "", "divergence", advice=f"The run diverged: {reason}.")
-    elif len(values := column(run, "steps", "loss").finite) >= _FEWEST_STEPS:
+    elif len(values) >= _FEWEST_STEPS:
         first, last = (float(np.median(part)) for part in np.array_split(values, 4)[::3])
         if last >= (least := first * KINDS["flat-loss"].bound):
-            yield KINDS["flat-loss"].reading("", last, None, least, first=first, tokens=math.exp(min(last, 700.0)))
+            words = f" Equal probabilities of {math.exp(last):,.0f} tokens give as much." if 0 < last < 14 else ""
+            yield KINDS["flat-loss"].reading("", last, None, least, first=first, words=words)
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
