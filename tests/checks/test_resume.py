@@ -202,6 +202,23 @@ def test_the_position_of_numpys_generator_is_compared() -> None:
     assert "generators" in [r.tensor for r in ng.check_resume(step, np.random.get_state, load)]
 
 
+def test_variables_around_a_step_are_held_too() -> None:
+    def loop(place: int) -> Callable[[], dict[str, Any]]:
+        data = np.arange(5)
+
+        def step() -> dict[str, Any]:
+            nonlocal place
+            place += 1
+            return {"weight": torch.ones(2)} if place else {"later": later, "data": data}
+
+        if place < 0:
+            later = 1  # an empty cell
+        return step
+
+    result = ng.check_resume(loop(3), lambda: None, lambda _: ({"weight": torch.ones(2)}, loop(0)))
+    assert [(r.tensor, r.value, r.expected) for r in result] == [("place (not returned)", 0, 4)]
+
+
 @pytest.mark.parametrize("forgets", [True, False])
 def test_what_a_step_holds_and_does_not_return_is_a_note(forgets: bool) -> None:
     class Run:

@@ -7,11 +7,11 @@ Tensors are compared by fingerprints of their bits, which do not depend on shard
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -110,11 +110,17 @@ def _last_of(step: Step, steps: int) -> Objects:
 
 
 def _not_returned(step: Step, returned: Objects) -> Objects:
-    """Return what a step holds and does not return: variables around a function, attributes of a method's object."""
-    is_function = inspect.isfunction(step)
-    held = inspect.getclosurevars(step).nonlocals if is_function else vars(getattr(step, "__self__", step))
-    known = {id(x) for x in returned.values()}
-    return {f"{name} (not returned)": x for name, x in held.items() if x is not None and id(x) not in known}
+    """Return what a step holds and does not return: variables around a function, attributes of a method's object.
+
+    Arrays are left out: they may be the data, mapped from a file.
+    """
+    held: dict[str, Any] = getattr(getattr(step, "__self__", step), "__dict__", {})
+    if isinstance(step, FunctionType):
+        cells = zip(step.__code__.co_freevars, step.__closure__ or (), strict=True)
+        held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    known = {id(x) for x in returned.values() if not isinstance(x, PLAIN)} | {id(None)}
+    unknown = {name: x for name, x in held.items() if id(x) not in known and not isinstance(x, np.ndarray)}
+    return {f"{name} (not returned)": x for name, x in unknown.items()}
 
 
 def differences(
