@@ -112,12 +112,8 @@ def gradient_readings(
     unit = max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
 
     def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
-        readings, lines, done, reasons = (
-            list(_equal_batches(model, of_ranks)),
-            list[str](),
-            list[str](),
-            dict[str, str](),
-        )
+        lines, done, reasons = list[str](), list[str](), dict[str, str]()
+        readings = list(_equal_batches(model, of_ranks))
         whole_batch, leaves = concatenated(all_parts), _trainable(reference) | outside
         with _reason_for_none("the slope of the loss", reasons):
             _set_training(reference, True)
@@ -203,11 +199,8 @@ def _configured(
         leaves = tree_leaves(_items(output) if is_dataclass(output) else output)
         dtypes.update(graph_dtypes(t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None))
 
-    handle, states, parameters = (
-        model.register_forward_hook(OwnHook(note)),
-        generators(),
-        _trainable(model) | dict(outside),
-    )
+    states, parameters = generators(), _trainable(model) | dict(outside)
+    handle = model.register_forward_hook(OwnHook(note))
     with put_back(model, parameters.values(), set_up.optimizers) as unrestored, _scalers_put_back() as calls:
         _set_training(model, is_training)
         if not is_training:
