@@ -196,8 +196,9 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     """Return the readings of a run beyond their bounds, earliest first. Keep the first step of each tensor and ``what``."""
     recipe = recipe_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
-    counts = (_steps(run, skipped), _scale(run, skipped or []), _ranks(run), _resumes(run), _audits(run, recipe),
-              _unmoved(run, skipped or []), _slower(run))  # fmt: skip
+    out = skipped or []
+    counts = (_steps(run, skipped), _losses(run, out), _scale(run, out), _ranks(run), _resumes(run), _audits(run, recipe),
+              _unmoved(run, out), _slower(run))  # fmt: skip
     for reading in (*(reading for group in counts for reading in group), *map(_of_event, alarms_of(run, recipe))):
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
     readings = [_first(group) for group in groups.values()]
@@ -265,7 +266,7 @@ def rows_per_step(run: Run, skipped: list[int]) -> int:
 
 
 def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
-    """Yield the skipped steps, the steps that are not finite, and a divergence."""
+    """Yield the skipped steps, and the steps that are not finite."""
     total, out = len(run.steps), set(skipped or ())
     if out and rows_per_step(run, skipped or []) == 1:
         kind, steps = KINDS["skipped-steps"], list(map(step_of, run.steps))
@@ -288,17 +289,21 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
         severity = "note" if unknown and not losses and step_of(run.steps[-1]) not in failed else "error"
         stage = "loss" if since in losses else "gradient"
         yield Reading(since, stage, "", "nonfinite-step", len(failed), 0, 0, advice, severity)
+
+
+def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
+    """Yield a divergence that no event tells, or a loss that does not fall."""
     is_recorded = any(event.get("kind") == "divergence" for event in run.events)
-    if len(out) == total or is_recorded:
+    if len(skipped) == len(run.steps) or is_recorded:
         return
-    values = column(run, "steps", "loss").finite
+    values, end = column(run, "steps", "loss").finite, max(map(step_of, run.steps))
     if reason := divergence(run):
-        yield Reading(max(map(step_of, run.steps)), "loss", "", "divergence", advice=f"The run diverged: {reason}.")
+        yield Reading(end, "loss", "", "divergence", advice=f"The run diverged: {reason}.")
     elif len(values) >= _FEWEST_STEPS:
         first, last = (float(np.median(part)) for part in np.array_split(values, 4)[::3])
         if last >= (least := first * KINDS["flat-loss"].bound):
             words = f" Equal probabilities of {math.exp(last):,.0f} tokens give as much." if 0 < last < 14 else ""
-            yield KINDS["flat-loss"].reading("", last, None, least, first=first, words=words)
+            yield KINDS["flat-loss"].reading("", last, None, least, end, first=first, words=words)
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
