@@ -49,6 +49,22 @@ def test_a_healthy_step_is_within_rounding(name: str) -> None:
     assert set(loop.rows) == {2, 4} and loop.rows[4]["compared"] > 5
 
 
+class Compiled(torch.optim.AdamW):
+    """Its second step has the error of torch.compile(optimizer.step): bias corrections in float32."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 1 + 1e-5
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= 1 + 1e-5
+        return result
+
+
+def test_bias_corrections_in_float32_are_healthy() -> None:
+    assert not Loop(optimizer=Compiled).run(3).readings
+
+
 @pytest.mark.parametrize(
     "options", [{"optimizer": torch.optim.RMSprop}, {"amsgrad": True}, ours(ng.Lion), ours(ng.AdamW, "kahan")], ids=str
 )
