@@ -309,8 +309,9 @@ def _written(sample: Sample, name: str, values: Values, errors: Values) -> Writt
     after, terms = sample.after[name], terms_of(sample, name, values)
     fixed = values["weight"] if name == "weight" else torch.zeros_like(values["weight"])
     slack = 4 * _unit(sample) * fixed.abs()
-    # A compiled step of torch corrects the bias in float32, where 1 − beta^count loses digits at first.
-    corrections = sum(1 / (1 - float(beta) ** max(1, sample.count or 0)) for beta in sample.settings.get("betas", ()))
+    # A compiled step of torch rounds beta and 1 − beta^count to float32.
+    count, betas = max(1, sample.count or 0), map(float, sample.settings.get("betas", ()))
+    corrections = sum((1 + count * beta**count) / (1 - beta**count) for beta in betas)
     for key, (term, number) in terms.items():
         relative = _OPERATIONS * _unit(sample) + corrections * 2.0**-24 if key == "step" else 4 * _unit(sample)
         slack += relative * (number * term).abs()
