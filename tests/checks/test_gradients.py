@@ -526,17 +526,18 @@ def wrapped(rank: int, how: str) -> Any:
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
             model.register_comm_hook(None, fp16_compress_hook)
-    batch = tokens_of(0, 0) if how != "ddp, unlike counts" else tokens_of(rank)
-    result = check(model, [batch, (batch[0].flip(0), batch[1].flip(0))])
+    batch = tokens_of(rank) if how == "ddp, unlike counts" else tokens_of(0)
+    parts = [batch, (batch[0].flip(0), batch[1].flip(0))]
+    result = check(model, parts[::-1] if rank and how != "ddp, equal batches" else parts)
     return [(r.what, r.tensor) for r in result], result.unseen, result.lines[-1]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "ddp, float16 sums", "ddp, unlike counts"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "ddp, float16 sums", "ddp, unlike counts", "ddp, equal batches"])
 def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) -> None:
     first, second = run_ranks(wrapped, 2, tmp_path, how)
     assert first[0] == second[0] and "equal to float32's" in first[2]
-    expected = {"gradient"} if how in ("ddp, float16 sums", "ddp, unlike counts") else set()
-    assert {what for what, _ in first[0]} == expected, first
+    whats = {"ddp, float16 sums": "gradient", "ddp, unlike counts": "gradient", "ddp, equal batches": "equal-ranks"}
+    assert {what for what, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
 
 
 # ── set-ups of strangers ────────────────────────────────────────────────────────────────────────────────────────────────

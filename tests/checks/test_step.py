@@ -49,6 +49,22 @@ def test_a_healthy_step_is_within_rounding(name: str) -> None:
     assert set(loop.rows) == {2, 4} and loop.rows[4]["compared"] > 5
 
 
+class Compiled(torch.optim.AdamW):
+    """Its second step has the error of torch.compile(optimizer.step): bias corrections in float32."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 1 + 1e-5
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= 1 + 1e-5
+        return result
+
+
+def test_bias_corrections_in_float32_are_healthy() -> None:
+    assert not Loop(optimizer=Compiled).run(3).readings
+
+
 @pytest.mark.parametrize(
     "options", [{"optimizer": torch.optim.RMSprop}, {"amsgrad": True}, ours(ng.Lion), ours(ng.AdamW, "kahan")], ids=str
 )
@@ -191,6 +207,24 @@ def test_the_norm_that_clipping_leaves_is_compared_with_the_limit(storage: str) 
     assert [r.what for r in Loop(watch={"max_grad_norm": 0.25}).run(2).readings] == ["clip-norm"]
 
 
+@pytest.mark.parametrize("clips_first", [True, False])
+def test_gradients_that_are_clipped_before_they_are_unscaled_are_read(clips_first: bool) -> None:
+    loop, scaler = Loop(optimizer=torch.optim.SGD, watch={"max_grad_norm": 0.1}), torch.amp.GradScaler("cpu", 1024.0)
+    loss = loop.loss
+
+    def after_backward() -> None:
+        if not clips_first:
+            scaler.unscale_(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+
+    loop.loss = lambda: scaler.scale(loss())  # type: ignore[method-assign]
+    loop.after_backward = after_backward  # type: ignore[method-assign]
+    loop.update = lambda: [scaler.step(loop.optimizer), scaler.update()]  # type: ignore[method-assign,assign]
+    readings = loop.run(2).readings
+    assert [r.what for r in readings] == ["clip-norm"] * clips_first
+    assert not clips_first or "2^10 times" in readings[0].advice
+
+
 def test_a_clipped_norm_that_its_format_rounds_up_is_no_reading() -> None:
     model, readings = nn.Linear(1, 1, bias=False).bfloat16(), list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -284,6 +318,15 @@ def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy
     assert not loop.run(5).readings
     with pytest.raises(ng.errors.RecipeError, match="weights-written"):
         Loop(watch={"ignore": ["weights-writen"]})
+
+
+def test_the_first_step_after_a_checkpoint_is_compared() -> None:
+    """microsoft/dion#104: a resume sets the count of steps to zero beside the old moments."""
+    loop = Loop(every=100).run(5)
+    for state in loop.optimizer.state.values():
+        state["step"].zero_()
+    loop.watcher.go_on_from_checkpoint()
+    assert [reading.what for reading in loop.run(2).readings] == ["step-count"]
 
 
 def test_readings_of_one_factor_are_joined_whatever_its_last_digit() -> None:

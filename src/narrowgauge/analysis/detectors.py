@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from narrowgauge.analysis.thresholds import MAX_BIAS, MAX_NEAREST_NOISE, MIN_SQNR_DB
+from narrowgauge.analysis.thresholds import MAX_NEAREST_NOISE, MIN_SQNR_DB
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml import load_data
 
@@ -119,11 +119,6 @@ class Detector:
         """Return how far a value is beyond the limit, to find the worst of many. At least 1 if it trips."""
         over, under = (value, limit) if self.side == "above" else (limit, value)
         return math.inf if not math.isfinite(over) or under <= 0 else over / under
-
-
-def is_off(bias: float | None) -> bool:
-    """Return whether second moments differ from their exact reference by :data:`MAX_BIAS`."""
-    return bias is not None and not 1 / MAX_BIAS < bias < MAX_BIAS
 
 
 CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {

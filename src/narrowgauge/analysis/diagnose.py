@@ -20,12 +20,12 @@ from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.columns import column, loop_of, rows_of
 from narrowgauge.analysis.comparison.classification import divergence
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
+from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order, of_all
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.analysis.thresholds import FEWEST_STEPS
 from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.finding import counted, sentences, told
+from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, number, step_of
@@ -65,7 +65,7 @@ class Diagnosis(Readings):
         super().__init__(recorded_readings(run, skipped), unseen=unseen)
         self.name, self.notes, self.num_rows = (
             run.path.name or run.path.resolve().name,
-            list(_notes(run)),
+            list(_notes(run, skipped)),
             len(run.steps),
         )
         self.num_applied = None if skipped is None else self.num_rows - len(skipped)
@@ -142,7 +142,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     return Diagnosis(*runs) if other is None else TwoRuns(*runs)
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _notes(run: Run, skipped: list[int] | None) -> Iterator[str]:
     for name in ("gauges", "fingerprints"):
         try:
             getattr(run, name)
@@ -154,6 +154,8 @@ def _notes(run: Run) -> Iterator[str]:
     done = 0 if run.is_foreign or not steps else int((run.summary or {}).get("steps") or 0)
     if (lost := done - len({*steps})) > 0:
         yield f"{lost} of the {counted(done, 'step')} of its summary"
+    if (number := rows_per_step(run, skipped or [])) > 1:
+        yield f"a step in most rows: one in {number} has one, as where recorder.step() follows each micro-batch"
     missing = len(run.steps) - len(column(run, "steps", "loss"))
     if missing:
         yield f"the loss of {missing} of the {counted(len(run.steps), 'step')}"
@@ -193,8 +195,9 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     """Return the readings of a run beyond their bounds, earliest first. Keep the first step of each tensor and ``what``."""
     recipe = recipe_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
-    counts = (_steps(run, skipped), _scale(run, skipped or []), _ranks(run), _resumes(run), _audits(run, recipe),
-              _unmoved(run, skipped or []), _slower(run))  # fmt: skip
+    out = skipped or []
+    counts = (_steps(run, skipped), _losses(run, out), _scale(run, out), _ranks(run), _resumes(run), _audits(run, recipe),
+              _unmoved(run, out), _slower(run))  # fmt: skip
     for reading in (*(reading for group in counts for reading in group), *map(_of_event, alarms_of(run, recipe))):
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
     readings = [_first(group) for group in groups.values()]
@@ -206,11 +209,13 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
 
 
 def _first(readings: list[Reading]) -> Reading:
-    """Return the first of several readings of one thing. Add their number to its advice."""
-    first, steps = min(readings, key=lambda r: r.step), {reading.step for reading in readings}
-    if len(steps) == 1:
+    """Return the first of several readings of one thing. Add their number, and the last value, to its advice."""
+    first, last = (pick(readings, key=lambda r: r.step) for pick in (min, max))
+    if first.step == last.step:
         return first
-    return replace(first, advice=f"{len(steps)} times, last at step {max(steps)}. {first.advice}")
+    value = "" if last.value in (first.value, None) else f": {last.value:.3g}"
+    times = len({reading.step for reading in readings})
+    return replace(first, advice=f"{times} times, last at step {last.step}{value}. {first.advice}")
 
 
 def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
@@ -247,18 +252,30 @@ def skipped_steps(run: Run) -> list[int] | None:
     return [int(step) for step, flag in zip(flags.x, flags.y, strict=True) if flag > 0] if len(flags) else None
 
 
+def rows_per_step(run: Run, skipped: list[int]) -> int:
+    """Return the number of rows for each step, as of micro-batches: 1 unless steps come evenly and no loss is scaled."""
+    applied, out = list[int](), set(skipped)
+    for place, row in enumerate(run.steps):
+        if row.get("loss_scale") is not None or row.get("spike") is not None:
+            return 1
+        applied += [place] * (step_of(row) not in out)
+    gaps = {after - before for before, after in pairwise(applied)}
+    has_reasons = any(event.get("kind") == "skip" for event in run.events)
+    return gaps.pop() if len(gaps) == 1 and len(applied) > 2 and not has_reasons else 1
+
+
 def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
-    """Yield the skipped steps, the steps that are not finite, and a divergence."""
+    """Yield the skipped steps, and the steps that are not finite."""
     total, out = len(run.steps), set(skipped or ())
-    if out:
+    if out and rows_per_step(run, skipped or []) == 1:
         kind, steps = KINDS["skipped-steps"], list(map(step_of, run.steps))
         leading = next((place for place, step in enumerate(steps) if step not in out), total)
         bound = 0 if leading == total else min(leading, int(kind.bound)) + _SKIPPED + int(_SKIPPED_SHARE * total)
         if len(out) > bound:
             spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
             more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
-            words = [str(event.get("message")).rstrip(".") for event in run.events if event.get("kind") == "skip"]
-            more += f"; of the first, {words[0]}" if words else ""
+            words = (str(event.get("message")).rstrip(".") for event in run.events if event.get("kind") == "skip")
+            more += f": {next(words, 'no weight changed in them')}"
             yield kind.reading("", len(out), 0, bound, min(out), count=total, more=more)
     losses, norms = (set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm"))
     if failed := losses | norms:
@@ -271,9 +288,21 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
         severity = "note" if unknown and not losses and step_of(run.steps[-1]) not in failed else "error"
         stage = "loss" if since in losses else "gradient"
         yield Reading(since, stage, "", "nonfinite-step", len(failed), 0, 0, advice, severity)
+
+
+def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
+    """Yield a divergence that no event tells, or a loss that does not fall."""
     is_recorded = any(event.get("kind") == "divergence" for event in run.events)
-    if len(out) < total and not is_recorded and (reason := divergence(run)):
-        yield Reading(max(map(step_of, run.steps)), "loss", "", "divergence", advice=f"The run diverged: {reason}.")
+    if len(skipped) == len(run.steps) or is_recorded:
+        return
+    values, end = column(run, "steps", "loss").finite, max(map(step_of, run.steps))
+    if reason := divergence(run):
+        yield Reading(end, "loss", "", "divergence", advice=f"The run diverged: {reason}.")
+    elif len(values) >= FEWEST_STEPS:
+        first, last = (float(np.median(part)) for part in np.array_split(values, 4)[::3])
+        if last >= (least := first * KINDS["flat-loss"].bound):
+            words = f" Equal probabilities of {math.exp(last):,.0f} tokens give as much." if 0 < last < 14 else ""
+            yield KINDS["flat-loss"].reading("", last, None, least, end, first=first, words=words)
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
@@ -359,19 +388,10 @@ def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
 
 
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """Yield tensors that never moved, and 16-bit tensors of which most elements did not."""
+    """Yield 16-bit tensors of which few elements moved. The watch reads tensors that never moved."""
     applied, kind = len(run.steps) - len(skipped), KINDS["weights-unmoved"]
-    moved = _moved(run) if applied >= FEWEST_STEPS else []
-    storage = 'Use storage "word", or float32 for these tensors.'
-    for rows, advice in (
-        ([row for row in moved if row[1] == 0], "Look at their learning rate and their gradients first."),
-        ([row for row in moved if 0 < row[1] < kind.bound and row[3]], storage),
-    ):
-        if rows:
-            share = sum(share * count for _, share, count, _ in rows) / max(1, sum(count for _, _, count, _ in rows))
-            cure = (
-                f"{advice} If neither is zero: u{storage[1:]}" if not share and all(row[3] for row in rows) else advice
-            )
-            more, step = f", in {counted(len(rows), 'tensor')}", max(map(step_of, run.steps))
-            names = told((row[0] for row in rows), 1)
-            yield kind.reading(names, share, None, kind.bound, step, steps=applied, more=more, cure=cure)
+    rows = [row for row in _moved(run) if 0 < row[1] < kind.bound and row[3]] if applied >= FEWEST_STEPS else []
+    if rows:
+        share = sum(share * count for _, share, count, _ in rows) / sum(count for _, _, count, _ in rows)
+        names, step = of_all(row[0] for row in rows), max(map(step_of, run.steps))
+        yield kind.reading(names, share, step=step, steps=applied, tensors=counted(len(rows), "tensor"))

@@ -185,7 +185,8 @@ class Readings(Sequence[Reading]):
             advice: dict[str, str] = {}
             for reading in self.readings:
                 if reading.advice:
-                    advice.setdefault(reading.what, f"{reading.what}: {reading.advice}")
+                    kind = f"{reading.what} (note)" if reading.severity == "note" else reading.what
+                    advice.setdefault(kind, f"{kind}: {reading.advice}")
             lines += list(advice.values())[:MAX_ADVICE]
         elif self.looked_at:
             lines.append(f"Nothing found: {self.looked_at}.")

@@ -16,9 +16,6 @@ FAILURES = 25  # steps in a row: a run whose loss or gradient norm is not finite
 SETTLING_STEPS = 100  # steps: at first the loss scale settles, so halvings and skips are not counted
 FEWEST_VALUES = 3  # values: fewer earlier ones make no baseline
 MIN_SQNR_DB = 8.0  # dB: below, rounding error exceeds a sixth of an operand's energy; healthy casts stay above 12
-MAX_BIAS = (
-    1.5  # factor: of second moments over their exact reference; unbiased codes of 3 mantissa bits stay within 1.25
-)
 MAX_NEAREST_NOISE = 1.05  # ratio: rounding to nearest has noise of at most 1, stochastic rounding has more
 
 # ── spikes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -26,9 +23,7 @@ WINDOW, RECENT = 100, 30  # steps: for the estimate of the noise, and for the le
 FEWEST, FEWEST_EARLY = 20, 3  # steps: before medians, and before any spike of the loss
 Z = 8.0  # robust standard deviations above the level; healthy calibration runs reach 5 for the loss
 LOSS_FLOOR = 0.01  # fraction of the median, and nats: least standard deviation of the loss
-NORM_FACTOR = (
-    10.0  # factor over the median: least spike of the gradient norm; healthy runs with small batches reach 6.6
-)
+NORM_FACTOR = 10.0  # factor over the median: least spike of the gradient norm; healthy runs reach 6.6
 PATIENCE = 50  # spikes in a row: they become the new level
 
 # ── the first difference of two runs ────────────────────────────────────────────────────────────────────────────────────

@@ -12,8 +12,7 @@ from torch import nn
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.float32_copy import Loss
 from narrowgauge.checks.gradients import Backward, gradient_readings
-from narrowgauge.checks.manifest import manifest
-from narrowgauge.checks.parameters import parameter_readings
+from narrowgauge.checks.manifest import manifest, parameter_readings
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.updates import grid_lines, update_readings
 from narrowgauge.errors import RecipeError

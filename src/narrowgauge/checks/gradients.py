@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
@@ -104,13 +105,15 @@ def gradient_readings(
     if stepped:
         return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], [], []
     differing = _apart(configured.gradients, ranks)
-    all_parts = [part for of_rank in ranks.gather(parts) for part in of_rank]
+    of_ranks = ranks.gather(parts)
+    all_parts = [part for of_rank in of_ranks for part in of_rank]
     formats = {dtype_name(dtype) for dtype in configured.dtypes} & FORMATS.keys()
     formats |= {"tfloat32"} if torch.get_float32_matmul_precision() != "highest" else set()
     unit = max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
 
     def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
-        readings, lines, done, reasons = list[Reading](), list[str](), list[str](), dict[str, str]()
+        lines, done, reasons = list[str](), list[str](), dict[str, str]()
+        readings = list(_equal_batches(model, of_ranks))
         whole_batch, leaves = concatenated(all_parts), _trainable(reference) | outside
         with _reason_for_none("the slope of the loss", reasons):
             _set_training(reference, True)
@@ -195,11 +198,8 @@ def _configured(
     def note(module: nn.Module, args: Any, output: Any) -> None:
         dtypes.update(graph_dtypes(_items(output) if is_dataclass(output) else output))
 
-    handle, states, parameters = (
-        model.register_forward_hook(OwnHook(note)),
-        generators(),
-        _trainable(model) | dict(outside),
-    )
+    states, parameters = generators(), _trainable(model) | dict(outside)
+    handle = model.register_forward_hook(OwnHook(note))
     with put_back(model, parameters.values(), set_up.optimizers) as unrestored, _scalers_put_back() as calls:
         _set_training(model, is_training)
         if not is_training:
@@ -277,6 +277,16 @@ def vocabulary_of(model: nn.Module) -> int:
     sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     outputs = [m.out_features for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes]
     return outputs[-1] if outputs else 0
+
+
+def _equal_batches(model: nn.Module, of_ranks: Sequence[Any]) -> Iterator[Reading]:
+    """Compare the batches of the ranks. Ranks that share parameters by tensor parallelism share a batch too."""
+    is_fsdp = any(type(m).__name__.startswith("FSDP") for m in model.modules())
+    hashes = [[fingerprint(x) for x in tree_leaves(parts) if isinstance(x, Tensor)] for parts in of_ranks]
+    is_equal = len(hashes) > 1 and all(of_rank == hashes[0] != [] for of_rank in hashes)
+    if is_equal and (is_fsdp or not any(map(is_sharded, model.parameters()))):
+        words = "hold the same batch: give each rank its share of the data (DistributedSampler)"
+        yield KINDS["equal-ranks"].reading("", len(hashes), 1, words=words)
 
 
 def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Reading]:

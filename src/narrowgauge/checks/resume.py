@@ -1,18 +1,17 @@
 """Check that a resumed run is the same run, for any loop.
 
 Compare the saved state with the state of fresh objects after the load. Then both take the steps after the checkpoint.
-Tensors are compared by fingerprints of their bits and of their values. Fingerprints do not depend on sharding, so
-the second part may run on another number of ranks.
+Tensors are compared by fingerprints of their bits, which do not depend on sharding.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from dataclasses import replace
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ from torch import Tensor, nn
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.set_up import inner_name
-from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
-from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
@@ -43,18 +40,16 @@ CAUSES = (
 
 
 def check_resume(
-    step: Step | None,
+    step: Step,
     save: Callable[[], Any],
-    load: Callable[[Any], tuple[Any, ...]] | None,
+    load: Callable[[Any], tuple[Any, ...]],
     *,
     steps: int = 1,
     resumes: int = 1,
-    record: str | Path | None = None,
 ) -> Readings:
     """Prove that a resumed loop is the same run: restore in fresh objects, and repeat the steps after the checkpoint.
 
-    All ranks make the call. Another number of ranks takes two calls. One job passes ``load=None`` and a ``record`` to write.
-    The other passes ``step=None`` and the same ``record``; its ``save()`` says where the checkpoint is.
+    All ranks make the call. For a resume in another job, or on other ranks, use ``recorder.saved(path)``.
 
     Args:
         step: takes the loop's next step and returns the loop's objects by name: modules, optimizers, tensors, numbers, and
@@ -64,12 +59,9 @@ def check_resume(
             more than one resume also their ``save``. An object that is ``None`` until the next step is not compared.
         steps: repeated after each resume. Take enough to cross an epoch.
         resumes: 2 saves the resumed run too, and resumes it again: the place in an epoch is often lost then.
-        record: the file that carries the saved state to another job.
     Returns:
         A reading for each kind of state that differs, causes first: rate, counters, loss scale, generators, batch, states,
-        weights.
-    Raises:
-        RecipeError: two jobs without a record.
+        weights. Notes name states that ``step`` holds, does not return, and that differ after the load.
 
     Example:
         >>> import narrowgauge as ng
@@ -80,28 +72,15 @@ def check_resume(
         >>> print(result[0].tensor, result[0].advice)
         weight float32 of norm 1.41421 was saved, float32 of norm 0 is there after the load.
     """
-    ranks = all_ranks()
-    if record is None and (load is None or step is None):
-        raise RecipeError("Cannot compare two jobs because no record was named.", "Pass record=PATH to both.")
-    file, unseen = None if record is None else Path(record), dict[str, str]()
-    if step is not None:
-        undrawn = generators()
-        before = snapshot(step(), unseen)
-        saved, states = save(), generators()
-        after = [snapshot(_last_of(step, steps), unseen) for _ in range(resumes)]
-        if file is not None and ranks.is_first:
-            file.write_text(json.dumps({"before": before, "after": after}), encoding="utf-8")
-        if load is None:
-            return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"], unseen=unseen)
-        # A generator that the steps do not draw from changes nothing. In another job each rank has its own.
-        drawn = [name for name, entry in generators().items() if entry != undrawn.get(name)]
-        before |= {name: states[name] for name in drawn}
-    else:
-        assert file is not None
-        recorded = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
-        before, after, saved, drawn = recorded["before"], recorded["after"], save(), []
-    assert load is not None
-    lines = list[str]()
+    unseen, lines, undrawn = dict[str, str](), list[str](), generators()
+    returned = step()
+    before, held = snapshot(returned, unseen), snapshot(_not_returned(step, returned), {})
+    saved, states = save(), generators()
+    after = [snapshot(_last_of(step, steps), unseen) for _ in range(resumes)]
+    # A generator that the steps do not draw from changes nothing.
+    drawn = [name for name, entry in generators().items() if entry != undrawn.get(name)]
+    before |= {name: states[name] for name in drawn}
+    notes = list[Reading]()
     for number, expected in enumerate(after):
         # The random generators of a new process differ, so a load must set them.
         torch.rand(7), np.random.rand(7), random.random()
@@ -111,19 +90,37 @@ def check_resume(
         when = "after the load" if number == 0 else f"after load {number + 1}"
         if readings := differences(before, snapshot(objects, unseen) | generators(), when, "", lines):
             return Readings(readings, lines, unseen=unseen)
+        if number == 0:
+            fresh = snapshot(_not_returned(fresh_step, objects), {})
+            held = {name: entry for name, entry in held.items() if name in fresh}
+            notes = [replace(r, severity="note") for r in differences(held, fresh, when, " Return it too.", [])]
         before = now = snapshot(_last_of(fresh_step, steps), unseen)
         if number + 1 < len(after):
             saved, states = fresh_save[0](), generators()
             before = now | {name: states[name] for name in drawn}
         hint = " The load restored all that is returned. Look at what is not: the next batch, a counter, a generator."
         if readings := differences(expected, now, f"{counted(steps, 'step')} {when}", hint, lines):
-            return Readings(readings, lines, unseen=unseen)
+            return Readings(readings + notes, lines, unseen=unseen)
     words = f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
-    return Readings([], lines, words, unseen)
+    return Readings(notes, lines, words, unseen)
 
 
 def _last_of(step: Step, steps: int) -> Objects:
     return [step() for _ in range(steps)][-1]
+
+
+def _not_returned(step: Step, returned: Objects) -> Objects:
+    """Return what a step holds and does not return: variables around a function, attributes of a method's object.
+
+    Arrays are left out: they may be the data, mapped from a file.
+    """
+    held: dict[str, Any] = getattr(getattr(step, "__self__", step), "__dict__", {})
+    if isinstance(step, FunctionType):
+        cells = zip(step.__code__.co_freevars, step.__closure__ or (), strict=True)
+        held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    known = {id(x) for x in returned.values() if not isinstance(x, PLAIN)} | {id(None)}
+    unknown = {name: x for name, x in held.items() if id(x) not in known and not isinstance(x, np.ndarray)}
+    return {f"{name} (not returned)": x for name, x in unknown.items()}
 
 
 def differences(
@@ -138,11 +135,11 @@ def differences(
         names = [name for name in members if name not in now or before[name]["bits"] != now[name]["bits"]]
         number += len(members) - len(names)
         if names:
-            entry, loaded = before[names[0]], now.get(names[0], {"shown": "nothing", "number": None, "value": None})
+            entry, loaded = before[names[0]], now.get(names[0], {"shown": "nothing", "number": None})
             first = names[0].split("|", 2)[2]
             label = f"{len(names)} of {len(members)}: {first}: " if first else ""
             message = f"{label}{entry['shown']} was saved, {loaded['shown']} is there {when}."
-            message += " Its values are equal, its format is not." if entry["value"] == loaded["value"] else hint
+            message += hint
             readings.append(KINDS["not-restored"].reading(kind, loaded["number"], entry["number"], message=message))
     lines.append(f"{when}: {number} of {len(before)} states have the same bits")
     return readings
@@ -170,30 +167,27 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
             states[f"{key}|{key}.parameters in the modules|"] = sum(id(p) in of_modules for p in stepped)
     tensors = {k: x for k, x in states.items() if isinstance(x, Tensor) and x.layout is torch.strided}
     bits, _ = fingerprints_whole_and_own(tensors)
-    values: dict[str, int] = {}
-    for k, t in tensors.items():  # one at a time: the copies are large
-        values |= fingerprints_whole_and_own({k: t.double() if t.is_floating_point() else t.long()})[0]
     entries: dict[str, Entry] = {}
     for key, value in states.items():
         if key in tensors:
             norm = math.sqrt(float(whole(value.detach().double().square().sum())))
             dtype = str(value.dtype).removeprefix("torch.")
-            entries[key] = _entry(f"{dtype} {bits[key]}", str(values[key]), norm, f"{dtype} of norm {norm:.6g}")
+            entries[key] = _entry(f"{dtype} {bits[key]}", norm, f"{dtype} of norm {norm:.6g}")
         elif isinstance(value, list):
             digest = hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
-            entries[key] = _entry(digest, digest, None, f"{len(value)} values of hash {digest[:8]}")
+            entries[key] = _entry(digest, None, f"{len(value)} values of hash {digest[:8]}")
         elif not isinstance(value, (*PLAIN, Tensor)):
             _, kind, name = key.split("|", 2)
             unseen.setdefault(kind, f"{name} {type(value).__name__} has no state_dict()".lstrip())
         else:
             number = float(value) if isinstance(value, (int, float)) else None
             text = repr(value if number is None else number)  # 1 and 1.0 are equal
-            entries[key] = _entry(text, text, number, repr(value)[:60])
+            entries[key] = _entry(text, number, repr(value)[:60])
     return entries
 
 
-def _entry(bits: str, value: str, number: float | None, shown: str) -> Entry:
-    return {"bits": bits, "value": value, "number": number, "shown": shown}
+def _entry(bits: str, number: float | None, shown: str) -> Entry:
+    return {"bits": bits, "number": number, "shown": shown}
 
 
 def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
@@ -212,6 +206,8 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each tensor, plain value, long list of plain values, and unreadable object."""
     if hasattr(value, "state_dict"):
         yield from _leaves(value.state_dict(), name)
+    elif isinstance(value, torch.Generator):
+        yield name, value.get_state()
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{name}.{key}" if name else str(key))
@@ -240,4 +236,4 @@ def generators() -> dict[str, Entry]:
     states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in devices}
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu")
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
-    return {f"generators|generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}
+    return {f"generators|generators|{name}": _entry(p, None, f"state {p[:8]}") for name, p in prints.items()}

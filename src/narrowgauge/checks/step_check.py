@@ -3,14 +3,14 @@
 Each parameter is compared alone. A step writes sums: a state is ``kept · old + taken · term``, the weight is ``weight +
 step · change − decay · rate · weight``. So a difference is fitted by these numbers, and printed beside the rule's.
 
-The rule is computed in float64. Each element has a slack: the largest error of the arithmetic in the tensors' formats. The
-likelihood of the stored values decides, through their rounding (:mod:`narrowgauge.checks.stored`).
+The rule is computed in float64. Each element has a slack: the largest error of the arithmetic in the tensors' formats. Stored
+values bound what was computed, through their rounding (:mod:`narrowgauge.checks.stored`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.step_rules import Values, decay_of, decouples, inputs_of, state_factors, sum_of, terms_of
 from narrowgauge.checks.step_samples import Sample, SampledStep, complete, sampled_step
-from narrowgauge.checks.stored import DECIDES, Rounding, Written
+from narrowgauge.checks.stored import Rounding, Written
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import dtype_name
@@ -34,6 +33,7 @@ _OPERATIONS = 16
 """Approximate number of roundings in a step of Adam: the arithmetic's largest error of a change, in its own units."""
 _FORMATS = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 Report = Callable[[int, list[Reading], Row], object]
+Values = dict[str, Tensor]
 NAMES = tuple(kind.name for kind in KINDS.values() if kind.by == "audit_every")
 
 
@@ -45,7 +45,7 @@ class StepCheck:
     Args:
         model: gives the parameter names. Other parameters are named by their place in the optimizer.
         optimizer: without wrappers.
-        every: steps between compared steps. The second step is compared too.
+        every: steps between compared steps. The second step, and the first after a checkpoint is loaded, are compared too.
         report: called after each compared step with the step, its readings and the column ``recomputed``. Called again before
             the next step, with the readings of writes in between and an empty column.
         max_grad_norm: the limit of clipping; ``None`` does not check it.
@@ -75,11 +75,12 @@ class StepCheck:
         self._names = {id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()}
         self._report, self._limit, self._ignored = report, max_grad_norm, frozenset(ignore)
         self._step: SampledStep | None = None  # the last step, if it is compared
+        self._is_loaded = False
         self._follower = Follower(optimizer, self._before_step, self._after_step)
 
     def go_on_from_checkpoint(self) -> None:
-        """Forget the last step: weights and states are loaded before the next one."""
-        self._step = None
+        """Forget the last step: weights and states are loaded before the next one. Compare the next one."""
+        self._step, self._is_loaded = None, True
 
     def remove(self) -> None:
         """Remove the hooks; also from within a step."""
@@ -89,7 +90,8 @@ class StepCheck:
         if (last := self._step) is not None:
             self._send(last.step, lambda: between_readings(last), {})
         step, self._step = self.num_steps + 1, None
-        if step == 2 or (step > 2 and step % self.every == 0):
+        if step == 2 or self._is_loaded or (step > 2 and step % self.every == 0):
+            self._is_loaded = False
             with torch.no_grad():
                 self._step = sampled_step(step, optimizer, self._names)
 
@@ -154,8 +156,12 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
     norm, kind = step.grad_norm * step.clip, KINDS["clip-norm"]
     epsilons = [torch.finfo(s.parameter.dtype).eps for s in step.samples.values() if s.gradient is not None]
     bound = (kind.bound + 2 * max(epsilons, default=0.0)) * limit
-    if norm > limit + bound:
-        yield kind.reading("", norm, limit, bound)
+    # Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves limit / 2^power.
+    power = round(math.log2(limit / norm)) if norm > 0 else 0
+    is_clipped_scaled = power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5
+    if norm > limit + bound or is_clipped_scaled:
+        cause = f", 2^{power} times as large: they were clipped before they were unscaled" if is_clipped_scaled else ""
+        yield kind.reading("", norm, limit, bound, cause=cause)
 
 
 def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]) -> list[Reading]:
@@ -191,6 +197,78 @@ def _count_readings(sample: Sample) -> Iterator[Reading]:
         yield kind.reading(sample.name, 1, 2, more=more)
 
 
+# ── the rules of SGD, Adam and AdamW, in float64 ──────────────────────────────────────────────────────────────────────
+
+
+def inputs_of(sample: Sample) -> Values:
+    """Return the inputs of a sample's rule in float64: weight, gradient and states."""
+    assert sample.gradient is not None
+    gradient = sample.gradient.double() * (-1.0 if sample.settings.get("maximize") else 1.0)
+    states = dict.fromkeys(state_factors(sample), torch.zeros_like(gradient))
+    return states | {name: value.double() for name, value in sample.before.items()} | {"gradient": gradient}
+
+
+def state_factors(sample: Sample) -> dict[str, tuple[float, float]]:
+    """Return for each state the factor of its old value and the factor of its new term."""
+    settings = sample.settings
+    if sample.rule == "sgd":
+        momentum, is_first = float(settings.get("momentum") or 0.0), "momentum_buffer" not in sample.before
+        take = 1.0 if is_first else 1.0 - float(settings.get("dampening") or 0.0)
+        return {"momentum_buffer": (momentum, take)} if momentum else {}
+    beta1, beta2 = map(float, settings["betas"])
+    return {"exp_avg": (beta1, 1 - beta1), "exp_avg_sq": (beta2, 1 - beta2)}
+
+
+def new_term(sample: Sample, name: str, inputs: Values) -> Tensor:
+    """Return what a state takes: the gradient or its square, with decay if the rule adds it to the gradient."""
+    gradient = inputs["gradient"]
+    if not decouples(sample):
+        gradient = gradient + decay_of(sample) * inputs["weight"]
+    return gradient.square() if name == "exp_avg_sq" else gradient
+
+
+def decay_of(sample: Sample) -> float:
+    return float(sample.settings.get("weight_decay") or 0.0)
+
+
+def decouples(sample: Sample) -> bool:
+    """Return whether decay acts on the weight itself. For a rule without states both kinds of decay are equal."""
+    is_decoupled = sample.rule == "adamw" or bool(sample.settings.get("decoupled_weight_decay"))
+    return is_decoupled or not state_factors(sample)
+
+
+def direction(sample: Sample, values: Values) -> Tensor:
+    """Return the tensor that the learning rate multiplies, from the inputs and the new states (``new_exp_avg``)."""
+    settings = sample.settings
+    if sample.rule == "sgd":
+        gradient, momentum = new_term(sample, "momentum_buffer", values), values.get("new_momentum_buffer")
+        if momentum is None:
+            return gradient
+        return gradient + float(settings["momentum"]) * momentum if settings.get("nesterov") else momentum
+    (beta1, beta2), count = map(float, settings["betas"]), max(1, sample.count or 0)
+    first, second = values["new_exp_avg"], values["new_exp_avg_sq"]
+    divisor = (second / (1 - beta2**count)).sqrt() + float(settings["eps"])
+    return first / (1 - beta1**count) / divisor.where(divisor != 0, 1e-300)
+
+
+def terms_of(sample: Sample, name: str, values: Values) -> dict[str, tuple[Tensor, float]]:
+    """Return the terms that a step adds up for a state or the weight, each with the rule's number.
+
+    A state becomes ``kept · old + taken · term``, the weight ``weight + step · change − decay · rate · weight``.
+    """
+    if name != "weight":
+        factor, taken = state_factors(sample)[name]
+        return {"kept": (values[name], factor), "taken": (new_term(sample, name, values), taken)}
+    rate = float(sample.settings["lr"])
+    decay = {"decay": (-rate * values["weight"], decay_of(sample))} if decouples(sample) else {}
+    return {"step": (-rate * direction(sample, values), 1.0)} | decay
+
+
+def sum_of(terms: Mapping[str, tuple[Tensor, float]]) -> Tensor:
+    """Return the sum of terms, each times its number."""
+    return torch.stack([number * term for term, number in terms.values()]).sum(0)
+
+
 # ── what a step writes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -212,12 +290,11 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
         readings += _readings(sample, name, written)
         values[f"new_{name}"] = written.expected
         # Optimizers of torch may compute with the rounded state.
-        errors[f"new_{name}"] = written.slack + (0.0 if name in sample.roundings else written.above / 2)
+        errors[f"new_{name}"] = written.slack + (0.0 if name in sample.roundings else written.spacing / 2)
     if not readings:  # with a wrong state the step is wrong, too
         written = _written(sample, "weight", values, errors)
         readings += _readings(sample, "weight", written)
-        gain = written.likelihood(written.expected)[0] - written.likelihood(written.fixed)[0]
-        if not readings and "weight" in sample.roundings and gain <= DECIDES:
+        if not readings and "weight" in sample.roundings and written.fitted()[1]["step"] > 1:
             unseen["the update of some weights"] = "their storage keeps too little of a step"
     yield from readings
 
@@ -232,8 +309,12 @@ def _written(sample: Sample, name: str, values: Values, errors: Values) -> Writt
     after, terms = sample.after[name], terms_of(sample, name, values)
     fixed = values["weight"] if name == "weight" else torch.zeros_like(values["weight"])
     slack = 4 * _unit(sample) * fixed.abs()
+    # A compiled step of torch rounds beta and 1 − beta^count to float32.
+    count, betas = max(1, sample.count or 0), map(float, sample.settings.get("betas", ()))
+    corrections = sum((1 + count * beta**count) / (1 - beta**count) for beta in betas)
     for key, (term, number) in terms.items():
-        slack += (_OPERATIONS if key == "step" else 4) * _unit(sample) * (number * term).abs()
+        relative = _OPERATIONS * _unit(sample) + corrections * 2.0**-24 if key == "step" else 4 * _unit(sample)
+        slack += relative * (number * term).abs()
     # Errors of the inputs move the sum, for some elements without a bound.
     for key, error in errors.items():
         ends = [sum_of(terms_of(sample, name, values | {key: values[key] + sign * error})) for sign in (1, -1)]

@@ -1,14 +1,14 @@
-"""The probability of stored values: compare a rule with other numbers through the rounding of a format or storage.
+"""Compare stored values with the sum that a rule computes, through the rounding of a format or storage.
 
-A stored value bounds the computed value: within 0.5 ulp for rounding to nearest, within 1 ulp for stochastic rounding.
-With stochastic rounding, the distances give the probability of each neighbour. So every assumption on the computed values
-has a likelihood: the product of the probabilities over the elements.
+A stored value bounds the computed value: within 0.5 ulp for rounding to nearest, within 1 ulp for stochastic rounding. Where
+too many values lie outside, a fit of the rule's numbers may explain them. Stochastic rounding is unbiased, so there the fit
+itself is the test: it resolves far less than an ulp.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,14 +17,10 @@ from torch import Tensor
 
 from narrowgauge.spec.storages import Code
 
-_FLOOR = 1e-4
-"""The probability of a stored value that an assumption excludes. A few such values decide nothing."""
 _MOST_OUTSIDE = 2e-3
 """Fraction of values that a right assumption may exclude, because the arithmetic itself rounds near a tie."""
 _FEWER = 0.2
 """Numbers explain values if they exclude less than this fraction of the values that the rule excludes."""
-DECIDES = 20.0
-"""Least gain in log-likelihood of another assumption over the rule: a chance of e^-20."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +35,15 @@ class Rounding:
     code: Code
     ends: Tensor | None = None
 
-    def spacings(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distances from stored values to the next larger and the next smaller magnitude, float64."""
-        lowest = self._lowest(values)
-        mantissas, exponents = torch.frexp(values.abs())
-        exponents = torch.where(values == 0, lowest, exponents.double() - 1)
-        above = 2.0 ** (exponents.maximum(lowest) - self.code.mantissa_bits)
-        is_power = (mantissas == 0.5) & (exponents > lowest)
-        return above, above * torch.where(is_power, 0.5, 1.0).double()
-
-    def is_bounded(self, values: Tensor) -> Tensor:
-        """Mark values that a code does not simply round: near its smallest value, and beyond its largest."""
-        code, lowest = self.code, self._lowest(values)
-        below = (values.abs() < 2.0 ** (lowest - code.mantissa_bits + 1)) & code.hold
-        return below | ((values.abs() >= 2.0 ** (lowest + code.highest - code.lowest)) & code.is_window)
-
-    def _lowest(self, values: Tensor) -> Tensor:
-        lowest = torch.full_like(values, float(self.code.lowest))
-        return lowest if self.ends is None else lowest + self.ends
+    def spacings(self, values: Tensor) -> Tensor:
+        """Return the distance from each value to the next larger magnitude; infinite where a code does not simply round."""
+        code = self.code
+        lowest = torch.full_like(values, float(code.lowest)) + (0.0 if self.ends is None else self.ends)
+        exponents = torch.frexp(values.abs())[1].double() - 1
+        above = 2.0 ** (exponents.where(values != 0, lowest).maximum(lowest) - code.mantissa_bits)
+        is_held = (values.abs() < 2.0 ** (lowest - code.mantissa_bits + 1)) & code.hold
+        is_saturated = (values.abs() >= 2.0 ** (lowest + code.highest - code.lowest)) & code.is_window
+        return above.masked_fill(is_held | is_saturated, math.inf)
 
 
 class Difference(NamedTuple):
@@ -83,67 +70,51 @@ class Written:
         self.after, self.fixed, self.terms, self.slack = after, fixed, terms, slack
         self.rule = {name: number for name, (_, number) in terms.items()}
         self.expected = self.value(self.rule)
-        is_known = ~(rounding.is_bounded(after) | rounding.is_bounded(self.expected)) & slack.isfinite()
-        # An infinite spacing takes an element out of fits and likelihoods.
-        self.above, self.below = (spacing.where(is_known, math.inf) for spacing in rounding.spacings(after))
-        self.count = int(is_known.sum())
-        self.is_stochastic = rounding.code.rounding == "stochastic"
-        self.reach = 1.0 if self.is_stochastic else 0.5
+        # An infinite spacing takes an element out of the comparison.
+        unknown = ~slack.isfinite() | rounding.spacings(self.expected).isinf()
+        self.spacing = rounding.spacings(after).masked_fill(unknown, math.inf)
+        self.is_known, self.is_stochastic = self.spacing.isfinite(), rounding.code.rounding == "stochastic"
+        self.reach = (1.0 if self.is_stochastic else 0.5) * self.spacing + slack
 
     def value(self, numbers: Mapping[str, float]) -> Tensor:
         """Return what the rule computes with other numbers."""
         return self.fixed + torch.stack([numbers[name] * term for name, (term, _) in self.terms.items()]).sum(0)
 
-    def likelihood(self, computed: Tensor) -> tuple[float, float]:
-        """Return the log-likelihood of the stored values, given computed values, and the fraction that is excluded."""
-        spacing = torch.where(computed.abs() < self.after.abs(), self.below, self.above)
-        excess = ((self.after - computed).abs() - self.slack).clamp_min(0.0) / spacing
-        chance = 1.0 - excess if self.is_stochastic else (excess <= self.reach).double()
-        return float(chance.clamp_min(_FLOOR).log().sum()), int((excess > self.reach).sum()) / max(1, self.count)
-
     def difference(self, share: float = 0.0) -> Difference | None:
         """Compare the stored values with the rule; ``None`` if they agree.
 
         Args:
-            share: a fit of each number that leaves at most this length explains the values too.
+            share: numbers that leave at most this length explain the values too.
         """
-        likelihood, outside = self.likelihood(self.expected)
-        differs = self._excludes(outside)
-        # No probability exceeds 1. If the rule's likelihood is near 1, no other numbers can be much likelier.
-        if not differs and -likelihood <= DECIDES:
+        outside, fitted = self._outside(self.expected), self.fitted()
+        is_off = self.is_stochastic and any(abs(x - self.rule[name]) > fitted[1][name] for name, x in fitted[0].items())
+        if not outside and not is_off:
             return None
-        largest = self.reach * self.above + self.slack
-        bound, distance = float(largest[largest.isfinite()].norm()), self._distance(self.expected)
-        for (numbers, errors), fraction in ((self._times_one_factor(), 0.0), (self._fitted(), share)):
+        bound, distance = float(self.reach[self.is_known].norm()), self._distance(self.expected)
+        factor, error = (fit["all"] for fit in self._fit({"all": self.expected - self.fixed}))
+        all_times = [{name: x * abs(number) for name, number in self.rule.items()} for x in (factor, error)]
+        for (numbers, errors), left in ((all_times, 0.0), (fitted, share)):
             computed = self.value(numbers)
-            other, left_outside = self.likelihood(computed)
-            differs = differs or other - likelihood > DECIDES
-            is_rare = not self._excludes(left_outside) or left_outside < _FEWER * outside
-            if differs and (is_rare or self._distance(computed) <= fraction):
+            if self._outside(computed) <= _FEWER * outside or self._distance(computed) <= left:
                 return Difference(distance, bound, numbers, errors)
-        return Difference(distance, bound, {}, {}) if differs else None
+        return Difference(distance, bound, {}, {})
 
-    def _times_one_factor(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Fit all that the rule adds by one factor. Return its numbers and four of their standard errors."""
-        ((factor, error),) = self._solved([self.expected - self.fixed])
-        numbers = {name: factor * number for name, number in self.rule.items()}
-        return numbers, {name: error * abs(number) for name, number in self.rule.items()}
+    def fitted(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Fit each number. Return the numbers and four of their standard errors. A zero term keeps its number."""
+        fit, errors = self._fit({name: term for name, (term, _) in self.terms.items() if bool(term.any())})
+        return self.rule | fit, dict.fromkeys(self.rule, math.inf) | errors
 
-    def _fitted(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Fit each number. Return them and four of their standard errors. A zero term keeps its number."""
-        columns = {name: term for name, (term, _) in self.terms.items() if bool(term.any())}
-        fits = dict(zip(columns, self._solved(list(columns.values())), strict=True)) if columns else {}
-        numbers = {name: fits[name][0] if name in fits else number for name, number in self.rule.items()}
-        return numbers, {name: fits[name][1] if name in fits else math.inf for name in self.rule}
-
-    def _solved(self, terms: Sequence[Tensor]) -> list[tuple[float, float]]:
-        inverse = torch.linalg.pinv(torch.stack(list(terms), 1) / self.above[:, None], rtol=1e-14)
-        solution = inverse @ ((self.after - self.fixed) / self.above)
-        return list(zip(solution.tolist(), (4 * inverse.norm(dim=1)).tolist(), strict=True))
+    def _fit(self, terms: Mapping[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+        if not terms:
+            return {}, {}
+        inverse = torch.linalg.pinv(torch.stack(list(terms.values()), 1) / self.spacing[:, None], rtol=1e-14)
+        solution, errors = inverse @ ((self.after - self.fixed) / self.spacing), 4 * inverse.norm(dim=1)
+        return dict(zip(terms, solution.tolist(), strict=True)), dict(zip(terms, errors.tolist(), strict=True))
 
     def _distance(self, computed: Tensor) -> float:
-        """Return the length of the difference, without elements that say nothing."""
-        return float((self.after - computed)[self.above.isfinite()].norm())
+        return float((self.after - computed)[self.is_known].norm())
 
-    def _excludes(self, outside: float) -> bool:
-        return outside > _MOST_OUTSIDE and outside * self.count > 2
+    def _outside(self, computed: Tensor) -> float:
+        """Return the fraction of known values that a sum excludes; 0 for as few as rounding near a tie explains."""
+        number, count = int(((self.after - computed).abs() > self.reach).sum()), int(self.is_known.sum())
+        return number / count if number > max(2, _MOST_OUTSIDE * count) else 0.0

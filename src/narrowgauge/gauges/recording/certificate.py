@@ -57,8 +57,7 @@ class Certificate:
         ]
 
     def _entries(self, objects: Mapping[str, Any]) -> dict[str, Entry]:
-        states = {k: x.get_state() if isinstance(x, torch.Generator) else x for k, x in objects.items()}
-        return snapshot({**self._objects, **states}, {}) | generators()
+        return snapshot({**self._objects, **objects}, {}) | generators()
 
 
 def _file(path: str | Path) -> Path:
