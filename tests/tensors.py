@@ -110,12 +110,16 @@ def step_gradients(params: Sequence[Tensor], step: int, scale: float = 1.0) -> l
     return [(torch.randn(p.shape, generator=generator) * scale).bfloat16().to(p.dtype) for p in params]
 
 
+def set_gradients(params: Sequence[Tensor], step: int, scale: float = 1.0) -> None:
+    """Set :func:`step_gradients`."""
+    for p, gradient in zip(params, step_gradients(params, step, scale), strict=True):
+        p.grad = gradient
+
+
 def take_steps(optimizer: torch.optim.Optimizer, steps: range, scale: float = 1.0) -> None:
     """Step an optimizer with :func:`step_gradients`."""
-    params = parameters_of(optimizer)
     for step in steps:
-        for p, gradient in zip(params, step_gradients(params, step, scale), strict=True):
-            p.grad = gradient
+        set_gradients(parameters_of(optimizer), step, scale)
         optimizer.step()
 
 

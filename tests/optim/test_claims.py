@@ -62,26 +62,18 @@ def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> No
     assert result.error > 4 * LIMITS[fallback]
 
 
-@pytest.mark.parametrize(
-    ("storage", "beta2", "bound"),
-    [
-        ("word", 0.999, 0.01),
-        ("compact", 0.999, 0.01),
-        ("split", 0.999, 1e-3),
-    ],
-)
-def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound: float) -> None:
+@pytest.mark.parametrize(("storage", "bound"), [("word", 0.01), ("compact", 0.01), ("split", 1e-3)])
+def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> None:
     """From 5 % below its limit on, where short dithers stop short: what stands still is off by more than the bound at the end.
 
     The kernel of ``word`` is compiled. A step that is skipped on the way leaves no trace.
     """
-    side = 64
+    side, beta2 = 64, 0.999
     gradient = torch.full((side, side), 0.013).bfloat16()
     limit = float(gradient[0, 0]) ** 2
     # Elements with equal weight and gradient round alike, so the weights differ and stay: the mean is over their hashes.
-    weight = torch.nn.Parameter(
-        (torch.arange(side * side) + 0x3F00).to(torch.int16).view(torch.bfloat16).view(side, side)
-    )
+    values = (torch.arange(side * side) + 0x3F00).to(torch.int16).view(torch.bfloat16)
+    weight = torch.nn.Parameter(values.view(side, side))
     compile = storage == "word" and not compiler_missing()
     options = {"lr": 1e-30, "betas": (0.9, beta2), "audit_every": 0, "max_grad_norm": math.inf}
     optimizer = ng.AdamW([weight], **options, storage=storage, compile=compile)
@@ -94,7 +86,7 @@ def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound:
     weight.grad = torch.full_like(weight, torch.inf)
     optimizer.step()
     assert optimizer.num_skipped == 1
-    steps = min(4 * round(1 / (1 - beta2)), 1000)
+    steps = 1000
     for _ in range(steps):
         weight.grad = gradient.clone()
         optimizer.step()

@@ -199,34 +199,6 @@ def test_masters_begin_in_pieces(storage: str) -> None:
     assert torch.equal(optimizer.stored(weight), weight.to(optimizer.stored(weight).dtype))
 
 
-@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("galore", "states8")])
-def test_a_gradient_freed_after_its_own_step_leaves_the_bits_of_one_optimizer(rule: str, storage: str) -> None:
-    """An optimizer for each parameter, in hooks of the backward pass, as on the page of storages."""
-    torch.manual_seed(0)
-    freed, plain = (nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).bfloat16() for _ in range(2))
-    freed.load_state_dict(plain.state_dict())
-    whole = build(rule, plain.parameters(), storage, lr=0.01)
-    apart = {p: build(rule, [p], storage, lr=0.01) for p in freed.parameters()}
-    live: list[int] = []
-
-    def step_and_free(parameter: Tensor) -> None:
-        live.append(sum(p.grad.nbytes for p in apart if p.grad is not None))
-        apart[parameter].step()
-        parameter.grad = None
-
-    for parameter in apart:
-        parameter.register_post_accumulate_grad_hook(step_and_free)
-    for batch in torch.randn(3, 4, 16).bfloat16():
-        for model in (freed, plain):
-            model(batch).float().square().mean().backward()
-        whole.step()
-        whole.zero_grad()
-    assert len(live) == 3 * 8 and max(live) <= freed[0].weight.nbytes + freed[0].bias.nbytes
-    for p, q in zip(apart, plain.parameters(), strict=True):
-        assert_same_bits(dict(whole.state_of(q)), dict(apart[p].state_of(p)))
-        assert torch.equal(p, q)
-
-
 # ── a scaled loss ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 SCALED = [
