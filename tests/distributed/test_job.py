@@ -8,25 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from narrowgauge.cli.main import main
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.errors import RankError
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer import resume_checks
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
 from ranks import run_ranks
-from trainer.fixtures import place as place  # a fixture
+from trainer.tiny_runs import call
 
 # ── what --nproc starts ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def call(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
 
 
 @pytest.fixture
@@ -50,6 +44,13 @@ def test_nproc_is_a_call_of_torchrun_with_the_same_words(started: list[list[str]
     named, chosen = started
     assert named == ["2", "narrowgauge", *words, "--out", "here"]
     assert chosen[-2] == "--out" and Path(chosen[-1]).parts[-2] == "runs", "the ranks have one folder"
+    for wrong, line in (
+        ("--recipe bfloat16/wrod", "RecipeError: "),
+        ("--nproc 5", "RankError: Cannot train: each of 5 ranks needs"),
+    ):
+        refused = call(*words, *wrong.split())
+        assert (refused.exit_code, refused.stderr.count("\n"), len(started)) == (2, 1, 2)
+        assert refused.stderr.startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +78,6 @@ def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest
     words = ["resume", "run", "--nproc", "3"]
     assert call(*words).exit_code == 0 and started[-1][-len(words) :] == words
     assert "needs one of a step" in call("resume", "run", "--nproc", "5").stderr and len(started) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--nproc", "2", "--recipe", "bfloat16/wrod"], "RecipeError: "),
-        (["--nproc", "3", "--gradient-accumulation-steps", "2"], "RankError: Cannot train: each of 3 ranks needs"),
-    ],
-)  # fmt: skip
-def test_wrong_settings_cost_one_line_before_ranks_start(words: list[str], line: str, started: list[list[str]]) -> None:
-    result = call("train", "--data", "tokens", *words)
-    assert (result.exit_code, result.stderr.count("\n"), started) == (2, 1, [])
-    assert result.stderr.startswith(line)
 
 
 # ── a rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -280,14 +279,10 @@ def test_kept_layers_share_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again is not None and again.clock is linears.clock and again.step == 1
 
 
-def test_ranks_of_ddp_keep_their_own_random_bits() -> None:
+def test_ranks_of_ddp_keep_their_own_random_bits(one_rank: None) -> None:
     model = Model()
     swap_linears(model, "int8-row")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        sent = {id(buffer) for buffer in nn.parallel.DistributedDataParallel(model).modules_buffers}
-    finally:
-        dist.destroy_process_group()
+    sent = {id(buffer) for buffer in nn.parallel.DistributedDataParallel(model).modules_buffers}
     assert len(list(model.buffers())) > 0 and not sent & {id(buffer) for buffer in model.buffers()}
 
 

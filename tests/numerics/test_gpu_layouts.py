@@ -11,8 +11,6 @@ from narrowgauge.numerics.quantization import (
     four_bit_codes,
     four_bit_values,
     packed_pairs,
-    scales_in_columns,
-    square_scales_in_columns,
     tiled_scales,
     unpacked_pairs,
 )
@@ -67,17 +65,3 @@ def test_every_pair_of_codes_is_packed_with_the_first_in_the_low_half(dim: int) 
     assert torch.equal(packed.flatten(), (first + 16 * second).to(torch.uint8))
     assert packed.shape == ((1, 256) if dim == 1 else (256, 1))
     assert torch.equal(unpacked_pairs(packed, dim), codes)
-
-
-@exhaustive("rows", [1, 2, 16, 144])
-def test_scales_of_128_values_lie_column_by_column(rows: int) -> None:
-    for blocks in (1, 2, 3, 4, 5, 8, 9):
-        scales = numbered(rows, blocks).float()
-        columns = scales_in_columns(scales)
-        assert torch.equal(columns, scales)
-        flat = columns.as_strided((scales.numel(),), (1,))
-        assert torch.equal(flat, scales.t().flatten())
-        square = square_scales_in_columns(scales)
-        assert square.shape == (up(blocks, 4), rows) and torch.equal(square[:blocks], scales.t())
-        assert not square[blocks:].any()
-        assert square.stride(0) == 1 and (rows == 1 or square.stride(1) == up(blocks, 4))

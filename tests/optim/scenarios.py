@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 import expectations
 import narrowgauge as ng
 from narrowgauge.optim import optimizers
 from narrowgauge.optim.layout import layout_of
-from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
@@ -35,34 +33,6 @@ def shifts(storage: Storage) -> dict[str, int]:
     return {name: shift for plane in layout_of(storage).planes for name, shift, _ in plane.fields}
 
 
-def row_of(storage: str | Storage) -> Storage:
-    return storage if isinstance(storage, Storage) else STORAGES[storage]
-
-
-def visible_dtype(storage: str | Storage) -> torch.dtype:
-    return getattr(torch, row_of(storage).visible)
-
-
-def parameters(
-    storage: str | Storage, shapes: list[tuple[int, ...]], seed: int = 0, scale: float = 0.02
-) -> list[torch.nn.Parameter]:
-    """Gaussian weights in the storage's visible format."""
-    generator = torch.Generator().manual_seed(seed)
-    values = [torch.randn(shape, generator=generator) * scale for shape in shapes]
-    return [torch.nn.Parameter(v.to(torch.bfloat16).to(visible_dtype(storage))) for v in values]
-
-
-def kept(optimizer: ng.Optimizer) -> dict[str, Tensor]:
-    """Everything an optimizer keeps, the visible weights included, by name."""
-    names = optimizer.parameter_names()
-    states = optimizer.rule.states if isinstance(optimizer.rule, Rule) else ()
-    result = {f"{name}.visible": p.detach().clone() for p, name in names.items()}
-    for p, name in names.items():
-        for what in ("weight", *states):
-            result[f"{name}.{what}"] = optimizer.stored(p, what)
-    return result
-
-
 @dataclass(frozen=True)
 class Stall:
     """What became of the stall case: error of the stored displacement, and the audit."""
@@ -79,7 +49,7 @@ def stall(storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, si
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(side, side, generator=generator).bfloat16()
     cycle = [(0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16() for _ in range(50)]
-    weight = torch.nn.Parameter(start.to(visible_dtype(storage), copy=True))
+    weight = torch.nn.Parameter(start.to(getattr(torch, STORAGES[storage].visible), copy=True))
     optimizer = ng.AdamW(
         [("weight", weight)],
         lr=lr,

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.accumulation import GradientAccumulator
@@ -138,22 +140,14 @@ def test_bytes_are_counted() -> None:
     assert GradientAccumulator(parameters[:2]).bytes_per_param() == pytest.approx(4 * 192 / 197)
 
 
-def test_shards_are_summed_where_they_lie() -> None:
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        parts = gradients((6, 5), 4)
-        weight = torch.nn.Parameter(distribute_tensor(torch.zeros(6, 5).bfloat16(), mesh, [Shard(0)]))
-        accumulator = GradientAccumulator([weight])
-        for part in parts:
-            weight.grad = distribute_tensor(part, mesh, [Shard(0)])
-            accumulator.accumulate()
-        accumulator.finish()
-        assert isinstance(weight.grad, DTensor)
-        assert weight.grad.placements == weight.placements
-        assert torch.equal(bits(weight.grad.to_local()), bits(summed(parts)))
-    finally:
-        dist.destroy_process_group()
+def test_shards_are_summed_where_they_lie(one_rank: None) -> None:
+    mesh, parts = init_device_mesh("cpu", (1,)), gradients((6, 5), 4)
+    weight = torch.nn.Parameter(distribute_tensor(torch.zeros(6, 5).bfloat16(), mesh, [Shard(0)]))
+    accumulator = GradientAccumulator([weight])
+    for part in parts:
+        weight.grad = distribute_tensor(part, mesh, [Shard(0)])
+        accumulator.accumulate()
+    accumulator.finish()
+    assert isinstance(weight.grad, DTensor)
+    assert weight.grad.placements == weight.placements
+    assert torch.equal(bits(weight.grad.to_local()), bits(summed(parts)))

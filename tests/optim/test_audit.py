@@ -26,7 +26,8 @@ from narrowgauge.optim.clip import Decision
 from narrowgauge.optim.layout import Layout
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import REPRESENTATIVES, parameters
+from optim.pairs import parameters
+from optim.scenarios import REPRESENTATIVES
 from tensors import step_gradients, take_steps
 
 

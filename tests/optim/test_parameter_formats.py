@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import narrowgauge as ng
 from narrowgauge.optim.optimizer import Optimizer
@@ -145,43 +147,22 @@ def test_autocast_and_a_grad_scaler_train_it() -> None:
 # ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def in_ddp(model: Model) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model)
-
-
-def in_fsdp(model: Model) -> nn.Module:
-    torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-    return model
-
-
-def in_old_fsdp(model: Model) -> nn.Module:
-    return torch.distributed.fsdp.FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-
-
 def on_one_memory(model: Model) -> nn.Module:
     model.up.weight = nn.Parameter(model.head.weight.detach().t()[:, :8])
     return model
 
 
-@pytest.mark.parametrize(
-    ("wrap", "reason"),
-    [
-        (in_ddp, "DistributedDataParallel"),
-        (in_fsdp, "FSDP"),
-        (in_old_fsdp, "FSDP"),
-        (on_one_memory, "share their memory"),
-    ],
-)
-def test_parameters_whose_memory_others_hold_are_refused(
-    one_rank: None, wrap: Callable[[Model], nn.Module], reason: str
-) -> None:
+HOLDERS: list[tuple[Callable[[Model], nn.Module], str]] = [
+    (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
+    (lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))), "FSDP"),
+    (lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), "FSDP"),
+    (on_one_memory, "share their memory"),
+]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("wrap", "reason"), HOLDERS)
+def test_parameters_whose_memory_others_hold_are_refused(wrap: Callable[[Model], nn.Module], reason: str) -> None:
     """Nothing is changed, and a storage of float32 takes them."""
     model = wrap(Model())
     first = nn.Parameter(torch.ones(3, 3))

@@ -23,12 +23,13 @@ OUTLIER = [1.99, *[0.5] * 31]
 # Values, their cast, the scale's amax; the fractions that overflow and that become zero, and the signal to noise in decibels.
 LOSSES: dict[str, tuple[list[float], Cast, float | None, float, float, float | None]] = {
     "all is representable": ([127.0, -3.0, 0.0, 64.0], Cast("int8", "row"), None, 0, 0, math.inf),
-    "of four that were not zero two become it": (
-        [127.0, 0.1, -0.2, 0.0, 5.0],
-        Cast("int8", "row"),
+    "two of four become zero": ([127.0, 0.1, -0.2, 0.0, 5.0], Cast("int8", "row"), None, 0, 2 / 4, None),
+    "a static scale": (
+        [448.0, 464.0, 500.0, 2.0**-11],
+        Cast("float8_e4m3fn", "tensor", scaling="static"),
         None,
-        0,
-        2 / 4,
+        1 / 4,
+        1 / 4,
         None,
     ),
     "a scale of another tensor": ([1.0, 2.0, 4.0, -8.0], TENSOR, 2.0, 2 / 4, 0, None),

@@ -68,8 +68,9 @@ def help_of_all() -> str:
 
 
 def mistakes() -> str:
-    answers = {line: CliRunner().invoke(main, line.split(), prog_name="narrowgauge").stderr for line in MISTAKES}
-    return "".join(f"$ narrowgauge {line}\n{answer}" for line, answer in answers.items())
+    results = {line: CliRunner().invoke(main, line.split(), prog_name="narrowgauge") for line in MISTAKES}
+    assert {(result.exit_code, result.stdout, result.stderr.count("\n")) for result in results.values()} == {(2, "", 1)}
+    return "".join(f"$ narrowgauge {line}\n{result.stderr}" for line, result in results.items())
 
 
 def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float) -> list[Run]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,10 @@ import pytest
 import tomli_w
 
 from narrowgauge.runs.record import Run, read_run
+from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.data.dataset import Dataset
 from trainer.tiny_runs import CASES, assert_same_run, call, settings, words_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = CASES["naive"]
@@ -45,7 +40,7 @@ def stopped(paused: Path, tmp_path: Path) -> Path:
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    record = tomllib.loads((folder / "run.toml").read_text())
+    record = load_toml((folder / "run.toml").read_text())
     record["config"] = {key: value for key, value in {**record["config"], **changes}.items() if value is not None}
     (folder / "run.toml").write_text(tomli_w.dumps(record))
 

@@ -94,11 +94,6 @@ def test_a_value_that_is_not_a_number_is_refused_in_one_line(act: Any, says: str
         compare(lambda recipe, seed, log: act(log), ["mine"])
 
 
-def test_losses_alone_give_a_verdict_without_bytes_and_flags() -> None:
-    found = compare(lambda recipe, seed, log: 4.0 + seed / 10, ["mine", "yours"], seeds=2)
-    assert [row["recipe"] for row in found.rows] == ["mine", "yours"] and found.rows[0]["bytes_per_param"] is None
-
-
 # ── watched ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -25,13 +25,9 @@ import torch
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
+from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import loop, session
 from trainer.tiny_runs import CASES, ENVIRONMENT, assert_same_run, call, settings, words_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -302,7 +298,7 @@ def test_what_has_changed_since_the_run_began_is_told(
     place: Path, whole: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
-    record = tomllib.loads((folder / "run.toml").read_text())
+    record = load_toml((folder / "run.toml").read_text())
     now = record["versions"]["torch"]
     record["versions"]["torch"] = "2.0.1"
     record["machine"] |= {"num_threads": 64, "capability": "ABACUS", "device": "NVIDIA H200"}
