@@ -17,9 +17,6 @@ from narrowgauge.spec.storages import Code, width_of
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# ── drawn ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def gaussian(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal values from a generator of their own, scaled in float32 and rounded to ``dtype``."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
@@ -28,9 +25,6 @@ def gaussian(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype 
 def random_tokens(batch: int = 3, length: int = 10, vocabulary: int = 48, seed: int = 0) -> Tensor:
     """Uniform token indices ``[batch, length]``."""
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-# ── bits ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def bits(x: Tensor) -> Tensor:
@@ -68,9 +62,6 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
         assert differing == 0, f"{differing} of {value.numel()} values of {name} differ"
 
 
-# ── distances ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def rms(x: Tensor) -> float:
     """Root mean square, summed in float64."""
     return x.detach().double().square().mean().sqrt().item()
@@ -87,9 +78,6 @@ def largest_relative_error(found: Mapping[str, Tensor], expected: Mapping[str, T
     assert found.keys() == expected.keys()
     assert all(value.norm() > 0 for value in expected.values())
     return max(relative_error(found[name], expected[name]) for name in expected)
-
-
-# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

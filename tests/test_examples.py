@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import runpy
 import subprocess
 import sys
@@ -14,16 +13,10 @@ import pytest
 
 import narrowgauge
 from narrowgauge.runs.record import read_run
-from narrowgauge.trainer.data.tokens import load_tokenizer, read_documents, write_tokens
+from trainer.fixtures import place as place  # a fixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SHAPE = {
-    "model_type": "llama", "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True,
-}  # fmt: skip
-FIRST_MINUTE = (
-    "--model ./tiny --data tokens --steps 3 --sequence-length 16 --batch-size 2 --eval-sequences 2 --seeds 2 --out here"
-)
+FIRST_MINUTE = "--steps 3 --sequence-length 16 --batch-size 2 --eval-sequences 2 --seeds 2 --out here"
 
 
 def lines_of(name: str, capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -65,26 +58,22 @@ def test_own_rule_fits_its_promise_and_learns_alike_in_every_storage(capfd: pyte
 
 
 def test_first_minute_compares_three_recipes_and_goes_on_with_what_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text(json.dumps(SHAPE))
-    (tmp_path / "text").mkdir()
-    draw = random.Random(0)
-    for number in range(6):
-        words = draw.choices(["def", "return", "import", "self", "None", "the", "fox"], k=200)
-        (tmp_path / "text" / f"{number}.txt").write_text(" ".join(words))
-    write_tokens(read_documents(tmp_path / "text"), *load_tokenizer(None), tmp_path / "tokens")
     monkeypatch.chdir(tmp_path)
+    words = [*FIRST_MINUTE.split(), "--model", str(place / "model"), "--data", str(place / "tokens")]
     results = tmp_path / "here" / "compare.json"
-    printed = lines_of("first_minute", capfd, *FIRST_MINUTE.split())
+    printed = lines_of("first_minute", capfd, *words)
     before = results.read_text()
     rows = json.loads(before)
     assert [row["recipe"] for row in rows] == ["bfloat16/master", "bfloat16/word", "bfloat16/naive"]
     assert all(row["num_seeds"] == 2 for row in rows)
     page = tmp_path / "here" / "report.html"
     assert Path(printed[-1]).resolve() == page and all(row["recipe"] in page.read_text() for row in rows)
-    lines_of("first_minute", capfd, *FIRST_MINUTE.split())
+    lines_of("first_minute", capfd, *words)
     assert results.read_text() == before
 
 

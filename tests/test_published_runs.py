@@ -76,9 +76,6 @@ def test_shapes_have_the_published_parameter_counts(published: Any) -> None:
     assert counts["megatron-1t"] == pytest.approx(1008.0e9, rel=1e-3)
 
 
-# ── plans beside the runs that are not held out ───────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(("assumed", "mean"), [(False, 0.105), (True, 0.178)])
 def test_runs_in_view_are_planned_as_documented(planned: Any, assumed: bool, mean: float) -> None:
     points = planned.points_in_view(assumed=assumed)

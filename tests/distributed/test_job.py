@@ -20,8 +20,6 @@ from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_toke
 from ranks import run_ranks
 from trainer.tiny_runs import call
 
-# ── what --nproc starts ────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
@@ -78,9 +76,6 @@ def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest
     words = ["resume", "run", "--nproc", "3"]
     assert call(*words).exit_code == 0 and started[-1][-len(words) :] == words
     assert "needs one of a step" in call("resume", "run", "--nproc", "5").stderr and len(started) == 1
-
-
-# ── a rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(bits_of(one), bits_of(other))
 
 
-# ── roundings ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def every_prefix_and_its_ties() -> Tensor:
     """A million float32 a prime stride apart; every 16-bit prefix with its tie and the values beside the tie."""
     strided = np.arange(0, 2**32, 4093, dtype=np.int64)
@@ -70,9 +67,6 @@ def test_nearest_even_is_torchs_cast_wherever_the_format_reaches(name: str) -> N
     infinity = torch.tensor([math.inf, -math.inf, torch.finfo(torch.float32).max])
     assert rn(infinity).tolist() == [math.inf, -math.inf, math.inf]
     assert rn(torch.tensor([math.nan])).isnan() and same_bits(rn(torch.tensor([-0.0])), torch.tensor([-0.0]))
-
-
-# ── sums and products of two ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def every_pair(name: str) -> tuple[Tensor, Tensor]:
@@ -136,8 +130,6 @@ def test_two_sum_and_two_prod_at_any_distance(dropped: int) -> None:
     assert exact((p, e)) == [Fraction(x) * Fraction(y) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
     assert torch.equal(rn(p), p) and torch.equal(rn(e), e)
 
-
-# ── bounds against exact rationals ──────────────────────────────────────────────────────────────────────────────────
 
 PRECISIONS = {"bfloat16": 16, "float8_e4m3fn": 20}
 

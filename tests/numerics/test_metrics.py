@@ -26,9 +26,6 @@ def lost_decay(sums: Tensor) -> float:
     return update_metrics(sums)["lost_decay"].item()
 
 
-# -- the sums --
-
-
 @pytest.mark.parametrize("chunk", [chunks.CHUNK, 7])
 def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK", chunk)
@@ -40,9 +37,6 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert got[3:].tolist() == [180.0, 40.0, 80.0, 0.0, 0.0, 200.0, 0.0] == [float(x) for x in expected[3:]]
     for name, value, exact in zip(UPDATE_SUMS, got.tolist(), expected, strict=True):
         assert value == pytest.approx(float(exact), rel=1e-12, abs=1e-12), name
-
-
-# -- known answers of an update --
 
 
 def test_only_elements_that_meant_to_move_can_be_lost() -> None:
@@ -71,8 +65,6 @@ def test_lost_decay_against_fractions() -> None:
     assert lost_decay(decayed(c, t)) == pytest.approx(float(exact), rel=1e-6)
     assert [lost_decay(decayed(c, share * c)) for share in (1.0, 0.5, 0.0)] == [0.0, 0.5, 1.0]
 
-
-# -- tensors and casts --
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compile import compiled
-from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.quantization import (
     TINY,
     Quantized,
@@ -145,29 +144,6 @@ def test_words_are_hashes_of_logical_indices(key: int) -> None:
     assert drawn.equal(drawn.round()) and drawn.min() >= 0 and drawn.max() < 2**16
     expected = (words[0].double() + words[1].double()) % 1
     assert uniform(words).double().equal(expected)
-
-
-@cache
-def errors_of_equal_values(part: float) -> Tensor:
-    """Rounding errors of 400 matrices ``[32, 64]`` of one value, in spacings; each matrix has its own key."""
-    row = FORMATS["int8"]
-    keys = torch.tensor([step_seed(0, step) for step in range(400)], dtype=torch.int32)
-    drawn = torch.stack([uniform(random_words(32, 64, key)) for key in keys])
-    return round_stochastic(torch.full_like(drawn, 3 + part), row, drawn).double() - (3 + part)
-
-
-@exhaustive("part", [0.5, 0.25, 0.0625])
-def test_equal_values_do_not_round_alike(part: float) -> None:
-    """The mean of a whole matrix of one value is off by 5 standard deviations of independent roundings at the most.
-
-    Any two of its places are independent, so the mean's variance is that of independent roundings, though its tails are
-    longer: over 400 keys the variance is right within a fifth.
-    """
-    errors = errors_of_equal_values(part)
-    deviation = math.sqrt(part * (1 - part))
-    scores = errors.sum((1, 2)) / (deviation * math.sqrt(32 * 64))
-    assert scores.abs().max() < 5 and abs(float(scores.square().mean()) - 1) < 0.2
-    assert abs(float(scores.mean()) * math.sqrt(400)) < 4
 
 
 # ── scales ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -29,9 +29,6 @@ Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]
 
 
-# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def example(name: str) -> ModuleType:
     """An example as a module, which others can name: a rule is pickled by the names of its functions."""
     return script_module(f"examples/{name}.py")

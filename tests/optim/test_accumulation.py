@@ -43,9 +43,6 @@ def singles(parts: Sequence[Tensor]) -> list[oracle.Singles]:
     return [part.float().reshape(-1).numpy() for part in parts]
 
 
-# ── what each row sums to ───────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("k", [1, 2, 9])
 def test_sums_are_those_written_down(shape: tuple[int, ...], k: int) -> None:
@@ -83,9 +80,6 @@ def test_float16_sums_are_rounded_once_ties_away_from_zero() -> None:
     assert summed(back).tolist() == [60000.0]
 
 
-# ── laws ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(("place", "value"), [(0, math.nan), (6, -math.inf)])
 def test_what_is_not_finite_stays_so_in_its_element_alone(place: int, value: float) -> None:
     parts = gradients((11,), 7)
@@ -97,9 +91,6 @@ def test_what_is_not_finite_stays_so_in_its_element_alone(place: int, value: flo
     assert summed(opposite).isnan().all()
     largest = torch.tensor([3.38e38]).bfloat16()
     assert summed([largest] * 3).tolist() == [math.inf]
-
-
-# ── parameters of all kinds ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_missing_frozen_and_tied() -> None:

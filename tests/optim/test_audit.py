@@ -51,9 +51,6 @@ def noisy(count: int, mean: float, deviation: float, seed: int) -> list[Tensor]:
     return steps((mean + deviation * torch.randn(count, generator=generator, dtype=torch.float64)).tolist())
 
 
-# ── readings ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_everything_taken_reads_one_and_nothing_taken_reads_zero() -> None:
     d, nothing = torch.tensor([1.0, -2.0, 0.0, 0.5]), torch.zeros(4)
     perfect = read([update_sums(d, d, nothing)] * 3)
@@ -67,9 +64,6 @@ def test_nothing_intended_judges_nothing() -> None:
     reading = read([row()] * 10)
     assert math.isnan(reading.edq) and math.isnan(reading.edq_error) and not reading.stalls
     assert not read([row(dd=math.nan, de=math.nan)] * 10).stalls
-
-
-# ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
@@ -206,9 +200,6 @@ def test_a_skipped_step_is_not_audited() -> None:
     assert (optimizer.num_skipped, reading.num_audits) == (1, 2) and reading.edq == pytest.approx(1.0, abs=1e-3)
 
 
-# ── weight decay ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def lost_decay_of_two(storage: str, rule: Callable[..., Any], lr: float, decay: float) -> tuple[float, float]:
     """A step's lost decay as audited, and in fractions from two optimizers, the second without decay.
 
@@ -256,9 +247,6 @@ def test_lost_decay_is_what_an_optimizer_without_it_stores_otherwise(
     lr = 2.0**-10 if STORAGES[storage].weight.mantissa_bits >= 7 else 2.0**-6
     audited, exact = lost_decay_of_two(storage, rule, lr, 2.0**-1)
     assert audited == pytest.approx(exact, abs=2e-3)
-
-
-# ── whose optimizer it is ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> None:

@@ -62,8 +62,6 @@ def started(storage: Storage, weight: Tensor, gradient: Tensor, states: Mapping[
     return filled(lane, seen, codes.visible_bits(storage.visible, gradient), fields)
 
 
-# ── a step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 SCALARS = {
     "gradient_scale": 0.5, "skip": 0.0, "one_minus_beta1": 0.1, "one_minus_beta2": 0.05, "negative_step_size": -1e-3,
     "inverse_root_correction2": 1.5, "eps": 1e-8, "negative_decay": -1e-4,
@@ -169,8 +167,6 @@ def spacings(storage: Storage, lane: Lane, name: str, x: np.ndarray) -> oracle.F
     exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 1e-300))), lowest)
     return np.asarray(2.0 ** (exponent - (code.parts * (code.mantissa_bits + 1) - 1)))
 
-
-# ── random bits ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 DEALT = {name: row.dealt for name, row in expectations.STORAGES.items() if row.dealt}
 

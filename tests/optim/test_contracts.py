@@ -206,9 +206,6 @@ def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> N
         assert p.numel() < 2 or not torch.equal(plain.stored(p), value)
 
 
-# ── memory, and the page that says it ───────────────────────────────────────────────────────────────────────────────
-
-
 def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
     """Bytes a parameter of one matrix: weight, gradient and all states, by the rows of the tables."""
     storage, group = STORAGES[optimizer.param_groups[0]["storage"]], optimizer.param_groups[0]

@@ -21,8 +21,6 @@ from narrowgauge.optim.kernel import Kernel
 from optim.pairs import Shape, build, everything, parameters
 from tensors import assert_same_bits, parameters_of, peak_bytes, step_gradients, take_steps
 
-# ── weights: tied, frozen, late, in groups ──────────────────────────────────────────────────────────────────────────
-
 
 class Tied(nn.Module):
     """An embedding whose weight is also the output's."""
@@ -56,9 +54,6 @@ def test_tied_weights_are_one() -> None:
     for each in (optimizer, doubled):
         assert_same_bits(everything(twin), everything(each))
         assert list(each.parameter_names().values()) == ["embedding.weight"]
-
-
-# ── torch's own optimizer ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
@@ -199,8 +194,6 @@ def test_masters_begin_in_pieces(storage: str) -> None:
     assert state is not None and peak < sum(words.nbytes for words in state.words.values()) + weight.nbytes
     assert torch.equal(optimizer.stored(weight), weight.to(optimizer.stored(weight).dtype))
 
-
-# ── a scaled loss ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 SCALED = [
     ("adamw", "float16/split", "ours"), ("lion", "float16/split", "torch's"),

@@ -144,9 +144,6 @@ def test_autocast_and_a_grad_scaler_train_it() -> None:
     assert all((optimizer.stored(p) - q).abs().max() < 0.011 for p, q in zip(model.parameters(), before, strict=True))
 
 
-# ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def on_one_memory(model: Model) -> nn.Module:
     model.up.weight = nn.Parameter(model.head.weight.detach().t()[:, :8])
     return model
@@ -171,9 +168,6 @@ def test_parameters_whose_memory_others_hold_are_refused(wrap: Callable[[Model],
     assert {p.dtype for p in (first, *model.parameters())} == {torch.float32}
     ng.AdamW(model.parameters(), storage="float32")
     ng.AdamW(model.parameters(), keep_float32=lambda name, parameter: True)
-
-
-# ── torch's habits ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,6 @@ def everything(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Tensor]:
     return {name: value.float() if value.element_size() == 1 else value for name, value in result.items()}
 
 
-# ── what ranks do ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def steps_on_a_rank(rank: int) -> dict[str, Any]:
     """Take the steps of every case, then what only some of them show."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -137,9 +134,6 @@ def muon_in_float32(mesh: Any, placements: Any = None) -> dict[str, Tensor]:
     optimizer = ng.Muon(list(model), lr=0.05, ns_dtype="float32", storage="word", audit_every=2, compile=False)
     take_steps(model, optimizer, STEPS)
     return everything(model, optimizer)
-
-
-# ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 Results = list[dict[str, Any]]

@@ -28,9 +28,6 @@ def trained(storage: str, steps: int = 3, rule: str = "adamw", shapes: list[Shap
     return optimizer
 
 
-# ── weights that others write ───────────────────────────────────────────────────────────────────────────────────────
-
-
 def evaluate_average(optimizer: ng.Optimizer) -> None:
     """Swap in an average of the weights, evaluate, and swap the weights back."""
     weights = [p.detach().clone() for p in parameters_of(optimizer)]
@@ -74,9 +71,6 @@ def test_a_loop_that_writes_zeros_stays_finite(storage: str, write: str) -> None
                     assert bool((stored[p == 0].abs() <= torch.finfo(p.dtype).tiny).all())
         take_steps(optimizer, range(step, step + 1))
         assert all(bool(p.isfinite().all()) for p in parameters_of(optimizer))
-
-
-# ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def sparse(optimizer: ng.Optimizer) -> None:
@@ -150,9 +144,6 @@ def test_states_pass_on_to_parameters_that_replace_others(storage: str) -> None:
         pass_states_on(right)
 
 
-# ── torch's protocol ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class LateToSettle(ng.AdamW):
     """Does not settle at the end of a step, as on an accelerator, where the decision to skip is still on the device."""
 
@@ -191,9 +182,6 @@ def test_adopted_states_of_two_parameters_are_rounded_by_other_random_bits() -> 
     first, second = (optimizer.stored(p, "exp_avg") for p in weights)
     torch.testing.assert_close(first, second, rtol=2.0**-4, atol=0)
     assert not torch.equal(first, second)
-
-
-# ── loads that are refused ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,6 @@ from tables import exhaustive
 every_row = exhaustive("row", COMPUTES.values())
 
 
-# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
     assert expectations.COMPUTES.keys() == COMPUTES.keys(), "tests/expectations.py states each compute a second time"
     for name, row in COMPUTES.items():
@@ -36,9 +33,6 @@ def test_only_gradients_are_rounded_stochastically(row: Compute) -> None:
     assert {place for place, cast in row.casts.items() if cast.rounding == "stochastic"} in (set(), gradients)
 
 
-# ── what the casts of a product have in common ──────────────────────────────────────────────────────────────────────
-
-
 def test_a_compute_of_ones_own_names_a_wide_dtype() -> None:
     with pytest.raises(RecipeError, match="'mine' has the dtype 'float8_e4m3fn'"):
         replace(COMPUTES["float8-row"], name="mine", dtype="float8_e4m3fn")
@@ -51,9 +45,6 @@ def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
     }  # fmt: skip
     assert {name: COMPUTES[name].output.left.bits for name in expected} == expected
     assert COMPUTES["float8-block"].output.right.bits == 8 + 32 / 128**2
-
-
-# ── slots ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @exhaustive("tensor", TENSORS)

@@ -14,9 +14,6 @@ Fields = tuple[tuple[str, int], ...]
 every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
 
 
-# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_every_row_has_its_figures() -> None:
     figures = {n: (row.bytes_per_param, row.bytes_per_row, row.tail_bits, row.beside) for n, row in STORAGES.items()}
     expected = {
@@ -36,9 +33,6 @@ def test_bytes_are_those_of_the_words_that_hold_the_fields(storage: Storage) -> 
 def test_stochastic_rows_are_those_with_a_stochastic_code() -> None:
     stochastic = {name for name, row in STORAGES.items() if row.is_stochastic}
     assert stochastic == {name for name, row in expectations.STORAGES.items() if row.dealt}
-
-
-# ── sharing words ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fewest_bits(sizes: tuple[int, ...]) -> int:

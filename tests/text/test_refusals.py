@@ -108,7 +108,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "beta": (lambda: ng.AdamW(weights(), betas=(0.9, 1.0)), RecipeError, r"beta2 = 1\.0.*below 1"),
     "storage": (lambda: ng.AdamW(weights(), storage="wrod"), RecipeError, "mean 'word'"),
     "float64": (lambda: ng.AdamW(weights(torch.float64)), RecipeError, r"'word'.*float64.*model\.float\(\).*'float64'"),
-    "a matrix rule": (lambda: ng.Muon(weights(), storage="float64"), RecipeError, "compute in float32"),
+    "a matrix rule": (lambda: ng.Muon(weights(torch.float32), storage="float64"), RecipeError, "compute in float32"),
     "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
     "loss scale": (lambda: LossScaler(initial=3.0), RecipeError, r"initial = 3.*power of two"),
     # models

@@ -55,9 +55,6 @@ def refused(folder: Path, *words: str) -> str:
     return result.stderr
 
 
-# ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_setting_that_is_not_named_any_more_is_at_its_default(stopped: Path) -> None:
     edit(stopped, weight_decay=None, lr=None)
     loop.resume(stopped, stop_after=5)
@@ -109,9 +106,6 @@ def test_where_a_run_and_its_text_lie_and_where_it_pauses_are_no_changes(
     assert not [event for event in run.events if event.get("detector") == "changed-settings"]
 
 
-# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def changed_digit(first: bytes, *others: bytes) -> bytes:
     digit = first.index(b"loss") + 8
     return first[:digit] + b"%d" % (9 - int(first[digit : digit + 1])) + first[digit + 1 :] + b"".join(others)
@@ -150,9 +144,6 @@ def test_a_checkpoint_without_a_record_of_its_rows_resumes(stopped: Path, finish
     assert_same_run(read_run(stopped), finished)
 
 
-# ── data and models ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_model_that_has_another_shape_since_is_refused(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "model", tmp_path / "model")
     config = replace(settings(place, tmp_path / "run", **CASE, stop_after=2), model=str(tmp_path / "model"))
@@ -187,9 +178,6 @@ def test_an_edited_batch_size_reads_on_where_the_run_was(stopped: Path, monkeypa
     edit(stopped, batch_size=4)
     loop.resume(stopped, stop_after=7)
     assert read == [(16, 2), (18, 2), (20, 4)]
-
-
-# ── two at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_second_resume_is_refused_before_it_reads_what_the_first_writes(

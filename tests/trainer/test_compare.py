@@ -94,9 +94,6 @@ def test_a_value_that_is_not_a_number_is_refused_in_one_line(act: Any, says: str
         compare(lambda recipe, seed, log: act(log), ["mine"])
 
 
-# ── watched ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def watched(recipe: str, seed: int, log: Record) -> float:
     torch.manual_seed(seed)
     model, optimizer = ng.prepare(torch.nn.Linear(16, 16), recipe, lr=1e-4, audit_every=2)
@@ -122,8 +119,6 @@ def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> 
         assert (run.summary["edq"] > 0.9) == is_lossless and (run.summary["lost_fraction"] < 0.1) == is_lossless
     assert [row["bytes_per_param"] for row in found.rows] == pytest.approx([8.5, 8.0], abs=0.2)
 
-
-# ── with the trainer ────────────────────────────────────────────────────────────────────────────────────────────────
 
 RECIPES = (parse("bfloat16/word"), parse("bfloat16/naive"))
 NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "naive")]

@@ -72,18 +72,6 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     assert said[0][0].count("validation loss") == 2 and all(other == [""] for other in said[1:])
 
 
-def test_a_run_with_stochastic_casts_is_stopped_and_resumed_with_the_same_bits(place: Path, tmp_path: Path) -> None:
-    changes = {**BASE, "recipe": "int8-row/word", "checkpoint_every": 0}
-    runs = {tmp_path / "whole": changes, tmp_path / "stopped": {**changes, "stop_after": 2}}
-    run_ranks(train_here, 2, tmp_path / "ranks", place, runs)
-    run_ranks(train_here, 2, tmp_path / "ranks", place, {tmp_path / "stopped": {}})
-    whole, stopped = (read_run(folder) for folder in runs)
-    assert [lasting(row) for row in whole.steps] == [lasting(row) for row in stopped.steps]
-    assert whole.summary is not None and stopped.summary is not None
-    assert whole.summary["weights_fingerprint"] == stopped.summary["weights_fingerprint"]
-    assert [event["kind"] for event in stopped.events if event["kind"] in ("stop", "resume")] == ["stop", "resume"]
-
-
 def train_on_a_copy(rank: int, place: Path, copies: list[Path], out: Path) -> str:
     """One rank of a training whose token map is its machine's own."""
     changes = {**BASE, "data": str(place / "tokens")}

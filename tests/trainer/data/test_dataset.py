@@ -65,9 +65,6 @@ def documents(data: Dataset, stream: Stream | np.ndarray) -> list[str]:
     return [tokenizer.decode(tokens[a:b].tolist()) for a, b in zip(starts, ends, strict=True)]
 
 
-# ── preparation ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_every_document_is_on_one_side_and_decodes_to_itself(dataset: Dataset) -> None:
     train, valid = documents(dataset, dataset.train), documents(dataset, dataset.valid)
     assert sorted(train + valid) == sorted(text_of(number) for number in range(60))
@@ -94,9 +91,6 @@ def test_the_unigram_loss_guesses_by_the_training_tokens_alone() -> None:
     data = Dataset(train=np.array([0, 0, 0, 1]), valid=np.array([0, 1, 1, 1, 1]), vocab_size=2)
     # One is added to each count: 4 and 2 of 6.
     assert data.unigram_loss() == pytest.approx(-(math.log(4 / 6) + 4 * math.log(2 / 6)) / 5)
-
-
-# ── sources ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_lines_of_json_are_split_by_their_text(tmp_path: Path) -> None:
@@ -210,9 +204,6 @@ def test_every_text_comes_back(tmp_path: Path, text: str) -> None:
     decoded = tokenizer.decode(tokens.ids[:-1].tolist(), skip_special_tokens=False)
     # Text that spells the end of a document does not end it.
     assert decoded == text and tokens.ids.tolist().count(end) == 1
-
-
-# ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_batch_depends_on_nothing_but_its_place(dataset: Dataset) -> None:
