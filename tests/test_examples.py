@@ -80,7 +80,7 @@ def test_first_minute_compares_three_recipes_and_goes_on_with_what_was_stopped(
 def test_float8_training_learns_and_counts(capfd: pytest.CaptureFixture[str]) -> None:
     lines = lines_of("float8_training", capfd)
     for line in lines[:3]:
-        first, last = (float(line.split()[place].rstrip(";")) for place in (2, 4))
+        first, last = (float(line.split()[k].rstrip(";")) for k in (2, 4))
         assert last < first / 50
     assert "float8-row multiplies" in lines[3]
 
@@ -113,7 +113,7 @@ def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(capfd: pytest.C
 @pytest.mark.frameworks
 def test_lightning_training_learns(capfd: pytest.CaptureFixture[str]) -> None:
     losses, sizes = lines_of("lightning_training", capfd)[-2:]
-    first, last = (float(losses.split()[place]) for place in (1, 4))
+    first, last = (float(losses.split()[k]) for k in (1, 4))
     assert last < 0.8 * first and float(sizes.split()[0]) < 8.5
 
 
