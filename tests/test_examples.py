@@ -36,9 +36,7 @@ def test_own_loop_learns_and_loses_little(capfd: pytest.CaptureFixture[str]) -> 
     assert len(losses) == 4 and losses[-1] < losses[0] and size.startswith("8.")
 
 
-def test_recorded_loop_ends_with_a_run_folder_and_goes_on_where_it_ended(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_recorded_loop_goes_on_where_it_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, again = (lines_of("recorded_loop", capfd, str(tmp_path / "mine")) for _ in range(2))
     run = read_run(tmp_path / "mine")
     assert first == again

@@ -128,9 +128,7 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path, word: 
 
 
 @pytest.mark.parametrize(("keep", "step", "kept"), [(1, 45, [45]), (2, 45, [40, 45]), (2, 60, [40, 60])])
-def test_a_new_checkpoint_outlives_the_damaged_ones_before_it(
-    keep: int, step: int, kept: list[int], tmp_path: Path
-) -> None:
+def test_a_new_checkpoint_outlives_damaged_ones(keep: int, step: int, kept: list[int], tmp_path: Path) -> None:
     for earlier in (30, 40, 50):
         save(tmp_path, earlier, tensors(earlier), {}, keep=3)
     flip_a_bit(tmp_path / "checkpoints" / "step-00000050" / FILE)

@@ -124,9 +124,7 @@ def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(("full", "rank"), [("second", r" \(rank 1\)"), ("first", "")])
-def test_a_full_disk_on_one_rank_is_told_on_all_and_keeps_the_older_checkpoint(
-    full: str, rank: str, tmp_path: Path
-) -> None:
+def test_a_full_disk_on_one_rank_keeps_the_older_checkpoint(full: str, rank: str, tmp_path: Path) -> None:
     results = run_ranks(save_with_a_full_disk, 2, tmp_path / "ranks", tmp_path / "run", full)
     for message, step, total in results:
         assert re.search(rf"step-00000002: the disk is full \([\d,]+ bytes free\){rank}\.$", message)

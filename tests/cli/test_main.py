@@ -122,9 +122,7 @@ def test_a_value_too_long_for_a_path_costs_one_line(words: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize(("interruption", "status"), [(KeyboardInterrupt, 130), (Terminated, 143)])
-def test_an_interruption_is_one_line_and_has_its_status(
-    interruption: type[BaseException], status: int, calls: dict[str, Calls]
-) -> None:
+def test_an_interruption_is_a_line(interruption: type[BaseException], status: int, calls: dict[str, Calls]) -> None:
     calls["train"].answer = interruption("saved at step 7.")
     result = call("train", "--data", "tokens")
     assert (result.exit_code, result.stderr) == (status, "Interrupted: saved at step 7.\n")

@@ -59,7 +59,7 @@ def test_nproc_is_a_call_of_torchrun_with_the_same_words(started: list[list[str]
         (SignalException("", signal.SIGTERM), 143),
     ],
 )
-def test_the_exit_status_is_that_of_the_ranks(
+def test_ranks_exit_status(
     end: Exception, status: int, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(arguments: object) -> None:
@@ -85,9 +85,7 @@ def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest
         (("compare", "--recipes", "bfloat16/word"), "RankError: Cannot run narrowgauge compare on 4 ranks."),
     ],
 )
-def test_an_error_of_all_ranks_is_printed_by_rank_0(
-    words: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_prints_the_error(words: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     for rank, expected in (("0", line), ("1", "")):
         monkeypatch.setenv("RANK", rank)

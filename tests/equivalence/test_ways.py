@@ -28,7 +28,7 @@ on_one_rank = functools.cache(ranks.on_one_rank)
 
 
 @pytest.mark.parametrize(
-    ("way", "recipe"), [*itertools.product(ALONE, RECIPES), *(("through_safetensors", recipe) for recipe in MORE)]
+    ("way", "recipe"), [*itertools.product(ALONE, RECIPES), *(("resumed", recipe) for recipe in MORE)]
 )
 def test_one_process(way: str, recipe: str) -> None:
     assert ALONE[way](recipe) == plain(recipe)

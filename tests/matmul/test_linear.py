@@ -54,9 +54,7 @@ def batch(shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> t
 
 @pytest.mark.parametrize("row", ROWS, **names)
 @pytest.mark.parametrize(("shape", "dtype"), [(SHAPES[2], torch.bfloat16), (SHAPES[1], torch.float32)], ids=str)
-def test_output_and_gradients_are_the_straight_through_oracle_s(
-    row: Compute, shape: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_a_layer_is_the_oracle_s(row: Compute, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     layer, linears = make_layer(row, *shape[1:], dtype=dtype)
     linears.step = 5
     x, grad = batch(shape, dtype)

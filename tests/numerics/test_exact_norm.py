@@ -53,9 +53,7 @@ def cut(x: Tensor, seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_sum_of_squares_has_the_same_bits_in_every_order_cut_and_chunking(
-    dtype: torch.dtype, small_chunks: Callable[[int], None]
-) -> None:
+def test_squares_in_any_order_have_the_same_bits(dtype: torch.dtype, small_chunks: Callable[[int], None]) -> None:
     x = wild(3000, 1, dtype, binades=2.0 if dtype == torch.float16 else 12.0)
     expected, norm = scalar_bits(sum_of_squares([x])), exact_norm([x])
     assert norm.dtype == torch.float32 and norm.shape == ()

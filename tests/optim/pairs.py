@@ -3,7 +3,6 @@
 All of it is eager, on small shapes. A contract names the pairs that it is asked of:
 
 - ``EVERY``: all that are legal.
-- ``ELEMENTWISE``: of these, the rules that see no matrix.
 - ``SOME``: every rule in a flat and a row-wise storage, every storage under AdamW: for what neither a rule nor a storage
   has any part in alone.
 - ``FEW``: one for each way that stores are stepped, for what belongs to the optimizer and not to a pair.
@@ -106,7 +105,6 @@ def over(pairs: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
 
 
 EVERY, SOME = over(PAIRS), over(SOME_PAIRS)
-ELEMENTWISE = over([pair for pair in PAIRS if not RULES[pair[0]].matrix])
 FEW = over([("adamw", "word"), ("sgd", "compact"), ("own", "split"), ("muon", "kahan"), ("lion", "float16/split")])
 
 

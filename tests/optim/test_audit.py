@@ -238,9 +238,7 @@ OTHERS = [(ng.Lion, "kahan"), (ng.Muon, "naive"), (ng.optim.GaLore, "kahan")]
     [*((ng.AdamW, name) for name in ("word", "naive", "compact", "collage-plus")), *OTHERS],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_lost_decay_is_what_an_optimizer_without_it_stores_otherwise(
-    storage: str, rule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_decay_in_fractions(storage: str, rule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In fractions, where a step's decay is a 16th of the weight's spacing or more; powers of two, so that C is exact."""
     audit = Layout.audit
     monkeypatch.setattr(Layout, "audit", lambda self, shape: (1, audit(self, shape)[1]))  # of the whole tensor

@@ -170,9 +170,7 @@ def test_power_of_two_scaled_gradients_give_the_same_weights(storage: str) -> No
     [("compact", 0.95, (15, 61)), ("states8", 0.999, (16, 64))],
     ids=["in copies", "where it lies"],
 )
-def test_the_bounds_of_a_row_are_its_peaks_averaged_and_nothing_saturates(
-    storage: str, beta2: float, shape: tuple[int, int]
-) -> None:
+def test_bounds_are_averaged_peaks(storage: str, beta2: float, shape: tuple[int, int]) -> None:
     """A row's bounds follow the rule from peak to peak, so no exact moment lies above them, and no window ends below."""
     # Clipped to a norm that no step reaches: what counts is the gradient that the rule sees.
     generator = torch.Generator().manual_seed(1)

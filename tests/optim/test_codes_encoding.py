@@ -47,11 +47,6 @@ def values_of(code: Code) -> oracle.Floats:
     return np.array([float(m) for m in magnitudes])
 
 
-def num_magnitudes(code: Code) -> int:
-    """Codes of one sign that are finite numbers."""
-    return len(values_of(code))
-
-
 def place_mask(code: Code, shift: int) -> int:
     return (2**code.bits - 1) * 2**shift
 
@@ -62,7 +57,7 @@ def as_int32(words: np.ndarray) -> Tensor:
 
 def every_code(code: Code) -> oracle.Integers:
     """Every finite code, the negative ones after the positive ones, -0 first among them."""
-    steps = np.arange(num_magnitudes(code), dtype=np.int64)
+    steps = np.arange(len(values_of(code)), dtype=np.int64)
     return np.concatenate([steps, steps + 2 ** (code.bits - 1)]) if code.signed else steps
 
 
@@ -94,7 +89,7 @@ def test_encode_takes_the_nearest_listed_value_and_ties_away(code: Code) -> None
     # 2^-7 of a step beside the tie: a subnormal of float32, which scaled values may be, still tells them apart.
     x = np.concatenate([values, middles, middles - gaps / 128, middles + gaps / 128])
     x = x[x == x.astype(np.float32)]
-    assert len(x) > 3 * num_magnitudes(code) or code.exponent_bits == 8
+    assert len(x) > 3 * len(values_of(code)) or code.exponent_bits == 8
     steps = oracle.nearest_steps(values, x)
     held = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
     addend = half(codes.dropped_bits(code))

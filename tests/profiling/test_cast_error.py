@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from narrowgauge.profiling import cast_error
 from narrowgauge.profiling.cast_error import losses
 from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.notation import parse
-from tensors import gaussian
 from trainer.tiny_runs import settings
 
 TENSOR = Cast("float8_e4m3fn", "tensor")
@@ -46,16 +44,6 @@ def test_what_a_cast_loses_is_counted(name: str) -> None:
     amax = None if amax is None else torch.full((1, 1), amax)
     loss = cast_loss(cast_sums(torch.tensor([values]), cast, amax=amax).sum(0))
     assert [loss.overflow, loss.underflow] == fractions and loss.sqnr_db == (db or loss.sqnr_db)
-
-
-@pytest.mark.parametrize(
-    ("format", "rounding", "db"),
-    [("float8_e4m3fn", "nearest", 31.5), ("float8_e5m2", "nearest", 25.5), ("int8", "nearest", 43), ("int8", "stochastic", 40)],
-)  # fmt: skip
-def test_noise_of_a_gaussian_is_that_of_the_formats_precision(format: str, rounding: Any, db: float) -> None:
-    """A bit of mantissa is worth 6.02 dB; of int8 per row, log2(254/6.2) bits below the standard deviation."""
-    sums = cast_sums(gaussian(256, 512), Cast(format, "row", rounding=rounding)).sum(0)
-    assert cast_loss(sums).sqnr_db == pytest.approx(db, abs=1.0)
 
 
 def test_the_casts_of_every_layer_are_read(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,9 +226,7 @@ def test_an_unknown_event_kind_is_refused() -> None:
         ("gauges", '{"step": 1, "tensors": 5}', "line 2 of 2 has tensors = 5, which is not a table"),
     ],
 )
-def test_a_value_that_no_reader_could_reckon_with_is_refused_with_its_line(
-    name: str, line: str, expected: str, folder: Path
-) -> None:
+def test_a_wrong_value_is_refused_with_its_line(name: str, line: str, expected: str, folder: Path) -> None:
     file = folder / f"{name}.jsonl"
     first, *others = file.read_text().splitlines() or ['{"step": 1}']
     file.write_text("\n".join([first, line, *others]) + "\n")
@@ -288,9 +286,7 @@ def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch
     assert read_run(tmp_path / "run").config == {"seed": 1}
 
 
-def test_a_run_that_could_not_be_made_leaves_no_files_and_a_killed_maker_is_not_in_the_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_could_not_be_made_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RecordError("the disk is full.")
 

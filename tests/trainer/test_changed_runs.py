@@ -86,16 +86,12 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
         ({}, ("--stop-after", "4"), "after step 4 because it has done 4 steps"),
     ],
 )
-def test_what_makes_another_run_or_lies_behind_is_refused(
-    stopped: Path, edits: dict[str, Any], words: tuple[str, ...], says: str
-) -> None:
+def test_another_run_is_refused(stopped: Path, edits: dict[str, Any], words: tuple[str, ...], says: str) -> None:
     edit(stopped, **edits)
     assert says in refused(stopped, *words)
 
 
-def test_where_a_run_and_its_text_lie_and_where_it_pauses_are_no_changes(
-    place: Path, stopped: Path, finished: Run
-) -> None:
+def test_moved_folders_and_pauses_are_no_changes(place: Path, stopped: Path, finished: Run) -> None:
     tokens = shutil.copytree(place / "tokens", stopped.with_name("elsewhere"))
     moved = stopped.rename(stopped.with_name("moved"))
     edit(moved, out=str(moved), data=str(tokens), stop_after=None, verify_every=7)
@@ -180,9 +176,7 @@ def test_an_edited_batch_size_reads_on_where_the_run_was(stopped: Path, monkeypa
     assert read == [(16, 2), (18, 2), (20, 4)]
 
 
-def test_a_second_resume_is_refused_before_it_reads_what_the_first_writes(
-    stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_resume_at_once_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true_open, told = loop.open_on_ranks, []
 
     def opened(*given: Any) -> Any:

@@ -48,9 +48,7 @@ pytestmark = [
         (("--recipe", "{recipe}"), "matches no linear layer"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
-    words: tuple[str, ...], says: str, place: Path, tmp_path: Path
-) -> None:
+def test_bad_input_writes_nothing(words: tuple[str, ...], says: str, place: Path, tmp_path: Path) -> None:
     names = {name: tmp_path / name for name in ("nonsense", "headless", "sighted", "picture")}
     for path in names.values():
         path.mkdir()
@@ -189,9 +187,7 @@ def test_an_mfu_needs_a_known_chip(monkeypatch: pytest.MonkeyPatch, name: str, t
         assert peak == (flops and pytest.approx(flops / read_model("llama-1m").flops_per_token(128)))
 
 
-def test_a_lost_update_is_an_event_that_names_tensor_and_cure(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_update_is_an_event(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     often = {"audit_every": 1, "gauges_every": 1}
     config = settings(place, tmp_path / "run", recipe="bfloat16/naive", lr=1e-6, schedule="constant", **often)
     run = read_run(loop.train(config))
@@ -253,9 +249,7 @@ def test_matrices_alone_decay(place: Path, tmp_path: Path) -> None:
 # ── compilers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_run_that_compiles_by_default_runs_uncompiled_where_nothing_can_be_compiled(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_a_run_is_eager(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     monkeypatch.setattr(config, "COMPILE_STEPS", 2)
     run = read_run(loop.train(settings(place, tmp_path / "run", steps=2)))

@@ -134,9 +134,7 @@ def test_stopped_and_resumed_is_the_same_run(name: str, place: Path, whole: dict
     assert kinds == ["start", "stop", "resume", "stop", "resume", "finish"]
 
 
-def test_killed_at_any_moment_is_the_same_run(
-    place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_killed_run_is_the_same(place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path) -> None:
     name = "word, accumulated"
     config = settings(place, tmp_path / "counted", **CASES[name])
     assert nursery(*words_of(config)) == 0, nursery.said
@@ -162,9 +160,7 @@ JITTERING = {
 }  # fmt: skip
 
 
-def test_a_resumed_run_of_a_model_that_draws_random_numbers_is_the_uninterrupted_one(
-    place: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_model_draws_the_same_random_numbers(place: Path, tmp_path: Path) -> None:
     (tmp_path / "jittering").mkdir()
     (tmp_path / "jittering" / "config.json").write_text(json.dumps(JITTERING))
     changes = {"model": str(tmp_path / "jittering"), "gradient_accumulation_steps": 2}
@@ -235,9 +231,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_run_that_has_lost_its_checkpoints_begins_again_only_if_asked(
-    lost: bool, place: Path, whole: dict[str, Run], tmp_path: Path
-) -> None:
+def test_a_lost_run_restarts_if_asked(lost: bool, place: Path, whole: dict[str, Run], tmp_path: Path) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
     if lost:
         shutil.rmtree(folder / "checkpoints")
@@ -254,9 +248,7 @@ def test_a_run_that_has_lost_its_checkpoints_begins_again_only_if_asked(
     assert_same_run(read_run(folder), whole["naive"])
 
 
-def test_the_command_of_a_run_continues_it(
-    place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
-) -> None:
+def test_its_command_resumes_a_run(place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path) -> None:
     """As torchrun and Slurm give it again: after a kill before and behind the first checkpoint, a stop, and the end."""
     words = words_of(settings(place, tmp_path / "run", **CASES["naive"]))
     for written, kill in (('{"step":1,"loss"', signal.SIGKILL), ('{"step":5,"loss"', signal.SIGKILL), ("", None)):
@@ -270,7 +262,7 @@ def test_the_command_of_a_run_continues_it(
 
 
 @pytest.mark.parametrize(("at", "existed"), [(1, True), (3, False), (5, True), (8, False)])
-def test_a_full_disk_at_the_start_leaves_nothing(
+def test_a_full_disk_at_start(
     at: int, existed: bool, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     true_fsync, count, folder = os.fsync, 0, tmp_path / "run"

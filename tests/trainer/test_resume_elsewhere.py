@@ -67,9 +67,7 @@ def test_it_is_the_same_run(way: str, case: str, found: dict[str, dict[str, Run]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_process_exports_and_loads_what_three_wrote(
-    case: str, found: dict[str, dict[str, Run]], tmp_path: Path
-) -> None:
+def test_one_process_exports_what_three_wrote(case: str, found: dict[str, dict[str, Run]], tmp_path: Path) -> None:
     one, three = (found[way][case].path for way in ("whole", "two, then three"))
     assert any((three / "checkpoints").glob("*/shard-00003-*.safetensors"))
     out = [export.export(folder, tmp_path / str(k)) for k, folder in enumerate((one, three))]

@@ -39,9 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_place_that_costs_most_is_named_and_all_together_are_close_to_the_run(
-    case: str, place: Path, tmp_path: Path
-) -> None:
+def test_the_most_costly_place_is_named(case: str, place: Path, tmp_path: Path) -> None:
     recipe, changes, names = CASES[case]
     places = rounding_places(loop.train(settings(place, tmp_path / "run", recipe=recipe, **SHORT, **changes)), 3)
     assert not places.mismatch and places.started == 2
