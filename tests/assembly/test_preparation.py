@@ -53,17 +53,13 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
         row = STORAGES[storage.vectors] if storage.vectors and p.ndim < 2 else storage
         assert p.dtype is getattr(torch, row.visible)
         # Half a unit of the last place that is kept; a window's and float16's own spacing ends somewhere.
-        each = row.weight.mantissa_bits + 1
-        kept = each * row.weight.parts - 1
+        kept = (row.weight.mantissa_bits + 1) * row.weight.parts - 1
         smallest = 2.0 ** -(22 if row.weight.parts > 1 else 18) if row.weight.scaled else 2.0**-100
         if row.visible == "float16":
             smallest = 2.0**-38 if row.beside and row.weight.parts == 1 else 2.0**-25
         error = (stored - before[name]).abs()
         assert (error <= (before[name].abs() * 2.0 ** -(kept + 1)).clamp(min=smallest)).all()
         assert kept < 23 or row.visible == "float16" or torch.equal(stored, before[name].to(stored.dtype))
-        seen = {"float16": 2.0**-11, "float32": 0.0}.get(row.visible, 2.0**-each if row.weight.scaled else 2.0**-8)
-        least = 2.0**-18 if row.weight.scaled else 2.0**-25
-        assert (p.detach().float() - stored).abs().le((seen * stored.abs()).clamp(min=least)).all()
         assert not optimizer.stored(p, "exp_avg").any() and not optimizer.stored(p, "exp_avg_sq").any()
 
 

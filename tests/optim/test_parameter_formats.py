@@ -128,20 +128,12 @@ def test_tied_strided_frozen_weights_and_gradients_that_exist() -> None:
     assert unfrozen.dtype is torch.bfloat16
 
 
-def test_autocast_and_a_grad_scaler_train_it() -> None:
+def test_autocast_trains_it() -> None:
     """Losses stay within 0.01 of torch's AdamW on the float32 model, under autocast as in nanoGPT's loop."""
     model, theirs = Model(), Model()
     losses = train(model, ng.AdamW(model.parameters(), lr=1e-2), 20, autocast=True)
     reference = train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), 20, autocast=True)
     assert losses[-1] < losses[0] - 1 and losses == pytest.approx(reference, abs=1e-2)
-    model = Model()
-    optimizer, scaler = ng.AdamW(model.parameters(), lr=1e-2, storage="float16/split"), torch.amp.GradScaler("cpu")
-    before = [optimizer.stored(p) for p in model.parameters()]
-    with torch.autocast("cpu", torch.float16):
-        loss = nn.functional.cross_entropy(model(torch.arange(16)), torch.arange(16))
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    assert all((optimizer.stored(p) - q).abs().max() < 0.011 for p, q in zip(model.parameters(), before, strict=True))
 
 
 def on_one_memory(model: Model) -> nn.Module:

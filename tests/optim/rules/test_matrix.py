@@ -66,7 +66,7 @@ def relative(value: Tensor, wanted: Any) -> float:
 def oracles(name: str, lr: float, decay: float) -> Any:
     subspace = oracle.Subspace(oracle.Adam(lr, (0.9, 0.99), 1e-8), rank=4, gap=5, scale=1.0)
     return {
-        "muon": oracle.Muon(lr, decay, moonlight=True),
+        "muon": oracle.Muon(lr, decay),
         "galore": oracle.GaLore(subspace, decay),
         "gradnorm_lorp": oracle.WeightNormalised(subspace, oracle.Adam(lr, (0.9, 0.99), 1e-8), decay),
     }[name]
