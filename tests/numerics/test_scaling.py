@@ -23,14 +23,6 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-def on_paper(policy: dict[str, Any]) -> Scale:
-    rules = {
-        "initial": 2.0**16, "growth_interval": 2000, "hysteresis": 2, "floor": 1.0, "ceiling": 2.0**24,
-    }  # fmt: skip
-    rules |= policy
-    return Scale(rules.pop("initial"), **rules)
-
-
 def after(scaler: LossScaler, overflows: list[bool]) -> float:
     for overflowed in overflows:
         scaler.update_(BAD if overflowed else GOOD)
@@ -40,7 +32,8 @@ def after(scaler: LossScaler, overflows: list[bool]) -> float:
 @exhaustive("policy", POLICIES)
 @exhaustive("share", [0.05, 0.5, 0.9])
 def test_any_sequence_of_overflows_gives_the_scale_kept_on_paper(policy: dict[str, Any], share: float) -> None:
-    scaler, paper, chance = LossScaler(**policy), on_paper(policy), random.Random(f"{policy} {share}")
+    scaler, chance = LossScaler(**policy), random.Random(f"{policy} {share}")
+    paper = Scale(**{"scale" if name == "initial" else name: value for name, value in policy.items()})
     moved = set()
     for step in range(400):
         overflowed = chance.random() < share

@@ -12,6 +12,7 @@ from narrowgauge.optim import optimizers
 from narrowgauge.optim.layout import layout_of
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES
+from oracles.adamw import AdamW64
 
 OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
 """The optimizer class of each rule."""
@@ -50,24 +51,14 @@ def stall(storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, si
     start = torch.randn(side, side, generator=generator).bfloat16()
     cycle = [(0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16() for _ in range(50)]
     weight = torch.nn.Parameter(start.to(getattr(torch, STORAGES[storage].visible), copy=True))
-    optimizer = ng.AdamW(
-        [("weight", weight)],
-        lr=lr,
-        betas=(0.9, 0.999),
-        weight_decay=0.0,
-        storage=storage,
-        compile=False,
-        low_bits="zero",
-    )
+    options = {"lr": lr, "betas": (0.9, 0.999), "weight_decay": 0.0, "compile": False, "low_bits": "zero"}
+    optimizer = ng.AdamW([("weight", weight)], storage=storage, **options)
     optimizer.adopt({weight: start.float()})  # where bfloat16 is not yet what the storage holds, the case begins there
     start = optimizer.stored(weight)
-    x, m, v = start.double(), torch.zeros(side, side).double(), torch.zeros(side, side).double()
+    exact = AdamW64(start, lr)
     for t in range(1, steps + 1):
-        g = cycle[t % 50]
-        weight.grad = g.to(weight.dtype)
+        weight.grad = cycle[t % 50].to(weight.dtype)
         optimizer.step()
-        m = 0.9 * m + 0.1 * g.double()
-        v = 0.999 * v + 0.001 * g.double() ** 2
-        x = x - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
-    moved, wanted = optimizer.stored(weight).double() - start.double(), x - start.double()
+        exact.step(cycle[t % 50])
+    moved, wanted = optimizer.stored(weight).double() - start.double(), exact.weight - start.double()
     return Stall(float((moved - wanted).norm() / wanted.norm()), ng.audit(optimizer)["weight"])

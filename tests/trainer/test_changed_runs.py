@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -126,18 +125,6 @@ def test_an_edited_interval_of_evaluations_holds_from_there_on(stopped: Path) ->
     edit(stopped, eval_every=2)
     loop.resume(stopped)
     assert [row["step"] for row in read_run(stopped).evals] == [3, 6, 8]
-
-
-def test_a_checkpoint_without_a_record_of_its_rows_resumes(stopped: Path, finished: Run) -> None:
-    checkpoint = stopped / "checkpoints" / "step-00000004"
-    state, manifest = (json.loads((checkpoint / f"{name}.json").read_text()) for name in ("state", "manifest"))
-    del state["rows"]
-    text = json.dumps(state, indent=1).encode()
-    (checkpoint / "state.json").write_bytes(text)
-    manifest["files"]["state.json"] = {"bytes": len(text), "blake2b": hashlib.blake2b(text, digest_size=32).hexdigest()}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    loop.resume(stopped)
-    assert_same_run(read_run(stopped), finished)
 
 
 def test_a_model_that_has_another_shape_since_is_refused(place: Path, tmp_path: Path) -> None:
