@@ -74,12 +74,6 @@ def trained(recipe: str) -> list[float]:
     return losses
 
 
-def read() -> dict[str, dict[str, str]]:
-    """Losses as hexadecimal floats, by processor and recipe."""
-    table: dict[str, dict[str, str]] = json.loads(CURVES.read_text(encoding="utf-8"))
-    return table
-
-
 def numbers(text: str) -> list[float]:
     return [float.fromhex(loss) for loss in text.split()]
 
@@ -91,7 +85,10 @@ def test_a_curve_is_as_recorded(recipe: str, update_golden: bool) -> None:
         warnings.simplefilter("ignore")  # about emulation
         losses = trained(recipe)
     assert len(losses) == STEPS and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
-    table, here, text = read(), machine_key(), " ".join(map(float.hex, losses))
+    table: dict[str, dict[str, str]] = json.loads(
+        CURVES.read_text(encoding="utf-8")
+    )  # hexadecimal, by processor and recipe
+    here, text = machine_key(), " ".join(map(float.hex, losses))
     if update_golden and table.get(here, {}).get(recipe) != text:
         others = {key: curves for key, curves in table.items() if key != here}
         if recipe in table.get(here, {}):  # the curve has moved, so it has moved everywhere

@@ -177,9 +177,7 @@ def train(config: Trainer.Config, steps: int | None = None) -> Trained:
 
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-
-
-def whole(value: Any) -> torch.Tensor:
-    value = value.detach()
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()  # type: ignore[no-any-return]
+    """Copy tensors whole, and other values as they are."""
+    tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()}
+    return values | {name: value.clone() for name, value in whole.items()}

@@ -104,11 +104,6 @@ def test_nan_wins_over_infinity_and_infinity_over_numbers_and_a_norm_may_be_beyo
 SHAPES = [(3,), (0,), (), (64, 64), (4098,), (4097,), (71, 73), (190, 180)]
 
 
-def mixed(dtypes: tuple[torch.dtype, ...], scale: float) -> list[Tensor]:
-    cycle = itertools.cycle(dtypes)
-    return [(torch.randn(shape, generator=generator(k)) * scale).to(next(cycle)) for k, shape in enumerate(SHAPES)]
-
-
 @pytest.mark.parametrize("joined", [1 << 16, 100, 0])
 @pytest.mark.parametrize(("dtypes", "scale"), [(NARROW[:1], 1e-30), (NARROW, 1e-2)], ids=str)
 def test_neither_joining_nor_layout_nor_the_order_of_tensors_enters(
@@ -116,7 +111,8 @@ def test_neither_joining_nor_layout_nor_the_order_of_tensors_enters(
 ) -> None:
     monkeypatch.setattr(exact_sums, "JOINED_ELEMENTS", joined)
     monkeypatch.setattr(exact_sums, "JOINED_TOTAL", max(1, 3 * joined))
-    tensors = mixed(dtypes, scale)
+    draws = [torch.randn(shape, generator=generator(k)) * scale for k, shape in enumerate(SHAPES)]
+    tensors = [x.to(dtype) for x, dtype in zip(draws, itertools.cycle(dtypes), strict=False)]
     expected = scalar_bits(exact_norm([torch.cat([x.reshape(-1).float() for x in tensors])]))
     shifted = [torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:] if x.numel() else x for x in tensors]
     strided = [torch.stack([x, x], -1)[..., 0] for x in tensors]

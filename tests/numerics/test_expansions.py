@@ -29,10 +29,6 @@ DROPPED = {"bfloat16": 16, "float16": 13, "float8_e4m3fn": 20, "float8_e5m2": 21
 BFLOAT16 = NearestEven(16)
 
 
-def cast(x: Tensor, name: str) -> Tensor:
-    return x.to(getattr(torch, name)).float()
-
-
 def lists(parts: Sequence[Tensor]) -> list[list[float]]:
     return [part.tolist() for part in parts]
 
@@ -57,7 +53,8 @@ def every_prefix_and_its_ties() -> Tensor:
 def test_nearest_even_is_torchs_cast_wherever_the_format_reaches(name: str) -> None:
     rn, row, x = NearestEven(DROPPED[name]), get_format(name), every_prefix_and_its_ties()
     normal = x[(x.abs() >= 2.0**row.min_exponent) & (x.abs() <= row.max)]
-    assert len(normal) > 20_000 and same_bits(rn(normal), cast(normal, name)) and same_bits(rn(rn(normal)), rn(normal))
+    cast = normal.to(getattr(torch, name)).float()
+    assert len(normal) > 20_000 and same_bits(rn(normal), cast) and same_bits(rn(rn(normal)), rn(normal))
     near_one = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     for power in (-100, -20, 20, 100):
         assert same_bits(rn(near_one * 2.0**power), rn(near_one) * 2.0**power)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import torch
-from torch import Tensor
 
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
@@ -22,15 +21,11 @@ ROWS = [*range(1, 36), 63, 64, 65, 96, 97, *range(126, 131), 160, 255, 256, 257,
 BLOCKS = [*range(1, 14), 16, 17, 31, 32, 33]
 
 
-def numbered(rows: int, blocks: int) -> Tensor:
-    """Bytes that repeat late: a wrong place shows."""
-    return ((torch.arange(rows)[:, None] * 37 + torch.arange(blocks) * 101) % 251 + 1).to(torch.uint8)
-
-
 @exhaustive("rows", ROWS)
 def test_every_scale_lies_where_cublas_looks_for_it(rows: int) -> None:
     for blocks in BLOCKS:
-        scales = numbered(rows, blocks)
+        # Bytes that repeat late: a wrong place shows.
+        scales = ((torch.arange(rows)[:, None] * 37 + torch.arange(blocks) * 101) % 251 + 1).to(torch.uint8)
         tiled = tiled_scales(scales)
         assert tiled.is_contiguous() and tiled.shape == (up(rows, 128) * up(blocks, 4),)
         places = tiled_offset(torch.arange(rows)[:, None], torch.arange(blocks)[None, :], up(blocks, 4))

@@ -6,7 +6,7 @@ The casts are taken from the table of computes, so that a new row is tested by i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
 
@@ -200,15 +200,10 @@ def agree(x: Tensor, cast: Cast, dim: int, **options: Tensor | None) -> bool:
     )
 
 
-def shape_for(cast: Cast) -> tuple[int, int]:
-    """A few blocks, or a few rotations."""
-    high, wide = cast.block or (1, 16)
-    return max(6, high), max(96, 2 * wide)
-
-
 def matrices(cast: Cast) -> Iterator[tuple[str, Tensor]]:
     """What a cast may meet, ``[rows, contraction]``."""
-    shape, row = shape_for(cast), cast.element
+    high, wide = cast.block or (1, 16)
+    shape, row = (max(6, high), max(96, 2 * wide)), cast.element  # a few blocks, or a few rotations
     x = gaussian(*shape)
     yield "gaussian", x
     yield "bfloat16", x.bfloat16()
@@ -226,7 +221,6 @@ def matrices(cast: Cast) -> Iterator[tuple[str, Tensor]]:
     places = torch.randint(len(between), shape, generator=torch.Generator().manual_seed(1))
     ties = between[places]
     # The end of the format at the start of each group, so that scales are powers of two or next to one.
-    high, wide = cast.block or (1, 16)
     ties[::high, ::wide] = row.max if row.bits <= 8 else 1.0
     yield "ties", ties
     yield "scaled ties", ties * random_exponents((shape[0], 1), 30)
@@ -368,16 +362,6 @@ def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
 # ── compiled ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compiled_equals(function: Callable[..., list[Tensor | None]], *cases: tuple[Tensor, ...]) -> None:
-    """Eager and compiled agree, on all shapes with one compilation."""
-    run = compiled(function, cases[0])
-    for case in cases:
-        assert run is not None and compiled(function, case) is run
-        results = run(*case)
-        for one, other in zip(results, function(*case), strict=True):
-            assert one is other is None or same(one, other)
-
-
 def test_compiled_rounding_gives_the_same_bits_for_every_format() -> None:
     """Conversions that are undone at once included, which a compiler would leave out."""
     narrow = [FORMATS[name] for name in FORMATS_USED if FORMATS[name].bits <= 8]
@@ -388,7 +372,10 @@ def test_compiled_rounding_gives_the_same_bits_for_every_format() -> None:
 
     x = torch.cat([neighbours(every_bfloat16()[::7], 1), *(neighbours(numbers(row.name), 1) for row in narrow)])
     u = EVERY_UNIFORM.repeat(4)[: len(x)]
-    compiled_equals(rounded, (x, u), (x[:1001], u[:1001]))
+    run = compiled(rounded, (x, u))
+    for case in ((x, u), (x[:1001], u[:1001])):
+        assert run is not None and compiled(rounded, case) is run
+        assert all(map(same, run(*case), rounded(*case)))
 
 
 def test_padding_fills_whole_blocks_and_whole_rotations() -> None:

@@ -47,10 +47,6 @@ def values_of(code: Code) -> oracle.Floats:
     return np.array([float(m) for m in magnitudes])
 
 
-def place_mask(code: Code, shift: int) -> int:
-    return (2**code.bits - 1) * 2**shift
-
-
 def as_int32(words: np.ndarray) -> Tensor:
     return torch.from_numpy((words % 2**32).astype(np.uint32).view(np.int32))
 
@@ -66,7 +62,7 @@ def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code)
     values = values_of(code)
     expected = np.concatenate([values, -values]) if code.signed else values
     for shift in shifts(code):
-        garbage = np.random.default_rng(shift).integers(0, 2**32, len(expected)) & ~place_mask(code, shift)
+        garbage = np.random.default_rng(shift).integers(0, 2**32, len(expected)) & ~((2**code.bits - 1) * 2**shift)
         result = codes.decode(code, as_int32(every_code(code) * 2**shift | garbage), shift).numpy()
         assert np.array_equal(result.astype(np.float64), expected)
         assert np.array_equal(np.signbit(result), np.signbit(expected))
@@ -278,18 +274,13 @@ def nearest_float16(x: Tensor) -> oracle.Floats:
     return np.where(nearest == 65536.0, np.inf, nearest)
 
 
-def visible_float16(seen: Tensor) -> Tensor:
-    """What a model sees of a kernel's bits, through the words of the layout."""
-    words = layout.words_of_weight("float16", [seen, seen])
-    return words[0].view(torch.float16)[::2].double()
-
-
 @exhaustive("storage", IN_FLOAT16)
 def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
     x = around_float16()
     for sign in (1.0, -1.0):
         seen, field, kept = codes.encode_weight(storage, sign * x, 0)
-        assert np.array_equal(visible_float16(seen).numpy(), sign * nearest_float16(kept.abs()))
+        words = layout.words_of_weight("float16", [seen, seen])[0]  # as a model sees a kernel's bits
+        assert np.array_equal(words.view(torch.float16)[::2].double().numpy(), sign * nearest_float16(kept.abs()))
         shown = kept.abs() < 65520
         field = through_a_word(storage, field, 0)
         assert torch.equal(codes.decode_weight(storage, seen, field)[shown], kept[shown])

@@ -49,13 +49,10 @@ def filled(lane: Lane, seen: Tensor, gradient: Tensor, fields: Mapping[str, Tens
     return Lane(seen, gradient, words, lane.scales)
 
 
-def bounds_of(storage: Storage, values: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: float(values[name].abs().max()) for name in storage.scaled}
-
-
 def started(storage: Storage, weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> Lane:
     """A lane in which values are kept, cut to the nearest."""
-    lane = empty_lane(storage, len(weight), bounds_of(storage, {"weight": 2 * weight, **states}))
+    values = {"weight": 2 * weight, **states}
+    lane = empty_lane(storage, len(weight), {name: float(values[name].abs().max()) for name in storage.scaled})
     seen, fields = write_weight(storage, lane, weight, half(codes.dropped_bits(storage.weight)))
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, half(codes.dropped_bits(storage.code(name))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.numerics.rounding import float_of
@@ -17,15 +17,11 @@ from tensors import assert_same_bits, parameters_of, take_steps
 FILLED = [name for name, row in STORAGES.items() if has_low_bits(row)]
 
 
-def all_values(dtype: torch.dtype) -> Tensor:
-    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
-
-
 @pytest.mark.parametrize("visible", ["bfloat16", "float16"])
 def test_every_value_of_the_cell_rounds_to_the_visible_weight(visible: str) -> None:
     """All 16-bit values beside the ends of the random bits, and all random bits beside some values."""
     dtype = getattr(torch, visible)
-    values = all_values(dtype)
+    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     bits = codes.visible_bits(visible, values)
     for random in (0, 1 << 16, 1 << 19, 0x3FFFFFFF, 0x40000000, 0x7FFFFFFF, -(1 << 31), -1):
         new = codes.visible_value(visible, random_in_cell(visible, bits, torch.full_like(bits, random)))

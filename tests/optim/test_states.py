@@ -28,21 +28,15 @@ def trained(storage: str, steps: int = 3, rule: str = "adamw", shapes: list[Shap
     return optimizer
 
 
-def evaluate_average(optimizer: ng.Optimizer) -> None:
-    """Swap in an average of the weights, evaluate, and swap the weights back."""
-    weights = [p.detach().clone() for p in parameters_of(optimizer)]
-    with torch.no_grad():
-        for p in parameters_of(optimizer):
-            p.mul_(0.75)
-        for p, weight in zip(parameters_of(optimizer), weights, strict=True):
-            p.copy_(weight)
-
-
 @STORED
 def test_an_average_swapped_in_and_out_changes_no_bit(storage: str) -> None:
     optimizer, twin = trained(storage), trained(storage)
     for step in range(3, 6):
-        evaluate_average(optimizer)
+        weights = [p.detach().clone() for p in parameters_of(optimizer)]
+        with torch.no_grad():
+            for p, weight in zip(parameters_of(optimizer), weights, strict=True):
+                p.mul_(0.75)
+                p.copy_(weight)
         take_steps(optimizer, range(step, step + 1))
         take_steps(twin, range(step, step + 1))
     assert_same_bits(everything(optimizer), everything(twin))

@@ -12,7 +12,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import ROW_FILES
 from narrowgauge.runs.schema import STEPWISE, TABLES, Column, Row, wrong_value
 from narrowgauge.runs.writer import RunWriter
-from tables import exhaustive
+from tables import exhaustive, text_of
 
 EXAMPLES: dict[str, Any] = {
     "step": 3, "count": 3, "number": 0.5, "flag": True, "text": "words", "recipe": "bfloat16/word", "object": {"a": 1},
@@ -30,10 +30,6 @@ CHECKED |= {(kind, "step"): (kind, TABLES[kind]["step"]) for kind in STEPWISE}
 """One column of each type in each file."""
 
 
-def named(case: Any) -> str:
-    return case.name if isinstance(case, Column) else str(case)
-
-
 def row_of(kind: str, column: Column, value: Any) -> Row:
     return {"step": 1, "kind": "note", column.name: value} if kind != "summary" else {column.name: value}
 
@@ -45,7 +41,7 @@ def test_every_column_takes_its_type_and_null(kind: str, column: Column) -> None
     assert column.type != "number" or wrong_value(kind, row_of(kind, column, "nan")) == ""
 
 
-@pytest.mark.parametrize(("kind", "column"), CHECKED.values(), ids=named)
+@pytest.mark.parametrize(("kind", "column"), CHECKED.values(), ids=text_of)
 def test_a_value_of_another_type_is_refused(kind: str, column: Column, tmp_path: Path) -> None:
     with RunWriter.create(tmp_path / "run", {}) as writer:
         write = writer.summary if kind == "summary" else partial(writer.append, kind)
