@@ -16,10 +16,7 @@ from equivalence import ranks, ways
 from equivalence.ways import ALONE, MORE, RECIPES
 from ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 plain = functools.cache(ways.plain)
 on_one_rank = functools.cache(ranks.on_one_rank)
@@ -51,8 +48,7 @@ def results(folder: Path) -> list[dict[tuple[str, str], dict[str, str]]]:
 
 
 @pytest.mark.parametrize(
-    ("way", "recipe"),
-    [*itertools.product(ranks.WAYS, RECIPES), *(("hsdp", recipe) for recipe in MORE)],
+    ("way", "recipe"), [*itertools.product(ranks.WAYS, RECIPES), *(("hsdp", recipe) for recipe in MORE)]
 )
 def test_ranks(way: str, recipe: str, results: list[dict[tuple[str, str], dict[str, str]]]) -> None:
     on_each_rank = [result[way, recipe] for result in results if (way, recipe) in result]

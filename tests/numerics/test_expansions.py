@@ -11,16 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.expansions import (
-    NearestEven,
-    Parts,
-    expansion_of,
-    grow,
-    mul,
-    renormalise,
-    two_prod,
-    two_sum,
-)
+from narrowgauge.numerics.expansions import NearestEven, Parts, expansion_of, grow, mul, renormalise, two_prod, two_sum
 from narrowgauge.numerics.rounding import bits_of, float_of
 from narrowgauge.spec.formats import get_format
 from oracles import rational_expansions as oracle

@@ -168,13 +168,7 @@ def test_power_of_two_scales_of_every_bfloat16(row: Format) -> None:
 
 
 def ours(
-    x: Tensor,
-    cast: Cast,
-    dim: int = 1,
-    *,
-    key: int = -77,
-    first_row: int = 0,
-    amax: Tensor | None = None,
+    x: Tensor, cast: Cast, dim: int = 1, *, key: int = -77, first_row: int = 0, amax: Tensor | None = None
 ) -> Quantized:
     words = random_words(x.shape[0], x.shape[1], torch.tensor(key, dtype=torch.int32), first_row)
     return quantize(x, cast, dim, words=None if cast.rounding == "nearest" else words, amax=amax)

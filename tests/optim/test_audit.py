@@ -14,14 +14,7 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics, update_sums
-from narrowgauge.optim.audit import (
-    FEWEST,
-    WINDOW,
-    Auditor,
-    Sums,
-    joined_over_ranks,
-    read,
-)
+from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, Sums, joined_over_ranks, read
 from narrowgauge.optim.clip import Decision
 from narrowgauge.optim.layout import Layout
 from narrowgauge.spec.significance import MIN_EDQ

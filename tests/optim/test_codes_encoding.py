@@ -140,14 +140,7 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
 
 # ── relative to a row ───────────────────────────────────────────────────────────────────────────────────────────────
 
-BOUNDS = [
-    2.0**-100,
-    1e-3,
-    1 - 2.0**-24,
-    1.0,
-    1 + 2.0**-23,
-    448.0,
-]
+BOUNDS = [2.0**-100, 1e-3, 1 - 2.0**-24, 1.0, 1 + 2.0**-23, 448.0]
 
 
 def above(bound: float) -> float:

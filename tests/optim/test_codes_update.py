@@ -190,13 +190,7 @@ def regime(name: str) -> tuple[Tensor, Tensor, Tensor]:
     return weight, bits_of(torch.randn(weight.shape, generator=generator)) & -65536, seeds(4)
 
 
-REGIMES = (
-    "one weight, one gradient",
-    "zero weight",
-    "all weights 1, every gradient",
-    "powers of two",
-    "gaussian",
-)
+REGIMES = ("one weight, one gradient", "zero weight", "all weights 1, every gradient", "powers of two", "gaussian")
 
 
 @exhaustive("row", ["word", "states8"])

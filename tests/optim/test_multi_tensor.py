@@ -253,9 +253,7 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
                     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
                     patch.setattr(multi_tensor.Table, "send", None)  # nothing is sent from a graph
                     patch.setattr(
-                        multi_tensor.Table,
-                        "launch",
-                        lambda *args, audited, averages, graph=graph: graph.append(args),
+                        multi_tensor.Table, "launch", lambda *args, audited, averages, graph=graph: graph.append(args)
                     )
                     optimizer.step()
                 assert optimizer.num_steps(params[0]) == 1

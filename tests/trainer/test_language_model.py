@@ -13,12 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError
-from narrowgauge.trainer.language_model import (
-    build,
-    compiled_loss,
-    enable_activation_checkpointing,
-    loss_sum,
-)
+from narrowgauge.trainer.language_model import build, compiled_loss, enable_activation_checkpointing, loss_sum
 from tensors import gradients, largest_relative_error, random_tokens
 
 SMALL = {

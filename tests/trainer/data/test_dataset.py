@@ -172,12 +172,7 @@ def test_a_fingerprint_sees_other_tokens_and_another_order(num_tokens: int, tmp_
     head = {"schema_version": 1, "dtype": "uint16", "vocab_size": 1 << 16, "end_of_text": 0}
     (tmp_path / "tokens.json").write_text(json.dumps(head))
     prints = []
-    for changed in (
-        tokens,
-        np.roll(tokens, 1),
-        tokens[:-1],
-        np.where(np.arange(num_tokens) == 3000, 7, tokens),
-    ):
+    for changed in (tokens, np.roll(tokens, 1), tokens[:-1], np.where(np.arange(num_tokens) == 3000, 7, tokens)):
         changed.astype("<u2").tofile(tmp_path / "tokens.bin")
         prints.append(read_tokens(tmp_path).fingerprint)
     assert len(set(prints)) == (4 if num_tokens < 1 << 21 else 3)
