@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.expansions import NearestEven, Parts, expansion_of, grow, mul, renormalise, two_prod, two_sum
-from narrowgauge.numerics.rounding import bits_of, float_of
+from narrowgauge.numerics.rounding import float_of
 from narrowgauge.spec.formats import get_format
 from oracles import rational_expansions as oracle
+from tensors import same_bits
 
 DROPPED = {"bfloat16": 16, "float16": 13, "float8_e4m3fn": 20, "float8_e5m2": 21}
 BFLOAT16 = NearestEven(16)
@@ -26,10 +27,6 @@ def lists(parts: Sequence[Tensor]) -> list[list[float]]:
 
 def exact(parts: Sequence[Tensor]) -> list[Fraction]:
     return oracle.values(lists(parts))
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(bits_of(one), bits_of(other))
 
 
 def every_prefix_and_its_ties() -> Tensor:
