@@ -58,7 +58,6 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
     with pytest.raises(RecordError) as caught:
         saver.wait()
     checkpoint = latest_checkpoint(folder, must_not_be_called, ranks)
-    assert checkpoint is not None
     return caught.value.message, checkpoint.step, float(tensors_in(checkpoint.path)["w"].sum())
 
 
@@ -119,7 +118,6 @@ def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
     """The step of the checkpoint that this rank would load, and what it was told of newer ones."""
     told: list[str] = []
     checkpoint = latest_checkpoint(folder, lambda path, why: told.append(f"{path.name}: {why}"), meet()[1])
-    assert checkpoint is not None
     return checkpoint.step, told
 
 

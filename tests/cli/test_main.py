@@ -145,7 +145,6 @@ def test_too_little_memory_costs_one_line_with_advice(calls: dict[str, Calls]) -
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = [sys.executable, "-m", "narrowgauge", "show", "chips", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
-        assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
 
@@ -176,7 +175,6 @@ def test_a_watched_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "narrowgauge", "watch", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         try:
-            assert process.stdout is not None
             address = process.stdout.readline().strip()
             with urllib.request.urlopen(address, timeout=30) as answer:
                 assert "llama-1m in bfloat16/word" in answer.read().decode()

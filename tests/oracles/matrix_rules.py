@@ -76,7 +76,6 @@ class Subspace:
             columns_are_shorter = g.shape[0] >= g.shape[1]
             self.left = np.eye(g.shape[0]) if columns_are_shorter else _fixed(u[:, : self.rank])
             self.right = _fixed(vt[: self.rank].T) if columns_are_shorter else np.eye(g.shape[1])
-        assert self.left is not None and self.right is not None
         return self.scale * self.left @ self.adam.step(self.left.T @ g @ self.right) @ self.right.T
 
 

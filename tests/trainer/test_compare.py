@@ -115,7 +115,6 @@ def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> 
         assert "weight:weight" in run.gauges[0]["tensors"]
         # Each audit stands in the row of its own step, and in no other.
         assert [row["step"] for row in run.steps if "edq" in row] == [2, 4, 6]
-        assert run.summary is not None
         assert (run.summary["edq"] > 0.9) == is_lossless and (run.summary["lost_fraction"] < 0.1) == is_lossless
     assert [row["bytes_per_param"] for row in found.rows] == pytest.approx([8.5, 8.0], abs=0.2)
 

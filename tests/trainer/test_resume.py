@@ -96,7 +96,6 @@ class Nursery:
 
     def __call__(self, *words: str, at: dict[str, signal.Signals] | None = None) -> int:
         """The status of a command; ``at`` names the system call, by number or by what is written, of each signal."""
-        assert self.process.stdin is not None and self.process.stdout is not None
         moments = {moment: int(number) for moment, number in (at or {}).items()}
         task = {"words": words, "output": str(self.output), "moments": moments}
         print(json.dumps(task), file=self.process.stdin, flush=True)
@@ -116,7 +115,6 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     made = Nursery(tmp_path_factory.mktemp("nursery"))
     with made.process:
         yield made
-        assert made.process.stdin is not None
         made.process.stdin.close()
 
 
