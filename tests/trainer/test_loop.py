@@ -54,7 +54,8 @@ def test_bad_input_writes_nothing(words: tuple[str, ...], says: str, place: Path
         path.mkdir()
     (names["nonsense"] / "config.json").write_text('{"model_type": "nonsense"}')
     (names["headless"] / "config.json").write_text(json.dumps({**SHAPE, "num_attention_heads": 0}))
-    (names["sighted"] / "config.json").write_text(json.dumps({**SHAPE, "model_type": "bert"}))
+    bert = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    (names["sighted"] / "config.json").write_text(json.dumps({"model_type": "bert", **bert}))
     (names["picture"] / "config.json").write_text('{"model_type": "vit"}')
     (tmp_path / "recipe.toml").write_text(
         'recipe = "bfloat16/word"\n[[override]]\npattern = "nothing"\ncompute = "mxfp8"\n'
