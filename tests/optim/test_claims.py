@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -29,22 +28,20 @@ def test_every_kind_of_storage_has_a_representative() -> None:
 
 
 @pytest.mark.usefixtures("native_formats")  # or the first optimizer of a process warns of slow matmuls
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("storage", LIMITS)
 def test_stall_case_is_survived(storage: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        error, reading = stall(storage, side=256 if storage == "word" else 64)
+    error, reading = stall(storage, side=256 if storage == "word" else 64)
     assert error <= LIMITS[storage]
     assert abs(reading.edq - 1) < 0.05
 
 
 @pytest.mark.usefixtures("native_formats")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("storage", AT_RANDOM)
 def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(storage: str) -> None:
     """Updates are 2^-9 of a bfloat16's spacing: hardly one in 200 is seen, and those that are arrive whole."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        error, reading = stall(storage, side=128)
+    error, reading = stall(storage, side=128)
     # Of spacings n times as wide one nth as many steps are taken, n times as long: sqrt(n) times the noise.
     coarser = 2.0 ** ((7 - STORAGES[storage].weight.mantissa_bits) / 2)
     assert coarser < error < 2.0 * coarser and reading.noise > 10 * coarser

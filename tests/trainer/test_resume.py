@@ -23,6 +23,7 @@ import pytest
 import tomli_w
 import torch
 
+from checkpoints.test_saving import flip_a_bit
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.toml import load_toml
@@ -206,18 +207,12 @@ def test_an_interruption_before_the_first_step_leaves_nothing(place: Path, nurse
 # ── damage ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def flip_last_byte(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
 def test_a_damaged_checkpoint_is_passed_over_and_named(
     place: Path, whole: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "word, accumulated"
     folder = loop.train(settings(place, tmp_path / "run", **CASES[name], stop_after=4))
-    flip_last_byte(folder / "checkpoints" / "step-00000004" / "shard-00001-model-00001-of-00001.safetensors")
+    flip_a_bit(folder / "checkpoints" / "step-00000004" / "shard-00001-model-00001-of-00001.safetensors")
     capsys.readouterr()
     loop.resume(folder)
     said = capsys.readouterr().out
@@ -234,7 +229,7 @@ def test_a_lost_run_restarts_if_asked(lost: bool, place: Path, whole: dict[str, 
     if lost:
         shutil.rmtree(folder / "checkpoints")
     else:
-        flip_last_byte(folder / "checkpoints" / "step-00000002" / "state.json")
+        flip_a_bit(folder / "checkpoints" / "step-00000002" / "state.json")
     with pytest.raises(RecordError, match="no good checkpoint"):
         session.load(folder)
     before = (folder / "steps.jsonl").read_bytes()
