@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.planner.efficiency import error_of
+from narrowgauge.planner.efficiency import SOFTWARE, error_of
 from script_modules import benchmark_module
 
 
@@ -32,6 +32,10 @@ def test_names_alone_hold_out_a_third_of_the_first_round_and_half_of_the_second(
         for held_out, rows in enumerate(rounds):
             assert {published.is_held_out(run.name, later) for run in rows} == {bool(held_out)}
         assert shares[0] < len(rounds[1]) / len(rounds[0] + rounds[1]) < shares[1]
+
+
+def test_the_planner_knows_the_software_of_every_run(runs: list[Any]) -> None:
+    assert {run.software for run in runs} - {""} == set(SOFTWARE)
 
 
 def test_parallel_sizes_multiply_to_the_chips(runs: list[Any]) -> None:
