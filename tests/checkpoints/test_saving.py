@@ -87,6 +87,11 @@ def test_only_the_newest_are_kept_and_the_same_step_is_replaced(tmp_path: Path) 
     assert_same_bits(tensors_in(latest.path), tensors(123_456_789))
 
 
+def full(*_: object) -> None:
+    """Stand for a function that writes, where the disk is full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def flip_a_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-20] ^= 4
@@ -147,10 +152,6 @@ def test_a_checkpoint_of_another_schema_is_refused_and_not_called_damaged(tmp_pa
 
 def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, tensors(1), {"n": 1}, keep=1)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     writer = dcp_files.HuggingFaceStorageWriter
     for module, name in ((writer, "write_data"), (checkpoint_module, "_publish"), (checkpoint_module, "sync")):
         with monkeypatch.context() as patch:

@@ -5,8 +5,6 @@ That runs go on on other numbers of ranks with the same bits is held by ``equiva
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import narrowgauge as ng
 from checkpoints.test_saving import flip_a_bit, must_not_be_called, names
+from checkpoints.test_saving import full as full_disk
 from narrowgauge.checkpoints import dcp_files, saving
 from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
@@ -46,14 +45,11 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
     saver.save(1, {"w": values, "plain": torch.ones(2)}, {"n": 1}, keep=1)
     saver.wait()
 
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     if rank == ("first", "second").index(full):
         if full == "second":
-            dcp_files.HuggingFaceStorageWriter.write_data = refuse  # type: ignore[method-assign]
+            dcp_files.HuggingFaceStorageWriter.write_data = full_disk  # type: ignore[method-assign]
         else:
-            saving._publish = refuse
+            saving._publish = full_disk
     saver.save(2, {"w": values + 1, "plain": torch.ones(2)}, {"n": 2}, keep=1)
     with pytest.raises(RecordError) as caught:
         saver.wait()
