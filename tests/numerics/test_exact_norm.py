@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,12 +16,6 @@ from oracles.exact_sums import exact_sum, exact_sum_of_squares, nearest_float, s
 from tensors import scalar_bits
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Set the chunk length, so that small tensors have many chunks."""
-    return lambda size: monkeypatch.setattr(chunks, "CHUNK", size)
 
 
 def exact_norm(tensors: list[Tensor], compile: bool = True) -> Tensor:
@@ -53,12 +46,12 @@ def cut(x: Tensor, seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_squares_in_any_order_have_the_same_bits(dtype: torch.dtype, small_chunks: Callable[[int], None]) -> None:
+def test_squares_in_any_order_have_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x = wild(3000, 1, dtype, binades=2.0 if dtype == torch.float16 else 12.0)
     expected, norm = scalar_bits(sum_of_squares([x])), exact_norm([x])
     assert norm.dtype == torch.float32 and norm.shape == ()
     for seed in range(24):
-        small_chunks(seed % 5 * 300 + 17)
+        monkeypatch.setattr(chunks, "CHUNK", seed % 5 * 300 + 17)
         parts = cut(x, seed)
         assert scalar_bits(sum_of_squares(parts)) == expected
         assert torch.equal(exact_norm(parts), norm)

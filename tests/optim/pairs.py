@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,17 +27,12 @@ Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]
 
 
-def example(name: str) -> ModuleType:
-    """An example as a module, which others can name: a rule is pickled by the names of its functions."""
-    return script_module(f"examples/{name}.py")
+OWN = script_module("examples/own_rule.py")
 
 
 def own(params: Any, *, lr: float, betas: tuple[float, ...], alpha: float, **options: Any) -> ng.Optimizer:
     """The rule of the example; as a user's own, it is given its options by hand."""
     return ng.Optimizer(params, OWN.ADEMAMIX, {"lr": lr, "betas": betas, "alpha": alpha}, **options)
-
-
-OWN = example("own_rule")
 
 
 @dataclass(frozen=True)

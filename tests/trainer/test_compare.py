@@ -146,8 +146,7 @@ def first(base: TrainConfig, one_thread: None, tmp_path_factory: pytest.TempPath
 def metrics_of(out: Path, names: Sequence[str] = NAMES) -> list[Any]:
     """Everything but times."""
     runs = [read_run(out / name) for name in names]
-    rows = [[lasting(row) for row in [*run.steps, *run.evals, run.summary or {}]] for run in runs]
-    return rows
+    return [[lasting(row) for row in [*run.steps, *run.evals, run.summary or {}]] for run in runs]
 
 
 def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(first: tuple[Path, str]) -> None:
