@@ -106,6 +106,14 @@ def test_micro_batches_add_up_to_the_batch(place: Path, tmp_path: Path) -> None:
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
+def test_a_micro_batch_has_the_random_bits_of_its_place(place: Path, tmp_path: Path) -> None:
+    run = built(place, tmp_path, recipe="int8-row/word", gradient_accumulation_steps=2)
+    layer, places = next(iter(run.linears.layers.values())), []
+    run.model.register_forward_pre_hook(lambda *_: places.append(layer.clock_words.tolist()[1:]))
+    train_step(run)
+    assert len(places) == 2 and sum(places[0]) == 0 and sum(places[1]) == 2 * 16  # two sequences before it
+
+
 def test_the_validation_loss_is_the_mean_over_the_tokens_that_are_predicted(place: Path, tmp_path: Path) -> None:
     """Those of a sequence but its first."""
     run = built(place, tmp_path, recipe="float32/float32")

@@ -225,11 +225,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_lost_run_restarts_if_asked(lost: bool, place: Path, whole: dict[str, Run], tmp_path: Path) -> None:
-    folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
+    folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=3))
     if lost:
         shutil.rmtree(folder / "checkpoints")
-    else:
-        flip_a_bit(folder / "checkpoints" / "step-00000002" / "state.json")
+        (folder / "events.jsonl").write_text("")  # as of a run that was killed
+    for state in folder.glob("checkpoints/*/state.json"):
+        flip_a_bit(state)
     with pytest.raises(RecordError, match="no good checkpoint"):
         session.load(folder)
     before = (folder / "steps.jsonl").read_bytes()
