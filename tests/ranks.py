@@ -74,7 +74,6 @@ def _run(
 
         torch.set_num_threads(1)
         spec = importlib.util.spec_from_file_location(module, file)
-        assert spec is not None and spec.loader is not None
         sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[module])
         random.seed(0)

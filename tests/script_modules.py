@@ -15,7 +15,6 @@ def script_module(place: str) -> ModuleType:
     """``FOLDER/NAME.py`` of the repository as a module that others can name: pickles and dataclasses do."""
     file = ROOT / place
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
     sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -12,10 +12,6 @@ import pytest
 SHOWN = 10
 
 
-def names_of(names: str | Sequence[str]) -> list[str]:
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-
-
 def text_of(value: Any) -> str:
     """What a value is called in the id of a test: its name, where it has one."""
     return str(value if isinstance(value, str) else getattr(value, "name", value))
@@ -26,7 +22,7 @@ def exhaustive(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Cal
 
     Rows share the fixtures of the test, so this suits tests that leave nothing behind.
     """
-    names = names_of(names)
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     table = [tuple(row) if len(names) > 1 else (row,) for row in rows]
 
     def looped(test: Callable[..., None]) -> Callable[..., None]:

@@ -17,9 +17,6 @@ from narrowgauge.spec.storages import Code, width_of
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# ── drawn ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def gaussian(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal values from a generator of their own, scaled in float32 and rounded to ``dtype``."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
@@ -28,9 +25,6 @@ def gaussian(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype 
 def random_tokens(batch: int = 3, length: int = 10, vocabulary: int = 48, seed: int = 0) -> Tensor:
     """Uniform token indices ``[batch, length]``."""
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-# ── bits ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def bits(x: Tensor) -> Tensor:
@@ -68,9 +62,6 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
         assert differing == 0, f"{differing} of {value.numel()} values of {name} differ"
 
 
-# ── distances ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def rms(x: Tensor) -> float:
     """Root mean square, summed in float64."""
     return x.detach().double().square().mean().sqrt().item()
@@ -87,9 +78,6 @@ def largest_relative_error(found: Mapping[str, Tensor], expected: Mapping[str, T
     assert found.keys() == expected.keys()
     assert all(value.norm() > 0 for value in expected.values())
     return max(relative_error(found[name], expected[name]) for name in expected)
-
-
-# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
@@ -110,12 +98,16 @@ def step_gradients(params: Sequence[Tensor], step: int, scale: float = 1.0) -> l
     return [(torch.randn(p.shape, generator=generator) * scale).bfloat16().to(p.dtype) for p in params]
 
 
+def set_gradients(params: Sequence[Tensor], step: int, scale: float = 1.0) -> None:
+    """Set :func:`step_gradients`."""
+    for p, gradient in zip(params, step_gradients(params, step, scale), strict=True):
+        p.grad = gradient
+
+
 def take_steps(optimizer: torch.optim.Optimizer, steps: range, scale: float = 1.0) -> None:
     """Step an optimizer with :func:`step_gradients`."""
-    params = parameters_of(optimizer)
     for step in steps:
-        for p, gradient in zip(params, step_gradients(params, step, scale), strict=True):
-            p.grad = gradient
+        set_gradients(parameters_of(optimizer), step, scale)
         optimizer.step()
 
 

@@ -13,7 +13,7 @@ from narrowgauge import compile
 from narrowgauge.compile import Compiled, compiled, compiled_for_pattern
 from narrowgauge.machine import compiler_missing
 from narrowgauge.optim.kernel import CONTROL
-from optim.scenarios import kept, parameters
+from optim.pairs import everything, parameters
 from tensors import assert_same_bits, take_steps
 
 needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=compiler_missing())
@@ -72,7 +72,7 @@ def test_code_that_does_something_else_is_not_used(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="other bits.*same bits") as told:
         take_steps(optimizers[1], range(2))
     assert len(told) == 1
-    assert_same_bits(*map(kept, optimizers))
+    assert_same_bits(*map(everything, optimizers))
 
 
 def of_one_length(x: Tensor) -> Tensor:

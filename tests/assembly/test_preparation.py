@@ -10,31 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from equivalence.ways import llama
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
+
+TOKENS = torch.arange(16).reshape(2, 8)
 
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(OrderedDict(inner=nn.Linear(6, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 3)))
-
-
-def tiny_llama(*, tied: bool = True) -> LlamaForCausalLM:
-    torch.manual_seed(1)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
-        )
-    )  # fmt: skip
-
-
-def tokens() -> Tensor:
-    return torch.arange(16).reshape(2, 8) % 40
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -43,7 +31,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("recipe", [name if "/" in name else f"bfloat16/{name}" for name in STORAGES])
 def test_tails_come_from_the_float32_weights(recipe: str) -> None:
-    model = tiny_llama()
+    model = llama()
     before = values(model)
     same_model, optimizer = ng.prepare(model, recipe)
     storage = parse(recipe).storage
@@ -53,17 +41,13 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
         row = STORAGES[storage.vectors] if storage.vectors and p.ndim < 2 else storage
         assert p.dtype is getattr(torch, row.visible)
         # Half a unit of the last place that is kept; a window's and float16's own spacing ends somewhere.
-        each = row.weight.mantissa_bits + 1
-        kept = each * row.weight.parts - 1
+        kept = (row.weight.mantissa_bits + 1) * row.weight.parts - 1
         smallest = 2.0 ** -(22 if row.weight.parts > 1 else 18) if row.weight.scaled else 2.0**-100
         if row.visible == "float16":
             smallest = 2.0**-38 if row.beside and row.weight.parts == 1 else 2.0**-25
         error = (stored - before[name]).abs()
         assert (error <= (before[name].abs() * 2.0 ** -(kept + 1)).clamp(min=smallest)).all()
         assert kept < 23 or row.visible == "float16" or torch.equal(stored, before[name].to(stored.dtype))
-        seen = {"float16": 2.0**-11, "float32": 0.0}.get(row.visible, 2.0**-each if row.weight.scaled else 2.0**-8)
-        least = 2.0**-18 if row.weight.scaled else 2.0**-25
-        assert (p.detach().float() - stored).abs().le((seen * stored.abs()).clamp(min=least)).all()
         assert not optimizer.stored(p, "exp_avg").any() and not optimizer.stored(p, "exp_avg_sq").any()
 
 
@@ -73,20 +57,20 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
      ("fp16-mixed", "float16")],
 )  # fmt: skip
 def test_matmuls_run_in_the_recipes_compute(recipe: str, dtype: str) -> None:
-    model, _ = ng.prepare(tiny_llama(), recipe)
+    model, _ = ng.prepare(llama(), recipe)
     seen: list[torch.dtype] = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *a: seen.append(a[2].dtype))
-    logits = model(input_ids=tokens()).logits
+    logits = model(input_ids=TOKENS).logits
     assert [logits.dtype, *seen] == [getattr(torch, dtype)] * 2
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_a_prepared_model_is_traced_whole() -> None:
-    model, _ = ng.prepare(tiny_llama(tied=False), "bfloat16/word")
+    model, _ = ng.prepare(llama(tie_word_embeddings=False), "bfloat16/word")
     traced = torch.compile(model, backend="eager", fullgraph=True)
-    one, other = (each(input_ids=tokens()).logits.detach() for each in (model, traced))
+    one, other = (each(input_ids=TOKENS).logits.detach() for each in (model, traced))
     assert torch.equal(one, other)
-    assert model.eval().generate(tokens()[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
+    assert model.eval().generate(TOKENS[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
 
 
 def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
@@ -134,7 +118,7 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
 
 
 def test_tied_embeddings_have_one_state() -> None:
-    model, optimizer = ng.prepare(tiny_llama(), "bfloat16/word")
+    model, optimizer = ng.prepare(llama(), "bfloat16/word")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     members = [p for group in optimizer.param_groups for p in group["params"]]
     assert sum(p is model.lm_head.weight for p in members) == 1 and len(members) == len(list(model.parameters()))

@@ -79,12 +79,17 @@ def test_a_checkpoint_has_the_bits_of_the_moment_when_it_was_asked_for(tmp_path:
 
 
 def test_only_the_newest_are_kept_and_the_same_step_is_replaced(tmp_path: Path) -> None:
-    for step in (1, 2, 10, 9_999_999, 123_456_789, 123_456_789):
+    for step in (1, 2, 10, 99_999_999, 123_456_789, 123_456_789):
         save(tmp_path, step, tensors(step), {}, keep=2)
-    assert names(tmp_path) == ["step-09999999", "step-123456789"]
+    assert names(tmp_path) == ["step-123456789", "step-99999999"]
     latest = latest_checkpoint(tmp_path, must_not_be_called)
     assert latest is not None and latest.step == 123_456_789
     assert_same_bits(tensors_in(latest.path), tensors(123_456_789))
+
+
+def full(*_: object) -> None:
+    """Stand for a function that writes, where the disk is full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def flip_a_bit(file: Path) -> None:
@@ -128,9 +133,7 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path, word: 
 
 
 @pytest.mark.parametrize(("keep", "step", "kept"), [(1, 45, [45]), (2, 45, [40, 45]), (2, 60, [40, 60])])
-def test_a_new_checkpoint_outlives_the_damaged_ones_before_it(
-    keep: int, step: int, kept: list[int], tmp_path: Path
-) -> None:
+def test_a_new_checkpoint_outlives_damaged_ones(keep: int, step: int, kept: list[int], tmp_path: Path) -> None:
     for earlier in (30, 40, 50):
         save(tmp_path, earlier, tensors(earlier), {}, keep=3)
     flip_a_bit(tmp_path / "checkpoints" / "step-00000050" / FILE)
@@ -149,10 +152,6 @@ def test_a_checkpoint_of_another_schema_is_refused_and_not_called_damaged(tmp_pa
 
 def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, tensors(1), {"n": 1}, keep=1)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     writer = dcp_files.HuggingFaceStorageWriter
     for module, name in ((writer, "write_data"), (checkpoint_module, "_publish"), (checkpoint_module, "sync")):
         with monkeypatch.context() as patch:
@@ -166,11 +165,9 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, mo
 
 
 NURSERY = """
-import os, random, resource, signal, sys, threading
+import os, random, signal, sys, threading
 from pathlib import Path
 import torch
-from narrowgauge.errors import RecordError
-from narrowgauge.checkpoints import dcp_files
 from narrowgauge.checkpoints.saving import Saver
 
 torch.set_num_threads(1)
@@ -208,15 +205,6 @@ def saving_until_killed(folder, moment):
     (folder / "moments").write_text(str(passed))
 
 
-def short_of_room(folder):
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-    try:
-        save(folder, 2)
-    except RecordError as error:
-        return 7 if "File too large" in str(error) else 8
-
-
 place, rounds = Path(sys.argv[1]), 60
 generator, moments = random.Random(0), 0
 for number in range(rounds + 1):
@@ -227,10 +215,6 @@ for number in range(rounds + 1):
     print(number, in_child(lambda: saving_until_killed(folder, moment)), flush=True)
     # The first child is let live and counts the moments; the others die at moments spread over all of them.
     moments = moments or int((folder / "moments").read_text())
-folder = place / "short"
-folder.mkdir()
-save(folder, 1)
-print("short", in_child(lambda: short_of_room(folder)), flush=True)
 """
 
 
@@ -245,7 +229,6 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
     steps = []
     for name in killed:
         latest = latest_checkpoint(tmp_path / name, must_not_be_called)
-        assert latest is not None
         found, state = tensors_in(latest.path), latest.state()
         step = state["step"]
         assert_same_bits(found, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step})
@@ -255,5 +238,3 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
         steps.append(step)
     # The moments were spread over all four saves, from before the first to after the last.
     assert set(steps) == {1, 2, 3, 4, 5}
-    assert exits["short"] == 7
-    assert names(tmp_path / "short") == ["step-00000001"]

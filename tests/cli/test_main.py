@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import urllib.error
@@ -13,24 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
-import narrowgauge
 import narrowgauge.trainer
-from narrowgauge.cli.main import _ranks_to_start, main
+from narrowgauge.cli.main import _ranks_to_start
 from narrowgauge.errors import RankError, Terminated
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer import resume_checks
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
-
-# The package that is tested, wherever a process is started.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
-
-
-def call(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
+from trainer.tiny_runs import ENVIRONMENT, call
 
 
 class Calls(list[tuple[Any, ...]]):
@@ -75,13 +66,6 @@ def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Cal
     config = asked(calls, "--config", "my.toml", "--steps", "9", "--no-activation-checkpointing")
     assert (config.steps, config.batch_size, config.activation_checkpointing) == (9, 4, False)
     assert (config.compile, config.sequence_length) == (True, TrainConfig().sequence_length)
-
-
-def test_of_all_ranks_the_first_prints_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, lines in ((0, 1), (1, 0)):
-        monkeypatch.setenv("RANK", str(rank))
-        refused = call("train", "--steps", "0")
-        assert (refused.exit_code, refused.stderr.count("\n")) == (2, lines)
 
 
 def test_ranks_are_started_unless_torchrun_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +122,7 @@ def test_a_value_too_long_for_a_path_costs_one_line(words: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize(("interruption", "status"), [(KeyboardInterrupt, 130), (Terminated, 143)])
-def test_an_interruption_is_one_line_and_has_its_status(
-    interruption: type[BaseException], status: int, calls: dict[str, Calls]
-) -> None:
+def test_an_interruption_is_a_line(interruption: type[BaseException], status: int, calls: dict[str, Calls]) -> None:
     calls["train"].answer = interruption("saved at step 7.")
     result = call("train", "--data", "tokens")
     assert (result.exit_code, result.stderr) == (status, "Interrupted: saved at step 7.\n")
@@ -163,7 +145,6 @@ def test_too_little_memory_costs_one_line_with_advice(calls: dict[str, Calls]) -
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = [sys.executable, "-m", "narrowgauge", "show", "chips", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
-        assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
 
@@ -194,7 +175,6 @@ def test_a_watched_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "narrowgauge", "watch", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         try:
-            assert process.stdout is not None
             address = process.stdout.readline().strip()
             with urllib.request.urlopen(address, timeout=30) as answer:
                 assert "llama-1m in bfloat16/word" in answer.read().decode()

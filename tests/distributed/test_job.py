@@ -8,25 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from narrowgauge.cli.main import main
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.errors import RankError
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer import resume_checks
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
 from ranks import run_ranks
-from trainer.fixtures import place as place  # a fixture
-
-# ── what --nproc starts ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def call(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
+from trainer.tiny_runs import call
 
 
 @pytest.fixture
@@ -50,6 +42,13 @@ def test_nproc_is_a_call_of_torchrun_with_the_same_words(started: list[list[str]
     named, chosen = started
     assert named == ["2", "narrowgauge", *words, "--out", "here"]
     assert chosen[-2] == "--out" and Path(chosen[-1]).parts[-2] == "runs", "the ranks have one folder"
+    for wrong, line in (
+        ("--recipe bfloat16/wrod", "RecipeError: "),
+        ("--nproc 5", "RankError: Cannot train: each of 5 ranks needs"),
+    ):
+        refused = call(*words, *wrong.split())
+        assert (refused.exit_code, refused.stderr.count("\n"), len(started)) == (2, 1, 2)
+        assert refused.stderr.startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_nproc_is_a_call_of_torchrun_with_the_same_words(started: list[list[str]
         (SignalException("", signal.SIGTERM), 143),
     ],
 )
-def test_the_exit_status_is_that_of_the_ranks(
+def test_ranks_exit_status(
     end: Exception, status: int, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(arguments: object) -> None:
@@ -82,29 +81,11 @@ def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--nproc", "2", "--recipe", "bfloat16/wrod"], "RecipeError: "),
-        (["--nproc", "3", "--gradient-accumulation-steps", "2"], "RankError: Cannot train: each of 3 ranks needs"),
-    ],
-)  # fmt: skip
-def test_wrong_settings_cost_one_line_before_ranks_start(words: list[str], line: str, started: list[list[str]]) -> None:
-    result = call("train", "--data", "tokens", *words)
-    assert (result.exit_code, result.stderr.count("\n"), started) == (2, 1, [])
-    assert result.stderr.startswith(line)
-
-
-# ── a rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
         (("train", "--nproc", "2"), "RankError: Cannot start 2 ranks in one of torchrun's 4."),
         (("compare", "--recipes", "bfloat16/word"), "RankError: Cannot run narrowgauge compare on 4 ranks."),
     ],
 )
-def test_an_error_of_all_ranks_is_printed_by_rank_0(
-    words: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_prints_the_error(words: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     for rank, expected in (("0", line), ("1", "")):
         monkeypatch.setenv("RANK", rank)

@@ -101,12 +101,6 @@ def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(draw: Cal
         plain.zero_grad()
 
 
-def placed(kind: str) -> Any:
-    model, mesh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh_of(kind)
-    fully_shard(model[0], mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def refusal(work: Callable[[], object]) -> str:
     try:
         work()
@@ -119,7 +113,12 @@ def unsent(rank: int) -> list[str]:
     """Two backward passes in a micro-batch, and passes whose gradients stay on their rank."""
     said = []
     for when in ("twice", "before", "between", "all-reduce"):
-        model = placed("shards of one" if when == "all-reduce" else "sharded")
+        model, mesh = (
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+            mesh_of("shards of one" if when == "all-reduce" else "sharded"),
+        )
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh)
         reduction = ng.reduce_gradients_with(model, "reproducible")
 
         def hold(model: nn.Module = model, when: str = when, reduction: Any = reduction) -> None:

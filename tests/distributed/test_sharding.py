@@ -132,11 +132,7 @@ def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread:
     assert groups["lm_head"] == (["", *layers, "lm_head"], []) and groups["tied blocks"] == ([""], [])
     units, whole = groups["norm"]
     assert units == ["", *layers] and len(whole) == 5 and all("norm" in name for name in whole)
-    said = {
-        "sharded": "parallelize_module",
-        "wrapped": "swap_linears",
-        "unnamed": "mesh_dim_names",
-    }
+    said = {"sharded": "parallelize_module", "wrapped": "swap_linears", "unnamed": "mesh_dim_names"}
     assert all(part in first["refusals"][case] for case, part in said.items())
 
 

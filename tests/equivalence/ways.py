@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -149,34 +148,6 @@ def resumed(recipe: str) -> dict[str, str]:
     return moved(recipe, move)
 
 
-def through_safetensors(recipe: str) -> dict[str, str]:
-    """Write the tensors of both state dicts to a safetensors file and read them back."""
-
-    def move(training: Training) -> Training:
-        with tempfile.TemporaryDirectory() as folder:
-            path = f"{folder}/state.safetensors"
-            saved = flat(training.optimizer.state_dict(), "")
-            weights = {name: value.detach().clone() for name, value in training.model.state_dict().items()}
-            states = {name: value.clone() for name, value in saved.items() if isinstance(value, Tensor)}
-            save_file({**{f"model.{name}": value for name, value in weights.items()}, **states}, path)
-            read = load_file(path)
-        loaded = other(recipe)
-        loaded.optimizer.load_state_dict(filled(training.optimizer.state_dict(), read, ""))
-        loaded.model.load_state_dict({name: read[f"model.{name}"] for name in weights})
-        return loaded
-
-    return moved(recipe, move)
-
-
-def filled(value: Any, read: Mapping[str, Tensor], name: str) -> Any:
-    """Replace the tensors of a nested state by those that were read."""
-    if isinstance(value, Mapping):
-        return {key: filled(part, read, f"{name}.{key}") for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [filled(part, read, f"{name}.{key}") for key, part in enumerate(value)]
-    return read[name] if isinstance(value, Tensor) else value
-
-
 def through_dcp(recipe: str) -> dict[str, str]:
     """Save and load with torch.distributed.checkpoint, in one process."""
 
@@ -287,6 +258,6 @@ def round_once(total: Tensor, dtype: torch.dtype) -> Tensor:
 ALONE = {
     way.__name__: way
     for way in (
-        compiled, resumed, through_safetensors, through_dcp, recorded, checked, checkpointed,
+        compiled, resumed, through_dcp, recorded, checked, checkpointed,
     )
 }  # fmt: skip

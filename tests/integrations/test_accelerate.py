@@ -85,9 +85,6 @@ def test_save_state_and_load_state_go_on_bit_for_bit(tmp_path: Path) -> None:
     assert_same(losses + train(second, model, optimizer, BATCHES[3:]), model, optimizer)
 
 
-# ── two ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float], list[torch.Tensor], list[float]]:
     """Losses, whole stored weights, and the losses after a resume, of one rank."""
     from accelerate.state import PartialState

@@ -1,11 +1,9 @@
 """torchtitan 0.3.0's own Trainer on a CPU.
 
-torchtitan runs on accelerators: it imports Triton, asks its device for memory counters, and calls
-``torch.distributed.set_timeout``, which came with PyTorch 2.14. Three stand-ins make its Trainer run here with gloo, none of
-them part of a step:
+torchtitan runs on accelerators: it asks its device for memory counters, and calls ``torch.distributed.set_timeout``, which came
+with PyTorch 2.14. Two stand-ins make its Trainer run here with gloo, none of them part of a step:
 
 =========================================  =========================================================================
-``…minimal_async_ep.kernels``              the one module that imports Triton, for mixtures of experts; never called
 ``torchtitan.tools.utils.device_module``   ``torch.cpu`` with counters that read 0
 ``set_pg_timeouts``                        after the first step; does nothing, before PyTorch 2.14
 =========================================  =========================================================================
@@ -15,27 +13,13 @@ Import this module before anything of torchtitan.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-
-class _Anything(ModuleType):
-    """A module whose every name is a decorator."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name)
-
-    def __call__(self, *given: Any, **_: Any) -> Any:
-        return given[0] if given and callable(given[0]) else self
-
 
 _CPU: dict[str, Any] = {
     "device_count": lambda: 1, "current_device": lambda: 0, "get_device_name": lambda device=None: "cpu",
@@ -44,10 +28,6 @@ _CPU: dict[str, Any] = {
 }  # fmt: skip
 """What torchtitan reads of a device, beyond what ``torch.cpu`` has."""
 
-
-_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
-if importlib.util.find_spec("triton") is None:
-    sys.modules[_KERNELS] = _Anything(_KERNELS)
 
 _tools: Any = importlib.import_module("torchtitan.tools.utils")
 _tools.device_type, _tools.device_module = "cpu", SimpleNamespace(**{**vars(torch.cpu), **_CPU})
@@ -197,9 +177,7 @@ def train(config: Trainer.Config, steps: int | None = None) -> Trained:
 
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-
-
-def whole(value: Any) -> torch.Tensor:
-    value = value.detach()
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()  # type: ignore[no-any-return]
+    """Copy tensors whole, and other values as they are."""
+    tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()}
+    return values | {name: value.clone() for name, value in whole.items()}

@@ -77,7 +77,6 @@ def passed(layer: nn.Module, x: Tensor, grad: Tensor, call: Callable[[Tensor], T
     y = (layer if call is None else call)(x)
     y.backward(grad)
     bias = layer.bias.grad.clone() if layer.bias is not None else torch.zeros(0)
-    assert x.grad is not None
     return Result(y.detach(), x.grad, layer.weight.grad.clone(), bias)
 
 
@@ -136,7 +135,6 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
         fold = None
         if matmul.right.granularity == "column":
             # Scales along the contraction: a factor of the left operand, before it is cast.
-            assert right.outer is not None
             fold, right = right.outer.view((1, -1) if of_left else (-1, 1)), right._replace(outer=None)
         key = key_of(layer.keys() or Keys(layer.clock.words(CPU), layer.key), 2 + of_left)
         left = quantized(first, matmul.left, of_left, key=key, fold=fold)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig, MixtralConfig, MixtralForCausalLM
 
 from matmul.scenarios import names, with_threshold
@@ -34,13 +34,6 @@ def swap_experts(model: nn.Module, row: str | Compute) -> NarrowLayers:
     return swap_linears(model, lambda name: row if ".experts." in name else None)
 
 
-def routed(seed: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, the experts of each token (the last two get none), and their weights."""
-    draw = torch.Generator().manual_seed(seed)
-    chosen = torch.stack([torch.randperm(4, generator=draw)[:2] for _ in range(20)])
-    return torch.randn(20, 32, generator=draw).bfloat16(), chosen, torch.rand(20, 2, generator=draw)
-
-
 def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is() -> None:
     model, plain = mixtral(), mixtral()
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
@@ -68,7 +61,9 @@ def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compu
     model = mixtral()
     experts = model.model.layers[0].mlp.experts
     swap_experts(model, row)
-    x, chosen, shares = routed()
+    draw = torch.Generator().manual_seed(2)
+    chosen = torch.stack([torch.randperm(4, generator=draw)[:2] for _ in range(20)])  # the last two experts get none
+    x, shares = torch.randn(20, 32, generator=draw).bfloat16(), torch.rand(20, 2, generator=draw)
     y = experts(x, chosen, shares)
     sums = torch.zeros(20, 2, 32)
     for expert in range(4):

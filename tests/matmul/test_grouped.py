@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -30,10 +30,6 @@ def operands(experts: int = 4, dtype: torch.dtype = torch.bfloat16) -> tuple[Ten
     return x.to(dtype), weights.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_(), grad.to(dtype)
 
 
-def offsets(*ends: int) -> Tensor:
-    return torch.tensor(ends, dtype=torch.int32)
-
-
 def plain(row: str | Compute, weight: Tensor, bias: Tensor | None, like: GroupedLinear, expert: int) -> Linear:
     """One expert as a layer of its own."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
@@ -48,10 +44,6 @@ def plain(row: str | Compute, weight: Tensor, bias: Tensor | None, like: Grouped
     return swapped
 
 
-def groups(ends: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-    yield from ((k, slice(a, b)) for k, (a, b) in enumerate(zip((0, *ends), ends, strict=False)))
-
-
 @pytest.mark.parametrize(("dtype", "with_bias"), [(torch.bfloat16, False), (torch.float32, True)])
 @pytest.mark.parametrize("row", [row.name for row in EIGHT] + ["int8-outlier"])
 def test_each_expert_is_a_linear_layer_of_its_own(row: str, dtype: torch.dtype, with_bias: bool) -> None:
@@ -59,10 +51,11 @@ def test_each_expert_is_a_linear_layer_of_its_own(row: str, dtype: torch.dtype, 
     own_bias = bias if with_bias else None
     layer = GroupedLinear(4, "experts.down_proj", COMPUTES[row])
     layer.clock.set(seed=77)
-    y = layer(x.requires_grad_(), weights, offsets(*ENDS), own_bias)
+    y = layer(x.requires_grad_(), weights, torch.tensor(ENDS, dtype=torch.int32), own_bias)
     y[: ENDS[-1]].backward(grad[: ENDS[-1]])
-    for expert, tokens in groups(ENDS):
-        if tokens.start == tokens.stop:
+    for expert, (start, stop) in enumerate(pairwise((0, *ENDS))):
+        tokens = slice(start, stop)
+        if start == stop:
             assert not weights.grad[expert].any()
             continue
         alone = plain(COMPUTES[row], weights[expert], None if own_bias is None else own_bias[expert], layer, expert)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import expectations
+from equivalence.ways import llama
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.peft import quantize_base
 from narrowgauge.matmul.inference import quantize_for_inference
@@ -37,11 +37,8 @@ def inputs(*shape: int, outliers: int = 0, dtype: torch.dtype = torch.bfloat16) 
     return x.to(dtype)
 
 
-def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2}
-    config = LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.15)
-    return LlamaForCausalLM(config).bfloat16().eval()
+def tiny_llama(seed: int = 0) -> nn.Module:
+    return llama(seed, vocab_size=64, tie_word_embeddings=False, initializer_range=0.15).bfloat16().eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

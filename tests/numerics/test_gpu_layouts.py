@@ -5,14 +5,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import torch
-from torch import Tensor
 
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
     four_bit_values,
     packed_pairs,
-    scales_in_columns,
-    square_scales_in_columns,
     tiled_scales,
     unpacked_pairs,
 )
@@ -24,15 +21,11 @@ ROWS = [*range(1, 36), 63, 64, 65, 96, 97, *range(126, 131), 160, 255, 256, 257,
 BLOCKS = [*range(1, 14), 16, 17, 31, 32, 33]
 
 
-def numbered(rows: int, blocks: int) -> Tensor:
-    """Bytes that repeat late: a wrong place shows."""
-    return ((torch.arange(rows)[:, None] * 37 + torch.arange(blocks) * 101) % 251 + 1).to(torch.uint8)
-
-
 @exhaustive("rows", ROWS)
 def test_every_scale_lies_where_cublas_looks_for_it(rows: int) -> None:
     for blocks in BLOCKS:
-        scales = numbered(rows, blocks)
+        # Bytes that repeat late: a wrong place shows.
+        scales = ((torch.arange(rows)[:, None] * 37 + torch.arange(blocks) * 101) % 251 + 1).to(torch.uint8)
         tiled = tiled_scales(scales)
         assert tiled.is_contiguous() and tiled.shape == (up(rows, 128) * up(blocks, 4),)
         places = tiled_offset(torch.arange(rows)[:, None], torch.arange(blocks)[None, :], up(blocks, 4))
@@ -67,17 +60,3 @@ def test_every_pair_of_codes_is_packed_with_the_first_in_the_low_half(dim: int) 
     assert torch.equal(packed.flatten(), (first + 16 * second).to(torch.uint8))
     assert packed.shape == ((1, 256) if dim == 1 else (256, 1))
     assert torch.equal(unpacked_pairs(packed, dim), codes)
-
-
-@exhaustive("rows", [1, 2, 16, 144])
-def test_scales_of_128_values_lie_column_by_column(rows: int) -> None:
-    for blocks in (1, 2, 3, 4, 5, 8, 9):
-        scales = numbered(rows, blocks).float()
-        columns = scales_in_columns(scales)
-        assert torch.equal(columns, scales)
-        flat = columns.as_strided((scales.numel(),), (1,))
-        assert torch.equal(flat, scales.t().flatten())
-        square = square_scales_in_columns(scales)
-        assert square.shape == (up(blocks, 4), rows) and torch.equal(square[:blocks], scales.t())
-        assert not square[blocks:].any()
-        assert square.stride(0) == 1 and (rows == 1 or square.stride(1) == up(blocks, 4))

@@ -44,22 +44,6 @@ def test_shards_add_up() -> None:
         assert combine(shards) == combine(reversed(shards)) == fingerprint(x)
 
 
-def test_fingerprint_sees_every_small_change() -> None:
-    x = torch.randn(500, generator=generator(8)).requires_grad_(False)
-    x[3] = 0.0
-    before = fingerprint(x)
-    seen = {before}
-    for index in range(500):
-        for flip in (0x1, -(2**31)):
-            y = x.clone()
-            y.view(torch.int32)[index] ^= flip
-            seen.add(fingerprint(y))
-    swapped = x.clone()
-    swapped[[10, 11]] = x[[11, 10]]
-    seen |= {fingerprint(swapped), fingerprint(x.roll(1)), fingerprint(x[:-1]), fingerprint(-x)}
-    assert len(seen) == 1 + 1000 + 4
-
-
 def test_named_fingerprints_depend_on_names_and_not_on_order() -> None:
     a, b = torch.randn(20, generator=generator(9)), torch.randn(20, generator=generator(10))
     whole = fingerprint_all({"a": a, "b": b})

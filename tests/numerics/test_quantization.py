@@ -6,7 +6,7 @@ The casts are taken from the table of computes, so that a new row is tested by i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compile import compiled
-from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.quantization import (
     TINY,
     Quantized,
@@ -147,29 +146,6 @@ def test_words_are_hashes_of_logical_indices(key: int) -> None:
     assert uniform(words).double().equal(expected)
 
 
-@cache
-def errors_of_equal_values(part: float) -> Tensor:
-    """Rounding errors of 400 matrices ``[32, 64]`` of one value, in spacings; each matrix has its own key."""
-    row = FORMATS["int8"]
-    keys = torch.tensor([step_seed(0, step) for step in range(400)], dtype=torch.int32)
-    drawn = torch.stack([uniform(random_words(32, 64, key)) for key in keys])
-    return round_stochastic(torch.full_like(drawn, 3 + part), row, drawn).double() - (3 + part)
-
-
-@exhaustive("part", [0.5, 0.25, 0.0625])
-def test_equal_values_do_not_round_alike(part: float) -> None:
-    """The mean of a whole matrix of one value is off by 5 standard deviations of independent roundings at the most.
-
-    Any two of its places are independent, so the mean's variance is that of independent roundings, though its tails are
-    longer: over 400 keys the variance is right within a fifth.
-    """
-    errors = errors_of_equal_values(part)
-    deviation = math.sqrt(part * (1 - part))
-    scores = errors.sum((1, 2)) / (deviation * math.sqrt(32 * 64))
-    assert scores.abs().max() < 5 and abs(float(scores.square().mean()) - 1) < 0.2
-    assert abs(float(scores.mean()) * math.sqrt(400)) < 4
-
-
 # ── scales ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -192,13 +168,7 @@ def test_power_of_two_scales_of_every_bfloat16(row: Format) -> None:
 
 
 def ours(
-    x: Tensor,
-    cast: Cast,
-    dim: int = 1,
-    *,
-    key: int = -77,
-    first_row: int = 0,
-    amax: Tensor | None = None,
+    x: Tensor, cast: Cast, dim: int = 1, *, key: int = -77, first_row: int = 0, amax: Tensor | None = None
 ) -> Quantized:
     words = random_words(x.shape[0], x.shape[1], torch.tensor(key, dtype=torch.int32), first_row)
     return quantize(x, cast, dim, words=None if cast.rounding == "nearest" else words, amax=amax)
@@ -224,15 +194,10 @@ def agree(x: Tensor, cast: Cast, dim: int, **options: Tensor | None) -> bool:
     )
 
 
-def shape_for(cast: Cast) -> tuple[int, int]:
-    """A few blocks, or a few rotations."""
-    high, wide = cast.block or (1, 16)
-    return max(6, high), max(96, 2 * wide)
-
-
 def matrices(cast: Cast) -> Iterator[tuple[str, Tensor]]:
     """What a cast may meet, ``[rows, contraction]``."""
-    shape, row = shape_for(cast), cast.element
+    high, wide = cast.block or (1, 16)
+    shape, row = (max(6, high), max(96, 2 * wide)), cast.element  # a few blocks, or a few rotations
     x = gaussian(*shape)
     yield "gaussian", x
     yield "bfloat16", x.bfloat16()
@@ -250,7 +215,6 @@ def matrices(cast: Cast) -> Iterator[tuple[str, Tensor]]:
     places = torch.randint(len(between), shape, generator=torch.Generator().manual_seed(1))
     ties = between[places]
     # The end of the format at the start of each group, so that scales are powers of two or next to one.
-    high, wide = cast.block or (1, 16)
     ties[::high, ::wide] = row.max if row.bits <= 8 else 1.0
     yield "ties", ties
     yield "scaled ties", ties * random_exponents((shape[0], 1), 30)
@@ -392,16 +356,6 @@ def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
 # ── compiled ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compiled_equals(function: Callable[..., list[Tensor | None]], *cases: tuple[Tensor, ...]) -> None:
-    """Eager and compiled agree, on all shapes with one compilation."""
-    run = compiled(function, cases[0])
-    for case in cases:
-        assert run is not None and compiled(function, case) is run
-        results = run(*case)
-        for one, other in zip(results, function(*case), strict=True):
-            assert one is other is None or same(one, other)
-
-
 def test_compiled_rounding_gives_the_same_bits_for_every_format() -> None:
     """Conversions that are undone at once included, which a compiler would leave out."""
     narrow = [FORMATS[name] for name in FORMATS_USED if FORMATS[name].bits <= 8]
@@ -412,7 +366,10 @@ def test_compiled_rounding_gives_the_same_bits_for_every_format() -> None:
 
     x = torch.cat([neighbours(every_bfloat16()[::7], 1), *(neighbours(numbers(row.name), 1) for row in narrow)])
     u = EVERY_UNIFORM.repeat(4)[: len(x)]
-    compiled_equals(rounded, (x, u), (x[:1001], u[:1001]))
+    run = compiled(rounded, (x, u))
+    for case in ((x, u), (x[:1001], u[:1001])):
+        assert run is not None and compiled(rounded, case) is run
+        assert all(map(same, run(*case), rounded(*case)))
 
 
 def test_padding_fills_whole_blocks_and_whole_rotations() -> None:

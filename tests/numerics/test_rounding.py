@@ -87,9 +87,6 @@ def test_round_to_bfloat16(patterns: oracle.Integers) -> None:
     assert torch.equal(round_to_bfloat16(crossed).float(), crossed)
 
 
-# ── random bits ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_random_bits_are_the_written_hash() -> None:
     generator = torch.Generator().manual_seed(5)
     keys = torch.randint(-(2**31), 2**31, (500,), generator=generator).to(torch.int32)

@@ -23,27 +23,17 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-def on_paper(policy: dict[str, Any]) -> Scale:
-    rules = {
-        "initial": 2.0**16, "growth_interval": 2000, "hysteresis": 2, "floor": 1.0, "ceiling": 2.0**24,
-    }  # fmt: skip
-    rules |= policy
-    return Scale(rules.pop("initial"), **rules)
-
-
 def after(scaler: LossScaler, overflows: list[bool]) -> float:
     for overflowed in overflows:
         scaler.update_(BAD if overflowed else GOOD)
     return float(scaler.scale_tensor)
 
 
-# ── the rule ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @exhaustive("policy", POLICIES)
 @exhaustive("share", [0.05, 0.5, 0.9])
 def test_any_sequence_of_overflows_gives_the_scale_kept_on_paper(policy: dict[str, Any], share: float) -> None:
-    scaler, paper, chance = LossScaler(**policy), on_paper(policy), random.Random(f"{policy} {share}")
+    scaler, chance = LossScaler(**policy), random.Random(f"{policy} {share}")
+    paper = Scale(**{"scale" if name == "initial" else name: value for name, value in policy.items()})
     moved = set()
     for step in range(400):
         overflowed = chance.random() < share
@@ -63,9 +53,6 @@ def test_the_scale_never_leaves_its_limits_and_never_becomes_zero() -> None:
     assert after(recovered, [True, False]) == 2.0 and recovered.report() is None
 
 
-# ── what it is for ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_scaling_rounds_nothing() -> None:
     loss = torch.randn((), generator=torch.Generator().manual_seed(0), requires_grad=True)
     for exponent in range(25):
@@ -73,9 +60,6 @@ def test_scaling_rounds_nothing() -> None:
         assert torch.equal(scaled.detach() * 2.0**-exponent, loss.detach())
         (gradient,) = torch.autograd.grad(scaled, loss)
         assert float(gradient) == 2.0**exponent
-
-
-# ── what is kept, and what is refused ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_saved_state_goes_on_as_if_never_saved() -> None:

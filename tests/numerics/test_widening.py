@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge.numerics.widening import is_widened, linear, sum_integers
 from processors import pretending
+from tensors import gaussian
 
 DTYPES = [torch.bfloat16, torch.float16]
 SHAPES = [(5, 7, 3), (1, 16, 8), (64, 96, 33), (0, 4, 3)]
@@ -21,10 +22,6 @@ def laptop() -> object:
     """A processor that multiplies float32 alone."""
     with pretending("avx2"):
         yield
-
-
-def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:
@@ -43,10 +40,10 @@ def test_what_is_widened() -> None:
 def test_a_linear_and_its_gradients_are_float32s_rounded_once(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     rows, width, out = sizes
     x, weight = (
-        drawn(rows, width, dtype=dtype).requires_grad_(),
-        drawn(out, width, dtype=dtype, seed=1).requires_grad_(),
+        gaussian(rows, width, dtype=dtype).requires_grad_(),
+        gaussian(out, width, dtype=dtype, seed=1).requires_grad_(),
     )
-    bias, grad = drawn(out, dtype=dtype, seed=2).requires_grad_(), drawn(rows, out, dtype=dtype, seed=3)
+    bias, grad = gaussian(out, dtype=dtype, seed=2).requires_grad_(), gaussian(rows, out, dtype=dtype, seed=3)
     y = linear(x, weight, bias)
     y.backward(grad)
     assert bits_equal(y, (x.float() @ weight.float().t() + bias.float()).to(dtype))

@@ -3,7 +3,6 @@
 All of it is eager, on small shapes. A contract names the pairs that it is asked of:
 
 - ``EVERY``: all that are legal.
-- ``ELEMENTWISE``: of these, the rules that see no matrix.
 - ``SOME``: every rule in a flat and a row-wise storage, every storage under AdamW: for what neither a rule nor a storage
   has any part in alone.
 - ``FEW``: one for each way that stores are stepped, for what belongs to the optimizer and not to a pair.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,20 +27,12 @@ Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]
 
 
-# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def example(name: str) -> ModuleType:
-    """An example as a module, which others can name: a rule is pickled by the names of its functions."""
-    return script_module(f"examples/{name}.py")
+OWN = script_module("examples/own_rule.py")
 
 
 def own(params: Any, *, lr: float, betas: tuple[float, ...], alpha: float, **options: Any) -> ng.Optimizer:
     """The rule of the example; as a user's own, it is given its options by hand."""
     return ng.Optimizer(params, OWN.ADEMAMIX, {"lr": lr, "betas": betas, "alpha": alpha}, **options)
-
-
-OWN = example("own_rule")
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,6 @@ def over(pairs: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
 
 
 EVERY, SOME = over(PAIRS), over(SOME_PAIRS)
-ELEMENTWISE = over([pair for pair in PAIRS if not RULES[pair[0]].matrix])
 FEW = over([("adamw", "word"), ("sgd", "compact"), ("own", "split"), ("muon", "kahan"), ("lion", "float16/split")])
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.accumulation import GradientAccumulator
@@ -33,15 +35,11 @@ def summed(parts: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tenso
         parameter.grad = part.clone(memory_format=torch.preserve_format)
         accumulator.accumulate()
     accumulator.finish()
-    assert parameter.grad is not None
     return parameter.grad
 
 
 def singles(parts: Sequence[Tensor]) -> list[oracle.Singles]:
     return [part.float().reshape(-1).numpy() for part in parts]
-
-
-# ── what each row sums to ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -81,9 +79,6 @@ def test_float16_sums_are_rounded_once_ties_away_from_zero() -> None:
     assert summed(back).tolist() == [60000.0]
 
 
-# ── laws ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(("place", "value"), [(0, math.nan), (6, -math.inf)])
 def test_what_is_not_finite_stays_so_in_its_element_alone(place: int, value: float) -> None:
     parts = gradients((11,), 7)
@@ -95,9 +90,6 @@ def test_what_is_not_finite_stays_so_in_its_element_alone(place: int, value: flo
     assert summed(opposite).isnan().all()
     largest = torch.tensor([3.38e38]).bfloat16()
     assert summed([largest] * 3).tolist() == [math.inf]
-
-
-# ── parameters of all kinds ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_missing_frozen_and_tied() -> None:
@@ -138,22 +130,14 @@ def test_bytes_are_counted() -> None:
     assert GradientAccumulator(parameters[:2]).bytes_per_param() == pytest.approx(4 * 192 / 197)
 
 
-def test_shards_are_summed_where_they_lie() -> None:
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        parts = gradients((6, 5), 4)
-        weight = torch.nn.Parameter(distribute_tensor(torch.zeros(6, 5).bfloat16(), mesh, [Shard(0)]))
-        accumulator = GradientAccumulator([weight])
-        for part in parts:
-            weight.grad = distribute_tensor(part, mesh, [Shard(0)])
-            accumulator.accumulate()
-        accumulator.finish()
-        assert isinstance(weight.grad, DTensor)
-        assert weight.grad.placements == weight.placements
-        assert torch.equal(bits(weight.grad.to_local()), bits(summed(parts)))
-    finally:
-        dist.destroy_process_group()
+def test_shards_are_summed_where_they_lie(one_rank: None) -> None:
+    mesh, parts = init_device_mesh("cpu", (1,)), gradients((6, 5), 4)
+    weight = torch.nn.Parameter(distribute_tensor(torch.zeros(6, 5).bfloat16(), mesh, [Shard(0)]))
+    accumulator = GradientAccumulator([weight])
+    for part in parts:
+        weight.grad = distribute_tensor(part, mesh, [Shard(0)])
+        accumulator.accumulate()
+    accumulator.finish()
+    assert isinstance(weight.grad, DTensor)
+    assert weight.grad.placements == weight.placements
+    assert torch.equal(bits(weight.grad.to_local()), bits(summed(parts)))

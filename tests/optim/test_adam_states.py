@@ -170,9 +170,6 @@ def test_names_in_another_order_are_refused_and_prefixes_are_not() -> None:
         swapped.load_state_dict(ours.state_dict())
 
 
-# ── in, out, and from one storage into another ──────────────────────────────────────────────────────────────────────
-
-
 def trained(storage: str, kind: Any = ng.AdamW, **options: Any) -> tuple[nn.Module, Any]:
     """Return a model after three steps: a matrix, a vector, and a float32 vector that stays."""
     torch.manual_seed(0)

@@ -14,19 +14,13 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics, update_sums
-from narrowgauge.optim.audit import (
-    FEWEST,
-    WINDOW,
-    Auditor,
-    Sums,
-    joined_over_ranks,
-    read,
-)
+from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, Sums, joined_over_ranks, read
 from narrowgauge.optim.clip import Decision
 from narrowgauge.optim.layout import Layout
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import REPRESENTATIVES, parameters
+from optim.pairs import parameters
+from optim.scenarios import REPRESENTATIVES
 from tensors import step_gradients, take_steps
 
 
@@ -45,14 +39,6 @@ def sums_of(edq: float) -> Tensor:
     return torch.stack(steps([edq]))
 
 
-def noisy(count: int, mean: float, deviation: float, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return steps((mean + deviation * torch.randn(count, generator=generator, dtype=torch.float64)).tolist())
-
-
-# ── readings ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_everything_taken_reads_one_and_nothing_taken_reads_zero() -> None:
     d, nothing = torch.tensor([1.0, -2.0, 0.0, 0.5]), torch.zeros(4)
     perfect = read([update_sums(d, d, nothing)] * 3)
@@ -68,9 +54,6 @@ def test_nothing_intended_judges_nothing() -> None:
     assert not read([row(dd=math.nan, de=math.nan)] * 10).stalls
 
 
-# ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
     assert not read(steps([0.1] * (FEWEST - 1))).stalls
     assert read(steps([0.1] * FEWEST)).stalls
@@ -80,7 +63,10 @@ def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
 @pytest.mark.parametrize(("count", "deviation"), [(FEWEST, 50.0), (WINDOW, 0.5)])
 def test_no_false_alarm_where_nothing_is_lost_however_noisy(count: int, deviation: float) -> None:
     """EDQ 1 with any noise: at most one alarm in 10,000 windows is expected, and 3 standard errors would raise 20."""
-    false = sum(read(noisy(count, 1.0, deviation, seed)).stalls for seed in range(1000))
+    false = 0
+    for seed in range(1000):
+        noise = torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        false += read(steps((1.0 + deviation * noise).tolist())).stalls
     assert false <= 2  # the chance of three is below 2 in 10,000
 
 
@@ -151,12 +137,9 @@ def test_the_sums_are_those_of_what_is_kept(storage: str) -> None:
     optimizer.adopt({p: p.detach().float() for p in params})
     for step in range(3):
         before = [(optimizer.stored(p).double(), p.detach().double()) for p in params]
-        for p, gradient in zip(params, step_gradients(params, step, 1e-2), strict=True):
-            p.grad = gradient
-        optimizer.step()
+        take_steps(optimizer, range(step, step + 1), 1e-2)
         stored = [optimizer.stored(p).double() - old for p, (old, _) in zip(params, before, strict=True)]
         seen = [p.detach().double() - old for p, (_, old) in zip(params, before, strict=True)]
-        assert optimizer.last_audit is not None
         sums = dict(zip(UPDATE_SUMS, optimizer.last_audit.tolist(), strict=True))
         assert sums["elements"] == sums["nonzero"] == sum(p.numel() for p in params)
         assert sums["lost"] == sum(int((change == 0).sum()) for change in stored)
@@ -177,7 +160,6 @@ def test_audits_in_turn_read_each_element_once(storage: str) -> None:
     optimizer.step()
     for p in params:
         state = optimizer.state_of(p)
-        assert state is not None
         work = state.bucket or state
         member, period = work.members.index(state), state.layout.audit(p.shape)[0]
         parts = [work.audited_rows(turn) for turn in range(period)]
@@ -205,9 +187,6 @@ def test_a_skipped_step_is_not_audited() -> None:
         optimizer.step()
     reading = ng.audit(optimizer)["param 0"]
     assert (optimizer.num_skipped, reading.num_audits) == (1, 2) and reading.edq == pytest.approx(1.0, abs=1e-3)
-
-
-# ── weight decay ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def lost_decay_of_two(storage: str, rule: Callable[..., Any], lr: float, decay: float) -> tuple[float, float]:
@@ -248,18 +227,13 @@ OTHERS = [(ng.Lion, "kahan"), (ng.Muon, "naive"), (ng.optim.GaLore, "kahan")]
     [*((ng.AdamW, name) for name in ("word", "naive", "compact", "collage-plus")), *OTHERS],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_lost_decay_is_what_an_optimizer_without_it_stores_otherwise(
-    storage: str, rule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_decay_in_fractions(storage: str, rule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In fractions, where a step's decay is a 16th of the weight's spacing or more; powers of two, so that C is exact."""
     audit = Layout.audit
     monkeypatch.setattr(Layout, "audit", lambda self, shape: (1, audit(self, shape)[1]))  # of the whole tensor
     lr = 2.0**-10 if STORAGES[storage].weight.mantissa_bits >= 7 else 2.0**-6
     audited, exact = lost_decay_of_two(storage, rule, lr, 2.0**-1)
     assert audited == pytest.approx(exact, abs=2e-3)
-
-
-# ── whose optimizer it is ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> None:

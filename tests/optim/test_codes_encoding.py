@@ -47,22 +47,13 @@ def values_of(code: Code) -> oracle.Floats:
     return np.array([float(m) for m in magnitudes])
 
 
-def num_magnitudes(code: Code) -> int:
-    """Codes of one sign that are finite numbers."""
-    return len(values_of(code))
-
-
-def place_mask(code: Code, shift: int) -> int:
-    return (2**code.bits - 1) * 2**shift
-
-
 def as_int32(words: np.ndarray) -> Tensor:
     return torch.from_numpy((words % 2**32).astype(np.uint32).view(np.int32))
 
 
 def every_code(code: Code) -> oracle.Integers:
     """Every finite code, the negative ones after the positive ones, -0 first among them."""
-    steps = np.arange(num_magnitudes(code), dtype=np.int64)
+    steps = np.arange(len(values_of(code)), dtype=np.int64)
     return np.concatenate([steps, steps + 2 ** (code.bits - 1)]) if code.signed else steps
 
 
@@ -71,7 +62,7 @@ def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code)
     values = values_of(code)
     expected = np.concatenate([values, -values]) if code.signed else values
     for shift in shifts(code):
-        garbage = np.random.default_rng(shift).integers(0, 2**32, len(expected)) & ~place_mask(code, shift)
+        garbage = np.random.default_rng(shift).integers(0, 2**32, len(expected)) & ~((2**code.bits - 1) * 2**shift)
         result = codes.decode(code, as_int32(every_code(code) * 2**shift | garbage), shift).numpy()
         assert np.array_equal(result.astype(np.float64), expected)
         assert np.array_equal(np.signbit(result), np.signbit(expected))
@@ -94,7 +85,7 @@ def test_encode_takes_the_nearest_listed_value_and_ties_away(code: Code) -> None
     # 2^-7 of a step beside the tie: a subnormal of float32, which scaled values may be, still tells them apart.
     x = np.concatenate([values, middles, middles - gaps / 128, middles + gaps / 128])
     x = x[x == x.astype(np.float32)]
-    assert len(x) > 3 * num_magnitudes(code) or code.exponent_bits == 8
+    assert len(x) > 3 * len(values_of(code)) or code.exponent_bits == 8
     steps = oracle.nearest_steps(values, x)
     held = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
     addend = half(codes.dropped_bits(code))
@@ -149,14 +140,7 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
 
 # ── relative to a row ───────────────────────────────────────────────────────────────────────────────────────────────
 
-BOUNDS = [
-    2.0**-100,
-    1e-3,
-    1 - 2.0**-24,
-    1.0,
-    1 + 2.0**-23,
-    448.0,
-]
+BOUNDS = [2.0**-100, 1e-3, 1 - 2.0**-24, 1.0, 1 + 2.0**-23, 448.0]
 
 
 def above(bound: float) -> float:
@@ -283,18 +267,13 @@ def nearest_float16(x: Tensor) -> oracle.Floats:
     return np.where(nearest == 65536.0, np.inf, nearest)
 
 
-def visible_float16(seen: Tensor) -> Tensor:
-    """What a model sees of a kernel's bits, through the words of the layout."""
-    words = layout.words_of_weight("float16", [seen, seen])
-    return words[0].view(torch.float16)[::2].double()
-
-
 @exhaustive("storage", IN_FLOAT16)
 def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
     x = around_float16()
     for sign in (1.0, -1.0):
         seen, field, kept = codes.encode_weight(storage, sign * x, 0)
-        assert np.array_equal(visible_float16(seen).numpy(), sign * nearest_float16(kept.abs()))
+        words = layout.words_of_weight("float16", [seen, seen])[0]  # as a model sees a kernel's bits
+        assert np.array_equal(words.view(torch.float16)[::2].double().numpy(), sign * nearest_float16(kept.abs()))
         shown = kept.abs() < 65520
         field = through_a_word(storage, field, 0)
         assert torch.equal(codes.decode_weight(storage, seen, field)[shown], kept[shown])

@@ -49,20 +49,15 @@ def filled(lane: Lane, seen: Tensor, gradient: Tensor, fields: Mapping[str, Tens
     return Lane(seen, gradient, words, lane.scales)
 
 
-def bounds_of(storage: Storage, values: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: float(values[name].abs().max()) for name in storage.scaled}
-
-
 def started(storage: Storage, weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> Lane:
     """A lane in which values are kept, cut to the nearest."""
-    lane = empty_lane(storage, len(weight), bounds_of(storage, {"weight": 2 * weight, **states}))
+    values = {"weight": 2 * weight, **states}
+    lane = empty_lane(storage, len(weight), {name: float(values[name].abs().max()) for name in storage.scaled})
     seen, fields = write_weight(storage, lane, weight, half(codes.dropped_bits(storage.weight)))
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, half(codes.dropped_bits(storage.code(name))))
     return filled(lane, seen, codes.visible_bits(storage.visible, gradient), fields)
 
-
-# ── a step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SCALARS = {
     "gradient_scale": 0.5, "skip": 0.0, "one_minus_beta1": 0.1, "one_minus_beta2": 0.05, "negative_step_size": -1e-3,
@@ -170,8 +165,6 @@ def spacings(storage: Storage, lane: Lane, name: str, x: np.ndarray) -> oracle.F
     return np.asarray(2.0 ** (exponent - (code.parts * (code.mantissa_bits + 1) - 1)))
 
 
-# ── random bits ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
 DEALT = {name: row.dealt for name, row in expectations.STORAGES.items() if row.dealt}
 
 
@@ -197,13 +190,7 @@ def regime(name: str) -> tuple[Tensor, Tensor, Tensor]:
     return weight, bits_of(torch.randn(weight.shape, generator=generator)) & -65536, seeds(4)
 
 
-REGIMES = (
-    "one weight, one gradient",
-    "zero weight",
-    "all weights 1, every gradient",
-    "powers of two",
-    "gaussian",
-)
+REGIMES = ("one weight, one gradient", "zero weight", "all weights 1, every gradient", "powers of two", "gaussian")
 
 
 @exhaustive("row", ["word", "states8"])

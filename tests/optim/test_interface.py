@@ -18,10 +18,8 @@ import narrowgauge as ng
 import narrowgauge.compile
 from narrowgauge.machine import compiler_missing
 from narrowgauge.optim.kernel import Kernel
-from optim.pairs import build, everything, parameters
+from optim.pairs import Shape, build, everything, parameters
 from tensors import assert_same_bits, parameters_of, peak_bytes, step_gradients, take_steps
-
-# ── weights: tied, frozen, late, in groups ──────────────────────────────────────────────────────────────────────────
 
 
 class Tied(nn.Module):
@@ -56,9 +54,6 @@ def test_tied_weights_are_one() -> None:
     for each in (optimizer, doubled):
         assert_same_bits(everything(twin), everything(each))
         assert list(each.parameter_names().values()) == ["embedding.weight"]
-
-
-# ── torch's own optimizer ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
@@ -113,42 +108,29 @@ def test_what_is_compiled_is_decided_at_each_step() -> None:
     assert optimizer.ran_compiled() == {"sgd/naive": not compiler_missing()}
 
 
-def test_one_missing_gradient_does_not_break_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Afterwards the others step together again, also when a state is loaded; and each has the bits of its own gradients."""
-    calls = 0
-    run = Kernel.run
-
-    def counted(self: Kernel, *arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return run(self, *arguments, **options)
-
-    monkeypatch.setattr(Kernel, "run", counted)
-    shapes = [(6, 4 + k) for k in range(12)]
-    optimizer = build("adamw", parameters("word", shapes), "word", audit_every=0)
-    alone = [build("adamw", [p], "word", audit_every=0) for p in parameters("word", shapes)]
-    counts = []
-    for step in range(6):
-        missing = {1: (5,), 2: (5, 7)}.get(step, ())
-        for k, gradient in enumerate(step_gradients(parameters_of(optimizer), step)):
-            for p in (parameters_of(optimizer)[k], parameters_of(alone[k])[0]):
-                p.grad = None if k in missing else gradient
-            alone[k].step()
-        calls = 0
-        optimizer.step()
-        counts.append(calls)
-        if step == 4:
-            optimizer.load_state_dict(optimizer.state_dict())
-    assert counts == [1, 1, 1, 3, 3, 3]
-    for k, single in enumerate(alone):
-        p, q = parameters_of(optimizer)[k], parameters_of(single)[0]
-        assert torch.equal(optimizer.stored(p), single.stored(q))
-        assert torch.equal(optimizer.stored(p, "exp_avg_sq"), single.stored(q, "exp_avg_sq"))
+def beside(storage: str, shapes: list[Shape], **options: Any) -> tuple[ng.Optimizer, list[ng.Optimizer]]:
+    """An optimizer of all tensors, and one for each of them."""
+    alone = [build("adamw", [p], storage, **options) for p in parameters(storage, shapes)]
+    return build("adamw", parameters(storage, shapes), storage, **options), alone
 
 
-@pytest.mark.parametrize("storage", ["word", "compact", "states8"])
-def test_small_tensors_step_in_one_call_and_are_audited_in_one(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
-    """Whatever their shapes, if their rows have equal length; and they have the bits of tensors stepped alone."""
+def step_beside(optimizer: ng.Optimizer, alone: list[ng.Optimizer], step: int, missing: tuple[int, ...] = ()) -> None:
+    for k, gradient in enumerate(step_gradients(parameters_of(optimizer), step)):
+        for p in (parameters_of(optimizer)[k], parameters_of(alone[k])[0]):
+            p.grad = None if k in missing else gradient
+        alone[k].step()
+
+
+def assert_alike(optimizer: ng.Optimizer, alone: list[ng.Optimizer]) -> None:
+    for p, single in zip(parameters_of(optimizer), alone, strict=True):
+        (q,) = parameters_of(single)
+        assert_same_bits(dict(optimizer.state_of(p)), dict(single.state_of(q)))
+        assert torch.equal(p, q)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Which of a kernel's functions is called, each time: 0 steps and 1 audits."""
     calls: list[int] = []
     call = Kernel._call
 
@@ -157,21 +139,35 @@ def test_small_tensors_step_in_one_call_and_are_audited_in_one(monkeypatch: pyte
         return call(self, which, *arguments)
 
     monkeypatch.setattr(Kernel, "_call", counted)
-    shapes = [(2 + 2 * (k % 3), 3, 5) if k % 2 else (4 + 2 * k, 5) for k in range(8)]
-    optimizer = build("adamw", parameters(storage, shapes), storage, audit_every=2)
-    alone = [build("adamw", [p], storage, audit_every=2) for p in parameters(storage, shapes)]
+    return calls
+
+
+def test_one_missing_gradient_does_not_break_a_bucket(calls: list[int]) -> None:
+    """Afterwards the others step together again, also when a state is loaded; and each has the bits of its own gradients."""
+    optimizer, alone = beside("word", [(6, 4 + k) for k in range(12)], audit_every=0)
+    counts = []
+    for step in range(6):
+        step_beside(optimizer, alone, step, {1: (5,), 2: (5, 7)}.get(step, ()))
+        calls.clear()
+        optimizer.step()
+        counts.append(len(calls))
+        if step == 4:
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert counts == [1, 1, 1, 3, 3, 3]
+    assert_alike(optimizer, alone)
+
+
+@pytest.mark.parametrize("storage", ["word", "compact", "states8"])
+def test_small_tensors_step_in_one_call_and_are_audited_in_one(calls: list[int], storage: str) -> None:
+    """Whatever their shapes, if their rows have equal length; and they have the bits of tensors stepped alone."""
+    shapes: list[Shape] = [(2 + 2 * (k % 3), 3, 5) if k % 2 else (4 + 2 * k, 5) for k in range(8)]
+    optimizer, alone = beside(storage, shapes, audit_every=2)
     for step in range(2):
-        for k, slope in enumerate(step_gradients(parameters_of(optimizer), step)):
-            for p in (parameters_of(optimizer)[k], parameters_of(alone[k])[0]):
-                p.grad = slope
-            alone[k].step()
+        step_beside(optimizer, alone, step)
         calls.clear()
         optimizer.step()
         assert calls == [[0], [1, 0]][step]
-    for k, single in enumerate(alone):
-        p, q = parameters_of(optimizer)[k], parameters_of(single)[0]
-        assert_same_bits(dict(optimizer.state_of(p)), dict(single.state_of(q)))
-        assert torch.equal(p, q)
+    assert_alike(optimizer, alone)
 
 
 def test_the_first_step_of_a_large_tensor_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,36 +194,6 @@ def test_masters_begin_in_pieces(storage: str) -> None:
     assert state is not None and peak < sum(words.nbytes for words in state.words.values()) + weight.nbytes
     assert torch.equal(optimizer.stored(weight), weight.to(optimizer.stored(weight).dtype))
 
-
-@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("galore", "states8")])
-def test_a_gradient_freed_after_its_own_step_leaves_the_bits_of_one_optimizer(rule: str, storage: str) -> None:
-    """An optimizer for each parameter, in hooks of the backward pass, as on the page of storages."""
-    torch.manual_seed(0)
-    freed, plain = (nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).bfloat16() for _ in range(2))
-    freed.load_state_dict(plain.state_dict())
-    whole = build(rule, plain.parameters(), storage, lr=0.01)
-    apart = {p: build(rule, [p], storage, lr=0.01) for p in freed.parameters()}
-    live: list[int] = []
-
-    def step_and_free(parameter: Tensor) -> None:
-        live.append(sum(p.grad.nbytes for p in apart if p.grad is not None))
-        apart[parameter].step()
-        parameter.grad = None
-
-    for parameter in apart:
-        parameter.register_post_accumulate_grad_hook(step_and_free)
-    for batch in torch.randn(3, 4, 16).bfloat16():
-        for model in (freed, plain):
-            model(batch).float().square().mean().backward()
-        whole.step()
-        whole.zero_grad()
-    assert len(live) == 3 * 8 and max(live) <= freed[0].weight.nbytes + freed[0].bias.nbytes
-    for p, q in zip(apart, plain.parameters(), strict=True):
-        assert_same_bits(dict(whole.state_of(q)), dict(apart[p].state_of(p)))
-        assert torch.equal(p, q)
-
-
-# ── a scaled loss ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 SCALED = [
     ("adamw", "float16/split", "ours"), ("lion", "float16/split", "torch's"),

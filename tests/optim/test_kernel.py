@@ -8,8 +8,8 @@ import torch
 import narrowgauge as ng
 from narrowgauge import compile
 from narrowgauge.machine import compiler_missing
-from optim.scenarios import kept, parameters
-from tensors import assert_same_bits, step_gradients, take_steps
+from optim.pairs import everything, parameters
+from tensors import assert_same_bits, set_gradients, take_steps
 
 needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing to compare with")
 
@@ -26,15 +26,14 @@ def test_eager_and_compiled_have_the_same_bits_where_steps_are_audited() -> None
         options = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.1, "audit_every": 1, "max_grad_norm": 1.0}
         optimizer = ng.SGD(params, **options, storage="word", compile=is_compiled)
         for step in range(8):
-            for p, gradient in zip(params, step_gradients(params, step, 0.01), strict=True):
-                p.grad = gradient
+            set_gradients(params, step, 0.01)
             if step == 3:
                 params[1].grad[3, 2] = torch.inf  # type: ignore[index]
             optimizer.step()
         readings = ng.audit(optimizer)
         assert optimizer.num_skipped == 1 and optimizer.grad_norm is not None and readings.total is not None
         lost = torch.tensor([readings["param 0"].lost_fraction, readings.total.num_audits])
-        results.append({**kept(optimizer), "norm": optimizer.grad_norm.reshape(1), "lost": lost})
+        results.append({**everything(optimizer), "norm": optimizer.grad_norm.reshape(1), "lost": lost})
     assert_same_bits(*results)
 
 
@@ -45,7 +44,7 @@ def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, stora
         monkeypatch.setattr("narrowgauge.numerics.chunks.CHUNK", chunk)
         optimizer = ng.AdamW(parameters(storage, [(30, 31), (20, 22)]), storage=storage, compile=False)
         take_steps(optimizer, range(12), scale=0.01)
-        results.append(kept(optimizer))
+        results.append(everything(optimizer))
     assert_same_bits(results[0], results[1])
     assert_same_bits(results[0], results[2])
 
@@ -60,4 +59,4 @@ def test_without_a_compiler_the_definition_runs_and_says_so(monkeypatch: pytest.
         take_steps(optimizer, range(2), scale=0.01)
     eager = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=False)
     take_steps(eager, range(2), scale=0.01)
-    assert_same_bits(kept(optimizer), kept(eager))
+    assert_same_bits(everything(optimizer), everything(eager))

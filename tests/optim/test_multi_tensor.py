@@ -147,9 +147,7 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("count", [2, 9])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_step_is_one_copy_and_one_launch_whatever_the_tensors_and_groups(
-    monkeypatch: pytest.MonkeyPatch, count: int, max_grad_norm: float | None
-) -> None:
+def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch, count: int, max_grad_norm: float | None) -> None:
     """A second launch adds the sums of an audit. Two more find the norm, of gradients whose addresses are known."""
     params = parameters("word", [(4, 8)] * count)
     groups = [{"params": [p], "lr": 0.1 * k} for k, p in enumerate(params)]
@@ -255,9 +253,7 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
                     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
                     patch.setattr(multi_tensor.Table, "send", None)  # nothing is sent from a graph
                     patch.setattr(
-                        multi_tensor.Table,
-                        "launch",
-                        lambda *args, audited, averages, graph=graph: graph.append(args),
+                        multi_tensor.Table, "launch", lambda *args, audited, averages, graph=graph: graph.append(args)
                     )
                     optimizer.step()
                 assert optimizer.num_steps(params[0]) == 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
+from optim.scenarios import OPTIMIZERS
 from ranks import run_ranks
 from tensors import assert_same_bits
 
@@ -30,13 +30,6 @@ SHAPES = {
     "even": (10, 6), "uneven": (7, 6), "lone": (1, 8), "gain": (10,), "bias": (5,), "deep": (3, 4, 2), "one": (1, 3, 5),
     "kernel": (3, 2, 2, 2),
 }  # fmt: skip
-RULES: dict[str, Callable[..., ng.Optimizer]] = {
-    "adamw": ng.AdamW,
-    "lion": ng.Lion,
-    "muon": ng.Muon,
-    "galore": ng.optim.GaLore,
-    "gradnorm_lorp": ng.optim.GradNormLoRP,
-}
 # Other rules than AdamW, odd storages, and ranks without a row; the rest is in equivalence/.
 CASES = [
     "lion states8", "adamw float8/collage-plus", "muon word", "galore stochastic", "galore states8", "gradnorm_lorp exact",
@@ -63,7 +56,7 @@ def start(case: str, mesh: Any = None) -> tuple[nn.Module, ng.Optimizer]:
     options: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 3.0, "audit_every": 2, "compile": False}
     if rule in ("galore", "gradnorm_lorp"):
         options |= {"rank": 2, "update_proj_gap": 2}
-    return model, RULES[rule](model.named_parameters(), storage=storage, **options)
+    return model, OPTIMIZERS[rule](model.named_parameters(), storage=storage, **options)
 
 
 def take_steps(model: nn.Module, optimizer: ng.Optimizer, steps: range, bad: tuple[str, int] | None = None) -> None:
@@ -94,9 +87,6 @@ def everything(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Tensor]:
         result[f"{name} weight"] = whole(optimizer.stored(p))
         result |= {f"{name} {what}": whole(value) for what, value in state[k].items()}
     return {name: value.float() if value.element_size() == 1 else value for name, value in result.items()}
-
-
-# ── what ranks do ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def steps_on_a_rank(rank: int) -> dict[str, Any]:
@@ -144,9 +134,6 @@ def muon_in_float32(mesh: Any, placements: Any = None) -> dict[str, Tensor]:
     optimizer = ng.Muon(list(model), lr=0.05, ns_dtype="float32", storage="word", audit_every=2, compile=False)
     take_steps(model, optimizer, STEPS)
     return everything(model, optimizer)
-
-
-# ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 Results = list[dict[str, Any]]

@@ -13,8 +13,6 @@ from optim.pairs import build, everything, parameters
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
 
-# ── read at every step ──────────────────────────────────────────────────────────────────────────────────────────────
-
 ADAM = {"lr": 0.07, "betas": (0.5, 0.6), "eps": 0.3, "weight_decay": 0.4, "seed": 9}
 LOW_RANK = {**ADAM, "scale": 0.1, "update_proj_gap": 1}
 LATER: dict[str, dict[str, Any]] = {
@@ -64,9 +62,6 @@ def test_options_that_need_other_states_are_refused(rule: str, option: str, valu
     optimizer.param_groups[0][option] = value
     with pytest.raises(ng.errors.RecipeError, match=words):
         take_steps(optimizer, range(1, 2))
-
-
-# ── what a group may not say ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon", "Adafactor"])

@@ -45,11 +45,11 @@ def float32_sum(gradients: Sequence[Singles]) -> Singles:
 class Scale:
     """A loss scale that a person would keep on paper."""
 
-    scale: float
-    growth_interval: int
-    hysteresis: int
-    floor: float
-    ceiling: float
+    scale: float = 2.0**16
+    growth_interval: int = 2000
+    hysteresis: int = 2
+    floor: float = 1.0
+    ceiling: float = 2.0**24
     overflows_in_a_row: int = 0
     good_in_a_row: int = 0
     overflows: int = 0

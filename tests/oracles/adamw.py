@@ -1,6 +1,6 @@
 """AdamW in float64, by its papers' equations: what every kept weight and moment is compared with.
 
-Source: Kingma & Ba, ICLR 2015 (1412.6980); Loshchilov & Hutter, ICLR 2019 (1711.05101).
+Source: Kingma & Ba, ICLR 2015 (1412.6980).
 """
 
 from __future__ import annotations
@@ -10,22 +10,10 @@ from torch import Tensor
 
 
 class AdamW64:
-    """One weight and its moments, all float64.
+    """One weight and its moments, all float64; ``lr``, ``betas`` and ``eps`` as in ``torch.optim.AdamW`` without decay."""
 
-    Args:
-        weight: where it starts.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+    def __init__(self, weight: Tensor, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+        self.lr, self.betas, self.eps = lr, betas, eps
         self.weight = weight.double()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.weight), torch.zeros_like(self.weight)
         self.steps = 0
@@ -38,4 +26,4 @@ class AdamW64:
         self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * g * g
         first = self.exp_avg / (1 - beta1**self.steps)
         second = self.exp_avg_sq / (1 - beta2**self.steps)
-        self.weight = self.weight * (1 - self.lr * self.weight_decay) - self.lr * first / (second.sqrt() + self.eps)
+        self.weight = self.weight - self.lr * first / (second.sqrt() + self.eps)

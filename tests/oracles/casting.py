@@ -91,7 +91,6 @@ def quantize(
         if granularity != "none" and scaling != "static":
             magnitude = largest(part) if amax is None or granularity != "tensor" else amax
             if scale == "float8_e4m3fn":
-                assert whole is not None
                 inner[group] = e4m3_scale(magnitude, whole, format, up=rounding == "stochastic")
                 inverse = reciprocal(rational(inner[group].flat[0]) * rational(whole))
             elif granularity in BLOCKS:
@@ -104,7 +103,6 @@ def quantize(
         if rounding == "nearest":
             codes[group] = nearest(scaled, format)
         else:
-            assert uniform is not None
             codes[group] = stochastic(scaled, format, uniform[group])
     return Result(codes, inner, outer)
 
@@ -137,7 +135,6 @@ def reciprocal(scale: Fraction | float) -> Fraction | float:
     if not isinstance(scale, Fraction):
         return math.nan
     rounded = single(scale)
-    assert isinstance(rounded, Fraction)
     return single(1 / rounded)
 
 
@@ -146,7 +143,6 @@ def whole_scale(magnitude: float, end: Fraction) -> float:
     if not math.isfinite(magnitude):
         return math.nan
     factor = single(1 / end)
-    assert isinstance(factor, Fraction)
     return float(single(max(Fraction(magnitude), SMALLEST_MAGNITUDE) * factor))
 
 
@@ -166,9 +162,7 @@ def e4m3_scale(magnitude: float, whole: float, format: str, *, up: bool) -> floa
     if not isinstance(inverse, Fraction):
         return math.nan
     factor = single(1 / Fraction(LARGEST[format][0]))
-    assert isinstance(factor, Fraction)
     first = single(Fraction(magnitude) * factor)
-    assert isinstance(first, Fraction)
     ratio = single(first * inverse)
     numbers = [value for value in values_of("float8_e4m3fn") if value > 0]
     if up:

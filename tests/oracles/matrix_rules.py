@@ -26,21 +26,17 @@ def newton_schulz(x: Matrix, iterations: int = 5) -> Matrix:
 
 @dataclass
 class Muon:
-    """Jordan et al. 2024; ``moonlight`` takes the scale of Liu et al. 2025 (2502.16982)."""
+    """Jordan et al. 2024, with Nesterov's momentum and the scale of Liu et al. 2025 (2502.16982)."""
 
     lr: float
     weight_decay: float
     momentum: float = 0.95
-    nesterov: bool = True
-    moonlight: bool = False
     m: Matrix = field(default_factory=lambda: np.zeros(()))
 
     def step(self, w: Matrix, g: Matrix) -> Matrix:
         self.m = self.momentum * self.m + (1 - self.momentum) * g
-        u = self.momentum * self.m + (1 - self.momentum) * g if self.nesterov else self.m
-        rows, cols = w.shape
-        scale = 0.2 * np.sqrt(max(rows, cols)) if self.moonlight else np.sqrt(max(1, rows / cols))
-        return w * (1 - self.lr * self.weight_decay) - self.lr * scale * newton_schulz(u)
+        u = self.momentum * self.m + (1 - self.momentum) * g
+        return w * (1 - self.lr * self.weight_decay) - self.lr * 0.2 * np.sqrt(max(w.shape)) * newton_schulz(u)
 
 
 @dataclass
@@ -80,7 +76,6 @@ class Subspace:
             columns_are_shorter = g.shape[0] >= g.shape[1]
             self.left = np.eye(g.shape[0]) if columns_are_shorter else _fixed(u[:, : self.rank])
             self.right = _fixed(vt[: self.rank].T) if columns_are_shorter else np.eye(g.shape[1])
-        assert self.left is not None and self.right is not None
         return self.scale * self.left @ self.adam.step(self.left.T @ g @ self.right) @ self.right.T
 
 

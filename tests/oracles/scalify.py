@@ -46,10 +46,6 @@ def multiply(a: Pair, b: Pair) -> Pair:
     return Pair(tuple(x * y for x, y in zip(a.data, b.data, strict=True)), a.scale * b.scale)
 
 
-def divide(a: Pair, b: Pair) -> Pair:
-    return Pair(tuple(x / y for x, y in zip(a.data, b.data, strict=True)), a.scale / b.scale)
-
-
 def add(a: Pair, b: Pair, sign: int = 1) -> Pair:
     """To the root of the sum of the squared scales, rounded down."""
     scale = root_below(a.scale**2 + b.scale**2)

@@ -15,12 +15,7 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Override
 from narrowgauge.trainer.config import TrainConfig
-
-SHAPE = {
-    "model_type": "llama", "vocab_size": 280, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
-}  # fmt: skip
-
+from trainer.tiny_runs import SHAPE
 
 KINDS = (
     ("q_proj", 32, 32, 2), ("k_proj", 16, 32, 2), ("v_proj", 16, 32, 2), ("o_proj", 32, 32, 2), ("gate_proj", 48, 32, 2),
@@ -33,7 +28,9 @@ def test_rounds_have_all_that_costs_are_made_of(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(measurement, "training_session", lambda c: training_session(c, compile=False))
     monkeypatch.setattr(measurement, "_LEAST_SECONDS", 0.0)
     monkeypatch.setattr(measurement, "ROUNDS", 2)
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**SHAPE, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4})
+    )
     names = ("int8-row/word", "float8-tensor/float32", "scalify/word")
     recipes = list(map(parse, names))
     config = TrainConfig(model=str(tmp_path), batch_size=1, sequence_length=16, lr=1e-3)

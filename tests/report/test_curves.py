@@ -29,13 +29,11 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def mean_of(figure: Figure | None, place: int) -> dict[str, Any]:
     """The line of a group's mean."""
-    assert figure is not None
     (trace,) = (trace for trace in figure.data if trace["meta"]["group"] == place and trace.get("name"))
     return trace
 
 
 def bands_of(figure: Figure | None) -> list[dict[str, Any]]:
-    assert figure is not None
     return [trace for trace in figure.data if trace.get("fill") == "toself"]
 
 
@@ -65,7 +63,6 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> No
     figure = curves.training_loss(group_runs([run]))
     line = mean_of(figure, 0)
     assert [x for x, y in zip(line["x"], line["y"], strict=True) if y is None] == [30, 31]
-    assert figure is not None
     (crosses,) = (trace for trace in figure.data if trace.get("yaxis") == "y2")
     assert crosses["x"] == [30, 31]
 
@@ -83,7 +80,6 @@ def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
     runs = [make_run("bfloat16/master", seed, loss=lambda step, seed=seed: 3.0 + seed) for seed in (0, 1)]
     runs += [make_run("bfloat16/word", seed, loss=lambda step, seed=seed: 3.25 + seed) for seed in (0, 1, 2)]
     figure = curves.difference(group_runs(runs), "bfloat16/master")
-    assert figure is not None
     # Seeds lie a whole nat apart; each pair differs by a quarter, so the band has no height.
     assert mean_of(figure, 1)["y"] == pytest.approx([0.25] * 5)
     assert not bands_of(figure)
@@ -139,7 +135,6 @@ def test_each_recipe_has_its_difference_and_interval_and_the_band_is_the_thresho
     ]
     comparison = compare_runs(runs)
     figure = differences(groups_of(comparison), comparison)
-    assert figure is not None
     expected = {paired.recipe: paired for paired in comparison.differences}
     names = [trace["name"] for trace in figure.data]
     assert names == ["bfloat16/word", "bfloat16/split"] == figure.layout["yaxis"]["ticktext"]

@@ -30,9 +30,7 @@ def write_run(folder: Path, losses: list[float]) -> None:
             writer.append("steps", {"step": step, "loss": loss})
 
 
-def test_the_page_is_rendered_again_when_its_runs_have_grown(
-    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grown_run_is_rendered(tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     def render(paths: object) -> bytes:
         clock.now += 3.0  # as long as it takes
         return (tmp_path / "run" / "steps.jsonl").read_bytes()

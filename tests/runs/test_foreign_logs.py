@@ -64,11 +64,11 @@ def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(tm
 
 
 def test_a_table_of_lightning_counts_steps_from_one(tmp_path: Path) -> None:
-    lines = ("epoch,step,train_loss,val_loss,tps", "0,0,2.5,,9", "0,1,2.25,,", "0,1,,2.5,")
+    lines = ("epoch,step,train_loss,val_loss,tps", "0,9,2.5,,9", "0,19,2.25,,", "0,19,,2.5,")
     (tmp_path / "metrics.csv").write_text("\n".join((*lines, "")))
     run = ng.read_run(tmp_path)
-    assert run.steps == [{"step": 1, "loss": 2.5, "tokens_per_second": 9}, {"step": 2, "loss": 2.25}]
-    assert run.evals == [{"step": 2, "val_loss": 2.5}]
+    assert run.steps == [{"step": 10, "loss": 2.5, "tokens_per_second": 9}, {"step": 20, "loss": 2.25}]
+    assert run.evals == [{"step": 20, "val_loss": 2.5}]
     assert ng.compare_runs([run]).rows[0]["bytes_per_param"] is None
 
 

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -214,25 +212,6 @@ def test_a_whole_file_survives_a_failed_replacement(number: int, folder: Path, m
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-WRITER = """
-import os, signal, sys
-from narrowgauge.runs.writer import RunWriter
-with RunWriter.open(sys.argv[1]) as writer:
-    for step in range(5, 1000):
-        writer.append("steps", {"step": step, "loss": 0.0})
-        if step == 700:
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_rows_and_lock_after_kill_9(folder: Path) -> None:
-    source = str(Path(narrowgauge.runs.atomic_io.__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", WRITER, str(folder)], env={**os.environ, "PYTHONPATH": source})
-    assert done.returncode == -9
-    assert [row["step"] for row in read_run(folder).steps] == list(range(1, 701))
-    RunWriter.open(folder).close()
-
-
 def test_an_unknown_event_kind_is_refused() -> None:
     assert "warning" in KINDS
     with pytest.raises(ValueError, match="Did you mean 'warning'"):
@@ -243,25 +222,11 @@ def test_an_unknown_event_kind_is_refused() -> None:
     ("name", "line", "expected"),
     [
         ("steps", '{"step": 2, "loss": "low"}', "line 2 of 5 has loss = 'low', which is not a number"),
-        ("steps", '{"step": 2, "edq": [1.0]}', r"edq = \[1\.0\], which is not a number"),
         ("steps", '{"loss": 1.0}', "line 2 of 5 has no step"),
-        ("steps", '{"step": "2"}', "step = '2', which is not a whole number"),
-        ("steps", '{"step": "nan"}', "step = nan, which is not a whole number"),
-        ("evals", '{"step": 2, "val_loss": {}}', "val_loss = {}, which is not a number"),
-        ("events", '{"kind": 3, "step": 1, "message": "a"}', "kind = 3, which is not text"),
-        ("events", '{"kind": "note", "step": 1, "message": ["a"]}', "message = .* not text"),
         ("gauges", '{"step": 1, "tensors": 5}', "line 2 of 2 has tensors = 5, which is not a table"),
-        ("gauges", '{"step": 1, "updates": {"a": 1}}', "a = 1 in updates, which is not a list"),
-        (
-            "gauges",
-            '{"step": 1, "histograms": {"weight": [1, "x"]}}',
-            "weight = .* in histograms, which are not numbers",
-        ),
     ],
 )
-def test_a_value_that_no_reader_could_reckon_with_is_refused_with_its_line(
-    name: str, line: str, expected: str, folder: Path
-) -> None:
+def test_a_wrong_value_is_refused_with_its_line(name: str, line: str, expected: str, folder: Path) -> None:
     file = folder / f"{name}.jsonl"
     first, *others = file.read_text().splitlines() or ['{"step": 1}']
     file.write_text("\n".join([first, line, *others]) + "\n")
@@ -321,9 +286,7 @@ def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch
     assert read_run(tmp_path / "run").config == {"seed": 1}
 
 
-def test_a_run_that_could_not_be_made_leaves_no_files_and_a_killed_maker_is_not_in_the_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_could_not_be_made_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RecordError("the disk is full.")
 

@@ -15,9 +15,6 @@ from tables import exhaustive
 every_row = exhaustive("row", COMPUTES.values())
 
 
-# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
     assert expectations.COMPUTES.keys() == COMPUTES.keys(), "tests/expectations.py states each compute a second time"
     for name, row in COMPUTES.items():
@@ -36,9 +33,6 @@ def test_only_gradients_are_rounded_stochastically(row: Compute) -> None:
     assert {place for place, cast in row.casts.items() if cast.rounding == "stochastic"} in (set(), gradients)
 
 
-# ── what the casts of a product have in common ──────────────────────────────────────────────────────────────────────
-
-
 def test_a_compute_of_ones_own_names_a_wide_dtype() -> None:
     with pytest.raises(RecipeError, match="'mine' has the dtype 'float8_e4m3fn'"):
         replace(COMPUTES["float8-row"], name="mine", dtype="float8_e4m3fn")
@@ -53,23 +47,11 @@ def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
     assert COMPUTES["float8-block"].output.right.bits == 8 + 32 / 128**2
 
 
-# ── slots ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @exhaustive("tensor", TENSORS)
 def test_each_tensor_enters_two_matmuls_which_contract_different_dimensions(tensor: str) -> None:
     slots = {name: slot for name, slot in SLOTS.items() if slot.tensor == tensor}
     assert sorted(slot.dim for slot in slots.values()) == [0, 1]
     assert [slot.reuses for slot in slots.values()] == ["", next(iter(slots))]
-
-
-def test_random_bits_differ_between_tensors_and_between_the_two_casts_of_the_gradient() -> None:
-    keys = {name: slot.random_key for name, slot in SLOTS.items()}
-    # These numbers are part of the stored results of stochastic computes.
-    assert keys == {
-        "output.left": 0, "output.right": 1, "grad_input.left": 3, "grad_input.right": 1, "grad_weight.left": 2,
-        "grad_weight.right": 0,
-    }  # fmt: skip
 
 
 def test_codes_beside_outlier_columns_serve_no_other_matmul() -> None:

@@ -14,13 +14,8 @@ from narrowgauge.spec.models import MODELS, WEIGHTS, Model, get_model, weights_f
 
 def count_parameters(model: Model) -> int:
     """Parameters of the real model, built without memory."""
-    gpt2 = {
-        "n_positions": model.max_positions,
-        "n_embd": model.hidden_size,
-        "n_inner": model.intermediate_size,
-        "n_layer": model.num_layers,
-        "n_head": model.num_heads,
-    }
+    gpt2 = {"n_positions": model.max_positions, "n_embd": model.hidden_size, "n_inner": model.intermediate_size,
+            "n_layer": model.num_layers, "n_head": model.num_heads}  # fmt: skip
     llama = {"max_position_embeddings": model.max_positions, "hidden_size": model.hidden_size,
              "intermediate_size": model.intermediate_size, "num_hidden_layers": model.num_layers,
              "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads}  # fmt: skip

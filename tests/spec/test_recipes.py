@@ -5,8 +5,6 @@ from __future__ import annotations
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
-# ── computes by module ───────────────────────────────────────────────────────────────────────────────────────────
-
 LINEARS = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "lm_head"]
 
 

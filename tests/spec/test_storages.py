@@ -10,11 +10,7 @@ import pytest
 import expectations
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage, packed, width_of
 
-Fields = tuple[tuple[str, int], ...]
 every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
-
-
-# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_row_has_its_figures() -> None:
@@ -38,9 +34,6 @@ def test_stochastic_rows_are_those_with_a_stochastic_code() -> None:
     assert stochastic == {name for name, row in expectations.STORAGES.items() if row.dealt}
 
 
-# ── sharing words ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def fewest_bits(sizes: tuple[int, ...]) -> int:
     """By trying: the first field with any choice of the others, and what is left by itself."""
     if not sizes:
@@ -57,16 +50,10 @@ def fewest_bits(sizes: tuple[int, ...]) -> int:
     return best
 
 
-def some_fields() -> list[Fields]:
-    generator = random.Random(0)
-    likely = (1, 3, 4, 7, 8, 8, 8, 9, 11, 12, 12, 13, 15, 16, 16, 17, 20, 24, 25, 31, 32)
-    return [
-        tuple((f"f{k}", generator.choice(likely)) for k in range(generator.randint(0, 6))) for _ in range(400)
-    ]  # fmt: skip
-
-
 def test_fields_share_words_without_overlap_and_in_the_fewest_bits() -> None:
-    for fields in some_fields():
+    draw, likely = random.Random(0), (1, 3, 4, 7, 8, 8, 8, 9, 11, 12, 12, 13, 15, 16, 16, 17, 20, 24, 25, 31, 32)
+    for _ in range(400):
+        fields = tuple((f"f{k}", draw.choice(likely)) for k in range(draw.randint(0, 6)))
         groups = packed(fields)
         assert sorted(itertools.chain(*groups)) == sorted(fields)
         assert all(0 < sum(bits for _, bits in group) <= width_of(group) <= 32 for group in groups)

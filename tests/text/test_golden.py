@@ -63,13 +63,10 @@ def commands(command: click.Command, words: str = "") -> Iterator[str]:
             yield from commands(below, f"{words} {name}".strip())
 
 
-def help_of_all() -> str:
-    return "\n".join(run(f"{words} --help") for words in commands(main))
-
-
 def mistakes() -> str:
-    answers = {line: CliRunner().invoke(main, line.split(), prog_name="narrowgauge").stderr for line in MISTAKES}
-    return "".join(f"$ narrowgauge {line}\n{answer}" for line, answer in answers.items())
+    results = {line: CliRunner().invoke(main, line.split(), prog_name="narrowgauge") for line in MISTAKES}
+    assert {(result.exit_code, result.stdout, result.stderr.count("\n")) for result in results.values()} == {(2, "", 1)}
+    return "".join(f"$ narrowgauge {line}\n{result.stderr}" for line, result in results.items())
 
 
 def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float) -> list[Run]:
@@ -88,10 +85,6 @@ def compared() -> list[Run]:
         *seeds("bfloat16/naive", (4.1, 4.2, 4.31), edq=(1.0, 0.4, 0.3, 0.3), skipped=1),
         *seeds("float8-row/word", (4.02, 4.121, 4.22)),
     ]
-
-
-def one_seed() -> list[Run]:
-    return [*seeds("bfloat16/master", (4.0,)), *seeds("bfloat16/naive", (4.0,), edq=(0.1, 0.1, 0.1))]
 
 
 def verdict(runs: list[Run]) -> str:
@@ -116,10 +109,12 @@ def text_of_page(page: str) -> str:
 
 TEXTS: dict[str, Callable[[], str]] = {
     **{name: lambda line=line: run(line) for name, line in COMMANDS.items()},  # type: ignore[misc]
-    "help": help_of_all,
+    "help": lambda: "\n".join(run(f"{words} --help") for words in commands(main)),
     "mistakes": mistakes,
     "compare": lambda: verdict(compared()),
-    "compare-one-seed": lambda: verdict(one_seed()),
+    "compare-one-seed": lambda: verdict(
+        [*seeds("bfloat16/master", (4.0,)), *seeds("bfloat16/naive", (4.0,), edq=(0.1, 0.1, 0.1))]
+    ),
     "diagnose-healthy": lambda: f"{ng.diagnose(healthy_run())}\n",
     "diagnose-spike": lambda: f"{ng.diagnose(spiked_run())}\n",
     "diagnose-two-runs": lambda: f"{ng.diagnose(healthy_run(), spiked_run())}\n",

@@ -51,12 +51,9 @@ def test_the_learning_rate_follows_the_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "steps", "compiled"),
-    [("llama-1m", 999, False), ("llama-1m", 1000, True), ("llama-8m", 1, True)],
+    ("model", "steps", "compiled"), [("llama-1m", 999, False), ("llama-1m", 1000, True), ("llama-8m", 1, True)]
 )
-def test_compilation_follows_size_and_length(
-    model: str, steps: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilation_follows_size(model: str, steps: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for missing in ("", "no compiler is here"):
         monkeypatch.setattr(config_module, "_compiler_missing", lambda said=missing: said)
         filled = TrainConfig(model=model, steps=steps).filled()

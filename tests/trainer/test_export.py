@@ -51,15 +51,16 @@ def test_the_tokenizer_goes_along(run: Path, tmp_path: Path) -> None:
     assert 1 < written.shape[1] <= inputs["input_ids"].shape[1] + 3
 
 
-def test_the_end_of_text_is_that_of_the_training(place: Path, tmp_path: Path) -> None:
+def test_the_end_of_text_is_that_of_the_training_whose_data_are_gone(place: Path, tmp_path: Path) -> None:
     named = tmp_path / "named"
     named.mkdir()
     tokenizer = (place / "tokens" / "tokenizer.json").read_text().replace(END_OF_TEXT, "[DONE]")
     (named / "tokenizer.json").write_text(tokenizer)
     (named / "tokenizer_config.json").write_text('{"eos_token": "[DONE]"}')
     data = write_tokens(read_documents(place / "text"), *load_tokenizer(named), tmp_path / "tokens")
-    out = export(loop.train(settings(place, tmp_path / "run", data=str(data), steps=1)), tmp_path / "out")
-    assert AutoTokenizer.from_pretrained(out).eos_token == "[DONE]"
+    folder = loop.train(settings(place, tmp_path / "run", data=str(data), steps=1))
+    shutil.rmtree(data)
+    assert AutoTokenizer.from_pretrained(export(folder, tmp_path / "out")).eos_token == "[DONE]"
 
 
 def test_weights_need_tokens_of_their_tokenizer(run: Path, place: Path, tmp_path: Path) -> None:
@@ -71,13 +72,6 @@ def test_weights_need_tokens_of_their_tokenizer(run: Path, place: Path, tmp_path
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(DataError, match="have another vocabulary"):
         loop.train(replace(config, out=str(tmp_path / "other")))
-
-
-def test_an_export_needs_no_data(run: Path, place: Path, tmp_path: Path) -> None:
-    tokens = shutil.copytree(place / "tokens", tmp_path / "tokens")
-    folder = loop.train(settings(place, tmp_path / "run", data=str(tokens), steps=1))
-    shutil.rmtree(tokens)
-    assert AutoTokenizer.from_pretrained(export(folder, tmp_path / "out")).eos_token == END_OF_TEXT
 
 
 def test_nothing_is_overwritten(run: Path, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,13 @@ from safetensors import SafetensorError
 
 import narrowgauge
 import narrowgauge.runs.atomic_io
+from checkpoints.test_saving import full
 from narrowgauge.checkpoints import saving
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import export, loop
 from trainer.tiny_runs import CASES, assert_same_run, call, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def full(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def hidden(*_: Any, **__: Any) -> None:

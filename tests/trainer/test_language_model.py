@@ -13,12 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError
-from narrowgauge.trainer.language_model import (
-    build,
-    compiled_loss,
-    enable_activation_checkpointing,
-    loss_sum,
-)
+from narrowgauge.trainer.language_model import build, compiled_loss, enable_activation_checkpointing, loss_sum
 from tensors import gradients, largest_relative_error, random_tokens
 
 SMALL = {
@@ -94,9 +89,7 @@ class Own(LlamaConfig):
 
 
 @pytest.mark.parametrize(("command", "model_type"), [("train", "own"), ("profile", "llama"), ("build", "own")])
-def test_code_in_a_model_folder_is_never_run(
-    model_type: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_code_never_runs(model_type: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where somebody answers yes to whatever is asked."""
     folder, mark = tmp_path / "model", tmp_path / "was run"
     folder.mkdir()
@@ -184,9 +177,7 @@ def test_the_loss_is_the_sum_of_the_models_own_mean(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "CohereForCausalLM"])
-def test_a_model_that_is_more_than_body_and_head_trains_all_its_parameters(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_beside_body_and_head_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has layers between body and head, one scales the logits; the loss is the model's own."""
     names = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
     shape, kind = {name: SMALL[name] for name in names} | {"num_hidden_layers": 1}, getattr(transformers, name)

@@ -17,9 +17,10 @@ from narrowgauge.errors import CorruptionError, NarrowgaugeError
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import STEP
-from narrowgauge.trainer import language_model, loop, session
+from narrowgauge.trainer import loop, session
 from narrowgauge.trainer.session import Session
 from ranks import run_ranks
+from trainer.test_recovery import spoil
 from trainer.tiny_runs import lasting, settings
 
 BASE: dict[str, Any] = {
@@ -72,18 +73,6 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     assert said[0][0].count("validation loss") == 2 and all(other == [""] for other in said[1:])
 
 
-def test_a_run_with_stochastic_casts_is_stopped_and_resumed_with_the_same_bits(place: Path, tmp_path: Path) -> None:
-    changes = {**BASE, "recipe": "int8-row/word", "checkpoint_every": 0}
-    runs = {tmp_path / "whole": changes, tmp_path / "stopped": {**changes, "stop_after": 2}}
-    run_ranks(train_here, 2, tmp_path / "ranks", place, runs)
-    run_ranks(train_here, 2, tmp_path / "ranks", place, {tmp_path / "stopped": {}})
-    whole, stopped = (read_run(folder) for folder in runs)
-    assert [lasting(row) for row in whole.steps] == [lasting(row) for row in stopped.steps]
-    assert whole.summary is not None and stopped.summary is not None
-    assert whole.summary["weights_fingerprint"] == stopped.summary["weights_fingerprint"]
-    assert [event["kind"] for event in stopped.events if event["kind"] in ("stop", "resume")] == ["stop", "resume"]
-
-
 def train_on_a_copy(rank: int, place: Path, copies: list[Path], out: Path) -> str:
     """One rank of a training whose token map is its machine's own."""
     changes = {**BASE, "data": str(place / "tokens")}
@@ -106,35 +95,17 @@ def test_ranks_with_other_tokens_are_refused(place: Path, tmp_path: Path) -> Non
     assert "rank 1 has other tokens" in said[0] and said[0] == said[1] and not (tmp_path / "run").exists()
 
 
-def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
-    """One rank of a training in whose third batch one micro-batch is not finite, each time it is computed."""
-    true_loss, true_batch, now = language_model.loss_sum, Session.batch, {"batch": -1, "number": -1}
-
-    def batch(self: Session) -> Any:
-        for each, tokens in zip(self.micro_batches, true_batch(self), strict=True):
-            now.update(batch=self.step, number=each.number)
-            yield tokens
-
-    def loss_sum(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        if now != {"batch": 2, "number": 3} or not torch.is_grad_enabled():
-            return true_loss(model, tokens)
-        activation = model.model.layers[1].mlp.act_fn
-        handle = activation.register_forward_hook(lambda _, __, out: out * math.nan)
-        try:
-            return true_loss(model, tokens)
-        finally:
-            handle.remove()
-
-    language_model.loss_sum, Session.batch = loss_sum, batch
-    try:
+def train_with_a_bad_rank(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
+    """One rank of a training in which the third batch is not finite on the second rank alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            spoil(patch, {2}, lambda loss: loss * math.nan)
         return train_here(rank, place, {out: changes})[0]
-    finally:
-        language_model.loss_sum, Session.batch = true_loss, true_batch
 
 
 def test_ranks_stop_together_at_a_bad_step(place: Path, tmp_path: Path) -> None:
     changes = {**BASE, "on_spike": "stop"}
-    said = run_ranks(train_with_a_bad_micro_batch, 2, tmp_path / "ranks", place, tmp_path / "run", changes)
+    said = run_ranks(train_with_a_bad_rank, 2, tmp_path / "ranks", place, tmp_path / "run", changes)
     run = read_run(tmp_path / "run")
     assert [row["skipped"] for row in run.steps] == [False, False, True]
     assert "stopped after step 3" in said[0] and len(set(said)) == 2
@@ -161,17 +132,14 @@ def train_with_a_flipped_bit(rank: int, place: Path, out: Path) -> Any:
 
     def batch(self: Session) -> list[torch.Tensor]:
         if (rank, self.step) == (1, 5):
-            tensor = next(
-                tensor for name, tensor, _ in kept_tensors(self.optimizer) if name.startswith("exp_avg_sq of")
-            )
+            kept = kept_tensors(self.optimizer)
+            tensor = next(tensor for name, tensor, _ in kept if name.startswith("exp_avg_sq of"))
             tensor.data.view(-1).view(torch.int32)[5] ^= 1 << 30
         return true_batch(self)
 
-    Session.batch = batch  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "batch", batch)
         return train_here(rank, place, {out: {**VERIFIED, "verify_every": 4}})[0]
-    finally:
-        Session.batch = true_batch  # type: ignore[method-assign]
 
 
 def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(place: Path, tmp_path: Path) -> None:

@@ -23,15 +23,12 @@ import pytest
 import tomli_w
 import torch
 
+from checkpoints.test_saving import flip_a_bit
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
+from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import loop, session
 from trainer.tiny_runs import CASES, ENVIRONMENT, assert_same_run, call, settings, words_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,7 +97,6 @@ class Nursery:
 
     def __call__(self, *words: str, at: dict[str, signal.Signals] | None = None) -> int:
         """The status of a command; ``at`` names the system call, by number or by what is written, of each signal."""
-        assert self.process.stdin is not None and self.process.stdout is not None
         moments = {moment: int(number) for moment, number in (at or {}).items()}
         task = {"words": words, "output": str(self.output), "moments": moments}
         print(json.dumps(task), file=self.process.stdin, flush=True)
@@ -120,7 +116,6 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     made = Nursery(tmp_path_factory.mktemp("nursery"))
     with made.process:
         yield made
-        assert made.process.stdin is not None
         made.process.stdin.close()
 
 
@@ -138,9 +133,7 @@ def test_stopped_and_resumed_is_the_same_run(name: str, place: Path, whole: dict
     assert kinds == ["start", "stop", "resume", "stop", "resume", "finish"]
 
 
-def test_killed_at_any_moment_is_the_same_run(
-    place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_killed_run_is_the_same(place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path) -> None:
     name = "word, accumulated"
     config = settings(place, tmp_path / "counted", **CASES[name])
     assert nursery(*words_of(config)) == 0, nursery.said
@@ -166,9 +159,7 @@ JITTERING = {
 }  # fmt: skip
 
 
-def test_a_resumed_run_of_a_model_that_draws_random_numbers_is_the_uninterrupted_one(
-    place: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_model_draws_the_same_random_numbers(place: Path, tmp_path: Path) -> None:
     (tmp_path / "jittering").mkdir()
     (tmp_path / "jittering" / "config.json").write_text(json.dumps(JITTERING))
     changes = {"model": str(tmp_path / "jittering"), "gradient_accumulation_steps": 2}
@@ -216,18 +207,12 @@ def test_an_interruption_before_the_first_step_leaves_nothing(place: Path, nurse
 # ── damage ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def flip_last_byte(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
 def test_a_damaged_checkpoint_is_passed_over_and_named(
     place: Path, whole: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "word, accumulated"
     folder = loop.train(settings(place, tmp_path / "run", **CASES[name], stop_after=4))
-    flip_last_byte(folder / "checkpoints" / "step-00000004" / "shard-00001-model-00001-of-00001.safetensors")
+    flip_a_bit(folder / "checkpoints" / "step-00000004" / "shard-00001-model-00001-of-00001.safetensors")
     capsys.readouterr()
     loop.resume(folder)
     said = capsys.readouterr().out
@@ -239,14 +224,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_run_that_has_lost_its_checkpoints_begins_again_only_if_asked(
-    lost: bool, place: Path, whole: dict[str, Run], tmp_path: Path
-) -> None:
-    folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
+def test_a_lost_run_restarts_if_asked(lost: bool, place: Path, whole: dict[str, Run], tmp_path: Path) -> None:
+    folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=3))
     if lost:
         shutil.rmtree(folder / "checkpoints")
-    else:
-        flip_last_byte(folder / "checkpoints" / "step-00000002" / "state.json")
+        (folder / "events.jsonl").write_text("")  # as of a run that was killed
+    for state in folder.glob("checkpoints/*/state.json"):
+        flip_a_bit(state)
     with pytest.raises(RecordError, match="no good checkpoint"):
         session.load(folder)
     before = (folder / "steps.jsonl").read_bytes()
@@ -258,9 +242,7 @@ def test_a_run_that_has_lost_its_checkpoints_begins_again_only_if_asked(
     assert_same_run(read_run(folder), whole["naive"])
 
 
-def test_the_command_of_a_run_continues_it(
-    place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
-) -> None:
+def test_its_command_resumes_a_run(place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path) -> None:
     """As torchrun and Slurm give it again: after a kill before and behind the first checkpoint, a stop, and the end."""
     words = words_of(settings(place, tmp_path / "run", **CASES["naive"]))
     for written, kill in (('{"step":1,"loss"', signal.SIGKILL), ('{"step":5,"loss"', signal.SIGKILL), ("", None)):
@@ -274,7 +256,7 @@ def test_the_command_of_a_run_continues_it(
 
 
 @pytest.mark.parametrize(("at", "existed"), [(1, True), (3, False), (5, True), (8, False)])
-def test_a_full_disk_at_the_start_leaves_nothing(
+def test_a_full_disk_at_start(
     at: int, existed: bool, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     true_fsync, count, folder = os.fsync, 0, tmp_path / "run"
@@ -302,7 +284,7 @@ def test_what_has_changed_since_the_run_began_is_told(
     place: Path, whole: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
-    record = tomllib.loads((folder / "run.toml").read_text())
+    record = load_toml((folder / "run.toml").read_text())
     now = record["versions"]["torch"]
     record["versions"]["torch"] = "2.0.1"
     record["machine"] |= {"num_threads": 64, "capability": "ABACUS", "device": "NVIDIA H200"}

@@ -17,7 +17,7 @@ from trainer.tiny_runs import lasting, settings
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 CASES: dict[str, dict[str, Any]] = {
-    "rows, replicated": {"recipe": "float8-tensor/compact/reproducible", "shard": "none"},
+    "rows, random bits, replicated": {"recipe": "int8-row/compact/reproducible", "shard": "none"},
     "loss scale": {"recipe": "float16/split/reproducible"},
 }
 BASE: dict[str, Any] = {
@@ -60,16 +60,13 @@ def found(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
 @pytest.mark.parametrize("way", ["two, then one", "two, then three", "one, then two"])
 def test_it_is_the_same_run(way: str, case: str, found: dict[str, dict[str, Run]]) -> None:
     run, whole = found[way][case], found["whole"][case]
-    assert run.summary is not None and whole.summary is not None
     assert run.summary["weights_fingerprint"] == whole.summary["weights_fingerprint"]
     assert [(row["loss"], row["grad_norm"]) for row in run.steps] == [(r["loss"], r["grad_norm"]) for r in whole.steps]
     assert [lasting(row) for row in run.evals] == [lasting(row) for row in whole.evals]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_process_exports_and_loads_what_three_wrote(
-    case: str, found: dict[str, dict[str, Run]], tmp_path: Path
-) -> None:
+def test_one_process_exports_what_three_wrote(case: str, found: dict[str, dict[str, Run]], tmp_path: Path) -> None:
     one, three = (found[way][case].path for way in ("whole", "two, then three"))
     assert any((three / "checkpoints").glob("*/shard-00003-*.safetensors"))
     out = [export.export(folder, tmp_path / str(k)) for k, folder in enumerate((one, three))]

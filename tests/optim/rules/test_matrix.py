@@ -63,13 +63,10 @@ def relative(value: Tensor, wanted: Any) -> float:
     return float((value.double() - exact).norm() / exact.norm())
 
 
-# ── against formulas and other implementations ──────────────────────────────────────────────────────────────────────
-
-
 def oracles(name: str, lr: float, decay: float) -> Any:
     subspace = oracle.Subspace(oracle.Adam(lr, (0.9, 0.99), 1e-8), rank=4, gap=5, scale=1.0)
     return {
-        "muon": oracle.Muon(lr, decay, moonlight=True),
+        "muon": oracle.Muon(lr, decay),
         "galore": oracle.GaLore(subspace, decay),
         "gradnorm_lorp": oracle.WeightNormalised(subspace, oracle.Adam(lr, (0.9, 0.99), 1e-8), decay),
     }[name]
@@ -119,9 +116,6 @@ def test_adafactor_is_that_of_transformers(scaled: bool) -> None:
     assert relative(ours - start, theirs.detach() - start) < 2e-5
 
 
-# ── degenerate matrices ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @EVERY
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_gradient_of_zeros_only_decays(rule: MatrixRule, shape: tuple[int, ...]) -> None:
@@ -140,9 +134,6 @@ def test_the_stored_weight_decays_not_the_visible_one() -> None:
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     assert torch.equal(optimizer.stored(weight), value / 2)
-
-
-# ── stacks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @EVERY
@@ -168,9 +159,6 @@ def test_a_stack_has_the_bits_of_its_matrices(rule: MatrixRule, storage: str, sh
     for name in saved.keys() - {"step"}:
         assert torch.equal(saved[name], torch.stack([entry[name] for entry in apart])), name
     assert whole_states(one, stack) == saved.keys() - {"step", *dict(one.state_of(stack).words)}  # in no shard
-
-
-# ── determinism and scale ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @EVERY
@@ -242,9 +230,6 @@ def test_a_matrix_rules_transient_memory(rule: str) -> None:
         weight.grad = step_gradients([weight], step)[0]
         peak = peak_bytes(optimizer.step)
     assert peak / (4 * weight.numel()) <= COPIES[rule]
-
-
-# ── subspaces ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24), (3, 9000)], ids=str)

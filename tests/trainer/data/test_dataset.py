@@ -1,4 +1,4 @@
-"""Data: the same batches whatever happened before, each window once an epoch, no document on both sides."""
+"""Data: the same batches whatever happened before, each window once an epoch in a known order, no document on both sides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.trainer.data.dataset import Dataset, Stream, open_data
+from narrowgauge.trainer.data.dataset import Dataset, Stream, open_data, shuffled
 from narrowgauge.trainer.data.tokens import (
     END_OF_TEXT,
     Document,
@@ -65,9 +65,6 @@ def documents(data: Dataset, stream: Stream | np.ndarray) -> list[str]:
     return [tokenizer.decode(tokens[a:b].tolist()) for a, b in zip(starts, ends, strict=True)]
 
 
-# ── preparation ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_every_document_is_on_one_side_and_decodes_to_itself(dataset: Dataset) -> None:
     train, valid = documents(dataset, dataset.train), documents(dataset, dataset.valid)
     assert sorted(train + valid) == sorted(text_of(number) for number in range(60))
@@ -94,9 +91,6 @@ def test_the_unigram_loss_guesses_by_the_training_tokens_alone() -> None:
     data = Dataset(train=np.array([0, 0, 0, 1]), valid=np.array([0, 1, 1, 1, 1]), vocab_size=2)
     # One is added to each count: 4 and 2 of 6.
     assert data.unigram_loss() == pytest.approx(-(math.log(4 / 6) + 4 * math.log(2 / 6)) / 5)
-
-
-# ── sources ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_lines_of_json_are_split_by_their_text(tmp_path: Path) -> None:
@@ -178,12 +172,7 @@ def test_a_fingerprint_sees_other_tokens_and_another_order(num_tokens: int, tmp_
     head = {"schema_version": 1, "dtype": "uint16", "vocab_size": 1 << 16, "end_of_text": 0}
     (tmp_path / "tokens.json").write_text(json.dumps(head))
     prints = []
-    for changed in (
-        tokens,
-        np.roll(tokens, 1),
-        tokens[:-1],
-        np.where(np.arange(num_tokens) == 3000, 7, tokens),
-    ):
+    for changed in (tokens, np.roll(tokens, 1), tokens[:-1], np.where(np.arange(num_tokens) == 3000, 7, tokens)):
         changed.astype("<u2").tofile(tmp_path / "tokens.bin")
         prints.append(read_tokens(tmp_path).fingerprint)
     assert len(set(prints)) == (4 if num_tokens < 1 << 21 else 3)
@@ -210,9 +199,6 @@ def test_every_text_comes_back(tmp_path: Path, text: str) -> None:
     decoded = tokenizer.decode(tokens.ids[:-1].tolist(), skip_special_tokens=False)
     # Text that spells the end of a document does not end it.
     assert decoded == text and tokens.ids.tolist().count(end) == 1
-
-
-# ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_batch_depends_on_nothing_but_its_place(dataset: Dataset) -> None:
@@ -254,3 +240,43 @@ def test_a_sequence_longer_than_the_data_is_refused(dataset: Dataset) -> None:
     length = len(dataset.valid)
     with pytest.raises(DataError, match=f"needs {length + 1} tokens; the held-out part has {length}"):
         dataset.validation(1, length)
+
+
+def mix(word: int) -> int:
+    """splitmix64 as published, in integers that cannot overflow."""
+    word = (word + 0x9E3779B97F4A7C15) % 2**64
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    return word ^ word >> 31
+
+
+def place_in_order(item: int, num_windows: int, seed: int) -> int:
+    epoch, place = divmod(item, num_windows)
+    key = mix((mix(seed % 2**64) + epoch) % 2**64)
+    half = 3
+    while 4**half < num_windows:
+        half += 1
+    while True:
+        left, right = divmod(place, 2**half)
+        for number in range(6):
+            left, right = right, left ^ mix((key + mix(right + (number << 40))) % 2**64) % 2**half
+        place = left * 2**half + right
+        if place < num_windows:
+            return place
+
+
+@pytest.mark.parametrize("num_windows", [1, 2, 5, 64, 65, 4097])
+def test_each_epoch_holds_every_window_once(num_windows: int) -> None:
+    items = np.arange(3 * num_windows, dtype=np.uint64)
+    epochs = shuffled(items, num_windows, seed=7).reshape(3, num_windows)
+    assert (np.sort(epochs, axis=1) == np.arange(num_windows)).all()
+    if num_windows > 60:
+        assert not (epochs[0] == epochs[1]).all()
+
+
+@pytest.mark.parametrize(("num_windows", "seed"), [(1, 0), (7, -1), (1000, 42), (2**33 + 1, 2**70 + 5)])
+def test_it_is_the_order_of_python_integers(num_windows: int, seed: int) -> None:
+    """An old run must find its order again in every later version."""
+    items = [0, 1, num_windows - 1, num_windows, 5 * num_windows + 3, 2**40]
+    found = shuffled(np.array(items, dtype=np.uint64), num_windows, seed).tolist()
+    assert found == [place_in_order(item, num_windows, seed) for item in items]
