@@ -64,6 +64,7 @@ PROGRAMS = (
     ("mosaic", "hf-trainer,loss=compiled"),  # llm-foundry's fused cross entropy
     ("tinyllama", "hf-trainer,kernels=fused"),
     ("maxtext", "maxtext"),
+    ("bridge", "megatron-core,sums=weight"),  # its performance recipes set grad_reduce_in_fp32 = False
     ("", "megatron-core"),
 )  # fmt: skip
 """The program of a publication's runs, by the beginning of their names."""
@@ -128,6 +129,7 @@ def layout_of(run: Run) -> Layout:
         micro_batch=micro_batch,
         micro_batches=max(1, step["global_batch"] // (data * micro_batch)),
         recompute=step.get("recompute", "none"),
+        accumulation_dtype="float32" if program_of(run).sums == "float32" else recipe_of(run).storage.visible,
     )
 
 
@@ -151,10 +153,9 @@ def recipe_of(run: Run) -> Recipe:
     """The run's precision: float32 weights that FSDP gathers in 16 bits, or 16-bit weights beside float32 ones."""
     precision = run.step.get("precision", "bfloat16")
     is_fsdp = run.layout.get("shard") == 3
-    states = (
-        "float32/native" if program_of(run).gathered and is_fsdp else f"master/{'native' if is_fsdp else 'float32'}"
-    )
-    return parse(f"{COMPUTES[precision]}/{states}")
+    states = "float32" if program_of(run).gathered and is_fsdp else "master"
+    sums = "native" if is_fsdp or program_of(run).sums == "weight" else "float32"
+    return parse(f"{COMPUTES[precision]}/{states}/{sums}")
 
 
 def chip_of(run: Run) -> tuple[Chip, Efficiency]:
