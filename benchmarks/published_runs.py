@@ -207,9 +207,9 @@ def predict_all(runs: list[Run]) -> tuple[list[Point], list[str]]:
 
 
 def family_of(point: Point) -> str:
-    """Return the publication: what its runs' names begin with."""
+    """Return the publication, of Megatron-Bridge its release: what its runs' names begin with."""
     first, second = point.name.split("-")[:2]
-    return f"{first}-{second}" if first in ("megatron", "mosaic", "maxtext") else first
+    return f"{first}-{second}" if first in ("megatron", "mosaic", "maxtext", "bridge") else first
 
 
 def report(points: list[Point]) -> str:
