@@ -11,7 +11,8 @@ memory of each run with a printed peak is compared with it.
 
 ``--write`` writes the 10 and 90 % quantiles of measured over planned seconds of the runs in view, by class, into
 ``src/narrowgauge/planner/data/efficiency.toml``, and for mixtures the median, by which their plans are multiplied. The quantiles
-of all publications but one are widened until they hold 80 % of the runs of the one left out, if there are five.
+of all publications but one are widened until they hold 80 % of the runs of the one left out, if there are five. A release of
+Megatron-Bridge counts as one. The recipes of a release say how tokens reach the experts, which the rows name as software.
 
 What a source does not state is assumed: micro-batches of one sequence, no recomputation, fused attention (unfused for
 Megatron-LM's papers, which precede it), gradients summed in float32 by Megatron-LM. MXFP8 is planned as float8 with scales per
@@ -69,7 +70,7 @@ PROGRAMS = (
 )  # fmt: skip
 """The program of a publication's runs, by the beginning of their names."""
 FEWEST_PUBLICATIONS = 5
-"""Publications of a class from which one can be left out: those of mixtures are three."""
+"""Publications of a class from which one can be left out."""
 DEMONSTRATIONS = ("torchtitan", "torchao", "bloomberg")
 """Publications whose layouts show a feature and are not tuned for speed."""
 _UNSTATED_DEPTH = 4

@@ -180,7 +180,8 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
 
     def term(name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float) -> Term:
         """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer and micro-batch."""
-        sending = layers * a.mixture.num_layers / a.num_layers if kind in ("expert", "interleaved") and a.mixture else layers
+        is_expert = kind in ("expert", "interleaved")
+        sending = layers * a.mixture.num_layers / a.num_layers if is_expert and a.mixture else layers
         text = f"{batches} × {sending:g} layers × {count} {exchanges} of {size / 1e6:,.3g} MB"
         under = batches * (attention if kind == "context" else compute)
         return _exposed(job, name, batches * sending * count * seconds, kind, under, path, text)
