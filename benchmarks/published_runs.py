@@ -11,7 +11,8 @@ memory of each run with a printed peak is compared with it.
 
 ``--write`` writes the 10 and 90 % quantiles of measured over planned seconds of the runs in view, by class, into
 ``src/narrowgauge/planner/data/efficiency.toml``, and for mixtures the median, by which their plans are multiplied. The quantiles
-of all publications but one are widened until they hold 80 % of the runs of the one left out, if there are five.
+of all publications but one are widened until they hold 80 % of the runs of the one left out, if there are five. A release of
+Megatron-Bridge counts as one. The recipes of a release say how tokens reach the experts, which the rows name as software.
 
 What a source does not state is assumed: micro-batches of one sequence, no recomputation, fused attention (unfused for
 Megatron-LM's papers, which precede it), gradients summed in float32 by Megatron-LM. MXFP8 is planned as float8 with scales per
@@ -64,11 +65,12 @@ PROGRAMS = (
     ("mosaic", "hf-trainer,loss=compiled"),  # llm-foundry's fused cross entropy
     ("tinyllama", "hf-trainer,kernels=fused"),
     ("maxtext", "maxtext"),
+    ("bridge", "megatron-core,sums=weight"),  # its performance recipes set grad_reduce_in_fp32 = False
     ("", "megatron-core"),
 )  # fmt: skip
 """The program of a publication's runs, by the beginning of their names."""
 FEWEST_PUBLICATIONS = 5
-"""Publications of a class from which one can be left out: those of mixtures are three."""
+"""Publications of a class from which one can be left out."""
 DEMONSTRATIONS = ("torchtitan", "torchao", "bloomberg")
 """Publications whose layouts show a feature and are not tuned for speed."""
 _UNSTATED_DEPTH = 4
@@ -128,6 +130,7 @@ def layout_of(run: Run) -> Layout:
         micro_batch=micro_batch,
         micro_batches=max(1, step["global_batch"] // (data * micro_batch)),
         recompute=step.get("recompute", "none"),
+        accumulation_dtype="float32" if program_of(run).sums == "float32" else recipe_of(run).storage.visible,
     )
 
 
@@ -151,10 +154,9 @@ def recipe_of(run: Run) -> Recipe:
     """The run's precision: float32 weights that FSDP gathers in 16 bits, or 16-bit weights beside float32 ones."""
     precision = run.step.get("precision", "bfloat16")
     is_fsdp = run.layout.get("shard") == 3
-    states = (
-        "float32/native" if program_of(run).gathered and is_fsdp else f"master/{'native' if is_fsdp else 'float32'}"
-    )
-    return parse(f"{COMPUTES[precision]}/{states}")
+    states = "float32" if program_of(run).gathered and is_fsdp else "master"
+    sums = "native" if is_fsdp or program_of(run).sums == "weight" else "float32"
+    return parse(f"{COMPUTES[precision]}/{states}/{sums}")
 
 
 def chip_of(run: Run) -> tuple[Chip, Efficiency]:
@@ -206,9 +208,9 @@ def predict_all(runs: list[Run]) -> tuple[list[Point], list[str]]:
 
 
 def family_of(point: Point) -> str:
-    """Return the publication: what its runs' names begin with."""
+    """Return the publication, of Megatron-Bridge its release: what its runs' names begin with."""
     first, second = point.name.split("-")[:2]
-    return f"{first}-{second}" if first in ("megatron", "mosaic", "maxtext") else first
+    return f"{first}-{second}" if first in ("megatron", "mosaic", "maxtext", "bridge") else first
 
 
 def report(points: list[Point]) -> str:

@@ -66,10 +66,13 @@ def test_shapes_have_the_published_parameter_counts(published: Any) -> None:
     assert counts["megatron-1t"] == pytest.approx(1008.0e9, rel=1e-3)
 
 
-@pytest.mark.parametrize(("assumed", "mean"), [(False, 0.105), (True, 0.178)])
+# ── plans beside the runs that are not held out ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("assumed", "mean"), [(False, 0.11), (True, 0.195)])
 def test_runs_in_view_are_planned_as_documented(planned: Any, assumed: bool, mean: float) -> None:
     points = planned.points_in_view(assumed=assumed)
-    assert len(points) == 131
+    assert len(points) == 145
     errors = [abs(point.error) for point in points]
     assert statistics.mean(errors) < mean and statistics.median(errors) < 0.12
     assert 0.8 <= statistics.mean(point.is_inside for point in points) <= 0.92
@@ -80,8 +83,9 @@ def test_runs_in_view_are_planned_as_documented(planned: Any, assumed: bool, mea
         assert interval == pytest.approx(written, abs=2e-3), "run published_runs.py --write"
         if kind:  # the point is the median
             assert statistics.median(point.ratio for point in chosen) == pytest.approx(1, abs=2e-3)
-        else:
-            assert 0.8 <= planned.held_by_others(chosen, wider) <= 0.85
+        if kind and not assumed:
+            assert statistics.median(abs(point.error) for point in chosen) < 0.1
+        assert 0.8 <= planned.held_by_others(chosen, wider) <= 0.9
 
 
 def test_the_memory_of_published_runs_is_planned_as_documented(planned: Any) -> None:

@@ -62,8 +62,8 @@ def test_days_of_ten_billion_tokens(chip: str, days: float) -> None:
     assert low < planned < high
     slow, fast = (DAYS / rate / 86_400 for rate in best.rate_interval)
     assert (fast, slow * 1.25) == pytest.approx((low, high))  # restarts take time, and are not in a rate
-    # The hand's 40 % of the peak is a guess; what is planned says its own share.
-    assert planned * best.mfu == pytest.approx(by_hand * 0.4, rel=0.03)
+    # The hand's 40 % of the peak is a guess; what is planned says its own share, and adds restarts to the steps.
+    assert planned / 1.1 * best.mfu == pytest.approx(by_hand * 0.4, rel=0.03)
 
 
 def test_one_configuration_for_all_chips_fits_on_all() -> None:

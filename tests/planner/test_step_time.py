@@ -153,6 +153,20 @@ def test_a_token_travels_once_to_a_node_or_once_to_each_expert() -> None:
     assert times[1] / times[0] == pytest.approx(3 * (1 - 9 / 16) / 1.5, rel=5e-3)
 
 
+def test_an_all_to_all_waits_for_the_host_by_expert_and_hides_under_interleaving() -> None:
+    """Routers take a millisecond a layer and micro-batch, and the launches of each expert on the rank a tenth of it."""
+    rows = {"mixture_seconds": 1e-3, "expert_seconds": 1e-4, "overlap.interleaved": 1.0}
+    shape = replace(read_model("mixtral-8x7b"), num_layers=32)
+    for expert, layout in ((2, Layout(shard=16, expert=2)), (8, Layout(shard=16, expert=8, micro_batches=2))):
+        waiting = by_name(terms_of(layout, shape=shape, **rows))["routers, sorting and launches of mixtures"]
+        assert waiting.value == pytest.approx(layout.micro_batches * 32 * (1e-3 + 1e-4 * 8 / expert))
+    plain, interleaved = (
+        by_name(terms_of(Layout(shard=8, expert=8, pipeline=2, interleave=v, micro_batches=4), shape=shape, **rows))
+        for v in (1, 4)
+    )
+    assert plain["tokens between experts"].value > 0 == interleaved["tokens between experts"].value
+
+
 def test_experts_have_fewer_copies_than_other_parameters() -> None:
     """Two replicas of 8 ranks: gradients of experts are summed once, as those of other parameters are."""
     shape, summed = read_model("mixtral-8x7b"), []

@@ -234,6 +234,7 @@ class _Layer:
         )
         yield SavedTensor("inputs of the experts", chosen * self.inputs(a.hidden_size), is_stream=True)
         yield from self.inner("experts", mixture.expert_size, chosen)
-        yield SavedTensor("results of the experts", chosen * e * a.hidden_size, True, True)
+        if self.program.kernels != "fused":  # Megatron-Core multiplies by the router's weight in the activation
+            yield SavedTensor("results of the experts", chosen * e * a.hidden_size, True, True)
         if mixture.shared_size:
             yield from self.inner("shared experts", mixture.shared_size)

@@ -180,7 +180,8 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
 
     def term(name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float) -> Term:
         """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer and micro-batch."""
-        sending = layers * a.mixture.num_layers / a.num_layers if kind == "expert" and a.mixture else layers
+        is_expert = kind in ("expert", "interleaved")
+        sending = layers * a.mixture.num_layers / a.num_layers if is_expert and a.mixture else layers
         text = f"{batches} × {sending:g} layers × {count} {exchanges} of {size / 1e6:,.3g} MB"
         under = batches * (attention if kind == "context" else compute)
         return _exposed(job, name, batches * sending * count * seconds, kind, under, path, text)
@@ -203,7 +204,8 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
         # A token for several experts of a node may travel there once.
         once = 1 - job.efficiency["once_per_node"] * _repeated(a.mixture.experts_per_token, path.nodes)
         seconds = all_to_all_seconds(size, path, between=once)
-        yield term("tokens between experts", "expert", path, size, count, "all-to-alls", seconds)
+        kind = "interleaved" if layout.interleave > 1 else "expert"
+        yield term("tokens between experts", kind, path, size, count, "all-to-alls", seconds)
     if layout.pipeline > 1:
         path, size = _path(job, layout.pipeline, layout.num_ranks // layout.pipeline), stream / layout.tensor
         count = 2 * layout.interleave * batches

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.efficiency import RESTARTS, Efficiency, efficiency_of, error_of
+from narrowgauge.planner.efficiency import MOST_RESTARTS, RESTARTS, Efficiency, efficiency_of, error_of
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Architecture
@@ -160,8 +160,8 @@ class Job:
         return largest if self.fits else f"memory: {largest}"
 
     def days(self, num_tokens: float) -> float:
-        """Return the days for ``num_tokens`` tokens."""
-        return num_tokens / self.tokens_per_second / SECONDS_PER_DAY
+        """Return the days of a whole run over ``num_tokens`` tokens: its steps, and the usual restarts."""
+        return num_tokens / self.tokens_per_second / SECONDS_PER_DAY * (1 + RESTARTS)
 
     @property
     def _error(self) -> Ends:
@@ -175,9 +175,9 @@ class Job:
         return self.tokens_per_second / high, self.tokens_per_second / low
 
     def days_interval(self, num_tokens: float) -> Ends:
-        """Return the 80 % interval of the days. Its high end allows for restarts."""
-        days, (low, high) = self.days(num_tokens), self._error
-        return days * low, days * high * (1 + RESTARTS)
+        """Return the 80 % interval of the days: without restarts at its low end, with most at its high end."""
+        steps, (low, high) = self.days(num_tokens) / (1 + RESTARTS), self._error
+        return steps * low, steps * high * (1 + MOST_RESTARTS)
 
     def row(self, num_tokens: float | None = None) -> Row:
         """Return JSON values in bytes, seconds and fractions. ``num_tokens`` of the whole run add days."""

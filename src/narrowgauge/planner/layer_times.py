@@ -121,8 +121,11 @@ def attention_seconds(job: Job) -> Seconds:
 
 def mixture_seconds(job: Job) -> Seconds:
     """Return the waiting time of mixtures in addition to matmuls: routers, sorting, and host launches."""
-    mixture = job.architecture.mixture
-    return _by_thirds(job.efficiency["mixture_seconds"] * mixture.num_layers if mixture else 0.0)
+    mixture, shares = job.architecture.mixture, job.efficiency
+    if mixture is None:
+        return Seconds()
+    launches = shares["expert_seconds"] * mixture.num_experts / job.layout.expert
+    return _by_thirds((shares["mixture_seconds"] + launches) * mixture.num_layers)
 
 
 def elementwise_seconds(job: Job) -> Seconds:

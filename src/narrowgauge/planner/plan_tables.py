@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from narrowgauge.planner.efficiency import RESTARTS
+from narrowgauge.planner.efficiency import MOST_RESTARTS, RESTARTS
 from narrowgauge.planner.jobs import SECONDS_PER_DAY, Job
 from narrowgauge.planner.program import programs_of
 from narrowgauge.planner.roofline import multiplies
@@ -230,7 +230,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
             yield f"{rate:,.0f} Gbit/s a node of {job.chip.name} (--interconnect)"
     yield f"{best.recipe.title} loses {best.recipe.storage.loses}"
     if plan.tokens is not None:
-        yield f"up to {RESTARTS:.0%} for restarts in the interval of the time"
+        yield f"{RESTARTS:.0%} for restarts in the time of the run, up to {MOST_RESTARTS:.0%} in its interval"
     lossy = dict.fromkeys(job.recipe.title for job in plan.options if not job.recipe.storage.keeps_updates)
     if lossy:
         yield f"{', '.join(lossy)} lose small updates, or their second moments freeze at a beta2 of 0.999, and are listed last"
