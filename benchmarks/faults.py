@@ -5,28 +5,25 @@ at the right place than the usual tools, and accuse few of its healthy loops.
 
 Baseline: for each fault, the healthy loop with the same settings. A statement counts only if the tool does not say the same, of
 the same tensor, about that loop. It is at the *right place* if it names the stage of the fault and, where the fault has
-tensors, one of them or none (``verdict`` of ``tests/corpus/answers.py``); otherwise *elsewhere*. A tool that says of a fault
-only what it says of the healthy loop is *wrong*.
-
-These tools see the loop alone:
+tensors, one of them or none (``verdict`` of ``tests/corpus/answers.py``); otherwise *elsewhere*. *Wrong*: all was said of the
+healthy loop too. These tools see the loop alone:
 
 - ``check, record``: ``ng.check`` before the first step; ``ng.RunRecorder`` and ``ng.diagnose``, 6 steps, each audited.
-- ``watch``: ``ng.watch`` with its defaults, 52 steps, with the losses.
-- ``anomaly``: ``torch.autograd.detect_anomaly``, 4 steps. It names the operation whose backward makes NaN, and no tensor. It sees
-  neither infinities nor wrong finite values. It runs where a gradient of the 52 steps is not finite, and is silent elsewhere.
+- ``watch``: ``ng.watch`` with its defaults and the losses, 52 steps.
+- ``anomaly``: ``torch.autograd.detect_anomaly``, 4 steps, where a gradient of the 52 steps is not finite. It names the
+  operation whose backward makes NaN, and no tensor. It sees neither infinities nor wrong finite values.
 - ``overflow``: ``transformers.debug_utils.DebugUnderflowOverflow``, 4 steps. It names the first module where an input, output or
-  weight is not finite, and sees no gradient and no optimizer. Bool masks are kept from it: it takes absolute values.
-- ``histograms``: root mean squares of the gradients of each backward pass, from a hook on each trained tensor, as
-  ``wandb.watch`` reads them; 52 steps. Rule: told is a tensor whose gradient is not finite, or for 5 steps in a row is zero,
-  absent, or 100 times above or below the median of all tensors. The hooks see no later change of a gradient.
-- ``loss guard``: a loss that is not finite, or above mean + 4 standard deviations of the last 20 losses; 52 steps. It names
-  a step and no place, so it is never at the right place.
+  weight is not finite, and sees no gradient and no optimizer.
+- ``histograms``: root mean squares of the gradients of each backward pass, from hooks on the tensors, as ``wandb.watch`` reads
+  them; 52 steps. Rule: a tensor whose gradient is not finite, or for 5 steps in a row zero, absent, or 100 times above or
+  below the median of all tensors. The hooks see no later change of a gradient.
+- ``loss guard``: a loss that is not finite, or above mean + 4 standard deviations of the last 20; 52 steps. It names no place.
 
 These see the healthy loop beside it, which a user has only if an old version or another implementation is right:
 
-- ``DebugMode``: ``torch.utils._debug_mode.DebugMode`` with ``log_tensor_hashes``, 3 steps. It names the stage of the first call
-  that ``check_hash_mismatches`` reports; the loop annotates its stages. Calls that differ between two captures of the healthy
-  loop are skipped. Two captures of one loop say nothing of a fault, because the loops repeat their bits.
+- ``DebugMode``: ``log_tensor_hashes`` of ``torch.utils._debug_mode``, 3 steps. It names the annotated stage of the first call
+  that ``check_hash_mismatches`` reports and that is equal in two captures of the healthy loop. Two captures of one loop say
+  nothing of a fault, because the loops repeat their bits.
 - ``two records``: ``ng.diagnose(run, other)`` of two recorded runs, 3 steps, with every fingerprint.
 
 Run: ``./dev bench faults [--rows NAME ...] [--page]``. It takes minutes. ``--page`` writes the tables of ``docs/faults.md``.
@@ -43,7 +40,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,21 +49,20 @@ from typing import Any
 import torch
 from board import table
 from timing import Report, exit_by, parser
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._debug_mode import DebugMode
 from transformers.debug_utils import DebugUnderflowOverflow
 
 import narrowgauge as ng
 from narrowgauge.analysis.reading import Reading
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from corpus.answers import LOCATES, answers, verdict  # noqa: E402
-from corpus.loop import Loop  # noqa: E402
-from corpus.rows import FAULTS, HEALTHY, Row  # noqa: E402
+from corpus.answers import LOCATES, answers, verdict
+from corpus.loop import Loop
+from corpus.rows import FAULTS, HEALTHY, Row
 
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
 MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
 SHORT, LONG, CAPTURED = 4, 52, 3
 """Steps of the loops: where a tool stops at the first fault, where a rule needs a past, and where each operation is hashed."""
@@ -81,13 +77,11 @@ POINTS_AT: dict[str, set[str]] = {
     **dict.fromkeys(("place", "read", "split", "labels", "logits", "backward", "before_clip", "zero", *PASSES), PASSES),
     **dict.fromkeys(("schedule", "update", "start", "optimizer step", "storage"), UPDATE),
     **dict.fromkeys(("before_evaluation", "evaluate", "after_evaluation", "evaluation"), EVALUATION),
-    "clip": {"clip"},
-    "resume": {"resume"},
+    **{stage: {stage} for stage in ("clip", "resume")},
     "between steps": {"resume", "evaluation", "weights"},
 }
 """The stages of faults to which a method of the loop, or the stage of a reading, points."""
 Readings = list[Reading]
-Said = dict[str, Readings]
 
 
 def after_each_step(loop: Loop, function: Callable[[Tensor], None]) -> None:
@@ -108,18 +102,14 @@ def watch(loop: Loop) -> Readings:
     return readings
 
 
-def loss_guard(loop: Loop) -> Readings:
+def loss_guard(losses: list[float]) -> Readings:
     past, readings = deque[float](maxlen=LOSSES), Readings()
-
-    def look(tensor: Tensor) -> None:
-        loss, is_full = float(tensor), len(past) == LOSSES
-        limit = statistics.fmean(past) + SIGMAS * statistics.stdev(past) if is_full else math.inf
+    for step, loss in enumerate(losses, start=1):
+        limit = statistics.fmean(past) + SIGMAS * statistics.stdev(past) if len(past) == LOSSES else math.inf
         if not math.isfinite(loss) or loss > limit:
-            readings.append(Reading(loop.step, "loss", "", "loss-guard", loss, None, limit))
+            readings.append(Reading(step, "loss", "", "loss-guard", loss, None, limit))
         else:
             past.append(loss)
-
-    after_each_step(loop, look)
     return readings
 
 
@@ -153,38 +143,29 @@ def anomaly(loop: Loop) -> Readings:
         with torch.autograd.detect_anomaly():
             loop.run()
     except RuntimeError as error:
-        if "returned nan values" not in str(error):
-            raise
         return [Reading(loop.step, "gradient", "", "nonfinite-gradient", advice=str(error))]
     return []
 
 
 class Overflow(DebugUnderflowOverflow):
-    """Remember where the first value is not finite. Pass by bool masks."""
-
-    module_name = place = ""
-
-    def create_frame(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.module_name = self.module_names[module]
-        super().create_frame(module, args, output)
+    """Pass by bool masks, which have no absolute value."""
 
     def analyse_variable(self, variable: Any, context: str) -> None:
-        if not (isinstance(variable, Tensor) and variable.dtype == torch.bool):
+        if getattr(variable, "dtype", None) != torch.bool:
             super().analyse_variable(variable, context)
-        if self.detected_overflow and not self.place:
-            self.place = f"{self.module_name}.{context}"
 
 
 def overflow(loop: Loop) -> Readings:
-    tool = Overflow(loop.model)
+    Overflow(loop.model)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             loop.run()
-    except ValueError as error:
-        if "DebugUnderflowOverflow" not in str(error):
-            raise
-        what = "nonfinite" if tool.place.endswith("weight") else "nonfinite-output"
-        return [Reading(loop.step, "forward", tool.place, what)]
+    except ValueError:
+        lines = printed.getvalue().splitlines()
+        context = next(line.split()[0] for line in lines if line.endswith((" has nans", " has infs")))
+        module = [line.split()[0] for line in lines if line.startswith(17 * " ")][-1]
+        what = "nonfinite" if context == "weight" else "nonfinite-output"
+        return [Reading(loop.step, "forward", f"{module}.{context}", what)]
     return []
 
 
@@ -232,15 +213,10 @@ def written(row: Row, folder: Path) -> Path:
     return folder
 
 
-def asked(row: Row, folder: Path) -> Said:
-    return {OURS[0]: answers(row, folder)}
-
-
-def observed(row: Row, folder: Path) -> Said:
-    """Run a loop under all tools that only read it, and loops under those that stop it."""
-    loop = row.loop(LONG)
-    said = {"watch": watch(loop), "histograms": histograms(loop), "loss guard": loss_guard(loop)}
-    loop.run()
+def alone(row: Row, folder: Path) -> dict[str, Readings]:
+    """Return what each tool that sees a loop alone says of it."""
+    said, loop = {"check, record": answers(row, folder)}, row.loop(LONG)
+    said |= {"watch": watch(loop), "histograms": histograms(loop), "loss guard": loss_guard(loop.run())}
     is_finite = all(r.what != "nonfinite-gradient" for r in said["histograms"])
     return said | {"anomaly": [] if is_finite else anomaly(row.loop(SHORT)), "overflow": overflow(row.loop(SHORT))}
 
@@ -249,15 +225,12 @@ def statements(rows: list[Row], folder: Path) -> Iterator[tuple[Row, str, Readin
     """Yield each row and tool, what the tool says of the loop, and what it says of the healthy loop with these settings."""
     for options, members in itertools.groupby(sorted(rows, key=lambda row: row.options), lambda row: row.options):
         twin = Row(f"healthy, {options}", options)
-        of_twin = functools.cache(lambda tools, twin=twin: tools(twin, folder / twin.name))
+        of_twin = functools.cache(lambda twin=twin: alone(twin, folder / twin.name))
         capture = functools.cache(lambda twin=twin: (captured(twin), {*mismatches(captured(twin), captured(twin))}))
         record = functools.cache(lambda twin=twin: written(twin, folder / "records" / twin.name))
         for row in members:
-            for tools in (asked, observed):
-                said = tools(row, folder / row.name)
-                usual = of_twin(tools) if row.stage and any(said.values()) else {}
-                for tool, readings in said.items():
-                    yield row, tool, readings, usual.get(tool, [])
+            for tool, readings in alone(row, folder / row.name).items():
+                yield row, tool, readings, of_twin()[tool] if row.stage and readings else []
             if row.stage:
                 yield row, "DebugMode", first_mismatch(captured(row), *capture()), []
                 two = ng.diagnose(record(), written(row, folder / "records" / row.name))
@@ -275,17 +248,15 @@ def judged(row: Row, tool: str, readings: Readings, usual: Readings) -> str:
     return "right place" if place == "located" else place
 
 
-def confusion(rows: list[Row], places: dict[str, dict[str, str]]) -> list[dict[str, Any]]:
-    """Return a line for each tool: faults by the place of what it says, and accused healthy loops."""
+def confusion(rows: list[Row], places: dict[str, dict[str, str]]) -> Iterator[dict[str, Any]]:
+    """Yield a line for each tool: faults by the place of what it says, and accused healthy loops."""
     faults, healthy = ([places[row.name] for row in rows if bool(row.stage) is is_fault] for is_fault in (True, False))
     for said in places.values():
         said["both of ours"] = min((said[tool] for tool in OURS), key=[*SIGNS].index)
-    lines = []
     for tool in (*OURS, "both of ours", *ALONE[len(OURS) :], *BESIDE):
-        counts = Counter(said[tool] for said in faults)
+        counts = {place: sum(said[tool] == place for said in faults) for place in SIGNS}
         accused = "–" if tool in BESIDE else sum(said[tool] != "silent" for said in healthy)
-        lines.append({"tool": tool, **{place: counts[place] for place in SIGNS}, "healthy loops accused": accused})
-    return lines
+        yield {"tool": tool, **counts, "healthy loops accused": accused}
 
 
 def write_page(matrix: list[dict[str, Any]], places: dict[str, dict[str, str]]) -> None:
@@ -293,9 +264,8 @@ def write_page(matrix: list[dict[str, Any]], places: dict[str, dict[str, str]]) 
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
     tools, lines = (*ALONE, *BESIDE), []
     for row in FAULTS:
-        thread, _, _ = row.fault.partition(": ")
-        signs = [SIGNS[places[row.name][tool]] for tool in tools]
-        lines.append([f"[{row.name}](https://github.com/{thread})", row.stage, *signs])
+        name = f"[{row.name}](https://github.com/{row.fault.partition(': ')[0]})"
+        lines.append([name, row.stage, *(SIGNS[places[row.name][tool]] for tool in tools)])
     counts = table([*matrix[0]], [[str(x) for x in line.values()] for line in matrix])
     texts = before + MARKS[0], counts, table(["fault", "stage", *tools], lines), MARKS[1] + rest.partition(MARKS[1])[2]
     PAGE.write_text("\n\n".join(texts), encoding="utf-8")
@@ -317,12 +287,10 @@ def main() -> int:
         for row, tool, readings, usual in statements(rows, Path(folder)):
             places[row.name][tool] = judged(row, tool, readings, usual)
             if readings:
-                words = sorted({f"{r.what} {r.tensor}".strip() for r in readings})
-                print(f"{row.name}: {tool}, {places[row.name][tool]}: {', '.join(words[:4])}", flush=True)
-    matrix = confusion(rows, places)
-    report.add(
-        f"{sum(bool(row.stage) for row in rows)} faults and {sum(not row.stage for row in rows)} healthy loops", matrix
-    )
+                words = sorted({f"{r.what} {r.tensor}" for r in readings})[:3]
+                print(f"{row.name}: {tool}, {places[row.name][tool]}: {', '.join(words)}", flush=True)
+    matrix = list(confusion(rows, places))
+    report.add(f"{len(rows)} loops", matrix)
     if options.page:
         write_page(matrix, places)
     return report.end()

@@ -6,6 +6,7 @@ One process runs the loop: a fault of ranks is done to micro-batches.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -57,17 +58,15 @@ def edited(text: str, old: str, new: str) -> str:
     return text.replace(old, new.replace("\n", f"\n{indent}"))
 
 
-def rows(stage: str, tables: dict[str, Any]) -> list[Row]:
-    """Return the rows of a stage. A table without edits may be its settings alone."""
-    made = []
+def rows(stage: str, tables: dict[str, Any]) -> Iterator[Row]:
+    """Yield the rows of a stage. A table without edits may be its settings alone."""
     for name, table in tables.items():
         row = {"settings": table} if isinstance(table, str) else table
         settings = row.get("settings", "")
         edits = tuple((old, new) for old, new in row.get("edits", ()))
         for number, options in enumerate([settings] if isinstance(settings, str) else settings):
             numbered = f"{name} {number + 1}" if number else name
-            made.append(Row(numbered, options, edits, stage, row.get("where", ""), row.get("fault", "")))
-    return made
+            yield Row(numbered, options, edits, stage, row.get("where", ""), row.get("fault", ""))
 
 
 def load(name: str) -> dict[str, Any]:
@@ -75,4 +74,4 @@ def load(name: str) -> dict[str, Any]:
 
 
 FAULTS = [row for stage, tables in load("faults.toml").items() for row in rows(stage, tables)]
-HEALTHY = rows("", load("healthy.toml"))
+HEALTHY = [*rows("", load("healthy.toml"))]
