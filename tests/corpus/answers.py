@@ -32,10 +32,12 @@ LOCATES: dict[str, set[str]] = {
         "replaced-parameters", "gradients-kept", "zero-gradients",
     },
     "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
-    "state": {"state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written"},
+    "state": {
+        "state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written", "never-moved",
+    },
     "weights": {
         "step-factor", "weight", "weight-decay", "state", "nonfinite", "stands-still", "lost-updates", "weights-unmoved",
-        "truncated-setting",
+        "truncated-setting", "never-moved",
     },
     "resume": {"states-written", "weights-written", "loss-scale-anew", "step-count"},
     "evaluation": {"weights-written", "weights-not-restored"},

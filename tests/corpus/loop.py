@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 VOCABULARY, WIDTH, LENGTH, BATCH, IGNORED, PADDING = 64, 32, 16, 8, -100, 0
-EPOCH = 2
-"""Steps per epoch, where a loop has epochs."""
+EPOCH = 2  # steps, where a loop has epochs
 
 Group = dict[str, Any]
 Groups = list[Group]
