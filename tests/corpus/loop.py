@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY, WIDTH, LENGTH, BATCH, IGNORED, PADDING = 64, 32, 16, 8, -100, 0
-EPOCH = 2  # steps, where a loop has epochs
+VOCABULARY, WIDTH, LENGTH, BATCH, EPOCH, IGNORED, PADDING = 64, 32, 16, 8, 2, -100, 0  # an epoch has 2 steps
 
 Group = dict[str, Any]
 Groups = list[Group]
