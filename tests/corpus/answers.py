@@ -32,13 +32,14 @@ LOCATES: dict[str, set[str]] = {
         "replaced-parameters", "gradients-kept", "zero-gradients",
     },
     "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
-    "state": {"state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written"},
+    "state": {
+        "state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written", "never-moved",
+    },
     "weights": {
         "step-factor", "weight", "weight-decay", "state", "nonfinite", "stands-still", "lost-updates", "weights-unmoved",
-        "truncated-setting",
+        "truncated-setting", "never-moved",
     },
     "resume": {"states-written", "weights-written", "loss-scale-anew", "step-count"},
-    "average": set(),
     "evaluation": {"weights-written", "weights-not-restored"},
 }  # fmt: skip
 """By stage of a fault, the kinds of readings that point at it."""
@@ -103,12 +104,12 @@ def _recorded(row: Row, folder: Path) -> list[Reading]:
     return list(ng.diagnose(folder).readings)
 
 
-def verdict(row: Row, readings: list[Reading]) -> str:
-    """Return ``located``, ``elsewhere`` or ``silent``."""
+def verdict(row: Row, readings: list[Reading], locates: dict[str, set[str]] = LOCATES) -> str:
+    """Return ``located``, ``elsewhere`` or ``silent``. ``locates`` has the kinds that point at each stage."""
     named = [name for name, _ in Loop(row.settings).model.named_parameters() if re.search(row.where, name)]
 
     def points(reading: Reading) -> bool:
         is_there = not row.where or not named or not reading.tensor or any(name in reading.tensor for name in named)
-        return reading.what in LOCATES[row.stage] and is_there
+        return reading.what in locates[row.stage] and is_there
 
     return "silent" if not readings else "located" if any(map(points, readings)) else "elsewhere"

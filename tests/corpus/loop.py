@@ -1,6 +1,6 @@
 """A tiny training loop in plain PyTorch, with update rules written by hand. A row of the corpus changes a line or a stage of it.
 
-A two-layer transformer with rotary attention learns a synthetic sequence. Each stage of a step is a method.
+A two-layer transformer with rotary attention learns a synthetic sequence. Rows add lines where a comment stands alone.
 """
 
 from __future__ import annotations
@@ -9,41 +9,25 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY, WIDTH, LENGTH, BATCH, IGNORED, PADDING = 64, 32, 16, 8, -100, 0
-EPOCH = 2
-"""Steps per epoch, where a loop has epochs."""
-
-# ── update rules ────────────────────────────────────────────────────────────────────────────────────────────────────────
+VOCABULARY, WIDTH, LENGTH, BATCH, EPOCH, IGNORED, PADDING = 64, 32, 16, 8, 2, -100, 0  # an epoch has 2 steps
 
 Group = dict[str, Any]
 Groups = list[Group]
 BETAS = (0.9, 0.95)
 
 
-def torch_adamw(groups: Groups) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, betas=BETAS)
+class ByTensor:
+    """Step each tensor that has a gradient."""
 
-
-def adamw(groups: Groups) -> torch.optim.Optimizer:
-    return AdamW(groups, betas=BETAS)
-
-
-def sgd(groups: Groups) -> torch.optim.Optimizer:
-    return SGD(groups, momentum=0.9)
-
-
-def nesterov(groups: Groups) -> torch.optim.Optimizer:
-    return SGD(groups, momentum=0.9, nesterov=True)
-
-
-class AdamW(torch.optim.AdamW):
-    """AdamW. States are float32; bfloat16 and float16 weights have float32 masters."""
+    param_groups: Groups
+    update: Callable[[Tensor, Group], None]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -51,6 +35,10 @@ class AdamW(torch.optim.AdamW):
             for p in group["params"]:
                 if p.grad is not None:
                     self.update(p, group)
+
+
+class AdamW(ByTensor, torch.optim.AdamW):
+    """AdamW. States are float32; bfloat16 and float16 weights have float32 masters."""
 
     def update(self, p: Tensor, group: Group) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]
@@ -74,64 +62,56 @@ class AdamW(torch.optim.AdamW):
         return first / (second.sqrt() + eps)
 
 
-class SGD(torch.optim.SGD):
+class SGD(ByTensor, torch.optim.SGD):
     """SGD with momentum."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    gradient, state = p.grad.add(p, alpha=group["weight_decay"]), self.state[p]
-                    if "momentum_buffer" in state:
-                        state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-                    else:
-                        state["momentum_buffer"] = gradient.clone()
-                    velocity = state["momentum_buffer"]
-                    ahead = gradient.add(velocity, alpha=group["momentum"])
-                    p.sub_(ahead if group["nesterov"] else velocity, alpha=group["lr"])
+    def update(self, p: Tensor, group: Group) -> None:
+        gradient, state = p.grad.add(p, alpha=group["weight_decay"]), self.state[p]
+        if "momentum_buffer" in state:
+            state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+        else:
+            state["momentum_buffer"] = gradient.clone()
+        velocity = state["momentum_buffer"]
+        ahead = gradient.add(velocity, alpha=group["momentum"])
+        p.sub_(ahead if group["nesterov"] else velocity, alpha=group["lr"])
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(ByTensor, torch.optim.Optimizer):
     """Lion (https://arxiv.org/abs/2302.06675, Algorithm 2), at a tenth of the rate, as the paper advises."""
 
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups, {"betas": (0.9, 0.99)})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is not None:
-                    gradient, momentum = p.grad, self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                    p.mul_(1 - 0.1 * group["lr"] * group["weight_decay"])
-                    p.sub_(momentum.lerp(gradient, 1 - beta1).sign(), alpha=0.1 * group["lr"])
-                    momentum.lerp_(gradient, 1 - beta2)
+    def update(self, p: Tensor, group: Group) -> None:
+        gradient, momentum = p.grad, self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+        beta1, beta2 = group["betas"]
+        p.mul_(1 - 0.1 * group["lr"] * group["weight_decay"])
+        p.sub_(momentum.lerp(gradient, 1 - beta1).sign(), alpha=0.1 * group["lr"])
+        momentum.lerp_(gradient, 1 - beta2)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(ByTensor, torch.optim.Optimizer):
     """Muon (https://kellerjordan.github.io/posts/muon/). Vectors take plain momentum."""
 
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups, {"momentum": 0.95})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                    buffer.lerp_(p.grad, 1 - group["momentum"])
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                    update = p.grad.lerp(buffer, group["momentum"])
-                    if update.ndim == 2:
-                        u, _, v = torch.linalg.svd(update, full_matrices=False)
-                        update = math.sqrt(max(1.0, p.shape[0] / p.shape[1])) * (u @ v)
-                    p.sub_(update, alpha=group["lr"])
+    def update(self, p: Tensor, group: Group) -> None:
+        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        buffer.lerp_(p.grad, 1 - group["momentum"])
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        update = p.grad.lerp(buffer, group["momentum"])
+        if update.ndim == 2:
+            u, _, v = torch.linalg.svd(update, full_matrices=False)
+            update = math.sqrt(max(1.0, p.shape[0] / p.shape[1])) * (u @ v)
+        p.sub_(update, alpha=group["lr"])
 
 
-# ── the model ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+torch_adamw: Callable[[Groups], torch.optim.Optimizer] = partial(torch.optim.AdamW, betas=BETAS)
+adamw: Callable[[Groups], torch.optim.Optimizer] = partial(AdamW, betas=BETAS)
+sgd: Callable[[Groups], torch.optim.Optimizer] = partial(SGD, momentum=0.9)
+nesterov: Callable[[Groups], torch.optim.Optimizer] = partial(SGD, momentum=0.9, nesterov=True)
+# more classes
 
 
 class Norm(nn.Module):
@@ -143,10 +123,6 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-
-
-def unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -169,7 +145,7 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = Norm(), Norm()
         self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.query_key_norm: Callable[[Tensor], Tensor] = unchanged
+        self.query_key_norm: Callable[[Tensor], Tensor] = lambda x: x
 
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         normed = self.attention_norm(x)
@@ -221,13 +197,6 @@ class Adapter(nn.Module):
         return y if self.is_merged else y + x @ self.lora_a.T @ self.lora_b.T
 
 
-# ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def warm_up(step: int) -> float:
-    return min(1.0, step / 8)
-
-
 @dataclass(frozen=True)
 class Settings:
     """What the healthy loop does. A fault is compared with the healthy loop of the same settings."""
@@ -235,7 +204,7 @@ class Settings:
     optimizer: Callable[[Groups], torch.optim.Optimizer] = torch_adamw
     group_options: tuple[tuple[str, Any], ...] = ()
     lr: float = 3e-3
-    rate_factor: Callable[[int], float] = warm_up
+    rate_factor: Callable[[int], float] = lambda step: min(1.0, step / 8)
     embedding_rate: float = 1.0
     micro_batches: int = 4
     clip: float = 0.25
@@ -283,6 +252,7 @@ class Loop:
         self.others: list[torch.optim.Optimizer] = []
         self.average = copy.deepcopy(self.model) if settings.has_average else None
         self.scaler = self.new_scaler(settings.loss_scale) if settings.loss_scale else None
+        # at start
 
     def new_scaler(self, scale: float) -> torch.amp.GradScaler:
         return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=self.settings.growth_interval)
@@ -302,14 +272,10 @@ class Loop:
     def trained(self) -> list[Any]:
         return [p for p in self.model.parameters() if p.grad is not None]
 
-    # ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def schedule(self, step: int) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * group.get("rate", 1.0) * self.factor(step)
-
-    def factor(self, step: int) -> float:
-        return self.settings.rate_factor(step)
+            group["lr"] = self.settings.lr * group.get("rate", 1.0) * self.settings.rate_factor(step)
+        # at schedule
 
     def place(self, step: int) -> int:
         """Return the index of the batch that a step reads."""
@@ -334,6 +300,8 @@ class Loop:
             labels[tokens == PADDING] = IGNORED
         if self.settings.has_prompts:
             labels[:, : labels.shape[1] // 2] = IGNORED
+        if self.settings.is_packed:
+            labels[:, labels.shape[1] // 2] = IGNORED  # nothing predicts the first token of the second document
         return labels
 
     def mask(self, length: int) -> Tensor:
@@ -353,6 +321,7 @@ class Loop:
 
     def summed(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of the cross entropies of the next tokens."""
+        # at loss
         return functional.cross_entropy(
             logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum",
             label_smoothing=self.settings.smoothing,
@@ -363,21 +332,28 @@ class Loop:
         return self.summed(logits, labels) / total
 
     def backward(self, loss: Tensor, number: int) -> None:
+        # before backward
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        # after backward
 
     def before_clip(self) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
+        # before clip
 
     def clip(self) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.trained(), self.settings.clip or math.inf)
+        norm = nn.utils.get_total_norm([p.grad for p in self.trained()])
+        nn.utils.clip_grads_with_norm_(self.trained(), self.settings.clip or math.inf, norm)
+        return norm
 
     def update(self) -> None:
+        # before update
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        # after update
 
     def zero(self) -> None:
         self.optimizer.zero_grad()
@@ -394,9 +370,11 @@ class Loop:
         self.model.load_state_dict(copy.deepcopy(self.model.state_dict()))
         for p, state in self.optimizer.state.items():
             self.optimizer.state[p] = copy.deepcopy(state)
+        # at resume
 
     def before_evaluation(self) -> None:
         self.model.eval()
+        # before evaluation
 
     def evaluate(self) -> float:
         """Return the mean loss per held-out token."""
@@ -406,8 +384,7 @@ class Loop:
 
     def after_evaluation(self) -> None:
         self.model.train()
-
-    # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────
+        # after evaluation
 
     def run(self) -> list[float]:
         """Train, and return the loss of each step."""

@@ -6,6 +6,7 @@ One process runs the loop: a fault of ranks is done to micro-batches.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +25,11 @@ class Row:
     """A fault, and where a tool should locate it; or a healthy loop, without a stage."""
 
     name: str
-    options: str
-    edits: tuple[dict[str, str], ...]
+    options: str = ""
+    edits: tuple[tuple[str, str], ...] = ()
     stage: str = ""
     where: str = ""
+    fault: str = ""
 
     @property
     def settings(self) -> Settings:
@@ -37,8 +39,8 @@ class Row:
     def loop(self, steps: int) -> Loop:
         """Return the edited loop, of a module of its own."""
         text = (FOLDER / "loop.py").read_text(encoding="utf-8")
-        for edit in self.edits:
-            text = edited(text, **edit)
+        for old, new in self.edits:
+            text = edited(text, old, new)
         sys.modules[f"corpus.{self.name}"] = module = ModuleType(f"corpus.{self.name}")
         exec(compile(text, f"loop.py, {self.name}", "exec"), vars(module))
         own_loop: Loop = module.Loop(self._settings(module), steps)
@@ -48,23 +50,28 @@ class Row:
         return eval(f"Settings({self.options})", {**vars(module), "ng": ng})
 
 
-def edited(text: str, old: str = "", new: str = "", before: str = "", after: str = "", add: str = "") -> str:
-    """Replace ``old`` by ``new``, or add lines before or after a line. The text has the old part once."""
-    old = old or before or after
+def edited(text: str, old: str, new: str) -> str:
+    """Replace ``old``, which the text has once, by ``new``. Further lines are indented like the first."""
     assert text.count(old) == 1, f"loop.py has {text.count(old)} times: {old}"
-    if not add:
-        return text.replace(old, new)
-    start = text.rindex("\n", 0, text.index(old)) + 1
-    place = start if before else text.index("\n", text.index(old)) + 1
-    return f"{text[:place]}{add}\n{text[place:]}"
+    line = text[text.rindex("\n", 0, text.index(old)) + 1 :]
+    indent = line[: len(line) - len(line.lstrip())]
+    return text.replace(old, new.replace("\n", f"\n{indent}"))
 
 
-def read(name: str) -> list[Row]:
-    rows = load_toml((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
-    return [
-        Row(key, row.get("settings", ""), tuple(row.get("edits", ())), row.get("stage", ""), row.get("where", ""))
-        for key, row in rows.items()
-    ]
+def rows(stage: str, tables: dict[str, Any]) -> Iterator[Row]:
+    """Yield the rows of a stage. A table without edits may be its settings alone."""
+    for name, table in tables.items():
+        row = {"settings": table} if isinstance(table, str) else table
+        settings = row.get("settings", "")
+        edits = tuple((old, new) for old, new in row.get("edits", ()))
+        for number, options in enumerate([settings] if isinstance(settings, str) else settings):
+            numbered = f"{name} {number + 1}" if number else name
+            yield Row(numbered, options, edits, stage, row.get("where", ""), row.get("fault", ""))
 
 
-FAULTS, HEALTHY = read("faults"), read("healthy")
+def load(name: str) -> dict[str, Any]:
+    return load_toml((FOLDER / name).read_text(encoding="utf-8"))
+
+
+FAULTS = [row for stage, tables in load("faults.toml").items() for row in rows(stage, tables)]
+HEALTHY = [*rows("", load("healthy.toml"))]
