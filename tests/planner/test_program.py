@@ -112,7 +112,7 @@ def test_software_names_its_program() -> None:
         for job in plan("llama-8b", recipes=["bfloat16/master", "bfloat16/word"], **arguments).options
     }
     own, ours = jobs["bfloat16/master"], jobs["bfloat16/word"]
-    assert own.program is PROGRAMS["megatron-core"] and own.layout.zero in own.program.limits["zeros"]
+    assert own.program is PROGRAMS["megatron-core"] and own.layout.zero in (0, 1)
     assert ours.program == own.program and not ours.program.limits and ours.program.text == "a loop like Megatron-Core"
     assert (
         plan("llama-8b", recipes="bfloat16/word", program="torchtitan", **arguments).best.program.name == "torchtitan"
@@ -237,15 +237,18 @@ def test_405_billion_are_planned_as_they_ran() -> None:
 
 def test_a_refresh_from_h100_to_b200_in_float8_gains_what_nvidia_published() -> None:
     """Megatron-Bridge 25.11 trains Llama 8B at 14,451 tokens a second on an H100, and 30,624 on a B200: 2.12 times."""
-    for software in ("", "megatron-core-2025"):
-        old, new = (
-            plan(
-                "llama-8b", recipes="float8-tensor/master", chip=chip, chips=8, sequence_length=8192,
-                tokens_per_step=1 << 20, software=software,
-            ).best.tokens_per_second
-            for chip in ("H100-SXM", "B200")
-        )  # fmt: skip
-        assert new / old == pytest.approx(2.12, rel=0.1)
+    old, new = (
+        plan(
+            "llama-8b",
+            recipes="float8-tensor/master",
+            chip=chip,
+            chips=8,
+            sequence_length=8192,
+            tokens_per_step=1 << 20,
+        ).best.tokens_per_second
+        for chip in ("H100-SXM", "B200")
+    )
+    assert new / old == pytest.approx(2.12, rel=0.1)
 
 
 def test_fused_experts_do_not_save_their_results() -> None:

@@ -107,6 +107,14 @@ def test_the_fewest_chips_within_days() -> None:
     assert f"{number} × H100-SXM5-80GB are the fewest" in answer.sentences()[0]
     with pytest.raises(ChipError, match="Name days"):
         plan_within(14, model="llama-8b", recipes="bfloat16/word", chip="H100-SXM")
+    assert plan_within(30, model="llama-70b", layout="tensor=8", **question).best.layout.tensor == 8
+    batch = plan_within(14, model="llama-8b", tokens_per_step=2**18, **question).best.tokens_per_step
+    assert batch == pytest.approx(2**18, rel=0.02)
+
+
+def test_a_program_has_its_own_speed() -> None:
+    with pytest.raises(NarrowgaugeError, match="another program's"):
+        plan("llama-8b", chip="H100-SXM", chips=8, program="hf-trainer", software="megatron-core-2026")
 
 
 def test_a_step_holds_a_sequence() -> None:

@@ -22,7 +22,7 @@ from narrowgauge.analysis.comparison.classification import divergence
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order, of_all
 from narrowgauge.analysis.settings import recipe_of
-from narrowgauge.analysis.thresholds import FEWEST_STEPS
+from narrowgauge.analysis.thresholds import FEWEST_STEPS, MAX_SKIPPED
 from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences
@@ -37,8 +37,8 @@ NOT_ALARMS = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note
 """Kinds of events that are not alarms. Skipped steps are counted from their rows."""
 CHANGES = frozenset({"changed-settings", "changed-software"})
 """Detectors of notes that do become readings: the software or settings changed at a resume."""
-_SKIPPED, _SKIPPED_SHARE = 3, 0.05
-"""Skipped steps without a reading, after the search for a loss scale: a number, and a share of the steps."""
+_SKIPPED = 3
+"""Skipped steps without a reading beside ``MAX_SKIPPED``, after the search for a loss scale."""
 _ORIGIN = "Repeat the first of these steps with ng.gauges.first_bad_value, which names the operation and its module."
 _LASTING, _LEAST_SECONDS = 20, 10.0
 """Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
@@ -270,7 +270,7 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
     if out and rows_per_step(run, skipped or []) == 1:
         kind, steps = KINDS["skipped-steps"], list(map(step_of, run.steps))
         leading = next((place for place, step in enumerate(steps) if step not in out), total)
-        bound = 0 if leading == total else min(leading, int(kind.bound)) + _SKIPPED + int(_SKIPPED_SHARE * total)
+        bound = 0 if leading == total else min(leading, int(kind.bound)) + _SKIPPED + int(MAX_SKIPPED * total)
         if len(out) > bound:
             spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
             more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
@@ -301,8 +301,7 @@ def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
     elif len(values) >= FEWEST_STEPS:
         first, last = (float(np.median(part)) for part in np.array_split(values, 4)[::3])
         if last >= (least := first * KINDS["flat-loss"].bound):
-            words = f" Equal probabilities of {math.exp(last):,.0f} tokens give as much." if 0 < last < 14 else ""
-            yield KINDS["flat-loss"].reading("", last, None, least, end, first=first, words=words)
+            yield KINDS["flat-loss"].reading("", last, None, least, end, first=first)
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
@@ -388,9 +387,12 @@ def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
 
 
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """Yield 16-bit tensors of which few elements moved. The watch reads tensors that never moved."""
+    """Yield 16-bit tensors of which few elements moved, or none where the watch did not report it."""
     applied, kind = len(run.steps) - len(skipped), KINDS["weights-unmoved"]
-    rows = [row for row in _moved(run) if 0 < row[1] < kind.bound and row[3]] if applied >= FEWEST_STEPS else []
+    if applied < FEWEST_STEPS:
+        return
+    is_reported = any(event.get("detector") == "never-moved" for event in run.events)
+    rows = [row for row in _moved(run) if row[1] < kind.bound and row[3] and (row[1] or not is_reported)]
     if rows:
         share = sum(share * count for _, share, count, _ in rows) / sum(count for _, _, count, _ in rows)
         names, step = of_all(row[0] for row in rows), max(map(step_of, run.steps))

@@ -111,7 +111,7 @@ def reading_table(readings: Sequence[Reading]) -> Table:
     return Table((*place, *numbers), [reading.to_dict() for reading in readings])
 
 
-MAX_ROWS, MAX_ADVICE = 10, 6
+MAX_ROWS, MAX_ADVICE = 10, 8
 """Maximum number of printed rows, and of printed lines of advice. JSON has all."""
 
 

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.analysis.thresholds import LEAST
 from narrowgauge.checks.float32_copy import Gradients, Loss, Widened, cast, float32_copy, gradients_of, scalar
 from narrowgauge.checks.resume import generators
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
@@ -49,8 +50,6 @@ MARGIN = 4.0
 """Bounds over the largest of some random roundings."""
 FEW_ROUNDINGS, MANY_ROUNDINGS = 2, 20
 """Random roundings at first, and where a tensor is within 4 bounds: two are too few where a ReLU may flip."""
-LEAST = 2.0**-20
-"""The least bound, eight ulps of float32: float32 sums in another order."""
 _NEAR = 0.005
 """Relative distance within which a factor equals a number of the set-up."""
 MOST_TERMS = 16

@@ -22,6 +22,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
@@ -61,7 +62,8 @@ def check_resume(
         resumes: 2 saves the resumed run too, and resumes it again: the place in an epoch is often lost then.
     Returns:
         A reading for each kind of state that differs, causes first: rate, counters, loss scale, generators, batch, states,
-        weights. Notes name states that ``step`` holds, does not return, and that differ after the load.
+        weights. Notes name states that differ after the load in what ``step`` holds and does not return:
+        variables around the function, attributes of the method's object.
 
     Example:
         >>> import narrowgauge as ng
@@ -85,6 +87,11 @@ def check_resume(
         # The random generators of a new process differ, so a load must set them.
         torch.rand(7), np.random.rand(7), random.random()
         objects, fresh_step, *fresh_save = load(saved)
+        if not isinstance(objects, dict):
+            raise RecipeError(
+                f"Cannot compare the resumed run because load returned {type(objects).__name__} first, not the objects by name.",
+                "Return (objects, step), and save for resumes=2.",
+            )
         there = {name for name, value in objects.items() if value is not None} | {"generators"}
         before = {name: entry for name, entry in before.items() if name.partition("|")[0] in there}
         when = "after the load" if number == 0 else f"after load {number + 1}"

@@ -21,6 +21,7 @@ from narrowgauge.planner.plan_tables import Plan
 from narrowgauge.planner.program import Program, program_of, read_program
 from narrowgauge.planner.roofline import multiplies
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, search, usual_tokens_per_step
+from narrowgauge.planner.units import duration_text
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
@@ -133,6 +134,11 @@ def plan(
     machines += [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]
     asked, software = read_recipes(recipes, optimizer), {where.software for where in machines}
     loop = read_program(program or "hf-trainer") if program or lora else program_of(software)
+    if program and (named := rates.get("software")) and loop.softwares and not named.startswith(tuple(loop.softwares)):
+        raise NarrowgaugeError(
+            f"Cannot plan {loop.text} at the speed of {named}, which is another program's.",
+            "Name the program or the software.",
+        )
     if lora:
         loop = replace(loop, lora=lora, base=base)
         asked = asked or [parse("bfloat16/master"), parse("bfloat16/word")]
@@ -207,22 +213,36 @@ def plan_within(days: float, *, tokens: float | None = None, chip: Any = (), chi
     """
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     if tokens is None or len(kinds) != 1 or chips or not days > 0:
-        raise ChipError(
-            "Cannot plan for days.", "Name days above 0, tokens and one kind of chip, but no number of chips."
-        )
+        reason = (
+            "there is no number of tokens" if tokens is None
+            else f"days = {days:g}" if not days > 0
+            else "the number of chips is the answer" if chips
+            else f"{len(kinds)} kinds of chip are named"
+        )  # fmt: skip
+        raise ChipError(f"Cannot plan for days because {reason}.", "Name days above 0, tokens and one kind of chip.")
+    asked = question.get("tokens_per_step")
+    refused: list[RecipeError] = []
 
     @cache
     def answer(number: int) -> Plan:
         return replace(plan(**question, tokens=tokens, chip=kinds, chips=number), days=days)
 
     def is_enough(number: int) -> bool:
-        best = answer(number).best
-        return best.fits and best.days_interval(tokens)[1] <= days
+        try:
+            best = answer(number).best
+        except RecipeError as error:  # a fixed layout needs more chips
+            refused.append(error)
+            return False
+        is_asked = asked is None or abs(best.tokens_per_step / asked - 1) < 0.02  # ranks may not divide it
+        return is_asked and best.fits and best.days_interval(tokens)[1] <= days
 
     number = next((number for number in _DOUBLED if is_enough(number)), None)
+    if number is None and len(refused) == len(_DOUBLED):
+        raise refused[-1]
     if number is None:
         raise ChipError(
-            f"Cannot train in {days:g} days on {_DOUBLED[-1]:,} chips.", "Allow more days, or faster chips."
+            f"Cannot train within {duration_text(86400 * days)} on {_DOUBLED[-1]:,} chips or fewer.",
+            "Allow more days, more tokens a step, or faster chips.",
         )
     sizes = range(number // 2, number + 1, 8) if number > 8 else [number]
     return answer(sizes[bisect_left(sizes, True, key=is_enough)])

@@ -423,7 +423,7 @@ FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     ClearedTooEarly: ("zero-gradients", "", 3),
     SecondOptimizer: ("parameters-twice", "head.weight", 3),
     AverageInBfloat16: ("average-unmoved", "embedding.weight and 9 others", 60),
-    AverageRunsAway: ("average-apart", "embedding.weight", 10),
+    AverageRunsAway: ("average-apart", "embedding.weight", 30),
 }
 
 
@@ -487,6 +487,23 @@ class Averaged(Loop):
 
 class AverageInFloat32(AverageInBfloat16):
     dtype = torch.float32
+
+
+class CopiesThatAreNoAverages(Loop):
+    """The best weights so far, written once, and a second model with an optimizer of its own from step 20 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best, self.other = copy.deepcopy(self.model), copy.deepcopy(self.model)
+        self.optimizer_of_other = torch.optim.SGD(self.other.parameters(), lr=10.0)
+
+    def after(self, step: int) -> None:
+        if step == 10:
+            self.best.load_state_dict(self.model.state_dict())
+        if step >= 20:
+            for weight in self.other.parameters():
+                weight.grad = torch.ones_like(weight)
+            self.optimizer_of_other.step()
 
 
 class ClearedBeforeBackward(Loop):
@@ -567,7 +584,7 @@ class SparseGradients(Loop):
 
 HEALTHY = [
     Loop, Scaled, partial(Scaled, fused=True), Averaged, ClearedBeforeBackward, OtherLossBefore, Closure, Projected, TargetPasses,
-    TwoOptimizers, OneOfTwoOptimizers, SparseGradients, AverageInFloat32,
+    TwoOptimizers, OneOfTwoOptimizers, SparseGradients, AverageInFloat32, CopiesThatAreNoAverages,
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.reading import Reading
+from narrowgauge.analysis.reading import Reading, in_order
 from narrowgauge.checks.checking import event_of, static_readings
 from narrowgauge.checks.gradients import coarse_loss
 from narrowgauge.checks.set_up import set_up_of
@@ -324,7 +324,7 @@ class RunRecorder(Watch):
 
     def _check(self, step: int) -> None:
         """Check the set-up. Missing parameters may have another optimizer. Report each kind once."""
-        readings = {r.what: r for r in reversed([*static_readings(set_up_of(self.model, self.optimizer))])}
+        readings = {r.what: r for r in reversed(in_order(static_readings(set_up_of(self.model, self.optimizer))))}
         silent = {"missing-parameters", "no-gradient"}
         self._record_new(
             [r for r in readings.values() if r.severity != "note" and r.what not in silent], step, static=True

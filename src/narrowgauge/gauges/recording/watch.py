@@ -179,7 +179,7 @@ class Watch:
 
     def _say(self, readings: list[Reading]) -> None:
         """Show the readings of one step in a sentence."""
-        parts = [r.advice if r.tensor in r.advice else f"{r.tensor}: {r.advice}" for r in readings]
+        parts = [(r.advice if r.tensor in r.advice else f"{r.tensor}: {r.advice}").rstrip(".") for r in readings]
         # No line of the loop is at fault, so none is shown.
         warnings.warn_explicit(
             f"step {readings[0].step}: {'; '.join(parts)}", RunNotice, "narrowgauge.watch", readings[0].step
@@ -394,8 +394,8 @@ class Watch:
 
     def _copy_readings(self, step: int) -> Iterator[Reading]:
         """Read copies of the model that the loop writes, such as an average of its weights."""
+        stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
         if self._copies is None:
-            stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
             tensors = [(n, p) for copy in copies_of(self.watched_model) for n, p in copy.items() if n in self._trained]
             self._copies = [
                 (n, step, weakref.ref(p), p._version, evenly_spread(p).clone())
@@ -404,7 +404,8 @@ class Watch:
             ]
         written, norms = list[tuple[str, int, Tensor]](), list[Tensor]()
         for name, first, reference, version, start in self._copies:
-            if (p := reference()) is not None and p._version != version:  # also of a write that changed no bit
+            # An average is written in every step. A copy of the best weights is not, and another model has an optimizer.
+            if (p := reference()) is not None and p._version - version >= SETTLED and p not in stepped:
                 values = (
                     evenly_spread(p) - start,
                     evenly_spread(p),
