@@ -343,7 +343,7 @@ def table_of_rows(records: Records, model: str, lr: float, steps: int, baseline:
         edq = [run.edq for run in some if run.edq is not None]
         cells = [
             f"{some[0].bytes_per_param:.2f}",
-            f"{100 * kept:.0f} %",
+            f"{100 * kept:.0f} %".replace("-", MINUS),
             shown([[base[seed] - ours[seed] for seed in seeds]]),
             f"{statistics.fmean(edq):.3f}" if edq else "–",
         ]
