@@ -213,13 +213,10 @@ def plan_within(days: float, *, tokens: float | None = None, chip: Any = (), chi
     """
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     if tokens is None or len(kinds) != 1 or chips or not days > 0:
-        reason = (
-            "there is no number of tokens" if tokens is None
-            else f"days = {days:g}" if not days > 0
-            else "the number of chips is the answer" if chips
-            else f"{len(kinds)} kinds of chip are named"
-        )  # fmt: skip
-        raise ChipError(f"Cannot plan for days because {reason}.", "Name days above 0, tokens and one kind of chip.")
+        raise ChipError(
+            "Cannot plan for days without tokens, days above 0 and one kind of chip, or with a number of chips.",
+            "Name days above 0, tokens and one kind of chip; the number of chips is the answer.",
+        )
     asked = question.get("tokens_per_step")
     refused: list[RecipeError] = []
 

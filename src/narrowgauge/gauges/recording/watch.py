@@ -406,12 +406,8 @@ class Watch:
         for name, first, reference, version, start in self._copies:
             # An average is written in every step. A copy of the best weights is not, and another model has an optimizer.
             if (p := reference()) is not None and p._version - version >= SETTLED and p not in stepped:
-                values = (
-                    evenly_spread(p) - start,
-                    evenly_spread(p),
-                    self._start[name],
-                    self._elements(self._trained[name]),
-                )
+                now = evenly_spread(p)
+                values = now - start, now, self._start[name], self._elements(self._trained[name])
                 device = start.device  # an average may be on the CPU
                 norms.append(torch.stack([x.double().norm().to(device) for x in values]))
                 written.append((name, first, p))
