@@ -19,6 +19,7 @@ from torch import Tensor
 
 REAL_SCALED_MM, REAL_SCALED_MM_V1 = torch.nn.functional.scaled_mm, torch._scaled_mm
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 FP4, FLOAT = torch.float4_e2m1fn_x2, torch.float32
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -92,9 +93,12 @@ def check_matrices(
     architecture: str, a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> int:
     """The rules of both ``_scaled_mm``; returns how many numbers a byte of the operands holds."""
-    check(int(architecture[2:]) >= 89, f"{architecture} has no _scaled_mm")
-    check({a.dtype, b.dtype} <= {E4M3, E5M2, FP4}, f"{a.dtype} × {b.dtype} on {architecture}")
-    check(not a.dtype == b.dtype == E5M2, "cuBLAS multiplies no two e5m2 matrices")
+    sm = int(architecture[2:]) if architecture.startswith("sm") else 0
+    check(sm >= 89 or architecture in ("gfx942", "gfx950", "gfx1200", "gfx1201"), f"{architecture} has no _scaled_mm")
+    is_fnuz = architecture == "gfx942"
+    kinds = FNUZ if is_fnuz else (E4M3, E5M2, FP4)
+    check(a.dtype in kinds and b.dtype in kinds, f"{a.dtype} × {b.dtype} on {architecture}")
+    check(sm == 0 or not a.dtype == b.dtype == E5M2, "cuBLAS multiplies no two e5m2 matrices")
     check((a.dtype == FP4) == (b.dtype == FP4), "four bits times eight")
     per_byte = 2 if a.dtype == FP4 else 1
     check(a.stride(1) == 1 and a.stride(0) >= a.shape[1], "the left matrix is row-major")
@@ -124,7 +128,11 @@ def scaled_mm_v1(architecture: str) -> Callable[..., Tensor]:
             shapes = tuple(scale_a.shape), tuple(scale_b.shape)
             check(shapes == ((len(a), 1), (1, b.shape[1])), f"scales of rows: {shapes}")
             check(scale_a.is_contiguous() and scale_b.is_contiguous(), "scales of rows are contiguous")
-            check(out_dtype == torch.bfloat16, "by rows, CUTLASS writes bfloat16 before PyTorch 2.13")
+            if architecture.startswith("gfx"):
+                check(b.dtype == (FNUZ[0] if architecture == "gfx942" else E4M3), "by rows AMD's right operand is e4m3")
+                check(out_dtype == torch.bfloat16, "by rows AMD's result is bfloat16")
+            else:
+                check(out_dtype == torch.bfloat16, "by rows, CUTLASS writes bfloat16 before PyTorch 2.13")
         values = (decoded(a) * scale_a.double()) @ (decoded(b) * scale_b.double())
         return (values if bias is None else values + bias.double()).to(out_dtype)
 
