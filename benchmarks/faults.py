@@ -177,8 +177,9 @@ def captured(row: Row) -> list[Any]:
         DebugMode._annotate(name)
         return method(*args)
 
-    for name in filter(functools.partial(hasattr, loop), POINTS_AT):
-        setattr(loop, name, functools.partial(annotated, name, getattr(loop, name)))
+    for name in POINTS_AT:
+        if callable(method := getattr(loop, name, None)):  # a fault may keep values under such a name
+            setattr(loop, name, functools.partial(annotated, name, method))
     with DebugMode(record_output=False) as mode, DebugMode.log_tensor_hashes():
         loop.run()
     return mode.logs
