@@ -29,6 +29,7 @@ from narrowgauge.assembly.preparation import prepare
 from narrowgauge.checks.checking import check
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cached_weights
+from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of, swap_linears
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -228,10 +229,10 @@ def test_matrices_that_stay_wide_are_named_and_counted() -> None:
     assert str(linears) in str(check(model, torch.optim.SGD(model.parameters())))
 
 
-@pytest.mark.filterwarnings("error::UserWarning", "ignore::narrowgauge.matmul.gemm.EmulationNotice")
 @pytest.mark.parametrize("compute", ["float8-row", "bfloat16"])
-def test_kept_layers_and_wide_computes_do_not_warn(compute: str) -> None:
+def test_kept_layers_and_wide_computes_do_not_warn(compute: str, recwarn: pytest.WarningsRecorder) -> None:
     swap_linears(Model() if compute == "float8-row" else nn.TransformerEncoderLayer(32, 2, 64), compute)
+    assert {warning.category for warning in recwarn} <= {EmulationNotice}
 
 
 def test_the_step_goes_on_with_an_optimizer_s() -> None:

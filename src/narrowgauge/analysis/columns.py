@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +66,8 @@ def column(run: Run, table: str, name: str) -> Series:
 
 def _finite(values: list[Any]) -> Array:
     """Return values as float64, NaN for each that is not a finite number."""
-    if not {float, int}.issuperset(map(type, values)):
-        return np.array([finite_number(value) for value in values], float)
-    try:
-        array = np.array(values, float)
-    except OverflowError:  # a whole number beyond every float
-        return np.array([finite_number(value) for value in values], float)
-    return np.where(np.isfinite(array), array, np.nan)
+    if {float, int}.issuperset(map(type, values)):  # as most columns, ten times as fast
+        with contextlib.suppress(OverflowError):  # a whole number beyond every float
+            array = np.array(values, float)
+            return np.where(np.isfinite(array), array, np.nan)
+    return np.array([finite_number(value) for value in values], float)

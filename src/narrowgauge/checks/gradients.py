@@ -278,12 +278,16 @@ def vocabulary_of(model: nn.Module) -> int:
     return outputs[-1] if outputs else 0
 
 
-def _equal_batches(model: nn.Module, of_ranks: Sequence[Any]) -> Iterator[Reading]:
-    """Compare the batches of the ranks. Ranks that share parameters by tensor parallelism share a batch too."""
+def has_own_batches(model: nn.Module) -> bool:
+    """Return whether each rank trains on its own batch. Ranks that share a layer by tensor parallelism may share one."""
     is_fsdp = any(type(m).__name__.startswith("FSDP") for m in model.modules())
+    return is_fsdp or not any(map(is_sharded, model.parameters()))
+
+
+def _equal_batches(model: nn.Module, of_ranks: Sequence[Any]) -> Iterator[Reading]:
     hashes = [[fingerprint(x) for x in tree_leaves(parts) if isinstance(x, Tensor)] for parts in of_ranks]
     is_equal = len(hashes) > 1 and all(of_rank == hashes[0] != [] for of_rank in hashes)
-    if is_equal and (is_fsdp or not any(map(is_sharded, model.parameters()))):
+    if is_equal and has_own_batches(model):
         words = "hold the same batch: give each rank its share of the data (DistributedSampler)"
         yield KINDS["equal-ranks"].reading("", len(hashes), 1, words=words)
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, in_order, of_all
 from narrowgauge.analysis.thresholds import EVALUATIONS_APART, LOSS_APART, SETTLED, TWICE, UNIFORM_STEPS
-from narrowgauge.checks.gradients import vocabulary_of
+from narrowgauge.checks.gradients import has_own_batches, vocabulary_of
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.distributed.ranks import all_ranks
@@ -512,11 +512,10 @@ class Watch:
             yield KINDS["equal-ranks"].reading("", self._here.size, 1, 0, step, words=words)
 
     def _has_own_data(self) -> bool:
-        """Return whether each rank trains on its own data. Ranks that share a layer may share a batch."""
-        is_fsdp = any(type(m).__name__.startswith("FSDP") for m in self.watched_model.modules())
-        if self._is_sharded and not is_fsdp:
+        is_own = has_own_batches(self.watched_model)
+        if not is_own:
             self.unseen["batches of ranks"] = "parameters are sharded, not by FSDP"
-        return is_fsdp or not self._is_sharded
+        return is_own
 
 
 def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
