@@ -22,7 +22,9 @@ ADAPTERS = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--frameworks", action="store_true", help="also run the tests that are marked `frameworks`")
+    parser.addoption(
+        "--frameworks", action="store_true", help="also run the tests that are marked `frameworks`"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -39,7 +41,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--frameworks"):
         return
-    left_out = [item for item in items if item.get_closest_marker("frameworks") or needs_framework(item)]
+    left_out = [
+        item for item in items if item.get_closest_marker("frameworks") or needs_framework(item)
+    ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

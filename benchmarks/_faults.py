@@ -71,7 +71,9 @@ class Fault:
 
     def first_event(self, events: Events, at: int) -> Mapping[str, Any] | None:
         """The first event that reports the fault, whether in time or not."""
-        return next((event for event in events if event["step"] >= at and self.matches(event)), None)
+        return next(
+            (event for event in events if event["step"] >= at and self.matches(event)), None
+        )
 
     def matches(self, event: Mapping[str, Any]) -> bool:
         """Whether an event is of an expected kind and names the right tensor."""
@@ -134,7 +136,9 @@ def random_batch(session: Session) -> None:
         parts = true_batch()
         if session.step != spoiled:
             return parts
-        return [torch.randint(size, part.shape, generator=generator).to(part.device) for part in parts]
+        return [
+            torch.randint(size, part.shape, generator=generator).to(part.device) for part in parts
+        ]
 
     session.batch = batch  # type: ignore[method-assign]
 
@@ -184,7 +188,9 @@ def scale_gradients(session: Session, factor: float) -> None:
 
     def loss(tokens: Tensor) -> Tensor:
         value = true_loss(tokens)
-        return value.detach() + factor * (value - value.detach()) if torch.is_grad_enabled() else value
+        return (
+            value.detach() + factor * (value - value.detach()) if torch.is_grad_enabled() else value
+        )
 
     session.loss = loss
 

@@ -18,7 +18,10 @@ def in_processes(function: Callable[..., Any], number: int, *arguments: Any) -> 
     """What ``function(rank, folder, *arguments)`` returns in the first of so many processes, which share an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
-        ranks = [context.Process(target=_run, args=(function, rank, Path(folder), arguments)) for rank in range(number)]
+        ranks = [
+            context.Process(target=_run, args=(function, rank, Path(folder), arguments))
+            for rank in range(number)
+        ]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -38,7 +41,9 @@ def _run(function: Callable[..., Any], rank: int, folder: Path, arguments: Seque
 def group(rank: int, folder: Path, size: int) -> Iterator[None]:
     """A process group of gloo, over the loopback interface."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size
+    )
     yield
     dist.barrier()
     dist.destroy_process_group()

@@ -44,7 +44,9 @@ class Part:
         return json.dumps([self.name, self.settings], sort_keys=True)
 
 
-def complete(parts: Sequence[Part], out: Path, report: Report, *, only_kept: bool = False) -> dict[str, Any]:
+def complete(
+    parts: Sequence[Part], out: Path, report: Report, *, only_kept: bool = False
+) -> dict[str, Any]:
     """Return each part's result by name. Measure what the file lacks, unless ``only_kept``."""
     file = out / "parts.jsonl"
     results = _read(file)
@@ -54,7 +56,9 @@ def complete(parts: Sequence[Part], out: Path, report: Report, *, only_kept: boo
     for number, part in enumerate(missing if not only_kept else ()):
         show(f"{number + 1} of {len(missing)}: {part.name}")
         began = time.perf_counter()
-        line = json.dumps({"part": part.key, "made": part.make(), "seconds": time.perf_counter() - began})
+        line = json.dumps(
+            {"part": part.key, "made": part.make(), "seconds": time.perf_counter() - began}
+        )
         out.mkdir(parents=True, exist_ok=True)
         with file.open("a") as lines:
             lines.write("\n" + line)  # after a line that may be cut off
@@ -83,11 +87,20 @@ def announcement(missing: Sequence[float], number: int, place: Path) -> str:
 def show(line: str) -> None:
     """Show progress in one line of a terminal."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+        print(
+            f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def add_out(flags: argparse.ArgumentParser, name: str, of: str = "finished parts") -> None:
-    flags.add_argument("--out", type=Path, help=f"folder of the {of} (default runs/{name}; --quick: a temporary one)")
+    flags.add_argument(
+        "--out",
+        type=Path,
+        help=f"folder of the {of} (default runs/{name}; --quick: a temporary one)",
+    )
 
 
 @contextlib.contextmanager

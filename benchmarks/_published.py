@@ -56,7 +56,9 @@ class Shape:
     def matmul_parameters(self) -> int:
         """Weights of the layers' matmuls, without the output head."""
         attention = 2 * self.hidden * self.attention * (1 + self.kv_heads / self.heads)
-        return self.layers * round(attention + (3 if self.gated else 2) * self.hidden * self.intermediate)
+        return self.layers * round(
+            attention + (3 if self.gated else 2) * self.hidden * self.intermediate
+        )
 
     @property
     def parameters(self) -> int:
@@ -64,7 +66,9 @@ class Shape:
         per_layer = 2 * self.hidden
         if self.biases:
             per_layer += 2 * self.hidden + 5 * self.hidden + self.intermediate
-        outside = (self.vocabulary * (1 if self.tied else 2) + self.positions + (2 if self.biases else 1)) * self.hidden
+        outside = (
+            self.vocabulary * (1 if self.tied else 2) + self.positions + (2 if self.biases else 1)
+        ) * self.hidden
         return self.matmul_parameters + self.layers * per_layer + outside
 
 
@@ -143,14 +147,29 @@ def shape(run: Run) -> Shape:
     """
     config, kind = run.config, run.config["model_type"]
     if kind == "llama":
-        keys = "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+        keys = (
+            "num_hidden_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
         sizes = [config[key] for key in keys]
         head_dim = config.get("head_dim", 0)
-        return Shape(*sizes, config["vocab_size"], 0, True, False, config["tie_word_embeddings"], head_dim)
+        return Shape(
+            *sizes, config["vocab_size"], 0, True, False, config["tie_word_embeddings"], head_dim
+        )
     if kind == "gpt_neox":
-        layers, width, heads = (config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-        return Shape(layers, width, 4 * width, heads, heads, config["vocab_size"], 0, False, True, False)
-    hidden, layers, heads = {"gpt2": ("n_embd", "n_layer", "n_head"), "mpt": ("d_model", "n_layers", "n_heads")}[kind]
+        layers, width, heads = (
+            config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        )
+        return Shape(
+            layers, width, 4 * width, heads, heads, config["vocab_size"], 0, False, True, False
+        )
+    hidden, layers, heads = {
+        "gpt2": ("n_embd", "n_layer", "n_head"),
+        "mpt": ("d_model", "n_layers", "n_heads"),
+    }[kind]
     width = config[hidden]
     return Shape(
         config[layers], width, 4 * width, config[heads], config[heads], config["vocab_size"],
@@ -200,7 +219,9 @@ def rates(run: Run) -> dict[str, float]:
     if "tokens_per_second_per_chip" in printed:
         found["tokens_per_second_per_chip"] = float(printed["tokens_per_second_per_chip"])
     if "iteration_seconds" in printed:
-        found["iteration_seconds"] = run.tokens_per_step / printed["iteration_seconds"] / run.machine["chips"]
+        found["iteration_seconds"] = (
+            run.tokens_per_step / printed["iteration_seconds"] / run.machine["chips"]
+        )
     if "chip_hours" in printed:
         found["chip_hours"] = printed["tokens"] / (printed["chip_hours"] * SECONDS_PER_HOUR)
     if run.config["model_type"] in ("llama", "gpt2", "mpt", "gpt_neox"):
@@ -208,7 +229,9 @@ def rates(run: Run) -> dict[str, float]:
             if key in printed:
                 found[key] = printed[key] * 1e12 / flops_per_token(run)
         if "mfu_percent" in printed:
-            found["mfu_percent"] = printed["mfu_percent"] / 100 * printed["peak_tflops"] * 1e12 / flops_per_token(run)
+            found["mfu_percent"] = (
+                printed["mfu_percent"] / 100 * printed["peak_tflops"] * 1e12 / flops_per_token(run)
+            )
     if "days_for_300e9_tokens" in printed:
         seconds = printed["days_for_300e9_tokens"] * SECONDS_PER_DAY
         found["days_for_300e9_tokens"] = 300e9 / seconds / run.machine["chips"]

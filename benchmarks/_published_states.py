@@ -60,7 +60,11 @@ class PublishedStates:
     def bytes_per_param(self, *shape: int) -> float:
         """Bytes per parameter of a matrix: weight, bfloat16 gradient and states, counted from tensors."""
         zeros = torch.zeros(shape)
-        parts = [part for kept in (self.weight, *self.codes(zeros.numel())) for part in kept.encode(zeros)]
+        parts = [
+            part
+            for kept in (self.weight, *self.codes(zeros.numel()))
+            for part in kept.encode(zeros)
+        ]
         return 2 + sum(part.numel() * part.element_size() for part in parts) / zeros.numel()
 
 
@@ -79,7 +83,11 @@ def by_power_of_two(x: Tensor, dtype: torch.dtype) -> Parts:
     Source: MS-AMP at 0367bdc, ``common/tensor/meta.py``, ``compute_scaling_factor`` with a margin of 0.
     """
     amax = x.abs().amax().double()
-    exponent = torch.floor(torch.log2(torch.finfo(dtype).max / amax)) if amax > 0 else torch.zeros_like(amax)
+    exponent = (
+        torch.floor(torch.log2(torch.finfo(dtype).max / amax))
+        if amax > 0
+        else torch.zeros_like(amax)
+    )
     scale = torch.exp2(exponent.clamp(-126, 126)).float()
     return (x * scale).to(dtype), 1 / scale
 
@@ -119,12 +127,20 @@ def encode_expanded(x: Tensor) -> Parts:
     groups, top = grouped(x, 128), torch.finfo(torch.float8_e4m3fn).max
     magnitude = groups.abs()
     highest = magnitude.amax(1, keepdim=True)
-    lowest = torch.where(magnitude > 0, magnitude, math.inf).amin(1, keepdim=True).clamp(max=highest)
+    lowest = (
+        torch.where(magnitude > 0, magnitude, math.inf).amin(1, keepdim=True).clamp(max=highest)
+    )
     highest, lowest = highest + 1e-30, lowest + 1e-30
     ratio, centre = highest / lowest, highest.sqrt() * lowest.sqrt()
-    power = torch.where(ratio > 1, torch.floor(math.log2(top * top / 2) / torch.log2(ratio) * 16) / 16, 1.0)
+    power = torch.where(
+        ratio > 1, torch.floor(math.log2(top * top / 2) / torch.log2(ratio) * 16) / 16, 1.0
+    )
     scale = (highest / centre) ** power / top
-    codes = (groups.sign() * (magnitude / centre) ** power / scale).clamp(-top, top).to(torch.float8_e4m3fn)
+    codes = (
+        (groups.sign() * (magnitude / centre) ** power / scale)
+        .clamp(-top, top)
+        .to(torch.float8_e4m3fn)
+    )
     return codes.flatten()[: x.numel()], scale, power, centre
 
 
@@ -222,9 +238,16 @@ FLOAT32 = Kept(lambda x: (x.clone(),), lambda parts, shape: parts[0])
 MASTER = Kept(lambda x: (x.bfloat16(), x.clone()), lambda parts, shape: parts[1])
 HALF_MASTER = Kept(encode_half_master, lambda parts, shape: times_scale(parts[1:], shape))
 EXPANDED = Kept(encode_expanded, decode_expanded)
-E4M3, E5M2 = (Kept(partial(by_amax, dtype=t), times_scale) for t in (torch.float8_e4m3fn, torch.float8_e5m2))
-BY_POWERS = tuple(Kept(partial(by_power_of_two, dtype=t), times_scale) for t in (torch.float8_e4m3fn, torch.float16))
-MAPPED = tuple(Kept(partial(encode_mapped, signed=s), partial(decode_mapped, signed=s)) for s in (True, False))
+E4M3, E5M2 = (
+    Kept(partial(by_amax, dtype=t), times_scale) for t in (torch.float8_e4m3fn, torch.float8_e5m2)
+)
+BY_POWERS = tuple(
+    Kept(partial(by_power_of_two, dtype=t), times_scale)
+    for t in (torch.float8_e4m3fn, torch.float16)
+)
+MAPPED = tuple(
+    Kept(partial(encode_mapped, signed=s), partial(decode_mapped, signed=s)) for s in (True, False)
+)
 FLASH = Kept(encode_first, decode_first), Kept(encode_second, decode_second)
 ROWS = (
     # Only the formats: their scales and masters were not read, so these are the plain ones.
@@ -252,7 +275,13 @@ class CodedAdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        self.row, self.lr, self.betas, self.eps, self.weight_decay = row, lr, betas, eps, weight_decay
+        self.row, self.lr, self.betas, self.eps, self.weight_decay = (
+            row,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+        )
         self.shape, self.steps = weight.shape, 0
         self._codes = row.codes(weight.numel())
         self._weight = row.weight.encode(weight.float())
@@ -267,12 +296,17 @@ class CodedAdamW:
         """Take one step."""
         self.steps += 1
         (beta1, beta2), g = self.betas, gradient.float()
-        first, second = (kept.decode(part, self.shape) for kept, part in zip(self._codes, self._moments, strict=True))
+        first, second = (
+            kept.decode(part, self.shape)
+            for kept, part in zip(self._codes, self._moments, strict=True)
+        )
         moments = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
         first, second = moments[0] / (1 - beta1**self.steps), moments[1] / (1 - beta2**self.steps)
         weight = self.weight * (1 - self.lr * self.weight_decay)
         self._weight = self.row.weight.encode(weight - self.lr * first / (second.sqrt() + self.eps))
-        self._moments = tuple(kept.encode(value) for kept, value in zip(self._codes, moments, strict=True))
+        self._moments = tuple(
+            kept.encode(value) for kept, value in zip(self._codes, moments, strict=True)
+        )
 
     def bytes_per_param(self) -> float:
         """Bytes of weight, bfloat16 gradient and everything else that is kept, per parameter."""

@@ -58,7 +58,9 @@ SERIOUS = frozenset({
 STRUCK_AT, EVERY_STRUCK, EVERY_HEALTHY = 41, 10, 5
 
 
-def run_of(folder: Path, options: argparse.Namespace, within: AbstractContextManager[None], **settings: Any) -> Run:
+def run_of(
+    folder: Path, options: argparse.Namespace, within: AbstractContextManager[None], **settings: Any
+) -> Run:
     """One run, without a word on the screen."""
     given = {
         "log_every": 1 << 20,
@@ -109,7 +111,12 @@ def fault_row(fault: Fault, folder: Path, options: argparse.Namespace) -> Row:
 
 def healthy_row(recipe: str, folder: Path, options: argparse.Namespace) -> Row:
     """The table's row of a healthy run."""
-    settings = {"steps": options.steps, "gauges_every": EVERY_HEALTHY, "recipe": recipe, **HEALTHY.get(recipe, {})}
+    settings = {
+        "steps": options.steps,
+        "gauges_every": EVERY_HEALTHY,
+        "recipe": recipe,
+        **HEALTHY.get(recipe, {}),
+    }
     run = run_of(folder, options, nullcontext(), **settings)
     serious = [event for event in run.events if event["kind"] in SERIOUS]
     light = [event for event in run.events if event["kind"] not in SERIOUS]
@@ -128,8 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=1)
     flags.add_argument("--model", default="llama-1m", help="a preset (default llama-1m)")
-    flags.add_argument("--faults", nargs="*", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
-    flags.add_argument("--recipes", nargs="*", default=list(HEALTHY), metavar="RECIPE", help="of healthy runs")
+    flags.add_argument(
+        "--faults", nargs="*", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT"
+    )
+    flags.add_argument(
+        "--recipes", nargs="*", default=list(HEALTHY), metavar="RECIPE", help="of healthy runs"
+    )
     flags.add_argument("--steps", type=int, default=120, help="of a healthy run")
     flags.add_argument("--batch-size", type=int, default=8, help="sequences per step")
     flags.add_argument("--sequence-length", type=int, default=128, help="tokens per sequence")
@@ -150,18 +161,27 @@ def emit(report: Report, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as place:
         for number, name in enumerate(options.faults):
             rows.append(fault_row(FAULTS[name], Path(place) / f"fault{number}", options))
-            print(f"{name}: raised at {rows[-1]['raised at']}, in time {rows[-1]['in time']}", flush=True)
+            print(
+                f"{name}: raised at {rows[-1]['raised at']}, in time {rows[-1]['in time']}",
+                flush=True,
+            )
         for number, name in enumerate(options.recipes):
             healthy.append(healthy_row(name, Path(place) / f"healthy{number}", options))
             print(f"{name}: {healthy[-1]['serious alarms']}; {healthy[-1]['others']}", flush=True)
     tokens = f"{options.model}, {options.batch_size} × {options.sequence_length} tokens a step"
-    report.add(f"faults, {tokens}, gauges every {EVERY_STRUCK} steps unless a fault says otherwise", rows)
-    report.add(f"healthy runs, {tokens}, {options.steps} steps, gauges every {EVERY_HEALTHY}", healthy)
+    report.add(
+        f"faults, {tokens}, gauges every {EVERY_STRUCK} steps unless a fault says otherwise", rows
+    )
+    report.add(
+        f"healthy runs, {tokens}, {options.steps} steps, gauges every {EVERY_HEALTHY}", healthy
+    )
     noticed = sum(row["in time"] == "yes" for row in rows)
     cried = sum(row["serious alarms"] != "none" for row in healthy)
     other = sum(row["others"] != "none" for row in healthy)
     report.note(f"{noticed} of {len(rows)} faults raised in time")
-    report.note(f"{cried} of {len(healthy)} healthy runs raised a serious alarm, {other} one of another kind")
+    report.note(
+        f"{cried} of {len(healthy)} healthy runs raised a serious alarm, {other} one of another kind"
+    )
 
 
 if __name__ == "__main__":

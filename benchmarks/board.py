@@ -75,7 +75,8 @@ STORAGES = (
     "float32", ONCE, "weight8", "nearest8", "float8/collage-plus",
 )  # fmt: skip
 COMPUTES = tuple(
-    f"{name}/{WORD}" for name in ("int8-row", "float8-row", "float8-tensor", "mxfp8", "nvfp4", "mxfp4", "scalify")
+    f"{name}/{WORD}"
+    for name in ("int8-row", "float8-row", "float8-tensor", "mxfp8", "nvfp4", "mxfp4", "scalify")
 )
 FULL = "float32/float32"
 SIXTEEN_BITS = ("float32", "float16/float32", "naive", "float16/naive")
@@ -112,7 +113,10 @@ class Setting:
         return list(itertools.product((round(self.lr / 3, 6), self.lr), (0.95, 0.999)))
 
 
-SETTINGS = {setting.model: setting for setting in (Setting("llama-1m", 800, 3e-3), Setting("llama-8m", 1500, 1e-3))}
+SETTINGS = {
+    setting.model: setting
+    for setting in (Setting("llama-1m", 800, 3e-3), Setting("llama-8m", 1500, 1e-3))
+}
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,30 @@ class Job:
     def config(self) -> TrainConfig:
         """The trainer's settings. A peer steps the model of ``naive``; published states replace those of ``master``."""
         sizes, (lr, beta2) = dict(vars(self.setting)), self.cell
-        stand_in = "naive" if self.row in PEERS else MASTER if self.row in (NO_DECAY, *FORMULAS) else self.row
+        stand_in = (
+            "naive"
+            if self.row in PEERS
+            else MASTER
+            if self.row in (NO_DECAY, *FORMULAS)
+            else self.row
+        )
         recipe = parse(stand_in if "/" in stand_in else f"bfloat16/{stand_in}")
-        sizes |= {"lr": lr, "min_lr_ratio": sizes.pop("final_lr") / lr, "beta2": beta2, "seed": self.seed}
+        sizes |= {
+            "lr": lr,
+            "min_lr_ratio": sizes.pop("final_lr") / lr,
+            "beta2": beta2,
+            "seed": self.seed,
+        }
         if self.row == NO_DECAY:
             sizes["weight_decay"] = 0.0
         config = TrainConfig(
-            **sizes, recipe=recipe, compile=False, data=self.data, keep_checkpoints=1, gauges_every=0, threads=1
+            **sizes,
+            recipe=recipe,
+            compile=False,
+            data=self.data,
+            keep_checkpoints=1,
+            gauges_every=0,
+            threads=1,
         )
         return config.filled()
 
@@ -200,9 +221,15 @@ def records_of(setting: Setting, file: Path = FILE) -> list[Record]:
         lines = file.read_text().splitlines() if file.is_file() else []
         records = [Record(**json.loads(line)) for line in lines]
     except (ValueError, TypeError) as error:
-        raise RecordError(f"Cannot read {file.name} because a line is no record: {error}.", "Restore it.") from None
+        raise RecordError(
+            f"Cannot read {file.name} because a line is no record: {error}.", "Restore it."
+        ) from None
     same = ("model", "steps", "batch_size", "sequence_length", "final_lr")
-    return [record for record in records if all(getattr(record, name) == getattr(setting, name) for name in same)]
+    return [
+        record
+        for record in records
+        if all(getattr(record, name) == getattr(setting, name) for name in same)
+    ]
 
 
 def append(record: Record, setting: Setting, file: Path = FILE) -> None:
@@ -215,7 +242,11 @@ def append(record: Record, setting: Setting, file: Path = FILE) -> None:
 
 def vectors() -> str:
     """Return what decides the bits of a run beside torch: the GPU, or the vector instructions of the processor."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    return (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else torch.backends.cpu.get_cpu_capability()
+    )
 
 
 # ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,7 +258,10 @@ def levels(data: Dataset, setting: Setting) -> tuple[float, float]:
     Counts are those of the training text. A bigram after n occurrences of its first token is interpolated with the unigram by
     n / (n + 50).
     """
-    size, tokens = data.vocab_size, np.asarray(data.train[np.arange(data.num_tokens)], dtype=np.int64)
+    size, tokens = (
+        data.vocab_size,
+        np.asarray(data.train[np.arange(data.num_tokens)], dtype=np.int64),
+    )
     sequences = data.validation(setting.eval_sequences, setting.sequence_length)
     first, second = sequences[:, :-1].ravel(), sequences[:, 1:].ravel()
     count = np.bincount(tokens, minlength=size)
@@ -251,7 +285,9 @@ def trained(job: Job, out: Path) -> Record:
         optimizer = peer_optimizer(peer, session)
         while session.step < config.steps:
             peer_step(session, optimizer)
-        weights = fingerprint_whole({name: weight.detach() for name, weight in session.model.named_parameters()})
+        weights = fingerprint_whole(
+            {name: weight.detach() for name, weight in session.model.named_parameters()}
+        )
         size = bytes_held(optimizer)
     else:
         if (checkpoint := latest_checkpoint(folder, lambda *_: None)) is not None:
@@ -272,11 +308,17 @@ def trained(job: Job, out: Path) -> Record:
         session.saver.close()
         weights, size = session.weights_fingerprint(), session.optimizer.bytes_per_param()
         if formula is None:
-            edq, late_edq = (float(update_metrics(sums)["edq"]) for sums in (audits.sum(0), audits[1]))
+            edq, late_edq = (
+                float(update_metrics(sums)["edq"]) for sums in (audits.sum(0), audits[1])
+            )
         else:  # the audit is of the step before the states were replaced
             size = formula_bytes(formula, session.optimizer)
     loss, (unigram, bigram) = evaluate(session), levels(data, job.setting)
-    setting = {name: value for name, value in vars(job.setting).items() if name not in ("lr", "eval_sequences")}
+    setting = {
+        name: value
+        for name, value in vars(job.setting).items()
+        if name not in ("lr", "eval_sequences")
+    }
     return Record(
         **setting,
         row=job.row,
@@ -326,7 +368,9 @@ def claimed(place: Path) -> Iterator[bool]:
 def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:
     """Train what has no record of this processor's vectors and this torch; return the number of runs that failed."""
     here, failures = (vectors(), torch.__version__), 0
-    for row in {job.row: None for job in wanted if job.row in PEERS and not PEERS[job.row].is_installed}:
+    for row in {
+        job.row: None for job in wanted if job.row in PEERS and not PEERS[job.row].is_installed
+    }:
         print(f"{row} is not installed: pip install {PEERS[row].package}", flush=True)
     wanted = [job for job in wanted if job.row not in PEERS or PEERS[job.row].is_installed]
     for number, job in enumerate(wanted, 1):
@@ -338,11 +382,16 @@ def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:
                 record = trained(job, out)
             except Exception as error:  # the other rows are still measured
                 failures += 1
-                print(f"{number}/{len(wanted)} {job.name} failed: {type(error).__name__}: {error}", flush=True)
+                print(
+                    f"{number}/{len(wanted)} {job.name} failed: {type(error).__name__}: {error}",
+                    flush=True,
+                )
                 continue
             append(record, job.setting, file)
             shutil.rmtree(out / job.name, ignore_errors=True)
-            print(f"{number}/{len(wanted)} {job.name} validation loss {record.val_loss}", flush=True)
+            print(
+                f"{number}/{len(wanted)} {job.name} validation loss {record.val_loss}", flush=True
+            )
     return failures
 
 
@@ -359,7 +408,9 @@ def is_refused(records: Sequence[Record], cell: Cell) -> bool:
     return any(run.val_loss is None or run.val_loss > run.unigram - MARGIN for run in baselines)
 
 
-def paired(records: Sequence[Record], row: str, cell: Cell, baseline: str) -> list[tuple[Record, Record]]:
+def paired(
+    records: Sequence[Record], row: str, cell: Cell, baseline: str
+) -> list[tuple[Record, Record]]:
     """Return a row's runs with the baseline's of the same seed, all of the one machine that has most of these pairs."""
     baselines = {run.key[1:]: run for run in runs_of(records, baseline, cell)}
     machines: dict[tuple[str, str], list[tuple[Record, Record]]] = {}
@@ -369,10 +420,14 @@ def paired(records: Sequence[Record], row: str, cell: Cell, baseline: str) -> li
     return max(machines.values(), key=len, default=[])
 
 
-def differences(records: Sequence[Record], row: str, cell: Cell, baseline: str = MASTER) -> list[float]:
+def differences(
+    records: Sequence[Record], row: str, cell: Cell, baseline: str = MASTER
+) -> list[float]:
     """Return a row's losses less its baseline's, one for each seed; infinite where the row diverged."""
     pairs = paired(records, row, cell, baseline)
-    return [(math.inf if run.val_loss is None else run.val_loss) - base.val_loss for run, base in pairs]
+    return [
+        (math.inf if run.val_loss is None else run.val_loss) - base.val_loss for run, base in pairs
+    ]
 
 
 def interval_of_cells(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -387,7 +442,9 @@ def interval_of_cells(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
     shares = [statistics.variance(cell) / len(cell) for cell in cells]
     if not sum(shares):
         return mean, 0.0
-    degrees = sum(shares) ** 2 / sum(s**2 / (len(cell) - 1) for s, cell in zip(shares, cells, strict=True))
+    degrees = sum(shares) ** 2 / sum(
+        s**2 / (len(cell) - 1) for s, cell in zip(shares, cells, strict=True)
+    )
     return mean, student_t(int(degrees + 1e-9)) * math.sqrt(sum(shares)) / len(cells)
 
 
@@ -412,7 +469,9 @@ def cell_name(cell: Cell) -> str:
     return f"lr {cell[0]:g}, beta2 {cell[1]:g}"
 
 
-def cost_table(records: Sequence[Record], rows: Sequence[str], cells: Sequence[Cell], baseline: str) -> str:
+def cost_table(
+    records: Sequence[Record], rows: Sequence[str], cells: Sequence[Cell], baseline: str
+) -> str:
     """Return a line for each row with a record: bytes, EDQ, the difference in each cell and over all; empty without one."""
     lines = []
     for row in rows:
@@ -421,12 +480,22 @@ def cost_table(records: Sequence[Record], rows: Sequence[str], cells: Sequence[C
             continue
         cost = [differences(records, row, cell, baseline) for cell in cells]
         edqs = [run.late_edq for run in runs if run.late_edq is not None]
-        name = f"{row} ({runs[-1].package})" if row in PEERS else row if row == NO_DECAY else f"`{row}`"
+        name = (
+            f"{row} ({runs[-1].package})"
+            if row in PEERS
+            else row
+            if row == NO_DECAY
+            else f"`{row}`"
+        )
         edq = f"{statistics.fmean(edqs):.3f}" if edqs else "–"
         figures = [shown([cell]) for cell in cost] + ([shown(cost)] if len(cells) > 1 else [])
         lines.append([name, f"{runs[-1].bytes_per_param:.2f}", edq, *figures])
     over_all = ["all cells"] if len(cells) > 1 else []
-    return table(["row", "B/param", "late EDQ", *map(cell_name, cells), *over_all], lines) if lines else ""
+    return (
+        table(["row", "B/param", "late EDQ", *map(cell_name, cells), *over_all], lines)
+        if lines
+        else ""
+    )
 
 
 def controls(records: Sequence[Record], cells: Sequence[Cell]) -> str:
@@ -435,7 +504,13 @@ def controls(records: Sequence[Record], cells: Sequence[Cell]) -> str:
     for row in CONTROLS:
         cost = max([[], *(differences(records, row, cell) for cell in cells)], key=len)
         mean, half = interval(cost) if cost else (0.0, math.inf)
-        lost = "lost" if mean > half or mean == math.inf else "undecided" if math.isinf(half) else "**did not lose**"
+        lost = (
+            "lost"
+            if mean > half or mean == math.inf
+            else "undecided"
+            if math.isinf(half)
+            else "**did not lose**"
+        )
         lines.append(f"- `{row}`: {f'{shown([cost])}, {lost}' if cost else 'no run yet'}.")
     return "\n".join(lines)
 
@@ -444,18 +519,27 @@ def section(records: Sequence[Record], setting: Setting) -> str:
     """Return the tables of one model."""
     recorded = [cell for cell in setting.cells if runs_of(records, MASTER, cell)]
     cells = [cell for cell in recorded if not is_refused(records, cell)]
-    versions = [", ".join(sorted({getattr(run, name) for run in records})) for name in ("torch", "vectors")]
+    versions = [
+        ", ".join(sorted({getattr(run, name) for run in records})) for name in ("torch", "vectors")
+    ]
     levels_of = []
     for cell in cells:
         runs = [run for run, _ in paired(records, MASTER, cell, MASTER)]
-        means = [statistics.fmean(getattr(run, name) for run in runs) for name in ("val_loss", "bigram", "unigram")]
+        means = [
+            statistics.fmean(getattr(run, name) for run in runs)
+            for name in ("val_loss", "bigram", "unigram")
+        ]
         levels_of.append([cell_name(cell), *(f"{mean:.3f}" for mean in means), str(len(runs))])
     masters = {run.key[1:]: run.weights for run in records if run.row == MASTER}
     proofs = [(run, masters.get(run.key[1:])) for run in records if run.row == ONCE]
     parts = [
         f"## {setting.model}, {setting.steps} steps of {setting.batch_size} × {setting.sequence_length} tokens",
         f"{len(records)} runs, until {max(run.date for run in records)}. torch {versions[0]}; vectors {versions[1]}.",
-        *(f"Refused: {cell_name(cell)}; the baseline did not learn." for cell in recorded if cell not in cells),
+        *(
+            f"Refused: {cell_name(cell)}; the baseline did not learn."
+            for cell in recorded
+            if cell not in cells
+        ),
         table(["loss of", f"`{MASTER}`", "bigrams", "unigrams", "seeds"], levels_of),
         f"Controls, which must lose, in the cell with most seeds:\n\n{controls(records, cells)}",
         *(
@@ -477,7 +561,11 @@ def section(records: Sequence[Record], setting: Setting) -> str:
 
 def filled_page(page: str, file: Path = FILE) -> str:
     """Return the page with the tables of all records between its marks."""
-    sections = [section(records, setting) for setting in SETTINGS.values() if (records := records_of(setting, file))]
+    sections = [
+        section(records, setting)
+        for setting in SETTINGS.values()
+        if (records := records_of(setting, file))
+    ]
     before, after = page.split(MARKS[0])[0], page.split(MARKS[1])[1]
     return "\n\n".join([before + MARKS[0], *sections, MARKS[1] + after])
 
@@ -489,18 +577,28 @@ def cell_of(text: str) -> Cell:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--add", nargs="+", metavar="ROW", help="train what has no record; all: every row")
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--add", nargs="+", metavar="ROW", help="train what has no record; all: every row"
+    )
     flags.add_argument("--page", action="store_true", help="write the tables of docs/board.md")
     flags.add_argument("--quick", action="store_true", help="two rows, six steps; nothing is kept")
     flags.add_argument("--model", choices=SETTINGS, default="llama-1m")
     flags.add_argument(
-        "--cell", nargs="+", type=cell_of, metavar="LR,BETA2", help="train these cells only (1e-3,0.999)"
+        "--cell",
+        nargs="+",
+        type=cell_of,
+        metavar="LR,BETA2",
+        help="train these cells only (1e-3,0.999)",
     )
     flags.add_argument("--seeds", type=int, default=3, help="seeds per cell (default 3)")
     flags.add_argument("--file", type=Path, default=FILE, help="the records")
     flags.add_argument("--data", help="a token map (default: the standard library's source)")
-    flags.add_argument("--out", type=Path, default=Path("runs/board"), help="checkpoints (default runs/board)")
+    flags.add_argument(
+        "--out", type=Path, default=Path("runs/board"), help="checkpoints (default runs/board)"
+    )
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
     setting = SETTINGS[options.model]
@@ -511,7 +609,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = ROWS if options.add == ["all"] else (MASTER, *options.add)
         wanted = jobs(setting, rows, options.seeds, options.data)
         return int(
-            add([job for job in wanted if job.cell in (options.cell or setting.cells)], options.out, options.file) > 0
+            add(
+                [job for job in wanted if job.cell in (options.cell or setting.cells)],
+                options.out,
+                options.file,
+            )
+            > 0
         )
     with tempfile.TemporaryDirectory() as folder:
         short = dataclasses.replace(setting, steps=6, eval_sequences=16)

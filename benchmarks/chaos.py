@@ -53,7 +53,21 @@ SETTINGS = {
     "sequence-length": 16, "lr": 0.003, "eval-every": 3, "eval-sequences": 2, "checkpoint-every": 2, "gauges-every": 3,
     "log-every": 1, "held-out": 0.2,
 }  # fmt: skip
-WORDS = ["def", "return", "the", "quick", "brown", "fox", "jumps", "over", "import", "lazy", "dog", "self", "None"]
+WORDS = [
+    "def",
+    "return",
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "import",
+    "lazy",
+    "dog",
+    "self",
+    "None",
+]
 CALLS = ("write", "fsync", "rename", "replace", "open", "mkdir", "unlink")
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
 PATIENCE_SECONDS = 120.0
@@ -100,7 +114,9 @@ def at_call(number: int, strike: Callable[[], None]) -> Callable[[], None]:
 
         def meet(name: str) -> None:
             count[0] += 1
-            is_later_write = count[0] > number and strike is fill_disk and name in ("write", "mkdir")
+            is_later_write = (
+                count[0] > number and strike is fill_disk and name in ("write", "mkdir")
+            )
             if count[0] == number or is_later_write:
                 strike()
 
@@ -124,7 +140,9 @@ def terminate() -> None:
 class Child:
     """A ``narrowgauge`` command in a forked process. ``prepare`` runs in it first."""
 
-    def __init__(self, output: Path, words: Sequence[str], prepare: Callable[[], Any] = lambda: None) -> None:
+    def __init__(
+        self, output: Path, words: Sequence[str], prepare: Callable[[], Any] = lambda: None
+    ) -> None:
         self.output, self.words = output, words
         sys.stdout.flush()
         self.pid = os.fork()
@@ -150,10 +168,14 @@ class Child:
 
     @property
     def text(self) -> str:
-        return self.output.read_text(errors="replace") if self.output.is_file() else ""  # killed before it began
+        return (
+            self.output.read_text(errors="replace") if self.output.is_file() else ""
+        )  # killed before it began
 
 
-def start_ranks(folder: Path, words: list[str], size: int, strikes: dict[int, Callable[[], None]]) -> list[Child]:
+def start_ranks(
+    folder: Path, words: list[str], size: int, strikes: dict[int, Callable[[], None]]
+) -> list[Child]:
     """Start a command on ``size`` ranks; ``strikes`` arms some of them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -187,7 +209,9 @@ def wait_for_ranks(ranks: list[Child], kill_together: bool) -> list[int]:
         is_late = time.monotonic() > deadline
         if not (is_lost := -signal.SIGKILL in statuses.values()):
             lost = time.monotonic()
-        if is_late or (is_lost and time.monotonic() - lost > (0 if kill_together else TORCHRUN_SECONDS)):
+        if is_late or (
+            is_lost and time.monotonic() - lost > (0 if kill_together else TORCHRUN_SECONDS)
+        ):
             for number in set(range(len(ranks))) - statuses.keys():
                 os.kill(ranks[number].pid, signal.SIGKILL)
                 statuses[number] = ranks[number].wait()
@@ -196,7 +220,9 @@ def wait_for_ranks(ranks: list[Child], kill_together: bool) -> list[int]:
         time.sleep(0.01)
     texts = "\n".join(child.text for child in ranks)
     # A rank that has lost another one shows gloo's error.
-    if -signal.SIGKILL not in statuses.values() and ("Traceback" in texts or texts.count("Error: ") > 1):
+    if -signal.SIGKILL not in statuses.values() and (
+        "Traceback" in texts or texts.count("Error: ") > 1
+    ):
         raise Broken(f"more than one line: {texts[-3000:]}")
     return [statuses[number] for number in range(len(ranks))]
 
@@ -214,8 +240,16 @@ class Place:
     seconds: float = 1.0
 
     def train(self, out: Path) -> list[str]:
-        options = {"model": self.folder / "model", "data": self.folder / "tokens", "out": out, **SETTINGS}
-        return ["train", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+        options = {
+            "model": self.folder / "model",
+            "data": self.folder / "tokens",
+            "out": out,
+            **SETTINGS,
+        }
+        return [
+            "train",
+            *(word for name, value in options.items() for word in (f"--{name}", str(value))),
+        ]
 
 
 def prepare(folder: Path) -> Place:
@@ -225,19 +259,27 @@ def prepare(folder: Path) -> Place:
     draw, place = random.Random(0), Place(folder, Run(folder, {}))
     for number in range(8):
         (folder / "text" / f"{number}.txt").write_text(" ".join(draw.choices(WORDS, k=250)))
-    require(Child(folder / "tokens.txt", ["tokenize", str(folder / "text"), str(folder / "tokens")]))
+    require(
+        Child(folder / "tokens.txt", ["tokenize", str(folder / "text"), str(folder / "tokens")])
+    )
     require(Child(folder / "paused.txt", [*place.train(folder / "paused"), "--stop-after", "4"]))
     calls = folder / "calls"
     counter = os.open(calls, os.O_WRONLY | os.O_CREAT)
     write = os.write
     require(
-        Child(folder / "whole.txt", place.train(folder / "whole"), lambda: watch(lambda name: write(counter, b".")))
+        Child(
+            folder / "whole.txt",
+            place.train(folder / "whole"),
+            lambda: watch(lambda name: write(counter, b".")),
+        )
     )
     os.close(counter)
     place.whole, place.num_calls = read_run(folder / "whole"), calls.stat().st_size
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "narrowgauge", *place.train(folder / "timed")], stdout=subprocess.DEVNULL, check=True
+        [sys.executable, "-m", "narrowgauge", *place.train(folder / "timed")],
+        stdout=subprocess.DEVNULL,
+        check=True,
     )
     place.seconds = time.perf_counter() - began
     return place
@@ -251,7 +293,9 @@ def require(child: Child) -> None:
 def require_refusal(child: Child, status: int) -> None:
     lines = re.findall(r"^\w+Error: ", child.text, re.MULTILINE)
     if status not in (1, 2) or len(lines) != 1 or "Traceback" in child.text:
-        raise Broken(f"{' '.join(child.words[:2])} ended with {status}, not with one line: {child.text[-1500:]}")
+        raise Broken(
+            f"{' '.join(child.words[:2])} ended with {status}, not with one line: {child.text[-1500:]}"
+        )
 
 
 def require_same(place: Place, folder: Path) -> None:
@@ -279,7 +323,13 @@ def finish(place: Place, folder: Path, output: Path) -> None:
 # ── tries ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def struck(place: Place, draw: random.Random, at: Path, strike: Callable[[], None], kill_together: bool = False) -> str:
+def struck(
+    place: Place,
+    draw: random.Random,
+    at: Path,
+    strike: Callable[[], None],
+    kill_together: bool = False,
+) -> str:
     """Strike one rank at a system call, then resume or give the same command on other numbers of ranks, often struck again."""
     run, sizes = at / "run", []
     for sitting in range(STRIKES):
@@ -292,7 +342,9 @@ def struck(place: Place, draw: random.Random, at: Path, strike: Callable[[], Non
         statuses = wait_for_ranks(ranks, kill_together)
         allowed = {0, 1, 2, 128 + signal.SIGTERM, -signal.SIGKILL} if is_struck else {0}
         if not allowed.issuperset(statuses):
-            raise Broken(f"{words[0]} ended with {statuses} on {sizes}: {[child.text[-900:] for child in ranks]}")
+            raise Broken(
+                f"{words[0]} ended with {statuses} on {sizes}: {[child.text[-900:] for child in ranks]}"
+            )
         if is_finished(run):
             require_same(place, run)
             return "same run"
@@ -313,7 +365,9 @@ def damaged(place: Place, draw: random.Random, at: Path) -> str:
     """Flip a bit of a file of a paused run, cut the file short, or remove a shard."""
     run = at / "run"
     shutil.copytree(place.folder / "paused", run)
-    file = draw.choice(sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size))
+    file = draw.choice(
+        sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size)
+    )
     content = bytearray(file.read_bytes())
     place_of_damage = draw.randrange(len(content))
     content[place_of_damage] ^= 1 << draw.randrange(8)
@@ -380,7 +434,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{this} {kind}: {outcome}", flush=True)
             shutil.rmtree(at, ignore_errors=True)
     rows = [
-        {"": kind, "tries": counts.total(), "broken": counts["BROKEN"], "outcomes": str(dict(counts))}
+        {
+            "": kind,
+            "tries": counts.total(),
+            "broken": counts["BROKEN"],
+            "outcomes": str(dict(counts)),
+        }
         for kind, counts in outcomes.items()
     ]
     report.add("disturbed trainings, each against the undisturbed run", rows)

@@ -72,11 +72,20 @@ OURS = "check, record", "watch"
 ALONE = *OURS, "anomaly", "overflow", "histograms", "loss guard"
 BESIDE = "DebugMode", "two records"
 """Tools that see the loop alone, and beside its healthy loop."""
-PASSES, UPDATE, EVALUATION = {"data", "forward", "loss", "gradient"}, {"settings", "state", "weights"}, {"evaluation"}
+PASSES, UPDATE, EVALUATION = (
+    {"data", "forward", "loss", "gradient"},
+    {"settings", "state", "weights"},
+    {"evaluation"},
+)
 POINTS_AT: dict[str, set[str]] = {
-    **dict.fromkeys(("place", "read", "split", "labels", "logits", "backward", "before_clip", "zero", *PASSES), PASSES),
+    **dict.fromkeys(
+        ("place", "read", "split", "labels", "logits", "backward", "before_clip", "zero", *PASSES),
+        PASSES,
+    ),
     **dict.fromkeys(("schedule", "update", "start", "optimizer step", "storage"), UPDATE),
-    **dict.fromkeys(("before_evaluation", "evaluate", "after_evaluation", "evaluation"), EVALUATION),
+    **dict.fromkeys(
+        ("before_evaluation", "evaluate", "after_evaluation", "evaluation"), EVALUATION
+    ),
     **{stage: {stage} for stage in ("clip", "resume")},
     "between steps": {"resume", "evaluation", "weights"},
 }
@@ -105,7 +114,11 @@ def watch(loop: Loop) -> Readings:
 def loss_guard(losses: list[float]) -> Readings:
     past, readings = deque[float](maxlen=LOSSES), Readings()
     for step, loss in enumerate(losses, start=1):
-        limit = statistics.fmean(past) + SIGMAS * statistics.stdev(past) if len(past) == LOSSES else math.inf
+        limit = (
+            statistics.fmean(past) + SIGMAS * statistics.stdev(past)
+            if len(past) == LOSSES
+            else math.inf
+        )
         if not math.isfinite(loss) or loss > limit:
             readings.append(Reading(step, "loss", "", "loss-guard", loss, None, limit))
         else:
@@ -128,7 +141,9 @@ def histograms(loop: Loop) -> Readings:
         middle = statistics.median(squares.values())
         for name, square in squares.items():
             is_near = middle / FACTOR**2 <= square <= middle * FACTOR**2
-            past[name].append("no-gradient" if square == 0 else "" if is_near else "gradient-factor")
+            past[name].append(
+                "no-gradient" if square == 0 else "" if is_near else "gradient-factor"
+            )
             what = past[name][0] if past[name].count(past[name][0]) == SAMPLES else ""
             if what := what if math.isfinite(square) else "nonfinite-gradient":
                 readings.append(Reading(loop.step, "gradient", name, what, square**0.5))
@@ -162,7 +177,9 @@ def overflow(loop: Loop) -> Readings:
             loop.run()
     except ValueError:
         lines = printed.getvalue().splitlines()
-        context = next(line.split()[0] for line in lines if line.endswith((" has nans", " has infs")))
+        context = next(
+            line.split()[0] for line in lines if line.endswith((" has nans", " has infs"))
+        )
         module = [line.split()[0] for line in lines if line.startswith(17 * " ")][-1]
         what = "nonfinite" if context == "weight" else "nonfinite-output"
         return [Reading(loop.step, "forward", f"{module}.{context}", what)]
@@ -178,7 +195,9 @@ def captured(row: Row) -> list[Any]:
         return method(*args)
 
     for name in POINTS_AT:
-        if callable(method := getattr(loop, name, None)):  # a fault may keep values under such a name
+        if callable(
+            method := getattr(loop, name, None)
+        ):  # a fault may keep values under such a name
             setattr(loop, name, functools.partial(annotated, name, method))
     with DebugMode(record_output=False) as mode, DebugMode.log_tensor_hashes():
         loop.run()
@@ -217,17 +236,28 @@ def written(row: Row, folder: Path) -> Path:
 def alone(row: Row, folder: Path) -> dict[str, Readings]:
     """Return what each tool that sees a loop alone says of it."""
     said, loop = {"check, record": answers(row, folder)}, row.loop(LONG)
-    said |= {"watch": watch(loop), "histograms": histograms(loop), "loss guard": loss_guard(loop.run())}
+    said |= {
+        "watch": watch(loop),
+        "histograms": histograms(loop),
+        "loss guard": loss_guard(loop.run()),
+    }
     is_finite = all(r.what != "nonfinite-gradient" for r in said["histograms"])
-    return said | {"anomaly": [] if is_finite else anomaly(row.loop(SHORT)), "overflow": overflow(row.loop(SHORT))}
+    return said | {
+        "anomaly": [] if is_finite else anomaly(row.loop(SHORT)),
+        "overflow": overflow(row.loop(SHORT)),
+    }
 
 
 def statements(rows: list[Row], folder: Path) -> Iterator[tuple[Row, str, Readings, Readings]]:
     """Yield each row and tool, what the tool says of the loop, and what it says of the healthy loop with these settings."""
-    for options, members in itertools.groupby(sorted(rows, key=lambda row: row.options), lambda row: row.options):
+    for options, members in itertools.groupby(
+        sorted(rows, key=lambda row: row.options), lambda row: row.options
+    ):
         twin = Row(f"healthy, {options}", options)
         of_twin = functools.cache(lambda twin=twin: alone(twin, folder / twin.name))
-        capture = functools.cache(lambda twin=twin: (captured(twin), {*mismatches(captured(twin), captured(twin))}))
+        capture = functools.cache(
+            lambda twin=twin: (captured(twin), {*mismatches(captured(twin), captured(twin))})
+        )
         record = functools.cache(lambda twin=twin: written(twin, folder / "records" / twin.name))
         for row in members:
             for tool, readings in alone(row, folder / row.name).items():
@@ -244,14 +274,20 @@ def judged(row: Row, tool: str, readings: Readings, usual: Readings) -> str:
     if not row.stage or not fresh:
         return "wrong" if readings else "silent"
     if tool in BESIDE:
-        fresh = [replace(r, what=row.stage if row.stage in POINTS_AT[r.stage] else "another stage") for r in fresh]
+        fresh = [
+            replace(r, what=row.stage if row.stage in POINTS_AT[r.stage] else "another stage")
+            for r in fresh
+        ]
     place = verdict(row, fresh, {row.stage: {row.stage}} if tool in BESIDE else LOCATES)
     return "right place" if place == "located" else place
 
 
 def confusion(rows: list[Row], places: dict[str, dict[str, str]]) -> Iterator[dict[str, Any]]:
     """Yield a line for each tool: faults by the place of what it says, and accused healthy loops."""
-    faults, healthy = ([places[row.name] for row in rows if bool(row.stage) is is_fault] for is_fault in (True, False))
+    faults, healthy = (
+        [places[row.name] for row in rows if bool(row.stage) is is_fault]
+        for is_fault in (True, False)
+    )
     for said in places.values():
         said["both of ours"] = min((said[tool] for tool in OURS), key=[*SIGNS].index)
     for tool in (*OURS, "both of ours", *ALONE[len(OURS) :], *BESIDE):
@@ -268,7 +304,12 @@ def write_page(matrix: list[dict[str, Any]], places: dict[str, dict[str, str]]) 
         name = f"[{row.name}](https://github.com/{row.fault.partition(': ')[0]})"
         lines.append([name, row.stage, *(SIGNS[places[row.name][tool]] for tool in tools)])
     counts = table([*matrix[0]], [[str(x) for x in line.values()] for line in matrix])
-    texts = before + MARKS[0], counts, table(["fault", "stage", *tools], lines), MARKS[1] + rest.partition(MARKS[1])[2]
+    texts = (
+        before + MARKS[0],
+        counts,
+        table(["fault", "stage", *tools], lines),
+        MARKS[1] + rest.partition(MARKS[1])[2],
+    )
     PAGE.write_text("\n\n".join(texts), encoding="utf-8")
 
 
@@ -289,7 +330,9 @@ def main() -> int:
             places[row.name][tool] = judged(row, tool, readings, usual)
             if readings:
                 words = sorted({f"{r.what} {r.tensor}" for r in readings})[:3]
-                print(f"{row.name}: {tool}, {places[row.name][tool]}: {', '.join(words)}", flush=True)
+                print(
+                    f"{row.name}: {tool}, {places[row.name][tool]}: {', '.join(words)}", flush=True
+                )
     matrix = list(confusion(rows, places))
     report.add(f"{len(rows)} loops", matrix)
     if options.page:

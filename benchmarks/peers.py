@@ -38,7 +38,11 @@ def with_ecc(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Tensor:
     from heavyball.utils import _ULPState
 
     correction = optimizer.state[weight].get(0, {}).get("param::ecc")
-    value = weight.detach() if correction is None else _ULPState(correction, 127).decode(weight.detach())
+    value = (
+        weight.detach()
+        if correction is None
+        else _ULPState(correction, 127).decode(weight.detach())
+    )
     return value.double()
 
 
@@ -83,12 +87,16 @@ def _bitsandbytes(parameters: Iterable[nn.Parameter], **options: Any) -> torch.o
     return made
 
 
-def _torchao(name: str, stochastic: bool, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+def _torchao(
+    name: str, stochastic: bool, parameters: Iterable[nn.Parameter], **options: Any
+) -> torch.optim.Optimizer:
     import torchao.optim
 
     if stochastic:
         torch.manual_seed(0)  # its rounding draws from the global generator
-    made: torch.optim.Optimizer = getattr(torchao.optim, name)(parameters, **options, bf16_stochastic_round=stochastic)
+    made: torch.optim.Optimizer = getattr(torchao.optim, name)(
+        parameters, **options, bf16_stochastic_round=stochastic
+    )
     return made
 
 
@@ -171,7 +179,11 @@ def counted_bytes(peer: Peer, side: int = 256) -> float:
 def bytes_held(optimizer: torch.optim.Optimizer) -> float:
     """Bytes per parameter of bfloat16 weights and gradients and of an optimizer's states, counted from its tensors."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    states = sum(part.numel() * part.element_size() for weight in weights for part in _parts(optimizer.state[weight]))
+    states = sum(
+        part.numel() * part.element_size()
+        for weight in weights
+        for part in _parts(optimizer.state[weight])
+    )
     return 4 + states / sum(weight.numel() for weight in weights)
 
 
@@ -182,7 +194,9 @@ def _parts(state: dict[str, Any]) -> list[Tensor]:
         if isinstance(value, dict):
             found += _parts(value)
         elif hasattr(value, "__tensor_flatten__"):
-            found += [getattr(value, part) for part in value.__tensor_flatten__()[0] if part != "qmap"]
+            found += [
+                getattr(value, part) for part in value.__tensor_flatten__()[0] if part != "qmap"
+            ]
         elif isinstance(value, Tensor) and name != "step" and not name.startswith("qmap"):
             found.append(value)
     return found

@@ -52,7 +52,12 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
 TABLE = Path(__file__).parents[1] / "src/narrowgauge/planner/data/efficiency.toml"
-COMPUTES = {"float16": "float16", "bfloat16": "bfloat16", "float8": "float8-tensor", "mxfp8": "float8-row"}
+COMPUTES = {
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float8": "float8-tensor",
+    "mxfp8": "float8-row",
+}
 PROGRAMS = (
     # Papers before 2022 precede fused attention.
     *((name, "megatron-core,loss=whole,selective=attention,attention=eager")
@@ -124,13 +129,17 @@ def layout_of(run: Run) -> Layout:
         tensor=given.get("tensor", 1),
         sequence_parallel=given.get("sequence_parallel", True),
         pipeline=given.get("pipeline", 1),
-        interleave=given.get("interleaving", _UNSTATED_DEPTH if "interleaved schedule" in run.note else 1),
+        interleave=given.get(
+            "interleaving", _UNSTATED_DEPTH if "interleaved schedule" in run.note else 1
+        ),
         context=given.get("context", 1),
         expert=given.get("expert", 1),
         micro_batch=micro_batch,
         micro_batches=max(1, step["global_batch"] // (data * micro_batch)),
         recompute=step.get("recompute", "none"),
-        accumulation_dtype="float32" if program_of(run).sums == "float32" else recipe_of(run).storage.visible,
+        accumulation_dtype="float32"
+        if program_of(run).sums == "float32"
+        else recipe_of(run).storage.visible,
     )
 
 
@@ -193,7 +202,9 @@ def predict(run: Run) -> Point:
     steady = step_terms(job).without(UNSTEADY_GROUP)
     tokens = layout.num_sequences * run.step["sequence_length"] / layout.num_ranks
     measured, has_mixture = measured_tokens_per_second(run), architecture.mixture is not None
-    return Point(run.name, measured, tokens / steady.total, steady, has_mixture, bool(run.software), job, run)
+    return Point(
+        run.name, measured, tokens / steady.total, steady, has_mixture, bool(run.software), job, run
+    )
 
 
 def predict_all(runs: list[Run]) -> tuple[list[Point], list[str]]:
@@ -203,7 +214,9 @@ def predict_all(runs: list[Run]) -> tuple[list[Point], list[str]]:
         try:
             points.append(predict(run))
         except (KeyError, NarrowgaugeError) as error:
-            left_out.append(f"{run.name}: {error if isinstance(error, NarrowgaugeError) else f'{error} is not stated'}")
+            left_out.append(
+                f"{run.name}: {error if isinstance(error, NarrowgaugeError) else f'{error} is not stated'}"
+            )
     return points, left_out
 
 
@@ -236,15 +249,26 @@ def report_search(points: list[Point]) -> str:
             continue
         run, job, machine = point.run, point.job, point.run.machine
         size = max(
-            n for n in range(1, min(machine["chips_per_node"], machine["chips"]) + 1) if machine["chips"] % n == 0
+            n
+            for n in range(1, min(machine["chips_per_node"], machine["chips"]) + 1)
+            if machine["chips"] % n == 0
         )
         per_chip = machine.get("link_gbit_per_second_per_chip")
         network = None if per_chip is None else per_chip * size
         cluster = cluster_of(
-            job.chip, machine["chips"], size, interconnect_gbit_per_second=network, software=run.software
+            job.chip,
+            machine["chips"],
+            size,
+            interconnect_gbit_per_second=network,
+            software=run.software,
         )
         best = search(
-            job.architecture, job.recipe, cluster, job.sequence_length, run.tokens_per_step, program=job.program
+            job.architecture,
+            job.recipe,
+            cluster,
+            job.sequence_length,
+            run.tokens_per_step,
+            program=job.program,
         )
         rate = best.tokens_per_step / best.step.without(UNSTEADY_GROUP).total / best.num_chips
         errors[point.has_mixture].append(rate / point.measured - 1)
@@ -262,7 +286,11 @@ def report_search(points: list[Point]) -> str:
 def report_memory(points: list[Point]) -> str:
     """Summarize which runs are planned to fit, since all ran, and the errors of printed peaks."""
     stated = [point for point in points if "recompute" in point.run.step]
-    too_large = [f"{p.name} {p.job.memory.total / p.job.chip.memory_bytes:.2f}" for p in stated if not p.job.fits]
+    too_large = [
+        f"{p.name} {p.job.memory.total / p.job.chip.memory_bytes:.2f}"
+        for p in stated
+        if not p.job.fits
+    ]
     lines = [
         f"planned to fit: {1 - len(too_large) / len(stated):.0%} of {len(stated)} runs that state what they recompute; not "
         f"{', '.join(too_large) or 'none'}"
@@ -270,11 +298,16 @@ def report_memory(points: list[Point]) -> str:
     errors, inside = [], []
     for point in points:
         printed = point.run.measured
-        if peak := printed.get("peak_memory_gib", 0) * 2**30 or printed.get("peak_memory_gb", 0) * 1e9:
+        if (
+            peak := printed.get("peak_memory_gib", 0) * 2**30
+            or printed.get("peak_memory_gb", 0) * 1e9
+        ):
             low, high = point.job.memory.interval
             errors.append(point.job.memory.total / peak - 1)
             inside.append(low <= peak <= high)
-            print(f"{point.name:48} {peak / 2**30:9,.1f} {point.job.memory.total / 2**30:9,.1f} GiB {errors[-1]:+7.1%}")
+            print(
+                f"{point.name:48} {peak / 2**30:9,.1f} {point.job.memory.total / 2**30:9,.1f} GiB {errors[-1]:+7.1%}"
+            )
     if errors:
         sizes = [abs(error) for error in errors]
         lines.append(
@@ -315,7 +348,9 @@ def widening_of(points: Sequence[Point]) -> float:
     """Return the least widening of quantiles that holds 80 % of the runs of a publication left out; 1 for few publications."""
     if len({family_of(point) for point in points}) < FEWEST_PUBLICATIONS:
         return 1.0
-    return next(wider for step in range(60) if held_by_others(points, wider := 1 + step / 20) >= 0.8)
+    return next(
+        wider for step in range(60) if held_by_others(points, wider := 1 + step / 20) >= 0.8
+    )
 
 
 def write_errors() -> None:
@@ -334,7 +369,12 @@ def write_errors() -> None:
                 middle = statistics.median(ratios)
                 written = middle * error_of(has_mixture=True, has_software=not assumed)[0]
                 lines_of_median = [f"median = {written:.3f}"]
-            ends = [f"low = {low / middle:.3f}", f"high = {high / middle:.3f}", f"runs = {len(chosen)}", ""]
+            ends = [
+                f"low = {low / middle:.3f}",
+                f"high = {high / middle:.3f}",
+                f"runs = {len(chosen)}",
+                "",
+            ]
             lines += [f"[error.{kind}.{name}]", *lines_of_median, *ends]
             print(
                 f"{kind:8} {name:8} {low:.3f} to {high:.3f}, {len(chosen)} runs, quantiles to the power of {wider:.2f}"
@@ -348,12 +388,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--held-out", action="store_true", help="what was held out")
     parser.add_argument(
-        "--assumed", action="store_true", help="the software that the planner assumes, not the run's own"
+        "--assumed",
+        action="store_true",
+        help="the software that the planner assumes, not the run's own",
     )
     parser.add_argument("--later", action="store_true", help="the second round of runs")
     parser.add_argument("--explain", metavar="NAME", help="the terms of runs whose name begins so")
     parser.add_argument(
-        "--write", action="store_true", help="write the errors of the runs in view into the planner's table"
+        "--write",
+        action="store_true",
+        help="write the errors of the runs in view into the planner's table",
     )
     options = parser.parse_args()
     if options.write:
@@ -365,7 +409,9 @@ def main() -> int:
     points, left_out = predict_all(runs)
     for point in points:
         mark = " " if point.is_inside else "*"
-        print(f"{point.name:48} {point.measured:9,.0f} {point.predicted:9,.0f} {point.error:+7.1%}{mark}")
+        print(
+            f"{point.name:48} {point.measured:9,.0f} {point.predicted:9,.0f} {point.error:+7.1%}{mark}"
+        )
         if options.explain and point.name.startswith(options.explain):
             for term in point.terms:
                 print(f"    {term.group:13} {term.value:9.3f}  {term.formula}")

@@ -78,7 +78,9 @@ def on_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> A
     return in_processes(_rank, num_ranks, num_ranks, function, arguments)
 
 
-def _rank(rank: int, folder: Path, num_ranks: int, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def _rank(
+    rank: int, folder: Path, num_ranks: int, function: Callable[..., Any], arguments: Sequence[Any]
+) -> Any:
     torch.set_num_threads(1)
     with group(rank, folder, num_ranks):
         return function(*arguments)
@@ -93,17 +95,25 @@ class Loop:
     def __init__(self, case: Case, reduction: str) -> None:
         self.case = case
         self.model: Any = language_model.build(case.model, seed=0)
-        ng.swap_linears(self.model, case.dtype)  # PyTorch's own bfloat16 matmuls are far slower on many CPUs
+        ng.swap_linears(
+            self.model, case.dtype
+        )  # PyTorch's own bfloat16 matmuls are far slower on many CPUs
         self.model.to(getattr(torch, case.dtype))
         if case.sharded:
             shard(self.model, init_device_mesh("cpu", (case.ranks,)))
         storage = {"float32": "float32", "bfloat16": "word"}[case.dtype]
-        self.optimizer = ng.AdamW(self.model.parameters(), lr=1e-4, storage=storage, max_grad_norm=1.0)
-        self.reduction: GradientReduction = ng.reduce_gradients_with(self.model, reduction, average=False)
+        self.optimizer = ng.AdamW(
+            self.model.parameters(), lr=1e-4, storage=storage, max_grad_norm=1.0
+        )
+        self.reduction: GradientReduction = ng.reduce_gradients_with(
+            self.model, reduction, average=False
+        )
         generator = torch.Generator().manual_seed(dist.get_rank())
         sequences, length = case.tokens
         vocabulary = self.model.config.vocab_size
-        self.tokens = torch.randint(vocabulary, (case.micro_batches, sequences, length + 1), generator=generator)
+        self.tokens = torch.randint(
+            vocabulary, (case.micro_batches, sequences, length + 1), generator=generator
+        )
 
         self.cpu_seconds: list[float] = []
 
@@ -124,7 +134,9 @@ class Loop:
 
     def loss_of(self, tokens: Tensor) -> Tensor:
         """The loss of a micro-batch, as its share of the step's."""
-        share = self.case.ranks * self.case.micro_batches * self.case.tokens[0] * self.case.tokens[1]
+        share = (
+            self.case.ranks * self.case.micro_batches * self.case.tokens[0] * self.case.tokens[1]
+        )
         return language_model.loss_sum(self.model, tokens) / share
 
     def row(self) -> Row:
@@ -145,7 +157,9 @@ def timed(case: Case, rounds: int) -> list[Row]:
     made = {name: Loop(case, reduction) for name, reduction in loops.items()}
     contenders = [Contender(name, loop.step, before=dist.barrier) for name, loop in made.items()]
     timings = measure(contenders, baseline=BASELINE, rounds=rounds, warmup=1, wait=dist.barrier)
-    rows = [{**timing.row(), **loop.row()} for timing, loop in zip(timings, made.values(), strict=True)]
+    rows = [
+        {**timing.row(), **loop.row()} for timing, loop in zip(timings, made.values(), strict=True)
+    ]
     baseline = made[BASELINE].cpu_seconds[1:]  # the first was the warm-up
     for row, loop in zip(rows, made.values(), strict=True):
         ratios = [own / theirs for own, theirs in zip(loop.cpu_seconds[1:], baseline, strict=False)]
@@ -159,7 +173,11 @@ def timed(case: Case, rounds: int) -> list[Row]:
 def leaves_of(rank: int, size: int, contiguous: bool) -> list[int]:
     """The micro-batches of a rank."""
     count = LEAVES // size
-    return list(range(rank * count, (rank + 1) * count)) if contiguous else list(range(rank, LEAVES, size))
+    return (
+        list(range(rank * count, (rank + 1) * count))
+        if contiguous
+        else list(range(rank, LEAVES, size))
+    )
 
 
 def tiny() -> LlamaForCausalLM:
@@ -182,8 +200,12 @@ def final_model(kind: str, contiguous: bool) -> str:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     called = nn.parallel.DistributedDataParallel(model) if "DDP" in kind else model
-    ours = ng.reduce_gradients_with(called, "reproducible", average=False) if "ours" in kind else None
-    optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage="float32", max_grad_norm=1.0, compile=False)
+    ours = (
+        ng.reduce_gradients_with(called, "reproducible", average=False) if "ours" in kind else None
+    )
+    optimizer = ng.AdamW(
+        model.parameters(), lr=1e-3, storage="float32", max_grad_norm=1.0, compile=False
+    )
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         tokens = torch.randint(256, (LEAVES, 1, 33), generator=generator)
@@ -204,7 +226,9 @@ def final_model(kind: str, contiguous: bool) -> str:
                 (loss / share).backward()
         optimizer.step()
         optimizer.zero_grad()
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+    whole = {
+        n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()
+    }
     return fingerprint_all({n: p.detach() for n, p in whole.items()})
 
 
@@ -222,7 +246,10 @@ def count_models(sizes: Sequence[int]) -> list[Row]:
     for size in sizes:
         for kind, prints in on_ranks(final_models, size).items():
             found[kind] += prints
-    rows = [{"": kind, "runs": len(prints), "different models": len(set(prints))} for kind, prints in found.items()]
+    rows = [
+        {"": kind, "runs": len(prints), "different models": len(set(prints))}
+        for kind, prints in found.items()
+    ]
     ours = [one for kind, prints in found.items() if "ours" in kind for one in prints]
     return [*rows, {"": "ours, all of them", "runs": len(ours), "different models": len(set(ours))}]
 
@@ -237,7 +264,8 @@ def main(arguments: Sequence[str]) -> int:
     quick = options.quick
     if options.only != "time":
         report.add(
-            f"Final models of {LEAVES} micro-batches on ranks", count_models((1, 2) if quick else (1, 2, 3, 4, 6))
+            f"Final models of {LEAVES} micro-batches on ranks",
+            count_models((1, 2) if quick else (1, 2, 3, 4, 6)),
         )
     cases = (
         Case("llama-8m", 2, "float32", True, 2, (1, 32) if quick else (4, 256)),
@@ -247,7 +275,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     if options.only != "models":
         for case in cases if options.case is None else cases[options.case : options.case + 1]:
-            report.add(case.title, on_ranks(timed, case.ranks, case, 1 if quick else options.rounds))
+            report.add(
+                case.title, on_ranks(timed, case.ranks, case, 1 if quick else options.rounds)
+            )
     return report.end()
 
 

@@ -95,7 +95,13 @@ CASES = {
         Case("adamw", "word", _SMALLER),
         Case("adamw", "states8", _SMALLER),
         Case("galore", "word", _LARGER, {"rank": 32, "update_proj_gap": 50, "scale": 1.0}),
-        Case("galore", "word", _LARGER, {"rank": 128, "update_proj_gap": 50, "scale": 0.25}, "-all-quarter"),
+        Case(
+            "galore",
+            "word",
+            _LARGER,
+            {"rank": 128, "update_proj_gap": 50, "scale": 0.25},
+            "-all-quarter",
+        ),
         Case("gradnorm_lorp", "word", _LARGER, {"rank": 32, "update_proj_gap": 50}),
         Case("muon", "word", _LARGER),
         Case("adafactor", "word", _LARGER),
@@ -114,7 +120,9 @@ def outer_names(model: nn.Module) -> set[str]:
     ``options_of``.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    outer = [
+        module for module in model.modules() if isinstance(module, nn.Embedding) or module is head
+    ]
     members = {parameter for module in outer for parameter in module.parameters()}
     return {name for name, parameter in model.named_parameters() if parameter in members}
 
@@ -157,7 +165,9 @@ def parts(options: argparse.Namespace) -> list[Part]:
     """Return a part for each run, seed by seed."""
     sizes = {name: getattr(options, name) for name in SIZES}
     default = TrainConfig(steps=300, batch_size=8, sequence_length=128)
-    seconds = RUN_SECONDS * options.steps * options.batch_size / (default.steps * default.batch_size)
+    seconds = (
+        RUN_SECONDS * options.steps * options.batch_size / (default.steps * default.batch_size)
+    )
     runs = []
     for seed in options.seeds:
         for case in (CASES[name] for name in options.cases):
@@ -170,7 +180,9 @@ def parts(options: argparse.Namespace) -> list[Part]:
             )
             for lr in case.rates[: 2 if options.quick else None]:
                 make = partial(trained, case, dataclasses.replace(config, lr=lr).filled())
-                runs.append(Part(name_of(case, lr, seed), {**sizes, "options": case.options}, make, seconds))
+                runs.append(
+                    Part(name_of(case, lr, seed), {**sizes, "options": case.options}, make, seconds)
+                )
     return runs
 
 
@@ -187,7 +199,9 @@ def losses_of(case: Case, runs: Mapping[str, Mapping[str, float]], seeds: Sequen
 def best_rate(losses: Losses) -> float:
     """Return the rate of the lowest mean loss over the seeds that all rates have."""
     seeds = set.intersection(*(set(of_seed) for of_seed in losses.values()))
-    return min(losses, key=lambda lr: statistics.fmean(losses[lr][seed] for seed in seeds or losses[lr]))
+    return min(
+        losses, key=lambda lr: statistics.fmean(losses[lr][seed] for seed in seeds or losses[lr])
+    )
 
 
 def matrix_bytes(case: Case, options: argparse.Namespace) -> float:
@@ -239,14 +253,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser(__doc__, rounds=1)
     add_out(flags, "rules", of="finished runs")
     flags.add_argument(
-        "--cases", nargs="+", choices=list(CASES), metavar="NAME", default=list(CASES), help="default: all"
+        "--cases",
+        nargs="+",
+        choices=list(CASES),
+        metavar="NAME",
+        default=list(CASES),
+        help="default: all",
     )
-    flags.add_argument("--seeds", nargs="+", type=int, metavar="SEED", default=[0, 1, 2], help="default: 0 1 2")
+    flags.add_argument(
+        "--seeds", nargs="+", type=int, metavar="SEED", default=[0, 1, 2], help="default: 0 1 2"
+    )
     flags.add_argument("--model", default="llama-1m")
     flags.add_argument("--steps", type=int, default=300)
     flags.add_argument("--batch-size", type=int, default=8, help="sequences per step")
     flags.add_argument("--sequence-length", type=int, default=128, help="tokens per sequence")
-    flags.add_argument("--eval-sequences", type=int, default=512, help="sequences of the validation at the end")
+    flags.add_argument(
+        "--eval-sequences", type=int, default=512, help="sequences of the validation at the end"
+    )
     options = flags.parse_args(arguments)
     if options.quick:
         vars(options).update(QUICK)

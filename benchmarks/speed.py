@@ -74,18 +74,26 @@ def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Te
     return params
 
 
-def steps(shapes: Sequence[tuple[int, ...]], report: Report, peers: bool = False) -> Iterator[Contender]:
+def steps(
+    shapes: Sequence[tuple[int, ...]], report: Report, peers: bool = False
+) -> Iterator[Contender]:
     """The step of each storage, and of each peer that works here."""
-    yield Contender(FUSED, torch.optim.AdamW(parameters(shapes, torch.float32), fused=True, **OPTIONS).step)
+    yield Contender(
+        FUSED, torch.optim.AdamW(parameters(shapes, torch.float32), fused=True, **OPTIONS).step
+    )
     for storage in STORAGES:
         params = parameters(shapes, torch.bfloat16)
-        yield Contender(storage, ng.AdamW(params, storage=storage, compile=True, audit_every=0, **OPTIONS).step)
+        yield Contender(
+            storage, ng.AdamW(params, storage=storage, compile=True, audit_every=0, **OPTIONS).step
+        )
     for name, make in PEERS.items() if peers else ():
         try:
             step = make(parameters(shapes, torch.bfloat16)).step
             step()
         except Exception as error:  # not installed, or not for this device
-            report.note(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}")
+            report.note(
+                f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}"
+            )
         else:
             yield Contender(name, step, rounds=3)
 
@@ -125,7 +133,9 @@ def host_times(counts: Sequence[int]) -> Iterator[Row]:
         for count in counts:
             shapes, row = [(1, 1)] * count, {"": f"{count} tensors"}
             for way in ("foreach", "fused"):
-                theirs = torch.optim.AdamW(parameters(shapes, torch.float32), **{way: True}, **OPTIONS)
+                theirs = torch.optim.AdamW(
+                    parameters(shapes, torch.float32), **{way: True}, **OPTIONS
+                )
                 row[f"torch {way} µs a tensor"] = microseconds(theirs, count)
             for storage in ("word", "compact"):
                 params = parameters(shapes, torch.bfloat16)
@@ -149,7 +159,11 @@ def first_steps(storages: Sequence[str]) -> Iterator[Row]:
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
             command = [sys.executable, "-c", FIRST_STEP.format(storage=storage)]
             empty, warm = (
-                float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+                float(
+                    subprocess.run(
+                        command, env=environment, capture_output=True, text=True, check=True
+                    ).stdout
+                )
                 for _ in range(2)
             )
         yield {"": storage, "empty cache s": empty, "warm cache s": warm}
@@ -158,18 +172,31 @@ def first_steps(storages: Sequence[str]) -> Iterator[Row]:
 def main() -> int:
     """Measure and print."""
     options = parser(__doc__, rounds=9).parse_args()
-    report = Report("speed", options, peers=("torchao", "torch-optimi", "heavyball", "bitsandbytes"))
+    report = Report(
+        "speed", options, peers=("torchao", "torch-optimi", "heavyball", "bitsandbytes")
+    )
     side, count = (256, 20) if options.quick else (4096, 300)
     rounds = 2 if options.quick else options.rounds
 
     def table(title: str, contenders: Iterator[Contender], baseline: str, rounds: int) -> None:
-        report.add(title, [t.row() for t in measure(list(contenders), baseline=baseline, rounds=rounds)])
+        report.add(
+            title, [t.row() for t in measure(list(contenders), baseline=baseline, rounds=rounds)]
+        )
 
-    table(f"one step of {2 * side * side:,} parameters", steps([(2 * side, side)], report, peers=True), FUSED, rounds)
-    table(f"one step of {count} tensors of 8,192", steps([(128, 64)] * count, report), FUSED, rounds)
+    table(
+        f"one step of {2 * side * side:,} parameters",
+        steps([(2 * side, side)], report, peers=True),
+        FUSED,
+        rounds,
+    )
+    table(
+        f"one step of {count} tensors of 8,192", steps([(128, 64)] * count, report), FUSED, rounds
+    )
     table("forward and backward of a layer, eager", layers(compiled=False), LINEAR, 20 * rounds)
     table("forward and backward of a layer, compiled", layers(compiled=True), LINEAR, 20 * rounds)
-    report.add("the host in a step on a GPU", list(host_times((300,) if options.quick else (300, 3000))))
+    report.add(
+        "the host in a step on a GPU", list(host_times((300,) if options.quick else (300, 3000)))
+    )
     report.add("first step", list(first_steps(("word",) if options.quick else ("word", "compact"))))
     return report.end()
 

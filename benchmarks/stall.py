@@ -70,7 +70,10 @@ class Stall:
         """The case for a ``side`` × ``side`` weight of standard deviation ``scale``."""
         generator = torch.Generator().manual_seed(seed)
         start = (scale * torch.randn(side, side, generator=generator)).bfloat16()
-        cycle = tuple((0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16() for _ in range(CYCLE))
+        cycle = tuple(
+            (0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16()
+            for _ in range(CYCLE)
+        )
         x = start.double()
         m, v = torch.zeros_like(x), torch.zeros_like(x)
         for t in range(1, steps + 1):
@@ -90,13 +93,19 @@ class Stall:
         return float((moved - self.wanted).norm() / self.wanted.norm())
 
 
-def ours(case: Stall, storage: str, device: str = "cpu", *, compile: bool = False) -> tuple[Trainee, ng.AdamW]:
+def ours(
+    case: Stall, storage: str, device: str = "cpu", *, compile: bool = False
+) -> tuple[Trainee, ng.AdamW]:
     """A trainee of one of our storages, and its optimizer for the audit."""
     row = STORAGES[storage]
     weight = nn.Parameter(case.start.to(device, getattr(torch, row.visible), copy=True))
     # Random low bits would be a displacement of their own.
-    optimizer = ng.AdamW([("weight", weight)], lr=LR, **OPTIONS, storage=storage, compile=compile, low_bits="zero")
-    optimizer.adopt({weight: case.start.to(device).float()})  # a visible format narrower than bfloat16 cuts it
+    optimizer = ng.AdamW(
+        [("weight", weight)], lr=LR, **OPTIONS, storage=storage, compile=compile, low_bits="zero"
+    )
+    optimizer.adopt(
+        {weight: case.start.to(device).float()}
+    )  # a visible format narrower than bfloat16 cuts it
 
     def step() -> None:
         if weight.grad is not None:
@@ -135,7 +144,11 @@ def published_row(case: Stall, published: PublishedStates) -> Row:
         kept.step(weight.grad)
 
     error = case.error(Trainee(weight, step, lambda: kept.weight))
-    return {"": f"published {published.name}", "bytes per parameter": kept.bytes_per_param(), "error": error}
+    return {
+        "": f"published {published.name}",
+        "bytes per parameter": kept.bytes_per_param(),
+        "error": error,
+    }
 
 
 def peer_row(case: Stall, peer: Peer) -> Row:
@@ -148,10 +161,14 @@ def peer_row(case: Stall, peer: Peer) -> Row:
         optimizer = peer.make([weight], lr=LR, **OPTIONS)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            error = case.error(Trainee(weight, optimizer.step, lambda: peer.stored(optimizer, weight)))
+            error = case.error(
+                Trainee(weight, optimizer.step, lambda: peer.stored(optimizer, weight))
+            )
     except (ImportError, RuntimeError) as refused:  # its kernels need what this machine may lack
         return {**row, "warns": reason(refused)}
-    said = [w for w in caught if "_stable_hash_for_caching" not in str(w.message)]  # that one is about compiling
+    said = [
+        w for w in caught if "_stable_hash_for_caching" not in str(w.message)
+    ]  # that one is about compiling
     return {**row, "error": error, "warns": "yes" if said else "no"}
 
 
@@ -161,11 +178,15 @@ def parts(options: argparse.Namespace) -> list[Part]:
     case = functools.cache(lambda: Stall.make(side, steps, options.scale))
     contenders: list[tuple[str, Callable[[], Row]]] = [
         *((f"ours {name}", lambda name=name: our_row(case(), name)) for name in STORAGES),
-        *((f"published {name}", lambda row=row: published_row(case(), row)) for name, row in PUBLISHED.items()),
+        *(
+            (f"published {name}", lambda row=row: published_row(case(), row))
+            for name, row in PUBLISHED.items()
+        ),
         *((peer.name, lambda peer=peer: peer_row(case(), peer)) for peer in PEERS),
     ]
     return [
-        Part(name, {"side": side, "steps": steps, "scale": options.scale}, make, SECONDS) for name, make in contenders
+        Part(name, {"side": side, "steps": steps, "scale": options.scale}, make, SECONDS)
+        for name, make in contenders
     ]
 
 
@@ -173,7 +194,9 @@ def flags() -> argparse.ArgumentParser:
     """All flags."""
     made = parser(__doc__, rounds=1)
     add_out(made, "stall")
-    made.add_argument("--scale", type=float, default=1.0, help="standard deviation of the weights (default 1)")
+    made.add_argument(
+        "--scale", type=float, default=1.0, help="standard deviation of the weights (default 1)"
+    )
     return made
 
 

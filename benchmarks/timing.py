@@ -131,8 +131,14 @@ def measure(
 
 
 def _timing(name: str, own: list[float], baseline: list[float]) -> Timing:
-    ratios = [a / b for a, b in zip(own, baseline, strict=False)]  # one with few rounds was in the first ones
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
+    ratios = [
+        a / b for a, b in zip(own, baseline, strict=False)
+    ]  # one with few rounds was in the first ones
+    low, middle, high = (
+        statistics.quantiles(ratios, n=4, method="inclusive")
+        if len(ratios) > 1
+        else [ratios[0]] * 3
+    )
     return Timing(name, tuple(own), middle, (low, high), min(own) / min(baseline))
 
 
@@ -168,18 +174,29 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.is_file():
         lines = (line.partition(":") for line in info.read_text().splitlines())
-        return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.machine())
+        return next(
+            (value.strip() for name, _, value in lines if name.strip() == "model name"),
+            platform.machine(),
+        )
     return platform.processor() or platform.machine()
 
 
 def parser(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
     """The flags that every benchmark has."""
     lines = (doc or "").strip()
-    flags = argparse.ArgumentParser(description=lines, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, measures nothing")
-    flags.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds (default {rounds})")
+    flags = argparse.ArgumentParser(
+        description=lines, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--quick", action="store_true", help="small sizes: shows that it runs, measures nothing"
+    )
+    flags.add_argument(
+        "--rounds", type=int, default=rounds, help=f"timed rounds (default {rounds})"
+    )
     flags.add_argument("--threads", type=int, help="threads of torch (default: torch's own choice)")
-    flags.add_argument("--json", type=Path, metavar="FILE", help="write machine, tables and notes there")
+    flags.add_argument(
+        "--json", type=Path, metavar="FILE", help="write machine, tables and notes there"
+    )
     return flags
 
 

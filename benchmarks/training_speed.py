@@ -108,7 +108,9 @@ class Peer:
     def step(self) -> None:
         """One step."""
         c = self.config
-        tokens = torch.from_numpy(self.data.batch(self.done * c.batch_size, c.batch_size, c.sequence_length, c.seed))
+        tokens = torch.from_numpy(
+            self.data.batch(self.done * c.batch_size, c.batch_size, c.sequence_length, c.seed)
+        )
         loss = self.loss(tokens)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), c.max_grad_norm)
@@ -178,7 +180,12 @@ def make_loops(config: TrainConfig, folder: Path) -> tuple[Ours, dict[str, Calla
     data = open_data(str(config.data), config.held_out, config.seed)
     session = build(config, folder, data)
     console = Console(config.steps, config.log_every)
-    record = Record(lambda: RunWriter.create(folder, describe(session)), config.recipe, console.event, console.row)
+    record = Record(
+        lambda: RunWriter.create(folder, describe(session)),
+        config.recipe,
+        console.event,
+        console.row,
+    )
     record.watch(session.model, session.optimizer, every=session.config.gauges_every)
     ours = Ours(session, record)
     bare = TrainConfig.from_dict({**config.to_dict(), "audit_every": 0})
@@ -235,7 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 Contender(
                     name,
                     repeated(step),
-                    before=keep_pages if name.startswith("ours") else lambda: keep_pages(32 << 20, 64 << 20),
+                    before=keep_pages
+                    if name.startswith("ours")
+                    else lambda: keep_pages(32 << 20, 64 << 20),
                     per_call=per_round,
                 )
                 for name, step in loops.items()

@@ -44,7 +44,9 @@ def main() -> int:
     options = flags.parse_args()
     report = Report("watch", options)
     if options.quick:
-        vars(options).update({"model": "llama-1m", "batch_size": 2, "sequence_length": 64, "rounds": 2})
+        vars(options).update(
+            {"model": "llama-1m", "batch_size": 2, "sequence_length": 64, "rounds": 2}
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = options.batch_size, options.sequence_length
     plain, watched = (Loop(options.model, shape, device) for _ in range(2))
@@ -57,12 +59,17 @@ def main() -> int:
     wait = torch.cuda.synchronize if device == "cuda" else nothing
     timings = measure(contenders, baseline="unwatched", rounds=options.rounds, warmup=2, wait=wait)
     rows = [timing.row() | {"% of a step": 100 * (timing.ratio - 1)} for timing in timings]
-    report.add(f"{options.model}, {options.batch_size} × {options.sequence_length} tokens a step", rows)
+    report.add(
+        f"{options.model}, {options.batch_size} × {options.sequence_length} tokens a step", rows
+    )
     extra = timings[1].ratio - 1 + (timings[2].ratio - timings[1].ratio) / EVERY
     report.note(f"with its defaults a watch costs {100 * extra:.2f} % of a step")
     for _ in range(options.rounds + 2):  # the watched loop took two steps a round
         plain.step()
-    same = all(torch.equal(p, q) for p, q in zip(plain.model.parameters(), watched.model.parameters(), strict=True))
+    same = all(
+        torch.equal(p, q)
+        for p, q in zip(plain.model.parameters(), watched.model.parameters(), strict=True)
+    )
     report.note(f"weights with and without the watch: {'the same bits' if same else 'DIFFER'}")
     return report.end()
 

@@ -25,7 +25,9 @@ from click.testing import CliRunner
 from narrowgauge.cli.main import main as narrowgauge
 
 DOCS = Path(__file__).parent
-_BLOCK = re.compile(r"(<!-- session: (exact|figures differ) -->\n```text\n)(.*?)(^```)", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"(<!-- session: (exact|figures differ) -->\n```text\n)(.*?)(^```)", re.DOTALL | re.MULTILINE
+)
 _COMMAND = re.compile(r"^\$ (?:.*\\\n)*.*$", re.MULTILINE)
 _NUMBER = re.compile(r"[+−-]?\d[\d,.]*(?:e[+-]?\d+)?")
 
@@ -58,7 +60,11 @@ class Session:
 
     def agrees(self, printed: str) -> bool:
         """Return whether :attr:`text` equals this output, up to figures unless the session is exact."""
-        return self.text == printed if self.is_exact else _without_figures(self.text) == _without_figures(printed)
+        return (
+            self.text == printed
+            if self.is_exact
+            else _without_figures(self.text) == _without_figures(printed)
+        )
 
 
 def _without_figures(text: str) -> list[list[str]]:
@@ -68,7 +74,10 @@ def _without_figures(text: str) -> list[list[str]]:
 
 def sessions(page: Path) -> list[Session]:
     """Return the sessions of a page in order."""
-    return [Session(kind == "exact", text) for _, kind, text, _ in _BLOCK.findall(page.read_text(encoding="utf-8"))]
+    return [
+        Session(kind == "exact", text)
+        for _, kind, text, _ in _BLOCK.findall(page.read_text(encoding="utf-8"))
+    ]
 
 
 @contextmanager
@@ -90,7 +99,10 @@ def main(pages: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as folder, checkout(Path(folder)):
             text = page.read_text(encoding="utf-8")
             page.write_text(
-                _BLOCK.sub(lambda match: f"{match[1]}{Session(True, match[3]).run()}{match[4]}", text), encoding="utf-8"
+                _BLOCK.sub(
+                    lambda match: f"{match[1]}{Session(True, match[3]).run()}{match[4]}", text
+                ),
+                encoding="utf-8",
             )
     return 0
 

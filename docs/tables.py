@@ -45,14 +45,23 @@ def reference() -> str:
     parts = []
     for stub in (source / "__init__.pyi", *sorted(source.glob("*/__init__.pyi"))):
         package = ".".join(stub.relative_to(source.parent).parent.parts)
-        nodes = [node for node in ast.parse(stub.read_text("utf-8")).body if isinstance(node, ast.ImportFrom)]
+        nodes = [
+            node
+            for node in ast.parse(stub.read_text("utf-8")).body
+            if isinstance(node, ast.ImportFrom)
+        ]
         parts.append(f"### {package.replace('narrowgauge', 'ng', 1)}\n")
         parts += [
-            f"::: {package}.{node.module}.{alias.name}\n" for node in nodes if node.module for alias in node.names
+            f"::: {package}.{node.module}.{alias.name}\n"
+            for node in nodes
+            if node.module
+            for alias in node.names
         ]
     # The base class is a name of the package itself. The command line alone raises the other.
     names = [name for name in vars(errors) if name.endswith("Error") and name not in _NOT_LISTED]
-    return "\n".join((*parts, "### ng.errors\n", *(f"::: narrowgauge.errors.{name}\n" for name in names)))
+    return "\n".join(
+        (*parts, "### ng.errors\n", *(f"::: narrowgauge.errors.{name}\n" for name in names))
+    )
 
 
 def watched() -> str:

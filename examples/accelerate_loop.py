@@ -19,7 +19,9 @@ loader = DataLoader(TensorDataset(inputs.bfloat16(), targets), batch_size=64)
 
 accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
 model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
-model, optimizer = ng.prepare(model, "bfloat16/word", lr=3e-3, max_grad_norm=1.0)  # it clips: no clip_grad_norm_
+model, optimizer = ng.prepare(
+    model, "bfloat16/word", lr=3e-3, max_grad_norm=1.0
+)  # it clips: no clip_grad_norm_
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=400)
 model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 

@@ -42,7 +42,11 @@ def stdlib_documents() -> Iterator[Document]:
     for file, name in sorted(names.items(), key=lambda pair: pair[1].as_posix()):
         is_hidden = any(part.startswith(".") for part in name.parts)
         # Some files test other encodings.
-        if not is_hidden and SKIPPED.isdisjoint(name.parts[:-1]) and (text := file.read_text("utf-8-sig", "replace")):
+        if (
+            not is_hidden
+            and SKIPPED.isdisjoint(name.parts[:-1])
+            and (text := file.read_text("utf-8-sig", "replace"))
+        ):
             yield Document(name.as_posix(), text)
 
 

@@ -38,11 +38,17 @@ def step(model, linears, optimizer, inputs, targets):
     total = 0.0
     with ng.matmul.cached_weights():  # each weight is cast once for all of them
         for first in range(0, len(inputs), MICRO_BATCH):
-            linears.set_first_token(first)  # stochastic rows then round as they would in one large batch
+            linears.set_first_token(
+                first
+            )  # stochastic rows then round as they would in one large batch
             part = slice(first, first + MICRO_BATCH)
             with torch.autocast(DEVICE.type, torch.bfloat16):
                 outputs = model(inputs[part])
-            loss = torch.nn.functional.mse_loss(outputs.float(), targets[part]) * MICRO_BATCH / len(inputs)
+            loss = (
+                torch.nn.functional.mse_loss(outputs.float(), targets[part])
+                * MICRO_BATCH
+                / len(inputs)
+            )
             loss.backward()
             total += loss.item()
     optimizer.step()

@@ -12,8 +12,12 @@ import narrowgauge as ng
 from narrowgauge.integrations.huggingface import NarrowgaugeCallback
 
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
-strides = torch.randint(0, 3, (64, 33)).cumsum(1) % 64  # a walk over the vocabulary in small strides
+config = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+)
+strides = (
+    torch.randint(0, 3, (64, 33)).cumsum(1) % 64
+)  # a walk over the vocabulary in small strides
 rows = [{"input_ids": row, "labels": row} for row in strides]
 folder = tempfile.mkdtemp()
 
@@ -29,7 +33,10 @@ def trainer_for(steps: int) -> Trainer:
         args,
         train_dataset=rows,
         eval_dataset=rows[:8],
-        optimizer_cls_and_kwargs=(ng.AdamW, {"lr": args.learning_rate, "storage": "word", "max_grad_norm": 1.0}),
+        optimizer_cls_and_kwargs=(
+            ng.AdamW,
+            {"lr": args.learning_rate, "storage": "word", "max_grad_norm": 1.0},
+        ),
         callbacks=[NarrowgaugeCallback()],
     )
 
@@ -41,7 +48,10 @@ print(f"evaluation: {trainer.evaluate()['eval_loss']:.3f}")
 again = trainer_for(steps=20)
 again.train(resume_from_checkpoint=f"{folder}/checkpoint-10")
 weights, resumed = trainer.model.state_dict(), again.model.state_dict()
-print("resumed at step 10: the same bits", all(torch.equal(weights[name], resumed[name]) for name in weights))
+print(
+    "resumed at step 10: the same bits",
+    all(torch.equal(weights[name], resumed[name]) for name in weights),
+)
 
 run = f"{folder}/narrowgauge"
 print(f"a run folder of {len(ng.read_run(run).steps)} steps: narrowgauge report {run}")

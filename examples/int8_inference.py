@@ -21,8 +21,15 @@ import narrowgauge as ng
 def small_llama():
     """A random Llama of 1.9 million parameters, in bfloat16, with outlier features."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 512, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=6, initializer_range=0.05)).eval()
+    shape = {
+        "vocab_size": 512,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(**shape, num_attention_heads=6, initializer_range=0.05)
+    ).eval()
     ng.cast_parameters(model, torch.bfloat16)
     for layer in model.model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
@@ -40,15 +47,21 @@ def main():
         narrow = ng.quantize_for_inference(copy.deepcopy(model), compute)
         off = (narrow(prompt).logits.float() - exact).norm() / exact.norm()
         after = narrow.get_memory_footprint()
-        print(f"{compute:18}  {before / 1e6:.2f} MB became {after / 1e6:.2f} MB; logits are off by {off:.1%}")
+        print(
+            f"{compute:18}  {before / 1e6:.2f} MB became {after / 1e6:.2f} MB; logits are off by {off:.1%}"
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         save_file(narrow.state_dict(), path)
-        other = ng.quantize_for_inference(ng.cast_parameters(LlamaForCausalLM(model.config), torch.bfloat16))
+        other = ng.quantize_for_inference(
+            ng.cast_parameters(LlamaForCausalLM(model.config), torch.bfloat16)
+        )
         other.load_state_dict(load_file(path))
         same = torch.equal(other(prompt).logits, narrow(prompt).logits)
-        print(f"saved in {path.stat().st_size / 1e6:.2f} MB and loaded: {'the same bits' if same else 'other bits'}")
+        print(
+            f"saved in {path.stat().st_size / 1e6:.2f} MB and loaded: {'the same bits' if same else 'other bits'}"
+        )
 
     text = narrow.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
     print(f"it goes on with {text[0, 32:].tolist()}")

@@ -15,7 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import narrowgauge as ng
 from narrowgauge.integrations.lightning import NarrowgaugeMonitor
 
-SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 class Model(pl.LightningModule):
@@ -24,7 +30,9 @@ class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-        ng.cast_parameters(self.model, torch.bfloat16)  # precision="bf16-true" would round its rotary frequencies
+        ng.cast_parameters(
+            self.model, torch.bfloat16
+        )  # precision="bf16-true" would round its rotary frequencies
         ng.swap_linears(self.model, "float8-row")
 
     def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
@@ -46,7 +54,9 @@ def main() -> None:
     )  # fmt: skip
     trainer.fit(Model(), batches)
     run = ng.read_run(folder / "run")
-    print(f"loss {run.steps[0]['loss']:.2f} at first, {run.steps[-1]['loss']:.2f} after {len(run.steps)} steps")
+    print(
+        f"loss {run.steps[0]['loss']:.2f} at first, {run.steps[-1]['loss']:.2f} after {len(run.steps)} steps"
+    )
     print(f"{run.summary['bytes_per_param']:.1f} bytes per parameter; EDQ {run.summary['edq']:.4f}")
 
 

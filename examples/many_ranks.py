@@ -30,7 +30,9 @@ class Block(torch.nn.Module):
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))  # FSDP2 gathers the weights of one at a time
+        self.blocks = torch.nn.ModuleList(
+            Block() for _ in range(2)
+        )  # FSDP2 gathers the weights of one at a time
         self.head = torch.nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +65,10 @@ def train(rank: int, ranks: int) -> None:
     digest = hashlib.sha256(b"".join(w.numpy().tobytes() for w in whole)).hexdigest()[:16]
     if rank == 0:
         norm = optimizer.grad_norm.item()
-        print(f"{ranks} rank{'s'[: ranks - 1]}  gradient norm {norm:.9f}  weights {digest}", flush=True)
+        print(
+            f"{ranks} rank{'s'[: ranks - 1]}  gradient norm {norm:.9f}  weights {digest}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -71,7 +76,11 @@ def main() -> None:
     if "RANK" not in os.environ:
         train(0, 1)
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-        sys.exit(subprocess.run([sys.executable, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode)
+        sys.exit(
+            subprocess.run(
+                [sys.executable, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}
+            ).returncode
+        )
     dist.init_process_group("gloo")
     train(dist.get_rank(), dist.get_world_size())
     dist.barrier()  # no rank takes the group down while another still sends

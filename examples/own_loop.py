@@ -12,7 +12,9 @@ inputs = torch.randn(512, 32)
 targets = torch.sin(inputs @ torch.randn(32, 8))
 
 model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
-model, optimizer = ng.prepare(model, "bfloat16/word", lr=3e-3, weight_decay=0.0)  # instead of model.to(bfloat16), AdamW
+model, optimizer = ng.prepare(
+    model, "bfloat16/word", lr=3e-3, weight_decay=0.0
+)  # instead of model.to(bfloat16), AdamW
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
 
 for step in range(200):
@@ -23,6 +25,8 @@ for step in range(200):
     schedule.step()
     if step % 50 == 49:
         reading = ng.audit(optimizer).total
-        print(f"step {step + 1}  loss {loss.item():.4f}  EDQ {reading.edq:.3f}  lost {reading.lost_fraction:.1%}")
+        print(
+            f"step {step + 1}  loss {loss.item():.4f}  EDQ {reading.edq:.3f}  lost {reading.lost_fraction:.1%}"
+        )
 
 print(f"{optimizer.bytes_per_param():.1f} bytes per parameter: weight, gradient and both moments")

@@ -14,7 +14,14 @@ from narrowgauge.numerics.rounding import sqrt
 
 def scalars(group, step):
     (beta1, beta2, beta3), lr = group["betas"], group["lr"]
-    return 1 - beta1, 1 - beta2, 1 - beta3, -lr / (1 - beta1**step), -lr * group["alpha"], (1 - beta2**step) ** -0.5
+    return (
+        1 - beta1,
+        1 - beta2,
+        1 - beta3,
+        -lr / (1 - beta1**step),
+        -lr * group["alpha"],
+        (1 - beta2**step) ** -0.5,
+    )
 
 
 def update(weight, gradient, fast, slow, square, s):
@@ -25,8 +32,19 @@ def update(weight, gradient, fast, slow, square, s):
     return both / (sqrt(square) * s["correction"] + 1e-8), fast, slow, square
 
 
-STATES = ("exp_avg", "exp_avg_slow", "exp_avg_sq")  # the last is never negative, and takes the code for second moments
-NUMBERS = ("one_minus_beta1", "one_minus_beta2", "one_minus_beta3", "fast_rate", "slow_rate", "correction")
+STATES = (
+    "exp_avg",
+    "exp_avg_slow",
+    "exp_avg_sq",
+)  # the last is never negative, and takes the code for second moments
+NUMBERS = (
+    "one_minus_beta1",
+    "one_minus_beta2",
+    "one_minus_beta3",
+    "fast_rate",
+    "slow_rate",
+    "correction",
+)
 ADEMAMIX = ng.optim.Rule("ademamix", STATES, NUMBERS, scalars, update)
 OPTIONS = {"lr": 2e-3, "betas": (0.9, 0.999, 0.9999), "alpha": 5.0}
 
@@ -41,7 +59,9 @@ def train(storage, steps=200):
     optimizer = ng.Optimizer(model.parameters(), ADEMAMIX, OPTIONS, storage=storage)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(inputs.to(model[0].weight.dtype)).float(), targets)
+        loss = torch.nn.functional.mse_loss(
+            model(inputs.to(model[0].weight.dtype)).float(), targets
+        )
         loss.backward()
         optimizer.step()
     return loss.item(), optimizer.bytes_per_param()
@@ -50,4 +70,6 @@ def train(storage, steps=200):
 if __name__ == "__main__":
     for storage in ("float32", "exact", "word", "compact", "states8"):
         loss, size = train(storage)
-        print(f"{storage:8} {size:4.1f} bytes per parameter, three states among them; loss {loss:.4f}")
+        print(
+            f"{storage:8} {size:4.1f} bytes per parameter, three states among them; loss {loss:.4f}"
+        )

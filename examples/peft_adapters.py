@@ -20,7 +20,9 @@ shape = LlamaConfig(
     num_key_value_heads=4,
 )
 tokens = torch.randint(0, 256, (4, 33))
-adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+adapters = LoraConfig(
+    r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+)
 
 for base in ("bfloat16", "int8-outlier-codes", "nvfp4"):
     torch.manual_seed(1)
@@ -38,7 +40,11 @@ for base in ("bfloat16", "int8-outlier-codes", "nvfp4"):
         losses.append(loss.item())
     num_states = len(optimizer.state_dict()["state"])
     num_bytes = model.get_memory_footprint()
-    print(f"{base:12}  loss {losses[0]:.3f} to {losses[-1]:.3f}  {num_bytes:7,} bytes  {num_states} states")
+    print(
+        f"{base:12}  loss {losses[0]:.3f} to {losses[-1]:.3f}  {num_bytes:7,} bytes  {num_states} states"
+    )
 
 merged = dequantize_base(model).merge_and_unload()
-print(f"merged: {type(merged).__name__}, {sum('lora' in name for name, _ in merged.named_parameters())} adapters left")
+print(
+    f"merged: {type(merged).__name__}, {sum('lora' in name for name, _ in merged.named_parameters())} adapters left"
+)

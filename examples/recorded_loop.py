@@ -22,7 +22,9 @@ model, optimizer = ng.prepare(model, RECIPE, lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 
 settings = {"model": "two layers", "steps": STEPS, "lr": 3e-3, "schedule": "cosine"}
-recorder = ng.RunRecorder(folder, model, optimizer, recipe=RECIPE, settings=settings, gauges_every=20, resume=True)
+recorder = ng.RunRecorder(
+    folder, model, optimizer, recipe=RECIPE, settings=settings, gauges_every=20, resume=True
+)
 checkpoint = folder / "checkpoint.pt"
 parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
 done = 0
@@ -44,10 +46,17 @@ with recorder:
         schedule.step()
         if step % 50 == 0:
             with torch.no_grad():
-                recorder.evaluate(torch.nn.functional.mse_loss(model(inputs.bfloat16()).float(), targets))
-            torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, f"{checkpoint}.new")
+                recorder.evaluate(
+                    torch.nn.functional.mse_loss(model(inputs.bfloat16()).float(), targets)
+                )
+            torch.save(
+                {"step": step, **{name: part.state_dict() for name, part in parts.items()}},
+                f"{checkpoint}.new",
+            )
             os.replace(f"{checkpoint}.new", checkpoint)  # whole, or not there
 
 summary = ng.read_run(folder).summary
-print(f"validation loss {summary['val_loss']:.4f}  EDQ {summary['edq']:.3f}  weights {summary['weights_fingerprint']}")
+print(
+    f"validation loss {summary['val_loss']:.4f}  EDQ {summary['edq']:.3f}  weights {summary['weights_fingerprint']}"
+)
 print(f"narrowgauge report {folder}")

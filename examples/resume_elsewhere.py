@@ -43,7 +43,11 @@ def write_text(folder: Path) -> None:
 def narrowgauge(*words: object) -> None:
     """One command, as you would type it."""
     print("$ narrowgauge", *words, flush=True)
-    subprocess.run([sys.executable, "-m", "narrowgauge", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "narrowgauge", *map(str, words)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def main() -> None:

@@ -32,5 +32,7 @@ def debugmodel_word() -> Trainer.Config:
 def llama3_8b_float8() -> Trainer.Config:
     """Llama 3 8B with float8 matmuls scaled by row."""
     config = in_word(llama3_8b(), 3e-4)
-    config.model_spec = model_registry("8B", converters=[NarrowgaugeConverter.Config(compute="float8-row")])
+    config.model_spec = model_registry(
+        "8B", converters=[NarrowgaugeConverter.Config(compute="float8-row")]
+    )
     return config

@@ -17,11 +17,17 @@ import narrowgauge as ng
 # A model and a tokenizer of your own stand here; these need no download.
 text = "the quick brown fox jumps over a lazy dog"
 words = ["<pad>", "<eos>", *text.split()]
-tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<eos>"))
+tokenizer = Tokenizer(
+    models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<eos>")
+)
 tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+)
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=11, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+config = LlamaConfig(
+    vocab_size=11, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 # PEFT makes adapters float32 unless asked not to.
 adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -43,4 +49,6 @@ trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 print(f"loss {losses[0]:.2f} to {losses[-1]:.2f}")
 optimizer = trainer.optimizer.optimizer  # inside Accelerate's wrapper
-print(f"{len(optimizer.state)} adapters have states, {optimizer.bytes_per_param():.1f} bytes per parameter")
+print(
+    f"{len(optimizer.state)} adapters have states, {optimizer.bytes_per_param():.1f} bytes per parameter"
+)

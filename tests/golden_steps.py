@@ -43,7 +43,10 @@ MATRIX_OPTIONS["gradnorm_lorp"] = MATRIX_OPTIONS["galore"]
 def hashed(shape: tuple[int, ...], key: int) -> Tensor:
     """Integers from 0 to 2^32 - 1, a hash of the index and the key: int64."""
     count = torch.Size(shape).numel()
-    word = torch.arange(count, dtype=torch.int64) * 0x9E3779B1 + key * 0x85EBCA6B + 0x27220A95 & 0xFFFFFFFF
+    word = (
+        torch.arange(count, dtype=torch.int64) * 0x9E3779B1 + key * 0x85EBCA6B + 0x27220A95
+        & 0xFFFFFFFF
+    )
     for multiplier in (0x7FEB352D, 0x46447395):
         word = (word ^ word >> 16) * multiplier & 0xFFFFFFFF
     return (word ^ word >> 15).reshape(shape)
@@ -90,7 +93,9 @@ def steps(rule: str, storage: str) -> str:
     storage, _, low_bits = storage.partition(" ")
     row, dtype = UPDATE_RULES[rule], getattr(torch, STORAGES[storage].visible)
     weights = {name: nn.Parameter(values(shape, 1).to(dtype)) for name, shape in SHAPES.items()}
-    options: dict[str, Any] = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(rule, MATRIX_OPTIONS.get(rule, {}))
+    options: dict[str, Any] = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(
+        rule, MATRIX_OPTIONS.get(rule, {})
+    )
     optimizer = getattr(optimizers, row.optimizer)(
         list(weights.items()), lr=0.003, weight_decay=0.1, max_grad_norm=0.5, seed=7, audit_every=5,
         storage=storage, compile=False, low_bits=low_bits or "zero", **options,
@@ -109,9 +114,16 @@ def steps(rule: str, storage: str) -> str:
     saved = optimizer.state_dict()["state"]
     stored = []
     for weight in weights.values():
-        states = [name for name in ELEMENTWISE if name in optimizer.state_of(weight).shapes_of_states]
+        states = [
+            name for name in ELEMENTWISE if name in optimizer.state_of(weight).shapes_of_states
+        ]
         stored += [optimizer.stored(weight, name) for name in ("weight", *states)]
-    planes = [value for key in sorted(saved) for _, value in sorted(saved[key].items()) if isinstance(value, Tensor)]
+    planes = [
+        value
+        for key in sorted(saved)
+        for _, value in sorted(saved[key].items())
+        if isinstance(value, Tensor)
+    ]
     return " ".join(map(fingerprint, (weights.values(), stored, planes)))
 
 
@@ -125,12 +137,16 @@ def operand(shape: tuple[int, ...], key: int, amax: float = 1.75) -> Tensor:
         amax: a power of two times the largest number of the format: 1.75 for float8, 1.3125 for NVFP4, which scales its scales.
     """
     word = hashed(shape, key)
-    magnitude = (8 + word % (6 if amax > 1.5 else 3)).float() * torch.exp2(-((word >> 8) & 1).float() - 3)
+    magnitude = (8 + word % (6 if amax > 1.5 else 3)).float() * torch.exp2(
+        -((word >> 8) & 1).float() - 3
+    )
     x = torch.where(word >> 20 & 1 > 0, -magnitude, magnitude)
     if len(shape) == 2:
         x[:, ::16] = amax  # of every row and block
         x[::16, :] = amax
-        x *= torch.exp2(-(torch.arange(shape[0]) % 3).float())[:, None]  # and rows with scales of their own
+        x *= torch.exp2(-(torch.arange(shape[0]) % 3).float())[
+            :, None
+        ]  # and rows with scales of their own
     return x
 
 
@@ -186,10 +202,15 @@ class Given(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(values(shape, 1).to(dtype)) for shape in SHAPES.values()])
+        self.weights = nn.ParameterList(
+            [nn.Parameter(values(shape, 1).to(dtype)) for shape in SHAPES.values()]
+        )
 
     def forward(self, key: int) -> Tensor:
-        products = [(w * values(w.shape, key + place).to(w.dtype)).sum() for place, w in enumerate(self.weights)]
+        products = [
+            (w * values(w.shape, key + place).to(w.dtype)).sum()
+            for place, w in enumerate(self.weights)
+        ]
         return torch.stack(products).sum()
 
 
@@ -223,7 +244,9 @@ def hard_values() -> Tensor:
     word = hashed((8192,), 3)
     word[:256] = torch.arange(256) << 23 | 0x400000  # a tie or nearly one in every binade
     word[256:512] = torch.arange(256) << 23 | 0x80000000
-    word[512:520] = torch.tensor([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001, 0x7F7FFFFF])
+    word[512:520] = torch.tensor(
+        [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001, 0x7F7FFFFF]
+    )
     return torch.where(word >= 2**31, word - 2**32, word).int().view(torch.float32)
 
 
@@ -246,7 +269,12 @@ def formats() -> list[str]:
 
 def casts() -> dict[str, Cast]:
     """Every different cast of the computes' operands that has codes."""
-    return {str(cast): cast for row in computes().values() for cast in row.casts.values() if not cast.is_wide}
+    return {
+        str(cast): cast
+        for row in computes().values()
+        for cast in row.casts.values()
+        if not cast.is_wide
+    }
 
 
 def quantization(cast: Cast) -> str:
@@ -273,8 +301,12 @@ def sections(two_ranks: Callable[[], Mapping[str, str]]) -> dict[str, dict[str, 
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # naive storages warn of lost updates, computes of emulation
-            elementwise = {f"{r} {s}": steps(r, s) for r, s in pairs() if not UPDATE_RULES[r].is_matrix}
+            warnings.simplefilter(
+                "ignore"
+            )  # naive storages warn of lost updates, computes of emulation
+            elementwise = {
+                f"{r} {s}": steps(r, s) for r, s in pairs() if not UPDATE_RULES[r].is_matrix
+            }
             matrix = {f"{r} {s}": steps(r, s) for r, s in pairs() if UPDATE_RULES[r].is_matrix}
             one_rank = {f"{name}, 1 rank": digest for name, digest in reductions(0, 1).items()}
             with pretending():
@@ -283,9 +315,12 @@ def sections(two_ranks: Callable[[], Mapping[str, str]]) -> dict[str, dict[str, 
                 "steps": elementwise,
                 f"steps on {here}": matrix,
                 "linear layers": float32_products,
-                f"linear layers on {here}": {name: linear(compute) for name, compute in computes().items()},
+                f"linear layers on {here}": {
+                    name: linear(compute) for name, compute in computes().items()
+                },
                 "accumulations": {"float32": accumulation()},
-                "reductions": one_rank | {f"{name}, 2 ranks": digest for name, digest in two_ranks().items()},
+                "reductions": one_rank
+                | {f"{name}, 2 ranks": digest for name, digest in two_ranks().items()},
                 "roundings": {name: rounding(name) for name in formats()},
                 "quantizations": {name: quantization(cast) for name, cast in casts().items()},
             }

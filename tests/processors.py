@@ -32,8 +32,14 @@ def machine_key() -> str:
     vendor, sets = match[1] if match else platform.system(), machine.instruction_sets()
     level = next((name for name in LEVELS if name in sets), "baseline")
     limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
-    parts = [f"{platform.machine()} {vendor} {level}", *limits, f"ATen {torch.backends.cpu.get_cpu_capability()}"]
-    return ", ".join([*parts, f"torch {torch.__version__}", f"transformers {transformers.__version__}"])
+    parts = [
+        f"{platform.machine()} {vendor} {level}",
+        *limits,
+        f"ATen {torch.backends.cpu.get_cpu_capability()}",
+    ]
+    return ", ".join(
+        [*parts, f"torch {torch.__version__}", f"transformers {transformers.__version__}"]
+    )
 
 
 @contextmanager

@@ -18,13 +18,22 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["pytest", "torch.distributed.fsdp", "torch._dynamo", "transformers.models.llama.modeling_llama"]
+    [
+        "pytest",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "transformers.models.llama.modeling_llama",
+    ]
 )
 _GROUND = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, place: Path, *arguments: Any, timeout_seconds: float = 300.0
+    function: Callable[..., Any],
+    num_ranks: int,
+    place: Path,
+    *arguments: Any,
+    timeout_seconds: float = 300.0,
 ) -> list[Any]:
     """Return what ``function(rank, *arguments)`` returns on each of ``num_ranks`` processes with one process group.
 
@@ -37,13 +46,25 @@ def run_ranks(
     place.mkdir(parents=True, exist_ok=True)
     (place / "meeting").unlink(missing_ok=True)
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **_GROUND}
-    call = (inspect.getfile(function), function.__module__, function.__name__, num_ranks, place.absolute(), arguments)
-    ranks = [_CONTEXT.Process(target=_run, args=(rank, environment, *call), daemon=True) for rank in range(num_ranks)]
+    call = (
+        inspect.getfile(function),
+        function.__module__,
+        function.__name__,
+        num_ranks,
+        place.absolute(),
+        arguments,
+    )
+    ranks = [
+        _CONTEXT.Process(target=_run, args=(rank, environment, *call), daemon=True)
+        for rank in range(num_ranks)
+    ]
     deadline = time.monotonic() + timeout_seconds
     try:
         for process in ranks:
             process.start()
-        while (left := [p for p in ranks if p.exitcode is None]) and not any(p.exitcode for p in ranks):
+        while (left := [p for p in ranks if p.exitcode is None]) and not any(
+            p.exitcode for p in ranks
+        ):
             if not wait([p.sentinel for p in left], max(0.0, deadline - time.monotonic())):
                 break
         codes = [process.exitcode for process in ranks]
@@ -52,7 +73,9 @@ def run_ranks(
             process.kill()
             process.join()
     outputs = "".join(
-        f"\n── rank {k} ──\n{(place / f'output{k}').read_text()}" for k in range(num_ranks) if codes[k] != 0
+        f"\n── rank {k} ──\n{(place / f'output{k}').read_text()}"
+        for k in range(num_ranks)
+        if codes[k] != 0
     )
     assert not any(codes), f"ranks ended with {codes}{outputs}"
     assert None not in codes, f"{num_ranks} ranks took longer than {timeout_seconds} s{outputs}"
@@ -60,7 +83,14 @@ def run_ranks(
 
 
 def _run(
-    rank: int, environment: dict[str, str], file: str, module: str, name: str, size: int, place: Path, arguments: Any
+    rank: int,
+    environment: dict[str, str],
+    file: str,
+    module: str,
+    name: str,
+    size: int,
+    place: Path,
+    arguments: Any,
 ) -> None:
     """Join the group, run the function, write its result."""
     output = os.open(place / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -78,7 +108,9 @@ def _run(
         spec.loader.exec_module(sys.modules[module])
         random.seed(0)
         torch.manual_seed(0)
-        dist.init_process_group("gloo", init_method=f"file://{place / 'meeting'}", rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{place / 'meeting'}", rank=rank, world_size=size
+        )
         result = getattr(sys.modules[module], name)(rank, *arguments)
         (place / f"result{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()  # another rank may still be sending

@@ -17,7 +17,9 @@ def text_of(value: Any) -> str:
     return str(value if isinstance(value, str) else getattr(value, "name", value))
 
 
-def exhaustive(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def exhaustive(
+    names: str | Sequence[str], rows: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Call a test with every row of a table, and fail once, with the first ten rows that fail and the reason of each.
 
     Rows share the fixtures of the test, so this suits tests that leave nothing behind.
@@ -39,8 +41,13 @@ def exhaustive(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Cal
                 except (Exception, pytest.fail.Exception) as error:
                     failures.append(("-".join(map(text_of, row)), error))
             if failures:
-                shown = "".join(f"\n[{name}] {type(error).__name__}: {error}" for name, error in failures[:SHOWN])
-                raise AssertionError(f"{len(failures)} of {len(table)} rows fail:{shown}") from failures[0][1]
+                shown = "".join(
+                    f"\n[{name}] {type(error).__name__}: {error}"
+                    for name, error in failures[:SHOWN]
+                )
+                raise AssertionError(
+                    f"{len(failures)} of {len(table)} rows fail:{shown}"
+                ) from failures[0][1]
             if len(skipped) == len(table):
                 raise skipped[0]
 

@@ -17,14 +17,18 @@ from narrowgauge.spec.storages import Code, width_of
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def gaussian(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+def gaussian(
+    *shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Normal values from a generator of their own, scaled in float32 and rounded to ``dtype``."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 def random_tokens(batch: int = 3, length: int = 10, vocabulary: int = 48, seed: int = 0) -> Tensor:
     """Uniform token indices ``[batch, length]``."""
-    return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def bits(x: Tensor) -> Tensor:
@@ -95,7 +99,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def step_gradients(params: Sequence[Tensor], step: int, scale: float = 1.0) -> list[Tensor]:
     """Gaussian gradients of one step: bfloat16 values, in each parameter's dtype."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return [(torch.randn(p.shape, generator=generator) * scale).bfloat16().to(p.dtype) for p in params]
+    return [
+        (torch.randn(p.shape, generator=generator) * scale).bfloat16().to(p.dtype) for p in params
+    ]
 
 
 def set_gradients(params: Sequence[Tensor], step: int, scale: float = 1.0) -> None:
@@ -113,10 +119,18 @@ def take_steps(optimizer: torch.optim.Optimizer, steps: range, scale: float = 1.
 
 def peak_bytes(call: Callable[[], object]) -> int:
     """Return the most bytes at once of what a call allocates."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         call()
-    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
+    changes = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    return max(
+        itertools.accumulate(
+            event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())
+        )
+    )
 
 
 def bytes_alone(code: Code, shape: Sequence[int]) -> int:
@@ -126,9 +140,15 @@ def bytes_alone(code: Code, shape: Sequence[int]) -> int:
 
 def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint's folder, whole."""
-    from narrowgauge.checkpoints.dcp_files import described, fill  # imports a second of torch.distributed
+    from narrowgauge.checkpoints.dcp_files import (
+        described,
+        fill,
+    )  # imports a second of torch.distributed
 
     saved = described(checkpoint)
-    tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in saved.items()}
+    tensors = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in saved.items()
+    }
     fill(checkpoint, tensors)
     return tensors

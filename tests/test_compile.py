@@ -55,7 +55,9 @@ FAULTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_code_that_does_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_code_that_does_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     """The definition runs, with the right bits, and one warning says so."""
 
     def wrong(function: Any, *_: object) -> Compiled:
@@ -66,7 +68,8 @@ def test_code_that_does_something_else_is_not_used(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(compile, "can_compile", lambda place: True)
     compile._warn_once.cache_clear()
     optimizers = [
-        ng.SGD(parameters("naive", [(80, 80)]), lr=0.0, storage="naive", compile=c, momentum=0.0) for c in (False, True)
+        ng.SGD(parameters("naive", [(80, 80)]), lr=0.0, storage="naive", compile=c, momentum=0.0)
+        for c in (False, True)
     ]
     take_steps(optimizers[0], range(2))
     with pytest.warns(UserWarning, match="other bits.*same bits") as told:
@@ -92,7 +95,10 @@ def test_code_serves_the_sizes_that_its_trace_holds_for() -> None:
     def run(rows: int, columns: int, *, y: bool) -> list[Compiled | None]:
         x, z = torch.randn(rows, columns), torch.randn(7)
         arguments = [x, torch.randn(rows, columns) if y else None, z]
-        expected, actual = by_length(x, arguments[1], z.clone()), compiled_for_pattern(by_length, *arguments)
+        expected, actual = (
+            by_length(x, arguments[1], z.clone()),
+            compiled_for_pattern(by_length, *arguments),
+        )
         assert all(map(torch.equal, expected, actual))
         return [compiled(by_length, arguments)]
 
@@ -102,11 +108,14 @@ def test_code_serves_the_sizes_that_its_trace_holds_for() -> None:
     assert long != short and run(5000, 7, y=False) == long
     assert run(50, 60, y=True) not in (short, long) and None not in (*short, *long)
     assert all(
-        torch.equal(compiled_for_pattern(of_one_length, torch.ones(n)), torch.full((n,), float(n))) for n in (4, 5)
+        torch.equal(compiled_for_pattern(of_one_length, torch.ones(n)), torch.full((n,), float(n)))
+        for n in (4, 5)
     )
 
 
-def test_a_compiler_that_fails_is_not_used_but_a_lack_of_memory_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_not_used_but_a_lack_of_memory_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def failing(*_: object) -> Compiled:
         raise error
 
@@ -117,5 +126,7 @@ def test_a_compiler_that_fails_is_not_used_but_a_lack_of_memory_is_raised(monkey
         with pytest.raises(type(error)):
             compile._compile_and_compare(of_one_length, [torch.ones(4)], exact=True, one_loop=False)
     error = RuntimeError("no space left")
-    with pytest.warns(UserWarning, match=r"Cannot compile of_one_length \(RuntimeError: no space left\)"):
+    with pytest.warns(
+        UserWarning, match=r"Cannot compile of_one_length \(RuntimeError: no space left\)"
+    ):
         assert compiled(of_one_length, [torch.ones(4)]) is None

@@ -19,7 +19,8 @@ README = "../README.md"
 PAGES = [README, *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))]
 # An example, at most a line of prose, and what the example prints. Prose that says "figures aside" compares words only.
 EXAMPLE = re.compile(
-    r"^```python\n(.*?)^```(?:\n\n(?:(?!```)([^\n]+)\n\n)?```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE
+    r"^```python\n(.*?)^```(?:\n\n(?:(?!```)([^\n]+)\n\n)?```text\n(.*?)^```)?",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -43,19 +44,33 @@ def without_figures(lines: list[str]) -> list[list[str]]:
 
 
 # The comparison's example has a test of its own.
-EXAMPLES = [(page, n) for page in PAGES for n in range(len(examples(page))) if (page, n) != ("compare.md", 0)]
+EXAMPLES = [
+    (page, n)
+    for page in PAGES
+    for n in range(len(examples(page)))
+    if (page, n) != ("compare.md", 0)
+]
 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.optim.audit.UpdateLossWarning")
-@pytest.mark.parametrize(("page", "number"), EXAMPLES, ids=[f"{page}-{number}" for page, number in EXAMPLES])
-def test_every_example_runs_alone(page: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("page", "number"), EXAMPLES, ids=[f"{page}-{number}" for page, number in EXAMPLES]
+)
+def test_every_example_runs_alone(
+    page: str, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     example, prose, expected = examples(page)[number]
     if missing := absent_packages(example):
         pytest.skip(reason(missing))
     exec(compile(example, f"{page}, example {number}", "exec"), {"__name__": "__main__"})
-    printed, lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()], expected.splitlines()
+    printed, lines = (
+        [line.rstrip() for line in capsys.readouterr().out.splitlines()],
+        expected.splitlines(),
+    )
     if "figures aside" in prose:
-        assert [line for line in without_figures(printed) if line in without_figures(lines)] == without_figures(lines)
+        assert [
+            line for line in without_figures(printed) if line in without_figures(lines)
+        ] == without_figures(lines)
     else:
         assert [line for line in printed if line in lines] == lines
 
@@ -66,29 +81,48 @@ def test_sessions_print_what_the_page_says(page: str, tmp_path: Path) -> None:
     with sessions.checkout(tmp_path):
         for session in sessions.sessions(DOCS / page):
             printed = session.run()
-            assert session.agrees(printed), f"run python docs/sessions.py docs/{page}, which prints:\n{printed}"
+            assert session.agrees(printed), (
+                f"run python docs/sessions.py docs/{page}, which prints:\n{printed}"
+            )
 
 
 def test_commands_of_the_pages_parse() -> None:
     """Every ``narrowgauge`` command in a block names a command and flags that exist."""
     for page in PAGES:
-        for block in re.findall(r"^```(?:bash|console)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE):
+        for block in re.findall(
+            r"^```(?:bash|console)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE
+        ):
             for line in re.findall(
-                r"^(?:torchrun .*-m )?narrowgauge ([^#\n]*)", block.replace("\\\n", ""), re.MULTILINE
+                r"^(?:torchrun .*-m )?narrowgauge ([^#\n]*)",
+                block.replace("\\\n", ""),
+                re.MULTILINE,
             ):
                 words, command = line.split(), main
                 while isinstance(command, click.Group) and words and words[0] in command.commands:
                     command = command.commands[words.pop(0)]
-                assert not isinstance(command, click.Group) or command.invoke_without_command or not words, (page, line)
-                flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
-                assert {word for word in words if word.startswith("--")} <= flags | {"--help"}, (page, line)
+                assert (
+                    not isinstance(command, click.Group)
+                    or command.invoke_without_command
+                    or not words
+                ), (page, line)
+                flags = {
+                    flag
+                    for parameter in command.params
+                    for flag in (*parameter.opts, *parameter.secondary_opts)
+                }
+                assert {word for word in words if word.startswith("--")} <= flags | {"--help"}, (
+                    page,
+                    line,
+                )
 
 
 @pytest.mark.parametrize("page", ["../RESULTS.md", "../CLAIMS.md", *PAGES])
 def test_a_figure_s_command_exists(page: str) -> None:
     """A benchmark, a test or a ``./dev`` command that a page names is in the checkout."""
     text, root = text_of(page), DOCS.parent
-    commands = re.findall(r"^    ([a-z]+)(?:\)| \[)", (root / "dev").read_text("utf-8"), re.MULTILINE)
+    commands = re.findall(
+        r"^    ([a-z]+)(?:\)| \[)", (root / "dev").read_text("utf-8"), re.MULTILINE
+    )
     assert set(re.findall(r"`\./dev ([a-z]+)", text)) <= set(commands)
     scripts = [f"benchmarks/{name}.py" for name in re.findall(r"\./dev bench ([a-z]\w*)", text)]
     tests = re.findall(r"\./dev test (?:-n0 )?(tests/[\w./]+)", text)
@@ -100,5 +134,7 @@ def test_a_comparison_in_your_own_loop(tmp_path: Path, capsys: pytest.CaptureFix
     # Losses decide the margin, and differ between processors in their last digits.
     margin = r"within (the noise|a thousandth of the baseline's loss)"
     printed = capsys.readouterr().out
-    assert re.match(rf"bfloat16/word is the cheapest {margin}: 8\.08 bytes per parameter", printed), printed
+    assert re.match(
+        rf"bfloat16/word is the cheapest {margin}: 8\.08 bytes per parameter", printed
+    ), printed
     assert (tmp_path / "comparisons" / "mine" / "report.html").is_file()

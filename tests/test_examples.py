@@ -16,7 +16,9 @@ from narrowgauge.runs.record import read_run
 from trainer.fixtures import place as place  # a fixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-FIRST_MINUTE = "--steps 3 --sequence-length 16 --batch-size 2 --eval-sequences 2 --seeds 2 --out here"
+FIRST_MINUTE = (
+    "--steps 3 --sequence-length 16 --batch-size 2 --eval-sequences 2 --seeds 2 --out here"
+)
 
 
 def lines_of(name: str, capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -36,7 +38,9 @@ def test_own_loop_learns_and_loses_little(capfd: pytest.CaptureFixture[str]) -> 
     assert len(losses) == 4 and losses[-1] < losses[0] and size.startswith("8.")
 
 
-def test_recorded_loop_goes_on_where_it_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_recorded_loop_goes_on_where_it_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     first, again = (lines_of("recorded_loop", capfd, str(tmp_path / "mine")) for _ in range(2))
     run = read_run(tmp_path / "mine")
     assert first == again
@@ -45,9 +49,15 @@ def test_recorded_loop_goes_on_where_it_ended(tmp_path: Path, capfd: pytest.Capt
     assert [event["kind"] for event in run.events] == ["start", "finish", "resume", "finish"]
 
 
-def test_own_rule_fits_its_promise_and_learns_alike_in_every_storage(capfd: pytest.CaptureFixture[str]) -> None:
+def test_own_rule_fits_its_promise_and_learns_alike_in_every_storage(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     text = (EXAMPLES / "own_rule.py").read_text()
-    rule = [line for line in text[text.index("def scalars") : text.index("OPTIONS")].splitlines() if line.strip()]
+    rule = [
+        line
+        for line in text[text.index("def scalars") : text.index("OPTIONS")].splitlines()
+        if line.strip()
+    ]
     assert len(rule) <= 15
     lines = [line.split() for line in lines_of("own_rule", capfd)]
     losses, sizes = [float(line[-1]) for line in lines], [float(line[1]) for line in lines]
@@ -62,7 +72,13 @@ def test_first_minute_compares_three_recipes_and_goes_on_with_what_was_stopped(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [*FIRST_MINUTE.split(), "--model", str(place / "model"), "--data", str(place / "tokens")]
+    words = [
+        *FIRST_MINUTE.split(),
+        "--model",
+        str(place / "model"),
+        "--data",
+        str(place / "tokens"),
+    ]
     results = tmp_path / "here" / "compare.json"
     printed = lines_of("first_minute", capfd, *words)
     before = results.read_text()
@@ -70,7 +86,9 @@ def test_first_minute_compares_three_recipes_and_goes_on_with_what_was_stopped(
     assert [row["recipe"] for row in rows] == ["bfloat16/master", "bfloat16/word", "bfloat16/naive"]
     assert all(row["num_seeds"] == 2 for row in rows)
     page = tmp_path / "here" / "report.html"
-    assert Path(printed[-1]).resolve() == page and all(row["recipe"] in page.read_text() for row in rows)
+    assert Path(printed[-1]).resolve() == page and all(
+        row["recipe"] in page.read_text() for row in rows
+    )
     lines_of("first_minute", capfd, *words)
     assert results.read_text() == before
 
@@ -83,7 +101,9 @@ def test_float8_training_learns_and_counts(capfd: pytest.CaptureFixture[str]) ->
     assert "float8-row multiplies" in lines[3]
 
 
-def test_int8_inference_loses_little_where_outliers_stay_wide(capfd: pytest.CaptureFixture[str]) -> None:
+def test_int8_inference_loses_little_where_outliers_stay_wide(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     lines = lines_of("int8_inference", capfd)
     by_row, by_codes = (float(line.rsplit(" ", 1)[1].rstrip("%")) for line in lines[:2])
     assert by_codes < by_row / 2
@@ -93,7 +113,12 @@ def test_int8_inference_loses_little_where_outliers_stay_wide(capfd: pytest.Capt
 @pytest.mark.frameworks  # each night only, as the next: they start many processes, and tests/equivalence has their law
 def test_many_ranks_have_the_bits_of_one() -> None:
     source = str(Path(narrowgauge.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": source,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     words = [sys.executable, str(EXAMPLES / "many_ranks.py")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -102,8 +127,12 @@ def test_many_ranks_have_the_bits_of_one() -> None:
 
 
 @pytest.mark.frameworks
-def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(capfd: pytest.CaptureFixture[str]) -> None:
-    lines = [line for line in lines_of("resume_elsewhere", capfd) if line.startswith("two ranks, then")]
+def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    lines = [
+        line for line in lines_of("resume_elsewhere", capfd) if line.startswith("two ranks, then")
+    ]
     (on_one, one), (on_three, three) = (line.split(": ") for line in lines)
     assert (on_one[-1], on_three[-1]) == ("1", "3") and one == three and len(one) == 16
 
@@ -116,7 +145,9 @@ def test_lightning_training_learns(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.frameworks
-def test_accelerate_loop_learns_and_resumes(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_loop_learns_and_resumes(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     first, last, resumed = lines_of("accelerate_loop", capfd)
@@ -129,7 +160,9 @@ def test_peft_adapters_learn_over_every_base_and_merge(capfd: pytest.CaptureFixt
     *bases, merged = lines_of("peft_adapters", capfd)
     rows = [line.split() for line in bases]
     assert [row[0] for row in rows] == ["bfloat16", "int8-outlier-codes", "nvfp4"]
-    assert all(float(row[4]) < float(row[2]) for row in rows) and len({row[-2] for row in rows}) == 1
+    assert (
+        all(float(row[4]) < float(row[2]) for row in rows) and len({row[-2] for row in rows}) == 1
+    )
     sizes = [int(row[5].replace(",", "")) for row in rows]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.6 * sizes[0]
     assert merged == "merged: LlamaForCausalLM, 0 adapters left"
@@ -137,9 +170,12 @@ def test_peft_adapters_learn_over_every_base_and_merge(capfd: pytest.CaptureFixt
 
 @pytest.mark.frameworks
 @pytest.mark.parametrize(
-    ("name", "last"), [("huggingface_trainer", "a run folder of 20 steps"), ("trl_sft", "28 adapters")]
+    ("name", "last"),
+    [("huggingface_trainer", "a run folder of 20 steps"), ("trl_sft", "28 adapters")],
 )
-def test_hugging_faces_trainers_run(name: str, last: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_hugging_faces_trainers_run(
+    name: str, last: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     lines = lines_of(name, capfd)
     assert lines[-1].startswith(last)
     assert name == "trl_sft" or "resumed at step 10: the same bits True" in lines

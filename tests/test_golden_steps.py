@@ -34,7 +34,9 @@ def test_the_bits_are_as_recorded(computed: dict[str, dict[str, str]], update_go
         write(STEPS, computed)
     recorded = read(STEPS)
     # A kind of processor without a record has two sections that nothing can be compared with.
-    known = {name: rows for name, rows in computed.items() if name in recorded or " on " not in name}
+    known = {
+        name: rows for name, rows in computed.items() if name in recorded or " on " not in name
+    }
     changed = [
         f"{section}: {name}"
         for section, rows in known.items()

@@ -18,13 +18,24 @@ def test_without_a_gpu_the_script_ends_with_status_2(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
-def test_the_rehearsal_fails_nowhere_but_at_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rehearsal_fails_nowhere_but_at_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = benchmark_module("gpu")
     assert gpu.main(["--rehearse", "--json", str(tmp_path / "gpu.json")]) == 0
     tables = json.loads((tmp_path / "gpu.json").read_text())["tables"]
     assert len(tables) == 6 and all(tables.values())
-    failures = {row[""]: row["why not"] for table in tables.values() for row in table if "why not" in row}
-    ours = {gpu.FUSED, gpu.BFLOAT16, gpu.AUTOCAST, *gpu.TIMED_STORAGES, *gpu.TIMED_COMPUTES, *gpu.RECIPES}
+    failures = {
+        row[""]: row["why not"] for table in tables.values() for row in table if "why not" in row
+    }
+    ours = {
+        gpu.FUSED,
+        gpu.BFLOAT16,
+        gpu.AUTOCAST,
+        *gpu.TIMED_STORAGES,
+        *gpu.TIMED_COMPUTES,
+        *gpu.RECIPES,
+    }
     assert not failures.keys() & ours, failures
     for section in gpu.SECTIONS:  # the file has all, so none is run again
         monkeypatch.setattr(gpu, section, None)

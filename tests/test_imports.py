@@ -19,7 +19,10 @@ SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 # The beginnings of modules' paths inside the package, by layer; the longest that fits counts. A file of no layer fails the test.
 LAYERS = {
     "spec": {"errors", "spec", "analysis.thresholds"},
-    "monitor": {"analysis", *(f"analysis.{name}" for name in ("detectors", "alarms", "spikes", "reading", "kinds"))},
+    "monitor": {
+        "analysis",
+        *(f"analysis.{name}" for name in ("detectors", "alarms", "spikes", "reading", "kinds")),
+    },
     "record": {"analysis.columns", "analysis.settings"},
     "comparison": {"analysis.comparison"},
     "diagnosis": {f"analysis.{name}" for name in ("diagnose", "two_runs", "first_difference")},
@@ -107,9 +110,15 @@ def test_imports_point_down() -> None:
         if not module:
             continue
         layer = layer_of(module)
-        assert layer is not None, f"{module} stands in no layer: give it a place in LAYERS, or move it."
+        assert layer is not None, (
+            f"{module} stands in no layer: give it a place in LAYERS, or move it."
+        )
         for line, name in names:
-            target = layer_of(name.removeprefix("narrowgauge.")) if name.startswith("narrowgauge.") else None
+            target = (
+                layer_of(name.removeprefix("narrowgauge."))
+                if name.startswith("narrowgauge.")
+                else None
+            )
             if target is not None and target != layer and target not in SEES[layer]:
                 faults.append(f"{module}:{line}: {layer} may not import {target} ({name})")
     assert len(imports()) >= 10 and not faults, "\n".join(faults)
@@ -129,15 +138,26 @@ def test_torch_stays_out_of_tables_and_records() -> None:
 
 def test_tables_records_and_command_line_load_no_torch_in_fact() -> None:
     modules = sorted(
-        module for module in imports() if layer_of(module) in TORCH_FREE | {"cli"} and module != "__main__"
+        module
+        for module in imports()
+        if layer_of(module) in TORCH_FREE | {"cli"} and module != "__main__"
     )
     lines = ["import sys", *(f"import narrowgauge.{module}" for module in modules)]
     lines.append(f"print([name for name in {sorted(TORCH_BOUND)!r} if name in sys.modules])")
-    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+    )
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 
-EXPENSIVE = ("accelerate", "datasets", "lightning", "scipy", "torch.distributed.checkpoint", "transformers")
+EXPENSIVE = (
+    "accelerate",
+    "datasets",
+    "lightning",
+    "scipy",
+    "torch.distributed.checkpoint",
+    "transformers",
+)
 """They take 0.3 to 3 CPU-seconds each. ``torch._dynamo`` is not here: PyTorch imports it with the first optimizer."""
 ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "profiling", "transforms.scal")
 """Modules that subclass or change what these packages define: functions import them."""
@@ -145,10 +165,20 @@ ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "profiling", "transforms.
 
 def test_no_other_module_imports_what_takes_seconds() -> None:
     """In one process, so that a module also pays for what it imports."""
-    modules = [module for module in imports() if module and module != "__main__" and not module.startswith(ABOUT_THEM)]
-    lines = ["import importlib, sys", f"for name in {modules}:", "    importlib.import_module(f'narrowgauge.{name}')"]
+    modules = [
+        module
+        for module in imports()
+        if module and module != "__main__" and not module.startswith(ABOUT_THEM)
+    ]
+    lines = [
+        "import importlib, sys",
+        f"for name in {modules}:",
+        "    importlib.import_module(f'narrowgauge.{name}')",
+    ]
     lines.append(
         f"    if names := [name for name in {EXPENSIVE} if name in sys.modules]: sys.exit(f'{{name}}: {{names}}')"
     )
-    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr

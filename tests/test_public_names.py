@@ -23,8 +23,17 @@ SOURCE = Path(narrowgauge.__file__).parent
 def homes_of(stub: Path) -> dict[str, str]:
     """Return the module that defines each name which a stub offers; the packages of the first one are left out."""
     package = ".".join(stub.relative_to(SOURCE.parent).parent.parts)
-    nodes = [node for node in ast.parse(stub.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: f"{package}.{node.module}" for node in nodes if node.module for alias in node.names}
+    nodes = [
+        node
+        for node in ast.parse(stub.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom)
+    ]
+    return {
+        alias.name: f"{package}.{node.module}"
+        for node in nodes
+        if node.module
+        for alias in node.names
+    }
 
 
 OFFERED = {
@@ -36,20 +45,27 @@ HOMES = OFFERED["narrowgauge"]
 
 def missing_sections(thing: Any) -> list[str]:
     """Return what the docstring of a function or class leaves out."""
-    docstring = (thing.__doc__ or "").strip()  # inspect.getdoc would lend a class the docstring of its parent
+    docstring = (
+        thing.__doc__ or ""
+    ).strip()  # inspect.getdoc would lend a class the docstring of its parent
     if not docstring.partition("\n")[0].endswith("."):
         return ["a one-line summary that ends with a period"]
     if inspect.isclass(thing) and issubclass(thing, Exception):
         return []
     signature = inspect.signature(thing)
-    sections = set(re.findall(r"^\s*(Args|Attributes|Returns|Raises|Example):", docstring, re.MULTILINE))
+    sections = set(
+        re.findall(r"^\s*(Args|Attributes|Returns|Raises|Example):", docstring, re.MULTILINE)
+    )
     names = [name for name in signature.parameters if name not in ("self", "cls")]
     missing = [f"a word on {name}" for name in names if not re.search(rf"\b{name}\b", docstring)]
     if names and not sections & {"Args", "Attributes"}:
         missing.append("'Args:'")
     if inspect.isfunction(thing):
         source = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(thing))))
-        if signature.return_annotation not in (None, "None", signature.empty) and "Returns" not in sections:
+        if (
+            signature.return_annotation not in (None, "None", signature.empty)
+            and "Returns" not in sections
+        ):
             missing.append("'Returns:'")
         if any(isinstance(node, ast.Raise) for node in source) and "Raises" not in sections:
             missing.append("'Raises:'")
@@ -67,8 +83,12 @@ def test_there_are_few_names_and_each_is_offered_once() -> None:
         _ = narrowgauge.no_such_name
 
 
-@exhaustive(("package", "name"), [(package, name) for package, names in OFFERED.items() for name in names])
-def test_each_name_loads_on_first_use_from_its_home_with_a_complete_docstring(package: str, name: str) -> None:
+@exhaustive(
+    ("package", "name"), [(package, name) for package, names in OFFERED.items() for name in names]
+)
+def test_each_name_loads_on_first_use_from_its_home_with_a_complete_docstring(
+    package: str, name: str
+) -> None:
     module, home = import_module(package), OFFERED[package][name]
     thing = getattr(module, name)
     assert thing is not None and name in dir(module) and name in module.__all__
@@ -83,5 +103,7 @@ def test_each_name_loads_on_first_use_from_its_home_with_a_complete_docstring(pa
 
 def test_the_package_loads_nothing_before_it_is_asked() -> None:
     code = "import sys, narrowgauge; print([name for name in sys.modules if name.startswith('narrowgauge.')])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -23,10 +23,17 @@ def planned() -> Any:
 
 @pytest.fixture(scope="module")
 def runs(published: Any) -> list[Any]:
-    return [run for later in (False, True) for held_out in (False, True) for run in published.load(held_out, later)]
+    return [
+        run
+        for later in (False, True)
+        for held_out in (False, True)
+        for run in published.load(held_out, later)
+    ]
 
 
-def test_names_alone_hold_out_a_third_of_the_first_round_and_half_of_the_second(published: Any) -> None:
+def test_names_alone_hold_out_a_third_of_the_first_round_and_half_of_the_second(
+    published: Any,
+) -> None:
     for later, shares in ((False, (0.3, 0.4)), (True, (0.4, 0.6))):
         rounds = [published.load(held_out, later) for held_out in (False, True)]
         for held_out, rows in enumerate(rounds):
@@ -41,9 +48,16 @@ def test_the_planner_knows_the_software_of_every_run(runs: list[Any]) -> None:
 def test_parallel_sizes_multiply_to_the_chips(runs: list[Any]) -> None:
     for run in runs:
         if run.layout:
-            ranks = run.layout["tensor"] * run.layout["pipeline"] * run.layout["context"] * run.layout["data"]
+            ranks = (
+                run.layout["tensor"]
+                * run.layout["pipeline"]
+                * run.layout["context"]
+                * run.layout["data"]
+            )
             assert ranks == run.machine["chips"], run.name
-            assert run.layout["data"] % run.layout.get("expert", 1) == 0 or run.layout["tensor"] > 1, run.name
+            assert (
+                run.layout["data"] % run.layout.get("expert", 1) == 0 or run.layout["tensor"] > 1
+            ), run.name
             assert run.step["global_batch"] % run.layout["data"] == 0, run.name
 
 
@@ -59,7 +73,11 @@ def test_values_printed_of_one_run_agree(published: Any, runs: list[Any]) -> Non
 
 def test_shapes_have_the_published_parameter_counts(published: Any) -> None:
     runs = [*published.load(), *published.load(held_out=True)]
-    counts = {run.model: published.shape(run).parameters for run in runs if run.step.get("sequence_length") == 2048}
+    counts = {
+        run.model: published.shape(run).parameters
+        for run in runs
+        if run.step.get("sequence_length") == 2048
+    }
     assert counts["mpt-7b"] == 6_658_859_008
     assert counts["llama-30b"] == 32_528_943_616
     assert counts["gpt3-175b"] == pytest.approx(174.6e9, rel=1e-3)
@@ -78,7 +96,10 @@ def test_runs_in_view_are_planned_as_documented(planned: Any, assumed: bool, mea
     assert 0.8 <= statistics.mean(point.is_inside for point in points) <= 0.92
     for kind in (False, True):
         chosen = [point for point in points if point.has_mixture == kind]
-        written, wider = error_of(has_mixture=kind, has_software=not assumed)[1:], planned.widening_of(chosen)
+        written, wider = (
+            error_of(has_mixture=kind, has_software=not assumed)[1:],
+            planned.widening_of(chosen),
+        )
         interval = planned.interval_of([point.ratio for point in chosen], wider)
         assert interval == pytest.approx(written, abs=2e-3), "run published_runs.py --write"
         if kind:  # the point is the median

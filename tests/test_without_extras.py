@@ -21,14 +21,18 @@ for name in ("transformers", "tokenizers", "plotly", "datasets", "accelerate", "
 def run(code: str, *words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     path = str(Path(narrowgauge.__file__).parents[1])
     command = [sys.executable, "-c", WITHOUT + code, *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env={"PYTHONPATH": path, "PATH": ""})
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env={"PYTHONPATH": path, "PATH": ""}
+    )
 
 
 COMMAND = "from narrowgauge.cli.main import main\nmain()\n"
 
 
 def test_the_readmes_example_comparisons_and_narrow_layers_need_no_extra() -> None:
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    example = re.search(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     code = """
 def train(recipe, seed, log):
     model, optimizer = ng.prepare(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)), recipe, lr=1e-3)
@@ -45,7 +49,12 @@ print(ng.compare(train, ["float8-row/word", "bfloat16/exact"]).baseline)
 
 def test_tables_and_plans_need_no_extra() -> None:
     plan = ("plan", "run", "--model", "llama-8b", "--chip", "H100-SXM", "--chips", "8")
-    for words in (("show", "formats"), ("show", "recipe", "bfloat16/word"), plan, ("train", "--help")):
+    for words in (
+        ("show", "formats"),
+        ("show", "recipe", "bfloat16/word"),
+        plan,
+        ("train", "--help"),
+    ):
         done = run(COMMAND, *words)
         assert done.returncode == 0 and done.stdout, done.stderr
 
@@ -57,5 +66,7 @@ def test_a_missing_package_is_asked_for_in_one_line(tmp_path: Path) -> None:
         assert 'pip install "narrowgauge[' in done.stderr
     code = "import narrowgauge as ng\nng.compare(lambda *_: 1.0, ['a'], out='runs')\n"
     done = run(code, folder=tmp_path)
-    assert done.stderr.strip().endswith('plotly, which is not installed. pip install "narrowgauge[report]"')
+    assert done.stderr.strip().endswith(
+        'plotly, which is not installed. pip install "narrowgauge[report]"'
+    )
     assert not any(tmp_path.iterdir())

@@ -75,7 +75,10 @@ class Compiled:
     """Hold a compiled function and the sizes that its trace supports."""
 
     def __init__(self, call: Callable[..., Any], guards: str | None) -> None:
-        self._call, self._guards = call, None if guards is None else compile(guards, "<sizes>", "eval")
+        self._call, self._guards = (
+            call,
+            None if guards is None else compile(guards, "<sizes>", "eval"),
+        )
         self._accepted: set[tuple[torch.Size, ...]] = set()
 
     def __call__(self, *arguments: Tensor) -> Any:
@@ -89,7 +92,9 @@ class Compiled:
         if self._guards is not None:
             from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
-            if not eval(self._guards, SYMPY_INTERP, {"L": {f"t{k}": x for k, x in enumerate(arguments)}}):
+            if not eval(
+                self._guards, SYMPY_INTERP, {"L": {f"t{k}": x for k, x in enumerate(arguments)}}
+            ):
                 return False
         self._accepted.add(sizes)
         return True
@@ -151,7 +156,9 @@ def compiled(
         versions[:] = [None]
         _warn_once(f"{_name(function)} was compiled for {MOST_VERSIONS} kinds of sizes")
         return None
-    versions.append(_compile_and_compare(function, arguments if proof is None else proof(), exact, one_loop))
+    versions.append(
+        _compile_and_compare(function, arguments if proof is None else proof(), exact, one_loop)
+    )
     return versions[-1]
 
 
@@ -185,7 +192,12 @@ def _compile_and_compare(
         return function(*(next(queue) if there else None for there in present))
 
     try:
-        with torch.no_grad(), quiet(), few_instructions(), usual_defaults():  # the first call still compiles
+        with (
+            torch.no_grad(),
+            quiet(),
+            few_instructions(),
+            usual_defaults(),
+        ):  # the first call still compiles
             run = _compiled_code(of_tensors, tensors, one_loop)
             same = [
                 matches(run, of_tensors, case, exact=exact, results=exact or number == 0)
@@ -195,17 +207,25 @@ def _compile_and_compare(
         if _is_out_of_memory(error):
             raise  # not the compiler's fault: another call may have the memory
         line = (str(error).splitlines() or [""])[0][:160]
-        why = "a signal stopped the compiler" if _is_stopped(error) else f"{type(error).__name__}: {line}"
+        why = (
+            "a signal stopped the compiler"
+            if _is_stopped(error)
+            else f"{type(error).__name__}: {line}"
+        )
         _warn_once(f"Cannot compile {_name(function)} ({why})")
         return None
     if not all(same):
-        _warn_once(f"PyTorch {torch.__version__} compiles {_name(function)} to code that gives other bits")
+        _warn_once(
+            f"PyTorch {torch.__version__} compiles {_name(function)} to code that gives other bits"
+        )
     return run if all(same) else None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed. On a CPU PyTorch raises a RuntimeError."""
-    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    is_memory = isinstance(
+        error, MemoryError | torch.OutOfMemoryError
+    ) or "can't allocate memory" in str(error)
     return is_memory or (error.__cause__ is not None and _is_out_of_memory(error.__cause__))
 
 
@@ -215,7 +235,9 @@ def _is_stopped(error: BaseException) -> bool:
     return is_signal or (error.__cause__ is not None and _is_stopped(error.__cause__))
 
 
-def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor], one_loop: bool) -> Compiled:
+def _compiled_code(
+    function: Callable[..., Any], arguments: Sequence[Tensor], one_loop: bool
+) -> Compiled:
     """Trace a function with symbolic sizes and compile the graph.
 
     Trace tensors without memory, of the arguments' sizes and strides. Compiled code reads a tensor at its own address, so guards
@@ -229,13 +251,19 @@ def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor], on
     mode = FakeTensorMode(shape_env=sizes)
     fakes: list[Any] = []
     for argument in arguments:
-        empty = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device="meta")
+        empty = torch.empty_strided(
+            argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
+        )
         fakes.append(mode.from_tensor(empty))
         fakes[-1].fake_device = argument.device
     graph = make_fx(function, tracing_mode="symbolic")(*fakes)
-    call = torch._inductor.compile(graph, list[Any](fakes), options=options(arguments[0].device, one_loop=one_loop))
+    call = torch._inductor.compile(
+        graph, list[Any](fakes), options=options(arguments[0].device, one_loop=one_loop)
+    )
     guards = sizes.produce_guards_expression(fakes, ignore_static=False) or ""
-    return Compiled(call, " and ".join(g for g in guards.split(" and ") if "storage_offset" not in g) or None)
+    return Compiled(
+        call, " and ".join(g for g in guards.split(" and ") if "storage_offset" not in g) or None
+    )
 
 
 def options(device: torch.device, *, one_loop: bool = False) -> dict[str, Any]:
@@ -244,7 +272,11 @@ def options(device: torch.device, *, one_loop: bool = False) -> dict[str, Any]:
 
     if device.type == "cpu":
         bits = _VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
-        by_machine = {"cpp.threads": torch.get_num_threads(), "cpp.simdlen": bits, "cpp.march": _machine_flags(bits)}
+        by_machine = {
+            "cpp.threads": torch.get_num_threads(),
+            "cpp.simdlen": bits,
+            "cpp.march": _machine_flags(bits),
+        }
         chosen = _ON_CPU | {name: value for name, value in by_machine.items() if value}
     else:
         chosen = _ON_GPU
@@ -285,7 +317,12 @@ def _machine_flags(bits: int | None) -> str:
 
 
 def matches(
-    run: Callable[..., Any], function: Callable[..., Any], case: Sequence[Tensor], *, exact: bool, results: bool
+    run: Callable[..., Any],
+    function: Callable[..., Any],
+    case: Sequence[Tensor],
+    *,
+    exact: bool,
+    results: bool,
 ) -> bool:
     """Return whether compiled code writes the same bits as its function. With ``results``, compare the results too.
 
@@ -295,7 +332,9 @@ def matches(
     expected, actual = (_tensors(f(*copies)) for f, copies in ((function, ours), (run, theirs)))
     if not all(map(same_numbers, ours, theirs)):
         return False
-    return not results or all(_same(*pair, exact=exact) for pair in zip(actual, expected, strict=True))
+    return not results or all(
+        _same(*pair, exact=exact) for pair in zip(actual, expected, strict=True)
+    )
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -313,7 +352,10 @@ def _same(actual: Tensor, expected: Tensor, *, exact: bool) -> bool:
 def _cases(run: Compiled, arguments: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Draw ordinary and edge values of the arguments' dtypes. Shorten sides if the trace supports it."""
     for edges in (False, True):
-        case = [_drawn_like(x, [_cut(side) for side in x.shape], edges, seed) for seed, x in enumerate(arguments)]
+        case = [
+            _drawn_like(x, [_cut(side) for side in x.shape], edges, seed)
+            for seed, x in enumerate(arguments)
+        ]
         if not run.accepts(case):
             case = [_drawn_like(x, x.shape, edges, seed) for seed, x in enumerate(arguments)]
         yield case
@@ -337,13 +379,17 @@ def _drawn_like(like: Tensor, shape: Sequence[int], edges: bool, seed: int) -> T
 
 def _pattern(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return tuple(
-        None if x is None else (x.dtype, x.device, tuple([min(side, 2) for side in x.shape]), x.is_contiguous())
+        None
+        if x is None
+        else (x.dtype, x.device, tuple([min(side, 2) for side in x.shape]), x.is_contiguous())
         for x in arguments
     )
 
 
 def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
-    return "cpu" if next(argument.is_cpu for argument in arguments if argument is not None) else "gpu"
+    return (
+        "cpu" if next(argument.is_cpu for argument in arguments if argument is not None) else "gpu"
+    )
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -53,22 +53,41 @@ def normal_values(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> Te
     return torch.randn(*shape, dtype=torch.float32, generator=generator).to(dtype)
 
 
-def edge_values(dtype: torch.dtype, shape: Sequence[int], *, seed: int = 0, finite: bool = False) -> Tensor:
+def edge_values(
+    dtype: torch.dtype, shape: Sequence[int], *, seed: int = 0, finite: bool = False
+) -> Tensor:
     """Draw one third edge values of both signs, one third values of every magnitude, one third normal ones. No NaN.
 
     ``seed`` chooses among them. ``finite`` omits infinities.
     """
     generator, info = torch.Generator().manual_seed(seed), torch.finfo(dtype)
     tiny, eps = info.tiny, info.eps
-    ends = [0.0, tiny * eps, tiny * eps * 3, tiny * (1 - eps), tiny, tiny * 2, 1 - eps / 2, info.max, info.max / 2]
+    ends = [
+        0.0,
+        tiny * eps,
+        tiny * eps * 3,
+        tiny * (1 - eps),
+        tiny,
+        tiny * 2,
+        1 - eps / 2,
+        info.max,
+        info.max / 2,
+    ]
     listed = torch.tensor([*ends, *_TIES, *([] if finite else [float("inf")])], dtype=torch.float64)
-    listed = torch.cat([listed, -listed]).clamp(*((info.min, info.max) if finite else (None, float("inf"))))
+    listed = torch.cat([listed, -listed]).clamp(
+        *((info.min, info.max) if finite else (None, float("inf")))
+    )
     edges = listed[torch.randint(len(listed), shape, generator=generator)]
     normal = torch.randn(shape, dtype=torch.float64, generator=generator)
-    low, high = (torch.tensor(end, dtype=torch.float64).log2().floor() for end in (tiny * eps, info.max))
+    low, high = (
+        torch.tensor(end, dtype=torch.float64).log2().floor() for end in (tiny * eps, info.max)
+    )
     exponents = torch.randint(int(low), int(high), shape, generator=generator)
     kinds = torch.randint(3, shape, generator=generator)
-    spread = torch.ldexp(1 + torch.rand(shape, dtype=torch.float64, generator=generator), exponents) * normal.sign()
+    spread = (
+        torch.ldexp(1 + torch.rand(shape, dtype=torch.float64, generator=generator), exponents)
+        * normal.sign()
+    )
     chosen = torch.where(kinds == 0, edges, torch.where(kinds == 1, spread, normal))
     return chosen.float().to(dtype)
 
@@ -81,11 +100,17 @@ def with_nan(values: Tensor, seed: int = 0) -> Tensor:
     kind, width = _BITS[values.dtype.itemsize], 8 * values.dtype.itemsize
     infinity = int(torch.tensor(torch.inf, dtype=values.dtype).view(kind))
     patterns = [infinity | (infinity >> 1), infinity + 1, (1 << (width - 1)) - 1]
-    signed = torch.tensor([*patterns, *(bits - (1 << (width - 1)) for bits in patterns)], dtype=torch.int64)
+    signed = torch.tensor(
+        [*patterns, *(bits - (1 << (width - 1)) for bits in patterns)], dtype=torch.int64
+    )
     place = torch.arange(values.numel(), dtype=torch.int64).view(values.shape) + seed
     integers = values.view(kind)
     chosen = signed[place // 17 % len(signed)].to(integers.device)
-    return torch.where((place % 17 == 16).to(integers.device), chosen, integers).to(integers.dtype).view(values.dtype)
+    return (
+        torch.where((place % 17 == 16).to(integers.device), chosen, integers)
+        .to(integers.dtype)
+        .view(values.dtype)
+    )
 
 
 def same_numbers(a: Tensor, b: Tensor) -> bool:

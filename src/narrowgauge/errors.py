@@ -68,7 +68,9 @@ class CorruptionError(NarrowgaugeError):
 
     status = 1
 
-    def __init__(self, message: str, advice: str = "", rank: int | None = None, tensor: str | None = None) -> None:
+    def __init__(
+        self, message: str, advice: str = "", rank: int | None = None, tensor: str | None = None
+    ) -> None:
         super().__init__(message, advice)
         self.rank, self.tensor = rank, tensor
 
@@ -97,5 +99,6 @@ def require_package(name: str) -> None:
         is_there = importlib.util.find_spec(name) is not None
     if not is_there:
         raise MissingPackageError(
-            f"This needs the package {name}, which is not installed.", f'pip install "narrowgauge[{_EXTRAS[name]}]"'
+            f"This needs the package {name}, which is not installed.",
+            f'pip install "narrowgauge[{_EXTRAS[name]}]"',
         )

@@ -51,7 +51,9 @@ def few_instructions() -> Iterator[None]:
         write.__name__ = name
         return staticmethod(write)
 
-    def load_ahead(self: Any, name: str, index: Any, dtype: torch.dtype, load_mask: Any = None) -> str:
+    def load_ahead(
+        self: Any, name: str, index: Any, dtype: torch.dtype, load_mask: Any = None
+    ) -> str:
         assert load is not None
         text: str = load(self, name, index, dtype, load_mask)
         if index == 0 or load_mask:
@@ -85,14 +87,18 @@ def _where_nan(condition: Any, nan: Any, rest: Any) -> str:
     from torch._inductor.virtualized import V
 
     test = V.interpreter.current_node.args[1]
-    if getattr(test, "target", "") != "ne" or str(_value(test.args[1])) != str(_value(test.args[2])):
+    if getattr(test, "target", "") != "ne" or str(_value(test.args[1])) != str(
+        _value(test.args[2])
+    ):
         return ""
     x, kind = _value(test.args[1]), _intrinsic("")
     if x.dtype is not torch.float32 or rest.dtype is not torch.int32 or not kind:
         return ""
     value = f"at::vec::Vectorized<int32_t>({nan})"
     if kind == "_mm512_":
-        chosen = f"_mm512_mask_mov_epi32({rest}, _mm512_cmp_ps_mask({x}, {x}, _CMP_UNORD_Q), {value})"
+        chosen = (
+            f"_mm512_mask_mov_epi32({rest}, _mm512_cmp_ps_mask({x}, {x}, _CMP_UNORD_Q), {value})"
+        )
     else:
         floats = [f"_mm256_castsi256_ps({bits})" for bits in (rest, value)]
         chosen = f"_mm256_castps_si256(_mm256_blendv_ps({', '.join(floats)}, _mm256_cmp_ps({x}, {x}, _CMP_UNORD_Q)))"

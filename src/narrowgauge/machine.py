@@ -40,7 +40,9 @@ def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 def processor_name() -> str:
     """Return the name of this processor, as the operating system gives it."""
-    return _cpuinfo("model name", Path("/proc/cpuinfo")) or platform.processor() or platform.machine()
+    return (
+        _cpuinfo("model name", Path("/proc/cpuinfo")) or platform.processor() or platform.machine()
+    )
 
 
 def _cpuinfo(key: str, file: Path) -> str:
@@ -90,7 +92,14 @@ def compiler_name() -> str:
 def switched_off() -> str:
     """Return a sentence with the environment variable that disables ``torch.compile``, or an empty string."""
     names = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
-    return next((f"{name}=1 switches PyTorch's compiler off" for name in names if os.environ.get(name) == "1"), "")
+    return next(
+        (
+            f"{name}=1 switches PyTorch's compiler off"
+            for name in names
+            if os.environ.get(name) == "1"
+        ),
+        "",
+    )
 
 
 def compiler_missing() -> str:

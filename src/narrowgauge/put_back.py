@@ -33,7 +33,11 @@ def objects_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     while objects:
         place, value = objects.pop()
         package, is_module = type(value).__module__.partition(".")[0], isinstance(value, nn.Module)
-        if isinstance(value, _PLAIN) or id(value) in seen or (package == "transformers" and not is_module):
+        if (
+            isinstance(value, _PLAIN)
+            or id(value) in seen
+            or (package == "transformers" and not is_module)
+        ):
             continue
         seen.add(id(value))
         yield place, value
@@ -53,7 +57,11 @@ def objects_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 @contextmanager
 def generators_put_back() -> Iterator[None]:
     """Restore the random generators of PyTorch, Python and NumPy at the end."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    devices = (
+        range(torch.cuda.device_count())
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else ()
+    )
     python, numpy = random.getstate(), sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     try:
@@ -67,7 +75,9 @@ def generators_put_back() -> Iterator[None]:
 
 @contextmanager
 def put_back(
-    model: nn.Module, parameters: Iterable[Tensor] = (), optimizers: Iterable[torch.optim.Optimizer] = ()
+    model: nn.Module,
+    parameters: Iterable[Tensor] = (),
+    optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> Iterator[dict[str, str]]:
     """Start without gradients. Restore gradients, buffers, modes, attributes and random generators at the end, bit for bit.
 
@@ -77,7 +87,11 @@ def put_back(
     Returns:
         The attributes that cannot be restored, with the reason.
     """
-    restore, unrestored, stepped = list[Callable[[], object]](), dict[str, str](), set[torch.optim.Optimizer]()
+    restore, unrestored, stepped = (
+        list[Callable[[], object]](),
+        dict[str, str](),
+        set[torch.optim.Optimizer](),
+    )
     for name, value in [*objects_of(model), *(("", p) for p in parameters)]:
         if hasattr(type(value), "__next__"):
             unrestored[f"{name} of the model"] = "an iterator cannot be put back"
@@ -117,7 +131,9 @@ def _restores(value: Any) -> Iterator[Callable[[], object]]:
     """Yield calls that restore an object, but not the objects that it holds. Clear a tensor's gradient."""
     kind = type(value)
     if isinstance(value, nn.Module):
-        yield from (partial(_refill, values, dict(values)) for values in (vars(value), value._buffers))
+        yield from (
+            partial(_refill, values, dict(values)) for values in (vars(value), value._buffers)
+        )
     elif isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
         yield partial(setattr, value, "grad", value.grad)
         value.grad = None

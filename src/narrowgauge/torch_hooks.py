@@ -75,7 +75,11 @@ class _Steps:
     """The hooks on one optimizer's step, and who follows it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self.followers, self._has_begun = weakref.ref(optimizer), list[Follower](), False
+        self._optimizer, self.followers, self._has_begun = (
+            weakref.ref(optimizer),
+            list[Follower](),
+            False,
+        )
         _STEPS[optimizer] = weakref.ref(self)
         # A compiler that traces the step skips the hooks.
         self._handles = [
@@ -91,11 +95,15 @@ class _Steps:
             for handle in self._handles:
                 handle.remove()
 
-    def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _enter(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
         if calls_of_step(optimizer) > 1:
             return None
         self._has_begun = False
-        if any(map(callable, [*args, *kwargs.values()])):  # a closure computes the gradients within the step
+        if any(
+            map(callable, [*args, *kwargs.values()])
+        ):  # a closure computes the gradients within the step
             return tuple(self._then_begin(optimizer, a) for a in args), {
                 name: self._then_begin(optimizer, value) for name, value in kwargs.items()
             }
@@ -127,5 +135,7 @@ class _Steps:
                     follower.after(optimizer)
 
 
-_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Steps]] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Steps]] = (
+    weakref.WeakKeyDictionary()
+)
 """The hooks of each optimizer, which keeps them alive."""

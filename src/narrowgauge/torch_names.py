@@ -90,7 +90,9 @@ class HostCopy:
         if value.device.type == "cpu":
             self._value = value.clone()
         else:
-            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(
+                value, non_blocking=True
+            )
             self._done = torch.Event(value.device)
             self._done.record(torch.accelerator.current_stream(value.device))
 
@@ -107,7 +109,9 @@ class HostCopy:
 def is_traced() -> bool:
     """Return whether PyTorch is tracing: the operations' tensors may have no values."""
     mode, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
-    return torch.compiler.is_compiling() or mode(keys.FAKE) is not None or mode(keys.PROXY) is not None
+    return (
+        torch.compiler.is_compiling() or mode(keys.FAKE) is not None or mode(keys.PROXY) is not None
+    )
 
 
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -170,14 +174,18 @@ def cpu_kernel_wrapped(name: str, wrapper: Callable[..., Any]) -> Iterator[None]
     library = torch.library.Library("aten", "IMPL")
 
     def wrapped(keys: Any, *args: Any, **options: Any) -> Any:
-        return wrapper(lambda *args, **options: kernel.call_boxed(keys, *args, **options), *args, **options)
+        return wrapper(
+            lambda *args, **options: kernel.call_boxed(keys, *args, **options), *args, **options
+        )
 
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        library.impl(name.removeprefix("aten::"), wrapped, "CPU", with_keyset=True, allow_override=True)
+        library.impl(
+            name.removeprefix("aten::"), wrapped, "CPU", with_keyset=True, allow_override=True
+        )
     logger.setLevel(level)
     try:
         yield
@@ -195,7 +203,10 @@ def plain_name(name: str) -> str:
 
 def leave_out_of_ddp(model: Any, names: Iterable[str]) -> None:
     """Make DistributedDataParallel neither send nor sum the tensors of these names in the model."""
-    model._ddp_params_and_buffers_to_ignore = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names}
+    model._ddp_params_and_buffers_to_ignore = {
+        *getattr(model, "_ddp_params_and_buffers_to_ignore", ()),
+        *names,
+    }
 
 
 # ── FSDP2 ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,7 +256,9 @@ def was_taken_by_fsdp(parameter: Tensor) -> bool:
     ``fully_shard`` replaces parameters, in some versions of PyTorch without a mark. A forward pass replaces gathered ones.
     """
     is_plain = type(parameter) is torch.nn.Parameter and parameter.numel() > 0
-    return hasattr(parameter, "_fsdp_orig_uid") or (is_plain and not parameter.untyped_storage().size())
+    return hasattr(parameter, "_fsdp_orig_uid") or (
+        is_plain and not parameter.untyped_storage().size()
+    )
 
 
 def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype:
@@ -261,7 +274,9 @@ def fsdp_keeps_gradients(group: Any) -> bool:
     return not (group.reduce_grads and group.all_reduce_grads)
 
 
-def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Callable[[], None]:
+def replace_total_norm(
+    wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+) -> Callable[[], None]:
     """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``. Return a function that restores them."""
     from torch.nn import utils
     from torch.nn.utils import clip_grad
@@ -291,7 +306,11 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
         A function that undoes it.
     """
     info = group.mesh_info
-    before = group._reduce_scatter_comm, group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    before = (
+        group._reduce_scatter_comm,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+    )
     replicas = getattr(info, "replicate_process_group", None)
     module.set_custom_reduce_scatter(comm)
     module.set_gradient_divide_factor(1.0)
@@ -300,7 +319,11 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
         info.replicate_process_group = alone
 
     def undo() -> None:
-        group._reduce_scatter_comm, group.gradient_divide_factor, group.force_sum_reduction_for_comms = before
+        (
+            group._reduce_scatter_comm,
+            group.gradient_divide_factor,
+            group.force_sum_reduction_for_comms,
+        ) = before
         if replicas is not None:
             info.replicate_process_group = replicas
 
@@ -322,14 +345,21 @@ def graph_nodes(outputs: Any) -> Iterator[Any]:
 
 def graph_dtypes(outputs: Any) -> set[torch.dtype]:
     """Return the floating-point dtypes of the operations that computed some tensors, but for custom autograd functions."""
-    nodes = (n for n in graph_nodes(outputs) if not isinstance(n, torch.autograd.function.BackwardCFunction))
+    nodes = (
+        n
+        for n in graph_nodes(outputs)
+        if not isinstance(n, torch.autograd.function.BackwardCFunction)
+    )
     dtypes = {entry.dtype for node in nodes for entry in getattr(node, "_input_metadata", ())}
     return {dtype for dtype in dtypes if dtype.is_floating_point}
 
 
 def is_compiled_model(model: Any) -> bool:
     """Return whether ``torch.compile`` runs a model, or a part of it."""
-    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+    return any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
+        for m in model.modules()
+    )
 
 
 def unwrapped_model(model: Any) -> Any:
@@ -348,7 +378,10 @@ def calls_of_step(optimizer: Any) -> int:
     count, frame = 0, sys._getframe()
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "wrapper" and code.co_filename == torch.optim.Optimizer.__init__.__code__.co_filename:
+        if (
+            code.co_name == "wrapper"
+            and code.co_filename == torch.optim.Optimizer.__init__.__code__.co_filename
+        ):
             count += frame.f_locals.get("self") is optimizer
         frame = frame.f_back  # type: ignore[assignment]
     return count

@@ -54,11 +54,15 @@ _UNCHANGED = ("detach", "alias", "clone", "expand", "scalar_tensor")
 _numbers = itertools.count()
 
 
-def trace(function: Callable[..., Any], *arguments: tuple[torch.dtype, Sequence[int]]) -> torch.fx.Graph:
+def trace(
+    function: Callable[..., Any], *arguments: tuple[torch.dtype, Sequence[int]]
+) -> torch.fx.Graph:
     """Return the graph of a function of tensors, given as ``(dtype, shape)``."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return make_fx(function)(*(torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in arguments)).graph
+    return make_fx(function)(
+        *(torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in arguments)
+    ).graph
 
 
 def print_graph(
@@ -77,7 +81,9 @@ def print_graph(
     """
     lines: list[str] = []
     writes: list[tuple[str, str]] = []
-    names: dict[Any, str] = dict(zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    names: dict[Any, str] = dict(
+        zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True)
+    )
 
     def name(line: str) -> str:
         lines.append(f"{prefix}{len(lines)} = {line}")
@@ -90,7 +96,9 @@ def print_graph(
         tensors = [a for a in node.args if isinstance(a, torch.fx.Node)]
         # Comparisons take numbers of their operands' dtype.
         scalar = tensors[0].meta["val"].dtype if dtype is torch.bool and tensors else dtype
-        arguments = [a for a in node.args if a is None or isinstance(a, torch.fx.Node | int | float)]
+        arguments = [
+            a for a in node.args if a is None or isinstance(a, torch.fx.Node | int | float)
+        ]
         texts = [names[a] if a in names else literal(a, scalar) for a in arguments]
         if operation in _UNCHANGED:
             names[node] = texts[0]
@@ -140,7 +148,9 @@ def proves(name: str, compare: Callable[[], bool]) -> bool:
         raise  # another call may have the memory
     except Exception as error:  # a broken compiler must not stop a training run
         reason = f"Cannot compile {name} ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]})."
-    warnings.warn(f"{reason} Each tensor takes launches of its own: slower, with the same bits.", stacklevel=4)
+    warnings.warn(
+        f"{reason} Each tensor takes launches of its own: slower, with the same bits.", stacklevel=4
+    )
     return False
 
 

@@ -22,14 +22,18 @@ TOKENS = torch.arange(16).reshape(2, 8)
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(OrderedDict(inner=nn.Linear(6, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 3)))
+    return nn.Sequential(
+        OrderedDict(inner=nn.Linear(6, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 3))
+    )
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().float().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("recipe", [name if "/" in name else f"bfloat16/{name}" for name in STORAGES])
+@pytest.mark.parametrize(
+    "recipe", [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
+)
 def test_tails_come_from_the_float32_weights(recipe: str) -> None:
     model = llama()
     before = values(model)
@@ -47,8 +51,14 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
             smallest = 2.0**-38 if row.beside and row.weight.parts == 1 else 2.0**-25
         error = (stored - before[name]).abs()
         assert (error <= (before[name].abs() * 2.0 ** -(kept + 1)).clamp(min=smallest)).all()
-        assert kept < 23 or row.visible == "float16" or torch.equal(stored, before[name].to(stored.dtype))
-        assert not optimizer.stored(p, "exp_avg").any() and not optimizer.stored(p, "exp_avg_sq").any()
+        assert (
+            kept < 23
+            or row.visible == "float16"
+            or torch.equal(stored, before[name].to(stored.dtype))
+        )
+        assert (
+            not optimizer.stored(p, "exp_avg").any() and not optimizer.stored(p, "exp_avg_sq").any()
+        )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +103,9 @@ def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
 def test_all_parameters_are_decayed_or_those_that_are_chosen() -> None:
     _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
-    _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3, decays=lambda name, p: p.ndim >= 2)
+    _, optimizer = ng.prepare(
+        net(), "bfloat16/word", weight_decay=0.3, decays=lambda name, p: p.ndim >= 2
+    )
     assert len(optimizer.param_groups) == 2
     for group in optimizer.param_groups:
         assert {p.ndim >= 2 for p in group["params"]} == {group["weight_decay"] == 0.3}
@@ -103,15 +115,22 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
     def of_the_head(name: str) -> dict[str, float]:
         return {"lr": 0.5} if name.startswith("head") else {}
 
-    _, optimizer = ng.prepare(net(), "bfloat16/word", optimizer=ng.SGD, momentum=0.9, options_of=of_the_head)
+    _, optimizer = ng.prepare(
+        net(), "bfloat16/word", optimizer=ng.SGD, momentum=0.9, options_of=of_the_head
+    )
     assert type(optimizer) is ng.SGD and optimizer.reduction is None
     found = {name: group for group in optimizer.param_groups for name in group["param_names"]}
     plain = torch.optim.SGD(net().parameters()).param_groups[0]
     assert {name: group["lr"] for name, group in found.items()} == {
-        name: 0.5 if name.startswith("head") else plain["lr"] for name, _ in net().named_parameters()
+        name: 0.5 if name.startswith("head") else plain["lr"]
+        for name, _ in net().named_parameters()
     }
-    assert {(g["momentum"], g["weight_decay"]) for g in optimizer.param_groups} == {(0.9, plain["weight_decay"])}
-    _, optimizer = ng.prepare(net(), options_of=lambda name: {"lr": torch.tensor(0.5)})  # each may change alone
+    assert {(g["momentum"], g["weight_decay"]) for g in optimizer.param_groups} == {
+        (0.9, plain["weight_decay"])
+    }
+    _, optimizer = ng.prepare(
+        net(), options_of=lambda name: {"lr": torch.tensor(0.5)}
+    )  # each may change alone
     assert len(optimizer.param_groups) == len(found)
     with pytest.raises(ng.errors.RecipeError, match="storage 'exact' beside a recipe"):
         ng.prepare(net(), "bfloat16/word", storage="exact")
@@ -121,7 +140,9 @@ def test_tied_embeddings_have_one_state() -> None:
     model, optimizer = ng.prepare(llama(), "bfloat16/word")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     members = [p for group in optimizer.param_groups for p in group["params"]]
-    assert sum(p is model.lm_head.weight for p in members) == 1 and len(members) == len(list(model.parameters()))
+    assert sum(p is model.lm_head.weight for p in members) == 1 and len(members) == len(
+        list(model.parameters())
+    )
 
 
 def test_frozen_parameters_are_cut_and_left_alone() -> None:
@@ -138,11 +159,15 @@ def test_frozen_parameters_are_cut_and_left_alone() -> None:
 def test_options_see_names_without_a_compilers_prefix() -> None:
     model = torch.compile(nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), backend="eager")
     names: list[str] = []
-    ng.prepare(model, "bfloat16/word", options_of=lambda name: names.append(name) or {}, compile=False)
+    ng.prepare(
+        model, "bfloat16/word", options_of=lambda name: names.append(name) or {}, compile=False
+    )
     assert names == ["0.weight", "1.weight", "1.bias"]
 
 
-@pytest.mark.parametrize(("recipe", "dtype"), [("bfloat16/word", torch.bfloat16), ("float32/word", torch.float32)])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("bfloat16/word", torch.bfloat16), ("float32/word", torch.float32)]
+)
 def test_batch_norm_computes_with_the_models_format(recipe: str, dtype: torch.dtype) -> None:
     model, _ = ng.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), recipe, compile=False)
     assert model(torch.randn(4, 8).to(dtype)).dtype is model[1].running_mean.dtype is dtype
@@ -159,13 +184,17 @@ def test_casting_parameters_gives_those_of_bfloat16_and_leaves_buffers_ties_and_
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
     model[1].weight = model[0].weight
     model.register_buffer("frequencies", torch.rand(4))
-    model.register_parameter("codes", nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False))
+    model.register_parameter(
+        "codes", nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
+    )
     objects, buffer = list(model.parameters()), model.frequencies.clone()
     expected = dict(copy.deepcopy(model).bfloat16().named_parameters(remove_duplicate=False))
     assert ng.cast_parameters(model, torch.bfloat16) is model
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert torch.equal(parameter, expected[name]) and parameter.dtype is expected[name].dtype
-    assert all(map(operator.is_, model.parameters(), objects)) and model[1].weight is model[0].weight
+    assert (
+        all(map(operator.is_, model.parameters(), objects)) and model[1].weight is model[0].weight
+    )
     assert model.frequencies.dtype is torch.float32 and torch.equal(model.frequencies, buffer)
     assert model[2](torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
 
@@ -194,7 +223,10 @@ def test_a_refused_model_is_unchanged(wrong: dict[str, Any]) -> None:
     with pytest.raises(RecipeError):
         ng.prepare(model, **{"recipe": "float8-row/word", **wrong})
     assert [type(module) for module in model.modules()] == kinds
-    assert all(p.dtype is torch.float32 and torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(
+        p.dtype is torch.float32 and torch.equal(p, before[name])
+        for name, p in model.named_parameters()
+    )
 
 
 def test_a_parameter_that_left_the_model_is_refused() -> None:

@@ -23,7 +23,14 @@ from narrowgauge.checkpoints.saving import Checkpoint, Saver, damage, latest_che
 from narrowgauge.errors import RecordError
 from tensors import assert_same_bits, tensors_in
 
-STATE = {"step": 3, "seed": 2**63, "loss": 0.1, "worst": math.inf, "names": ["a", None, True], "text": "ü"}
+STATE = {
+    "step": 3,
+    "seed": 2**63,
+    "loss": 0.1,
+    "worst": math.inf,
+    "names": ["a", None, True],
+    "text": "ü",
+}
 
 
 def tensors(step: int = 0) -> dict[str, torch.Tensor]:
@@ -49,7 +56,9 @@ def must_not_be_called(path: Path, why: str) -> None:
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 
 
-def save(folder: Path, step: int, content: dict[str, torch.Tensor], state: dict[str, Any], keep: int = 2) -> Path:
+def save(
+    folder: Path, step: int, content: dict[str, torch.Tensor], state: dict[str, Any], keep: int = 2
+) -> Path:
     saver = Saver(folder)
     path = saver.save(step, content, state, keep)
     saver.wait()
@@ -58,7 +67,9 @@ def save(folder: Path, step: int, content: dict[str, torch.Tensor], state: dict[
 
 def names(folder: Path) -> list[str]:
     """The checkpoints, without the empty folder of one that failed."""
-    return sorted(entry.name for entry in (folder / "checkpoints").iterdir() if any(entry.iterdir()))
+    return sorted(
+        entry.name for entry in (folder / "checkpoints").iterdir() if any(entry.iterdir())
+    )
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -75,7 +86,11 @@ def test_a_checkpoint_has_the_bits_of_the_moment_when_it_was_asked_for(tmp_path:
     path = saver.save(1, {"a": weight, "b": weight, "c": weight[1:]}, {})
     weight.add_(1)
     saver.wait()
-    assert [tensors_in(path)[name].tolist() for name in "abc"] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
+    assert [tensors_in(path)[name].tolist() for name in "abc"] == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 3],
+        [1, 2, 3],
+    ]
 
 
 def test_only_the_newest_are_kept_and_the_same_step_is_replaced(tmp_path: Path) -> None:
@@ -110,7 +125,9 @@ def name_a_file_outside(path: Path) -> None:
 
 
 FAULTS: dict[str, Callable[[Path], object]] = {
-    r"shard-.*safetensors has [\d,]+ bytes of": lambda path: os.truncate(path / FILE, (path / FILE).stat().st_size - 1),
+    r"shard-.*safetensors has [\d,]+ bytes of": lambda path: os.truncate(
+        path / FILE, (path / FILE).stat().st_size - 1
+    ),
     r"shard-.*safetensors does not match its checksum": lambda path: flip_a_bit(path / FILE),
     r"shard-.*safetensors is missing": lambda path: (path / FILE).unlink(),
     r"its manifest\.json is damaged": lambda path: os.truncate(path / "manifest.json", 30),
@@ -120,7 +137,9 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize(("word", "harm"), FAULTS.items())
-def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path, word: str, harm: Any) -> None:
+def test_a_damaged_checkpoint_is_reported_and_passed_over(
+    tmp_path: Path, word: str, harm: Any
+) -> None:
     save(tmp_path, 1, tensors(1), {"n": 1})
     newest = save(tmp_path, 2, tensors(2), {"n": 2})
     harm(newest)
@@ -132,8 +151,12 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path, word: 
     assert_same_bits(tensors_in(save(tmp_path, 2, tensors(3), {"n": 3})), tensors(3))
 
 
-@pytest.mark.parametrize(("keep", "step", "kept"), [(1, 45, [45]), (2, 45, [40, 45]), (2, 60, [40, 60])])
-def test_a_new_checkpoint_outlives_damaged_ones(keep: int, step: int, kept: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keep", "step", "kept"), [(1, 45, [45]), (2, 45, [40, 45]), (2, 60, [40, 60])]
+)
+def test_a_new_checkpoint_outlives_damaged_ones(
+    keep: int, step: int, kept: list[int], tmp_path: Path
+) -> None:
     for earlier in (30, 40, 50):
         save(tmp_path, earlier, tensors(earlier), {}, keep=3)
     flip_a_bit(tmp_path / "checkpoints" / "step-00000050" / FILE)
@@ -150,13 +173,21 @@ def test_a_checkpoint_of_another_schema_is_refused_and_not_called_damaged(tmp_pa
         latest_checkpoint(tmp_path, must_not_be_called)
 
 
-def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1, tensors(1), {"n": 1}, keep=1)
     writer = dcp_files.HuggingFaceStorageWriter
-    for module, name in ((writer, "write_data"), (checkpoint_module, "_publish"), (checkpoint_module, "sync")):
+    for module, name in (
+        (writer, "write_data"),
+        (checkpoint_module, "_publish"),
+        (checkpoint_module, "sync"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
-            with pytest.raises(RecordError, match=r"step-00000002: the disk is full \([\d,]+ bytes free\)") as caught:
+            with pytest.raises(
+                RecordError, match=r"step-00000002: the disk is full \([\d,]+ bytes free\)"
+            ) as caught:
                 save(tmp_path, 2, tensors(2), {"n": 2}, keep=1)
         assert "the same command again" in caught.value.advice
         assert names(tmp_path) == ["step-00000001"]
@@ -231,10 +262,14 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
         latest = latest_checkpoint(tmp_path / name, must_not_be_called)
         found, state = tensors_in(latest.path), latest.state()
         step = state["step"]
-        assert_same_bits(found, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step})
+        assert_same_bits(
+            found, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step}
+        )
         # Nothing half-written or half-removed bears a checkpoint's name, and nothing else is left.
         for entry in names(tmp_path / name):
-            assert not entry.startswith("step-") or not damage(tmp_path / name / "checkpoints" / entry)
+            assert not entry.startswith("step-") or not damage(
+                tmp_path / name / "checkpoints" / entry
+            )
         steps.append(step)
     # The moments were spread over all four saves, from before the first to after the last.
     assert set(steps) == {1, 2, 3, 4, 5}

@@ -75,8 +75,13 @@ def test_half_a_checkpoint_is_not_called_complete(tmp_path: Path) -> None:
 
 def save_replicas(rank: int, folder: Path) -> None:
     """Two replicas of two shards each, and a vector that no mesh knows."""
-    mesh, ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")), all_ranks().apart()
-    placed = distribute_tensor(torch.arange(14.0).view(7, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+    mesh, ranks = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")),
+        all_ranks().apart(),
+    )
+    placed = distribute_tensor(
+        torch.arange(14.0).view(7, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None
+    )
     saver = Saver(folder, ranks)
     for step in (1, 2):
         saver.save(step, {"w": placed, "plain": torch.ones(2), "number": torch.tensor(3)}, {})
@@ -88,8 +93,12 @@ def go_on_with_a_whole_state(rank: int, folder: Path) -> list[bool]:
     mesh, ranks = meet()
 
     def make() -> tuple[nn.Parameter, ng.optim.GaLore]:
-        weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None))
-        return weight, ng.optim.GaLore([("weight", weight)], rank=4, storage="float32", compile=False)
+        weight = nn.Parameter(
+            distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
+        )
+        return weight, ng.optim.GaLore(
+            [("weight", weight)], rank=4, storage="float32", compile=False
+        )
 
     weight, optimizer = make()
     weight.grad = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
@@ -101,7 +110,9 @@ def go_on_with_a_whole_state(rank: int, folder: Path) -> list[bool]:
     restore_tensors(load_tensors(path, [("weight", again)], other), [("weight", again)], other)
     states = optimizer.state_dict()["state"][0], other.state_dict()["state"][0]
     return [
-        torch.equal(local_of(value), local_of(states[1][name])) for name, value in states[0].items() if name != "step"
+        torch.equal(local_of(value), local_of(states[1][name]))
+        for name, value in states[0].items()
+        if name != "step"
     ]
 
 
@@ -113,26 +124,43 @@ def test_states_that_every_rank_holds_whole_come_back_whole(tmp_path: Path) -> N
 def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
     """The step of the checkpoint that this rank would load, and what it was told of newer ones."""
     told: list[str] = []
-    checkpoint = latest_checkpoint(folder, lambda path, why: told.append(f"{path.name}: {why}"), meet()[1])
+    checkpoint = latest_checkpoint(
+        folder, lambda path, why: told.append(f"{path.name}: {why}"), meet()[1]
+    )
     return checkpoint.step, told
 
 
 @pytest.mark.parametrize(("full", "rank"), [("second", r" \(rank 1\)"), ("first", "")])
-def test_a_full_disk_on_one_rank_keeps_the_older_checkpoint(full: str, rank: str, tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_keeps_the_older_checkpoint(
+    full: str, rank: str, tmp_path: Path
+) -> None:
     results = run_ranks(save_with_a_full_disk, 2, tmp_path / "ranks", tmp_path / "run", full)
     for message, step, total in results:
-        assert re.search(rf"step-00000002: the disk is full \([\d,]+ bytes free\){rank}\.$", message)
+        assert re.search(
+            rf"step-00000002: the disk is full \([\d,]+ bytes free\){rank}\.$", message
+        )
         assert (step, total) == (1, 45.0)
     assert names(tmp_path / "run") == ["step-00000001"]
 
 
-def test_replicas_are_written_once_and_all_ranks_go_back_to_the_same_checkpoint(tmp_path: Path) -> None:
+def test_replicas_are_written_once_and_all_ranks_go_back_to_the_same_checkpoint(
+    tmp_path: Path,
+) -> None:
     run_ranks(save_replicas, 4, tmp_path / "ranks", tmp_path / "run")
     first, second = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    expected = {"w": torch.arange(14.0).view(7, 2), "plain": torch.ones(2), "number": torch.tensor(3)}
+    expected = {
+        "w": torch.arange(14.0).view(7, 2),
+        "plain": torch.ones(2),
+        "number": torch.tensor(3),
+    }
     assert_same_bits(tensors_in(first), expected)
     files = sorted(second.glob("*.safetensors"))
-    assert sorted(name for file in files for name in load_file(file)) == ["number", "plain", "w", "w"]
+    assert sorted(name for file in files for name in load_file(file)) == [
+        "number",
+        "plain",
+        "w",
+        "w",
+    ]
     flip_a_bit(files[-1])
     told = f"{second.name}: {files[-1].name} does not match its checksum"
     assert run_ranks(find_the_newest, 2, tmp_path / "again", tmp_path / "run") == [(1, [told])] * 2

@@ -18,7 +18,11 @@ VOCABULARY, WIDTH, LENGTH = 48, 32, 24
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -65,11 +69,17 @@ class Loop:
     ) -> None:
         torch.manual_seed(0)
         self.model = Model().to(dtype)
-        self.optimizer = optimizer(self.model.parameters(), **({"lr": 1e-3, "weight_decay": 0.1} | settings))
+        self.optimizer = optimizer(
+            self.model.parameters(), **({"lr": 1e-3, "weight_decay": 0.1} | settings)
+        )
         self.clip, self.data = clip, iter(batches())
         self.rows: dict[int, dict[str, Any]] = {}
         self.readings: list[Reading] = []
-        self.watcher = StepCheck(self.model, self.optimizer, every, self.take, **(watch or {})) if every else None
+        self.watcher = (
+            StepCheck(self.model, self.optimizer, every, self.take, **(watch or {}))
+            if every
+            else None
+        )
 
     def take(self, step: int, readings: list[Reading], row: dict[str, Any]) -> None:
         self.readings += readings
@@ -78,7 +88,9 @@ class Loop:
 
     def loss(self) -> Tensor:
         tokens = next(self.data)
-        return F.cross_entropy(self.model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(
+            self.model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
     def after_backward(self) -> None:
         if self.clip:

@@ -25,7 +25,9 @@ TOKENS = torch.randint(0, 32, (6, 9), generator=torch.Generator().manual_seed(0)
 
 def language_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32))
+    return nn.Sequential(
+        nn.Embedding(32, 16), nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32)
+    )
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -37,7 +39,9 @@ def flat(model: nn.Module) -> nn.Parameter:
     return nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
-def torch_adamw(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def torch_adamw(
+    dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = language_model().to(dtype)
     return model, torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **options})
 
@@ -72,7 +76,9 @@ def replaced_parameters() -> ng.analysis.Readings:
 def nonfinite_weights() -> ng.analysis.Readings:
     model, optimizer = torch_adamw(torch.float32)
     model[1].weight.data[0, 0], model[4].weight.data[0, 0] = float("nan"), float("-inf")
-    model[3].register_parameter("mask", nn.Parameter(torch.full((2, 2), float("-inf")), requires_grad=False))
+    model[3].register_parameter(
+        "mask", nn.Parameter(torch.full((2, 2), float("-inf")), requires_grad=False)
+    )
     check = ng.check(model, optimizer)
     assert [r.value for r in check] == [2]
     return check
@@ -87,9 +93,14 @@ def rounded_buffers() -> ng.analysis.Readings:
 
 
 def untied() -> ng.analysis.Readings:
-    model = nn.ModuleDict({"embedding": nn.Embedding(32, 16), "head": nn.Linear(16, 32, bias=False)})
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(32, 16), "head": nn.Linear(16, 32, bias=False)}
+    )
     model["head"].weight = model["embedding"].weight
-    assert "tied: embedding.weight = head.weight" in ng.check(model, torch.optim.AdamW(model.parameters())).lines
+    assert (
+        "tied: embedding.weight = head.weight"
+        in ng.check(model, torch.optim.AdamW(model.parameters())).lines
+    )
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
     return ng.check(model, torch.optim.AdamW(model.parameters()))
 
@@ -118,7 +129,10 @@ NARROW = {"stands-still", "lost-updates", "frozen-moments", "swallowed-decay"}
 PROVOKED: dict[str, tuple[Callable[[], ng.analysis.Readings], set[str]]] = {
     "missing-parameters": (lambda: stepped_by_adamw(lambda model: model[:2]), set()),
     "replaced-parameters": (replaced_parameters, set()),
-    "parameters-twice": (lambda: stepped_by_adamw(lambda model: model, lambda model: model[4]), set()),
+    "parameters-twice": (
+        lambda: stepped_by_adamw(lambda model: model, lambda model: model[4]),
+        set(),
+    ),
     "nonfinite-weights": (nonfinite_weights, set()),
     "rounded-buffers": (rounded_buffers, set()),
     "stands-still": (sixteen_bits, NARROW),
@@ -131,7 +145,9 @@ PROVOKED: dict[str, tuple[Callable[[], ng.analysis.Readings], set[str]]] = {
 
 
 def test_every_kind_of_the_check_is_provoked_and_the_table_has_a_source_for_each() -> None:
-    assert set(PROVOKED) == {kind.name for kind in KINDS.values() if kind.by == "ng.check(model, optimizer)"}
+    assert set(PROVOKED) == {
+        kind.name for kind in KINDS.values() if kind.by == "ng.check(model, optimizer)"
+    }
     thresholds = [row for row in kind_rows() if row["bound"]]
     assert len(KINDS) + len(DETECTORS) == len(kind_rows()) and len(thresholds) <= 60
     assert all(row["source"] and row["value"] for row in kind_rows())
@@ -154,20 +170,34 @@ def whats(check: ng.analysis.Readings) -> list[str]:
 # ── set-ups that are right ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16/word", "bfloat16/split", "float32/float32", "float8-row/compact"])
+@pytest.mark.parametrize(
+    "recipe", ["bfloat16/word", "bfloat16/split", "float32/float32", "float8-row/compact"]
+)
 def test_a_prepared_model_is_clean(recipe: str) -> None:
     check = ng.check(*ng.prepare(language_model(), recipe, compile=False, max_grad_norm=1.0))
     assert check.require() is check and not len(check)
 
 
 def test_a_matrix_rules_stacks_are_named() -> None:
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, 4, 5)) for name in ("down", "gate_up", "plain")})
-    groups = [{"params": [model["down"], model["gate_up"]]}, {"params": [model["plain"]], "rule": "adamw"}]
-    lines = [[*ng.check(model, optimizer(groups, storage="float32")).lines] for optimizer in (ng.Muon, ng.AdamW)]
-    assert [sum("muon steps each matrix of down and 1 other" in line for line in part) for part in lines] == [1, 0]
+    model = nn.ParameterDict(
+        {name: nn.Parameter(torch.zeros(3, 4, 5)) for name in ("down", "gate_up", "plain")}
+    )
+    groups = [
+        {"params": [model["down"], model["gate_up"]]},
+        {"params": [model["plain"]], "rule": "adamw"},
+    ]
+    lines = [
+        [*ng.check(model, optimizer(groups, storage="float32")).lines]
+        for optimizer in (ng.Muon, ng.AdamW)
+    ]
+    assert [
+        sum("muon steps each matrix of down and 1 other" in line for line in part) for part in lines
+    ] == [1, 0]
 
 
-def test_parameters_that_were_cast_alone_are_clean_and_the_angle_bounds_the_error_of_rounded_frequencies() -> None:
+def test_parameters_that_were_cast_alone_are_clean_and_the_angle_bounds_the_error_of_rounded_frequencies() -> (
+    None
+):
     assert not check_rotated(lambda model: ng.cast_parameters(model, torch.bfloat16))
     assert not check_rotated(lambda model: ng.prepare(model, "bfloat16/word", compile=False)[0])
     for dtype, storage in ((torch.bfloat16, "word"), (torch.float16, "float16/split")):
@@ -191,22 +221,36 @@ def test_other_libraries_that_keep_what_rounding_takes_are_clean() -> None:
     loss_of(model).backward()
     master.step()
     assert not whats(ng.check(model, master))
-    options = {"kahan_sum": None, "bf16_stochastic_round": True, "param_ecc": "bf16+8", "master_weight_bits": 24}
+    options = {
+        "kahan_sum": None,
+        "bf16_stochastic_round": True,
+        "param_ecc": "bf16+8",
+        "master_weight_bits": 24,
+    }
     for option in options.items():
         other = torch.optim.SGD([{"params": list(model.parameters()), **dict([option])}], lr=1e-3)
         assert not whats(ng.check(model, other)), option
-    assert "truncated-setting" not in whats(ng.check(*torch_adamw(torch.float16, eps=1e-8, fused=True)))
+    assert "truncated-setting" not in whats(
+        ng.check(*torch_adamw(torch.float16, eps=1e-8, fused=True))
+    )
 
 
-def test_flat_partitions_meta_models_adapters_and_optimizers_with_their_own_rate_are_clean() -> None:
+def test_flat_partitions_meta_models_adapters_and_optimizers_with_their_own_rate_are_clean() -> (
+    None
+):
     from transformers import Adafactor
 
     model = language_model()
     assert not whats(ng.check(model, torch.optim.AdamW([flat(model)])))
     assert not whats(ng.check(model, Adafactor(model.parameters())))
-    both = nn.ModuleDict({"base": model.bfloat16().requires_grad_(False), "adapter": nn.Linear(8, 8)})
+    both = nn.ModuleDict(
+        {"base": model.bfloat16().requires_grad_(False), "adapter": nn.Linear(8, 8)}
+    )
     weight, bias = both["adapter"].parameters()
-    weight.grad, bias.main_grad = torch.ones_like(weight), torch.ones_like(bias)  # as Megatron keeps it
+    weight.grad, bias.main_grad = (
+        torch.ones_like(weight),
+        torch.ones_like(bias),
+    )  # as Megatron keeps it
     assert not whats(ng.check(both, torch.optim.AdamW(both["adapter"].parameters())))
     with torch.device("meta"):
         assert not whats(ng.check(*torch_adamw()))
@@ -227,8 +271,12 @@ def test_a_parameter_of_another_format_is_named_and_not_judged(dtype: torch.dtyp
 @pytest.mark.parametrize("storage", ["nearest8", "weight8"])
 def test_a_stored_weight_unlike_the_visible_one_is_named_and_not_predicted(storage: str) -> None:
     weight = nn.Parameter(torch.randn(64, 64).bfloat16())
-    check = ng.check(nn.ParameterList([weight]), ng.AdamW([weight], lr=1e-3, storage=storage, weight_decay=0.0))
-    assert "lost-updates" not in whats(check) and check.unseen == {"updates of 0": f'storage "{storage}"'}
+    check = ng.check(
+        nn.ParameterList([weight]), ng.AdamW([weight], lr=1e-3, storage=storage, weight_decay=0.0)
+    )
+    assert "lost-updates" not in whats(check) and check.unseen == {
+        "updates of 0": f'storage "{storage}"'
+    }
 
 
 def test_a_sample_covers_every_column() -> None:
@@ -249,7 +297,11 @@ class Unheard(torch.optim.Optimizer):
 def test_a_class_without_a_row_is_unseen_and_one_of_the_users_own_until_its_first_step() -> None:
     model, _ = torch_adamw()
     result = ng.check(model, Unheard(model.parameters(), {"lr": 1e-5}))
-    assert not len(result) and "(steps of Unheard)" in str(result) and "updates" not in result.looked_at
+    assert (
+        not len(result)
+        and "(steps of Unheard)" in str(result)
+        and "updates" not in result.looked_at
+    )
     optimizer = MyAdamW(model.parameters(), lr=1e-5)
     result = ng.check(model, optimizer)
     assert "stands-still" not in whats(result) and "MyAdamW may keep a copy" in str(result)
@@ -264,8 +316,12 @@ def test_a_fused_kernel_stores_the_decay_that_others_round_away(fused: bool, kee
     torch.manual_seed(0)
     ends = []
     for decay in (0.0, 0.1):
-        weight = nn.Parameter((0.05 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))).bfloat16())
-        optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=decay, fused=fused, betas=(0.9, 0.95))
+        weight = nn.Parameter(
+            (0.05 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))).bfloat16()
+        )
+        optimizer = torch.optim.AdamW(
+            [weight], lr=1e-3, weight_decay=decay, fused=fused, betas=(0.9, 0.95)
+        )
         is_read = "swallowed-decay" in whats(ng.check(nn.ParameterList([weight]), optimizer))
         generator = torch.Generator().manual_seed(1)
         for _ in range(100):
@@ -279,10 +335,14 @@ def test_a_fused_kernel_stores_the_decay_that_others_round_away(fused: bool, kee
 def test_kahan_sums_of_torchs_kind_do_not_keep_the_decay() -> None:
     """optimi multiplies the bfloat16 weight by 1 − lr · decay; ours decays in the step."""
     model = language_model().bfloat16()
-    kahan = torch.optim.AdamW([{"params": list(model.parameters()), "kahan_sum": True}], lr=1e-3, weight_decay=0.1)
+    kahan = torch.optim.AdamW(
+        [{"params": list(model.parameters()), "kahan_sum": True}], lr=1e-3, weight_decay=0.1
+    )
     assert whats(ng.check(model, kahan)).count("swallowed-decay") == 1
     for storage in ("naive", "kahan"):
-        ours = ng.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, storage=storage, compile=False)
+        ours = ng.AdamW(
+            model.parameters(), lr=1e-3, weight_decay=0.1, storage=storage, compile=False
+        )
         assert "swallowed-decay" not in whats(ng.check(model, ours)), storage
 
 
@@ -293,12 +353,24 @@ def test_muons_stored_share_is_predicted_by_the_shape(lr: float) -> None:
     weight, wide = nn.Parameter(start.bfloat16()), nn.Parameter(start.bfloat16().float())
     for p in (weight, wide):
         optimizer = torch.optim.Muon([p], lr=lr, weight_decay=0.0)
-        predicted = next((r.value for r in ng.check(nn.ParameterList([p]), optimizer) if r.what == "lost-updates"), 1.0)
+        predicted = next(
+            (
+                r.value
+                for r in ng.check(nn.ParameterList([p]), optimizer)
+                if r.what == "lost-updates"
+            ),
+            1.0,
+        )
         shares = [predicted] if p is weight else shares  # noqa: F821
         p.grad = gradient.to(p.dtype)
         optimizer.step()
-    change, stored = wide.detach() - start.bfloat16().float(), weight.detach().float() - start.bfloat16().float()
-    assert shares[0] == pytest.approx(float((change * stored).sum() / change.square().sum()), abs=0.1)
+    change, stored = (
+        wide.detach() - start.bfloat16().float(),
+        weight.detach().float() - start.bfloat16().float(),
+    )
+    assert shares[0] == pytest.approx(
+        float((change * stored).sum() / change.square().sum()), abs=0.1
+    )
 
 
 def test_after_the_first_step_the_rate_is_the_rate_of_now() -> None:
@@ -318,12 +390,21 @@ def test_the_manifest_lists_kinds_adapters_and_what_is_in_no_optimizer() -> None
             self.linear, self.a = linear.requires_grad_(False), nn.Parameter(torch.zeros(2, 16))
 
     model = nn.Sequential(
-        nn.Embedding(32, 16), nn.LayerNorm(16), Adapter(nn.Linear(16, 16)), nn.Linear(16, 32, bias=False)
+        nn.Embedding(32, 16),
+        nn.LayerNorm(16),
+        Adapter(nn.Linear(16, 16)),
+        nn.Linear(16, 32, bias=False),
     )
-    lines = ng.check(model, torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()], lr=1e-3)).lines
+    lines = ng.check(
+        model, torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()], lr=1e-3)
+    ).lines
     rows = {line.split()[0]: line.split()[1:] for line in lines[1:7]}
     assert rows["embedding"] == ["1", "512", "float32", "yes", "0.01", "0.001", "AdamW"]
-    assert rows["matrix"] == ["1", "256", "float32", "no"] and rows["head"][3:6] == ["in", "no", "optimizer"]
+    assert rows["matrix"] == ["1", "256", "float32", "no"] and rows["head"][3:6] == [
+        "in",
+        "no",
+        "optimizer",
+    ]
     assert rows["norm"][:2] == ["2", "32"] and rows["adapter"][3] == "yes"
     assert "adapters: 6% of the elements that train" in lines
 
@@ -340,8 +421,12 @@ def one_weight(value: Tensor, **options: Any) -> tuple[nn.Module, torch.optim.Op
 def test_each_rate_has_its_own_reading_of_the_tensors_that_it_names() -> None:
     torch.manual_seed(0)
     small, *large = (nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(3))
-    groups = [{"params": [p], "lr": lr} for p, lr in zip((*large, small), (3e-2, 1e-3, 5e-4), strict=True)]
-    check = ng.check(nn.ParameterList([small, *large]), torch.optim.AdamW(groups, betas=(0.9, 0.95)))
+    groups = [
+        {"params": [p], "lr": lr} for p, lr in zip((*large, small), (3e-2, 1e-3, 5e-4), strict=True)
+    ]
+    check = ng.check(
+        nn.ParameterList([small, *large]), torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    )
     lost = {r.tensor: r for r in check if r.what == "lost-updates"}
     assert lost.keys() == {"0", "2"} and all(r.excess > 1 for r in lost.values())
     assert "at lr 0.0005;" in lost["0"].advice and "at lr 0.001;" in lost["2"].advice
@@ -358,9 +443,13 @@ def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
     """Gradients of random sign, a bfloat16 weight: the EDQ before the run beside that of 60 steps."""
     torch.manual_seed(0)
     weight = torch.randn(64, 64) * 0.5
-    (predicted,) = [r.value for r in ng.check(*one_weight(weight, lr=lr)) if r.what == "lost-updates"]
+    (predicted,) = [
+        r.value for r in ng.check(*one_weight(weight, lr=lr)) if r.what == "lost-updates"
+    ]
     parameter = nn.Parameter(weight.bfloat16())
-    optimizer = ng.AdamW([parameter], lr=lr, betas=(0.9, 0.95), weight_decay=0.0, storage="naive", compile=False)
+    optimizer = ng.AdamW(
+        [parameter], lr=lr, betas=(0.9, 0.95), weight_decay=0.0, storage="naive", compile=False
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *_, **__: None)
         for _ in range(60):
@@ -370,31 +459,49 @@ def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
     assert measured < MIN_EDQ and abs(predicted - measured) < 0.1, (predicted, measured)
 
 
-@pytest.mark.parametrize(("value", "needed", "number"), [(1.0, 2.0**-9, 1), (1.5, 2.0**-8, 1), (1.0, 2.0**-9, 2)])
-def test_a_power_of_two_moves_down_by_a_quarter_of_its_spacing(value: float, needed: float, number: int) -> None:
-    model = nn.ParameterList([nn.Parameter(torch.full((8,), value).bfloat16()) for _ in range(number)])
+@pytest.mark.parametrize(
+    ("value", "needed", "number"), [(1.0, 2.0**-9, 1), (1.5, 2.0**-8, 1), (1.0, 2.0**-9, 2)]
+)
+def test_a_power_of_two_moves_down_by_a_quarter_of_its_spacing(
+    value: float, needed: float, number: int
+) -> None:
+    model = nn.ParameterList(
+        [nn.Parameter(torch.full((8,), value).bfloat16()) for _ in range(number)]
+    )
     check = ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     (reading,) = [r for r in check if r.what == "stands-still"]
     words = f"{number} {'norm weight' if value == 1 else 'vector'}{' stays' if number == 1 else 's stay'} "
     assert reading.bound == needed and reading.advice.startswith(words)
-    assert "stands-still" not in whats(ng.check(model, torch.optim.AdamW(model.parameters(), lr=1.5 * needed)))
+    assert "stands-still" not in whats(
+        ng.check(model, torch.optim.AdamW(model.parameters(), lr=1.5 * needed))
+    )
 
 
 @pytest.mark.parametrize(("lr", "is_swallowed"), [(0.03, False), (0.015, True)])
 def test_decay_below_a_quarter_of_a_spacing_is_swallowed(lr: float, is_swallowed: bool) -> None:
-    assert ("swallowed-decay" in whats(ng.check(*torch_adamw(lr=lr, weight_decay=0.1)))) == is_swallowed
+    assert (
+        "swallowed-decay" in whats(ng.check(*torch_adamw(lr=lr, weight_decay=0.1)))
+    ) == is_swallowed
 
 
-@pytest.mark.parametrize(("factor", "storage"), [(1.0, "master"), (1 + 2.0**-9, "master"), (1.1, "naive")])
-def test_a_state_is_a_master_if_it_is_within_a_rounding_of_the_weight(factor: float, storage: str) -> None:
+@pytest.mark.parametrize(
+    ("factor", "storage"), [(1.0, "master"), (1 + 2.0**-9, "master"), (1.1, "naive")]
+)
+def test_a_state_is_a_master_if_it_is_within_a_rounding_of_the_weight(
+    factor: float, storage: str
+) -> None:
     weight = nn.Parameter(torch.linspace(1, 2, 64).bfloat16())
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.state[weight]["copy"] = factor * weight.detach().float()
     assert set_up_of(nn.ParameterList([weight]), optimizer).stepped[0].storage.name == storage
 
 
-@pytest.mark.parametrize(("dtype", "storage"), [(torch.float16, "float16/master"), (torch.bfloat16, "naive")])
-def test_apex_steps_bfloat16_without_the_master_copy_that_it_makes(dtype: torch.dtype, storage: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "storage"), [(torch.float16, "float16/master"), (torch.bfloat16, "naive")]
+)
+def test_apex_steps_bfloat16_without_the_master_copy_that_it_makes(
+    dtype: torch.dtype, storage: str
+) -> None:
     model, optimizer = torch_adamw(dtype)
     optimizer.master_weights, optimizer.param_groups_master = True, []
     assert set_up_of(model, optimizer).stepped[0].storage.name == storage
@@ -427,7 +534,9 @@ def test_the_part_of_ten_updates_that_the_forward_pass_sees_is_predicted(lr: flo
     """For updates that all go one way; with random low bits, or bits of its own, a model lies on no grid."""
     torch.manual_seed(0)
     model = ng.cast_parameters(nn.Linear(96, 96, bias=False), torch.bfloat16)
-    optimizer = ng.AdamW(model.parameters(), lr=lr, weight_decay=0.0, storage="word", compile=False, low_bits="zero")
+    optimizer = ng.AdamW(
+        model.parameters(), lr=lr, weight_decay=0.0, storage="word", compile=False, low_bits="zero"
+    )
     (line,) = [line for line in ng.check(model, optimizer).lines if "grid" in line]
     before = model.weight.detach().float().clone()
     for _ in range(10):
@@ -444,15 +553,22 @@ def test_the_part_of_ten_updates_that_the_forward_pass_sees_is_predicted(lr: flo
     ):
         if other is copied:
             assert any(
-                "fill_low_bits" in line for line in ng.check(copied, torch.optim.AdamW(copied.parameters())).lines
+                "fill_low_bits" in line
+                for line in ng.check(copied, torch.optim.AdamW(copied.parameters())).lines
             )
             ng.fill_low_bits(copied)
         storage = "float32" if next(other.parameters()).dtype is torch.float32 else "word"
-        stepper = optimizer if other is model else ng.AdamW(other.parameters(), storage=storage, **options)
+        stepper = (
+            optimizer
+            if other is model
+            else ng.AdamW(other.parameters(), storage=storage, **options)
+        )
         assert not any("grid" in line for line in ng.check(other, stepper).lines)
 
 
-def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(tmp_path: Path) -> None:
+def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(
+    tmp_path: Path,
+) -> None:
     model = nn.Linear(8, 8).bfloat16()
     optimizer, batch = ng.AdamW(model.parameters(), lr=1e-3), torch.randn(4, 8).bfloat16()
     for is_wide in (False, True):
@@ -463,7 +579,17 @@ def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(t
                 loss.backward()
                 optimizer.step()
                 recorder.step(loss)
-        notes = [event["message"] for event in ng.read_run(tmp_path / str(is_wide)).events if event["kind"] == "note"]
-        readings = ng.check(model, optimizer, batch=batch, loss=lambda m, b: (m(b).float() if is_wide else m(b)).mean())  # noqa: B023
+        notes = [
+            event["message"]
+            for event in ng.read_run(tmp_path / str(is_wide)).events
+            if event["kind"] == "note"
+        ]
+        dtype = torch.float32 if is_wide else torch.bfloat16
+        readings = ng.check(
+            model,
+            optimizer,
+            batch=batch,
+            loss=lambda m, b, dtype=dtype: m(b).to(dtype).mean(),
+        )
         for lines in (notes, readings.lines):
             assert sum("loss in bfloat16" in line for line in lines) == (not is_wide)

@@ -29,8 +29,15 @@ class Model(nn.Module):
     def __init__(self, dropout: float = 0.0, is_frozen: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.shared = nn.Embedding(32, 16).requires_grad_(not is_frozen), nn.Linear(16, 16)
-        self.norm, self.dropout, self.head = nn.LayerNorm(16), nn.Dropout(dropout), nn.Linear(16, 32, bias=False)
+        self.embed, self.shared = (
+            nn.Embedding(32, 16).requires_grad_(not is_frozen),
+            nn.Linear(16, 16),
+        )
+        self.norm, self.dropout, self.head = (
+            nn.LayerNorm(16),
+            nn.Dropout(dropout),
+            nn.Linear(16, 32, bias=False),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -61,8 +68,16 @@ def autocast_loss(model: nn.Module, batch: Any) -> Tensor:
         return loss(model, batch)
 
 
-def check(model: nn.Module, batch: Any, backward: Any = None, loss: Any = loss) -> ng.analysis.Readings:
-    return ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch=batch, loss=loss, backward=backward)
+def check(
+    model: nn.Module, batch: Any, backward: Any = None, loss: Any = loss
+) -> ng.analysis.Readings:
+    return ng.check(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        batch=batch,
+        loss=loss,
+        backward=backward,
+    )
 
 
 def read(check: ng.analysis.Readings) -> list[tuple[str, str, float]]:
@@ -92,7 +107,9 @@ class Recomputed(Model):
 
         x = self.embed(tokens)
         if self.training:
-            return self.head(checkpoint(middle, x, use_reentrant=False, preserve_rng_state=self.preserves))
+            return self.head(
+                checkpoint(middle, x, use_reentrant=False, preserve_rng_state=self.preserves)
+            )
         return self.head(middle(x))
 
 
@@ -161,16 +178,26 @@ HEALTHY: dict[str, Callable[[], ng.analysis.Readings]] = {
     "dropout": lambda: check(Model(0.5), tokens_of(0)),
     "draws of Python's generator": lambda: check(Masked(), EQUAL),
     "compiled": lambda: check(torch.compile(Model(), backend="aot_eager"), tokens_of(0)),
-    "our narrow layers": lambda: check(ng.prepare(Model(), "float8-row/word", compile=False)[0], tokens_of(0)),
-    "our narrow layers, float32 weights": lambda: check(swapped(Model(), "float8-row"), tokens_of(0)),
-    "our narrow layers, autocast": lambda: check(swapped(Model(), "float8-row"), tokens_of(0), loss=autocast_loss),
+    "our narrow layers": lambda: check(
+        ng.prepare(Model(), "float8-row/word", compile=False)[0], tokens_of(0)
+    ),
+    "our narrow layers, float32 weights": lambda: check(
+        swapped(Model(), "float8-row"), tokens_of(0)
+    ),
+    "our narrow layers, autocast": lambda: check(
+        swapped(Model(), "float8-row"), tokens_of(0), loss=autocast_loss
+    ),
     "a frozen part": lambda: check(Model(is_frozen=True), tokens_of(0)),
     "recomputed, dropout": lambda: check(Recomputed(0.5), tokens_of(0)),
     "a step that begins with train()": lambda: check(Model(0.5), tokens_of(0), train_and_backward),
     "a balance loss of each micro-batch": lambda: check(Model(), EQUAL, loss=balanced),
-    "pairs within each micro-batch": lambda: check(Model(), [tokens_of(0), tokens_of(1)], loss=contrastive),
+    "pairs within each micro-batch": lambda: check(
+        Model(), [tokens_of(0), tokens_of(1)], loss=contrastive
+    ),
     "a list of tensors": lambda: check(Model(), [*tokens_of(0)]),
-    "micro-batches of plain tensors": lambda: check(Model(), [tokens_of(k)[0] for k in range(2)], loss=of_tokens),
+    "micro-batches of plain tensors": lambda: check(
+        Model(), [tokens_of(k)[0] for k in range(2)], loss=of_tokens
+    ),
     "routed to one of two experts": lambda: check(Routed(), tokens_of(0)),
     "a state carried from pass to pass": lambda: check(Carried(), tokens_of(0)),
 }
@@ -243,7 +270,10 @@ def chunked(model: nn.Module, batch: Any) -> Tensor:
 WRONG_SLOPES: dict[str, tuple[str, Callable[[], ng.analysis.Readings]]] = {
     "a gain without gradient": ("norm.weight", lambda: check(Gained(), tokens_of(0))),
     "a token taken for padding": ("embed.weight", lambda: check(padded(Model()), tokens_of(0))),
-    "other dropout masks in recomputed blocks": ("norm.bias and 4 others", lambda: check(other_masks(), tokens_of(0))),
+    "other dropout masks in recomputed blocks": (
+        "norm.bias and 4 others",
+        lambda: check(other_masks(), tokens_of(0)),
+    ),
     "a fused loss that repeats a chunk": (
         "head.weight and 5 others",
         lambda: check(Model(), tokens_of(0), loss=chunked),
@@ -262,7 +292,9 @@ def test_a_backward_pass_that_is_not_the_slope_is_located(fault: str) -> None:
 def test_a_stop_of_gradients_and_a_straight_through_estimator_are_notes() -> None:
     def rounded(model: nn.Module, batch: Any) -> Tensor:
         x = model.embed(batch[0])
-        return F.cross_entropy(model.head(x + (x.sign() - x).detach()).flatten(0, 1), batch[1].flatten())
+        return F.cross_entropy(
+            model.head(x + (x.sign() - x).detach()).flatten(0, 1), batch[1].flatten()
+        )
 
     readings = check(Model(), tokens_of(0), loss=rounded)
     (reading,) = [r for r in readings if r.what == "slope"]
@@ -271,7 +303,10 @@ def test_a_stop_of_gradients_and_a_straight_through_estimator_are_notes() -> Non
 
 def test_the_loss_at_the_start_is_beside_that_of_equal_probabilities() -> None:
     model = Model()
-    zero, large = (0.0, "loss 3.466 = ln 32, so the logits are equal", []), (300.0, "beside ln 32", ["loss-at-start"])
+    zero, large = (
+        (0.0, "loss 3.466 = ln 32, so the logits are equal", []),
+        (300.0, "beside ln 32", ["loss-at-start"]),
+    )
     for scale, words, notes in (zero, large):
         model.head.weight.data = torch.eye(32, 16) * scale
         result = check(model, tokens_of(0))
@@ -283,10 +318,15 @@ def test_tensors_that_no_module_lists_are_named_and_the_others_are_compared() ->
     class Listed(Model):
         def __init__(self) -> None:
             super().__init__()
-            self.more, self.scales = [nn.Linear(16, 16), nn.Linear(4, 4)], (torch.ones(16, requires_grad=True),)
+            self.more, self.scales = (
+                [nn.Linear(16, 16), nn.Linear(4, 4)],
+                (torch.ones(16, requires_grad=True),),
+            )
 
         def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.more[0](self.embed(tokens) * self.scales[0]) + self.shared(self.embed(tokens)))
+            return self.head(
+                self.more[0](self.embed(tokens) * self.scales[0]) + self.shared(self.embed(tokens))
+            )
 
     model = Listed()
     result = check(model, tokens_of(0))
@@ -294,8 +334,12 @@ def test_tensors_that_no_module_lists_are_named_and_the_others_are_compared() ->
     assert (missing.tensor, missing.value) == ("more.0.weight and 2 others", 3)
     assert any(line.startswith("slope: ") for line in result.lines) and not result.unseen, result
     assert model.scales[0].grad is None and model.more[0].weight.grad is None
-    optimizer = torch.optim.AdamW([*model.parameters(), *model.more[0].parameters(), *model.scales], lr=1e-3)
-    assert "missing-parameters" not in [r.what for r in ng.check(model, optimizer, batch=tokens_of(0), loss=loss)]
+    optimizer = torch.optim.AdamW(
+        [*model.parameters(), *model.more[0].parameters(), *model.scales], lr=1e-3
+    )
+    assert "missing-parameters" not in [
+        r.what for r in ng.check(model, optimizer, batch=tokens_of(0), loss=loss)
+    ]
 
 
 # ── nothing stays ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -307,11 +351,17 @@ def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -
             super().__init__()
             self.calls, self.losses, self.generator = 0, [], torch.Generator().manual_seed(1)
             self.batches, self.of_python = iter([1, 2]), random.Random(1)
-            self.unlisted, self.mean, self.causal = [nn.Linear(16, 16)], torch.zeros(2), torch.ones(1).expand(3)
+            self.unlisted, self.mean, self.causal = (
+                [nn.Linear(16, 16)],
+                torch.zeros(2),
+                torch.ones(1).expand(3),
+            )
 
         def forward(self, tokens: Tensor) -> Tensor:
             self.calls += 1
-            self.losses.append(self.of_python.random() + float(torch.rand(1, generator=self.generator)))
+            self.losses.append(
+                self.of_python.random() + float(torch.rand(1, generator=self.generator))
+            )
             self.mean += 1
             return super().forward(tokens) + self.head(self.unlisted[0](self.embed(tokens)))
 
@@ -335,10 +385,18 @@ def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -
         assert "batches of the model" in result.unseen
     assert all(p.grad is None for p in (*model.parameters(), *head.parameters()))
     assert model.unlisted[0].weight.grad is None and not model.mean.any()
-    assert model.calls == 0 and model.losses == [] and model.of_python.random() == random.Random(1).random()
+    assert (
+        model.calls == 0
+        and model.losses == []
+        and model.of_python.random() == random.Random(1).random()
+    )
     assert torch.equal(model.generator.get_state(), torch.Generator().manual_seed(1).get_state())
     wrong = ng.check(
-        model, optimizer, batch=tokens_of(0), loss=beside, backward=lambda m, b: (2 * beside(m, b)).backward()
+        model,
+        optimizer,
+        batch=tokens_of(0),
+        loss=beside,
+        backward=lambda m, b: (2 * beside(m, b)).backward(),
     )
     assert [(r.what, r.tensor) for r in wrong] == [
         ("missing-parameters", "unlisted.0.weight and 1 other"), ("gradient-factor", ""),
@@ -359,7 +417,11 @@ def test_states_of_an_optimizer_that_steps_in_backward_are_put_back() -> None:
     train_step(model, tokens_of(0))
     states = [{name: x.clone() for name, x in state.items()} for state in optimizer.state.values()]
     ng.check(model, optimizer, batch=tokens_of(0), loss=loss, backward=train_step)
-    assert all(torch.equal(a[k], b[k]) for a, b in zip(states, optimizer.state.values(), strict=True) for k in a)
+    assert all(
+        torch.equal(a[k], b[k])
+        for a, b in zip(states, optimizer.state.values(), strict=True)
+        for k in a
+    )
     assert not torch.equal(weights[0], next(model.parameters()))
 
 
@@ -367,18 +429,32 @@ def test_gradients_buffers_modes_and_generators_are_put_back() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     model[0].weight.grad, before = torch.ones(4, 4), torch.get_rng_state()
     mean = model[1].running_mean.clone()
-    check(model, torch.randn(6, 4, generator=torch.Generator()), loss=lambda model, x: model(x).square().mean())
+    check(
+        model,
+        torch.randn(6, 4, generator=torch.Generator()),
+        loss=lambda model, x: model(x).square().mean(),
+    )
     assert torch.equal(model[0].weight.grad, torch.ones(4, 4)) and model[0].bias.grad is None
     assert torch.equal(model[1].running_mean, mean) and torch.equal(before, torch.get_rng_state())
     assert all(module.training for module in model.modules())
 
 
 def test_a_loss_without_a_backward_pass_is_refused() -> None:
-    changes: list[Any] = [lambda x: (x, 1.0), lambda x: x.item(), lambda x: x.detach(), lambda x: x.expand(2)]
+    changes: list[Any] = [
+        lambda x: (x, 1.0),
+        lambda x: x.item(),
+        lambda x: x.detach(),
+        lambda x: x.expand(2),
+    ]
     for change in changes:
         for backward in (None, lambda model, batch: loss(model, batch).backward()):
             with pytest.raises(ng.errors.RecipeError, match="Return the mean loss"):
-                check(Model(), tokens_of(0), backward, loss=lambda *of, change=change: change(loss(*of)))
+                check(
+                    Model(),
+                    tokens_of(0),
+                    backward,
+                    loss=lambda *of, change=change: change(loss(*of)),
+                )
     with pytest.raises(ng.errors.RecipeError, match="empty list"):
         check(Model(), [])
 
@@ -402,10 +478,15 @@ def doubled(model: nn.Module, parts: list[Any]) -> None:
 
 def test_a_factor_is_named() -> None:
     (reading,) = check(Model(), tokens_of(0), scaled(65536.0))
-    assert (reading.what, reading.value) == ("gradient-factor", pytest.approx(65536)) and "loss scale" in reading.advice
+    assert (reading.what, reading.value) == (
+        "gradient-factor",
+        pytest.approx(65536),
+    ) and "loss scale" in reading.advice
     (reading,) = check(Model(), tokens_of(0), scaled(0.5, "norm"))
     assert (reading.tensor, round(reading.value, 4)) == ("norm.bias and 1 other", 0.5)
-    (reading,) = check(Model(), EQUAL, lambda model, parts: [loss(model, part).backward() for part in parts])
+    (reading,) = check(
+        Model(), EQUAL, lambda model, parts: [loss(model, part).backward() for part in parts]
+    )
     assert reading.value == pytest.approx(2) and "the number of micro-batches" in reading.advice
 
 
@@ -413,7 +494,9 @@ def test_micro_batches_that_count_two_to_the_n_times_are_counted() -> None:
     tokens, labels = tokens_of(0)
     parts = [(tokens.roll(k, 0) ^ k, labels.roll(k, 0) ^ k) for k in range(3)]
     result = check(Model(), parts, doubled)
-    assert {r.what for r in result} == {"gradient"} and "Micro-batches count 8, 4, 2 times, " in result[0].advice
+    assert {r.what for r in result} == {
+        "gradient"
+    } and "Micro-batches count 8, 4, 2 times, " in result[0].advice
 
 
 def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_read() -> None:
@@ -426,10 +509,16 @@ def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_r
 
     class Detached(Model):
         def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.embed(tokens) + self.shared(self.norm(self.embed(tokens))).detach())
+            return self.head(
+                self.embed(tokens) + self.shared(self.norm(self.embed(tokens))).detach()
+            )
 
     no_gradient, slope = check(Detached(), tokens_of(0))
-    assert (no_gradient.what, no_gradient.tensor, no_gradient.value) == ("no-gradient", "norm.bias and 3 others", 4)
+    assert (no_gradient.what, no_gradient.tensor, no_gradient.value) == (
+        "no-gradient",
+        "norm.bias and 3 others",
+        4,
+    )
     assert (slope.what, slope.severity) == ("slope", "note") and "detached" in slope.advice
 
     def without_norm(model: nn.Module, batch: Any) -> None:
@@ -448,14 +537,18 @@ def test_a_gradient_that_is_not_finite_is_read_at_its_first_tensor_in_backward()
     (reading,) = check(Model(), tokens_of(0), overflow)
     assert (reading.what, reading.tensor) == ("nonfinite-gradient", "norm.weight")
     assert "; float32's are. " in reading.advice
-    (reading,) = check(Model(), tokens_of(0), loss=lambda model, batch: loss(model, batch) * float("inf"))
+    (reading,) = check(
+        Model(), tokens_of(0), loss=lambda model, batch: loss(model, batch) * float("inf")
+    )
     assert reading.what == "nonfinite-gradient" and "; nor are float32's" in reading.advice
 
 
 # ── two ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def averaged(model: nn.Module, skip: Callable[[str], bool] = lambda name: False, divide: int = 2) -> None:
+def averaged(
+    model: nn.Module, skip: Callable[[str], bool] = lambda name: False, divide: int = 2
+) -> None:
     for name, p in model.named_parameters():
         if not skip(name):
             dist.all_reduce(p.grad)
@@ -466,20 +559,28 @@ def by_hand(rank: int, fault: str) -> Any:
     """A loop's own backward and reduction, with one fault."""
 
     def backward(model: nn.Module, batch: Any) -> None:
-        if fault == "tokens of this rank":  # hiyouga/LlamaFactory#7443: divided by the rank's own count, then averaged
+        if (
+            fault == "tokens of this rank"
+        ):  # hiyouga/LlamaFactory#7443: divided by the rank's own count, then averaged
             loss(model, batch).backward()
             return averaged(model)
         count = (batch[1] != IGNORED).sum()
         dist.all_reduce(count)
         (summed(model, batch) / count).backward()
-        if fault == "one use is not reduced":  # deepspeedai/DeepSpeed#8224: of a module's two uses one graph is reduced
+        if (
+            fault == "one use is not reduced"
+        ):  # deepspeedai/DeepSpeed#8224: of a module's two uses one graph is reduced
             local = [p.grad.clone() for p in model.shared.parameters()]
             averaged(model, divide=1)
             for p, own in zip(model.shared.parameters(), local, strict=True):
                 p.grad.mul_(0.5).add_(own, alpha=0.5)
-        elif fault == "partial sums":  # NVIDIA/Megatron-LM#7452: norms keep the partial sum of their rank
+        elif (
+            fault == "partial sums"
+        ):  # NVIDIA/Megatron-LM#7452: norms keep the partial sum of their rank
             averaged(model, lambda name: "norm" in name, divide=1)
-        elif fault == "averaged sums":  # NVIDIA/Megatron-LM#7165: a sum over ranks is averaged again
+        elif (
+            fault == "averaged sums"
+        ):  # NVIDIA/Megatron-LM#7165: a sum over ranks is averaged again
             averaged(model)
         else:
             averaged(model, divide=1)
@@ -532,11 +633,17 @@ def wrapped(rank: int, how: str) -> Any:
     return [(r.what, r.tensor) for r in result], result.unseen, result.lines[-1]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "ddp, float16 sums", "ddp, unlike counts", "ddp, equal batches"])
+@pytest.mark.parametrize(
+    "how", ["ddp", "fsdp2", "ddp, float16 sums", "ddp, unlike counts", "ddp, equal batches"]
+)
 def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) -> None:
     first, second = run_ranks(wrapped, 2, tmp_path, how)
     assert first[0] == second[0] and "equal to float32's" in first[2]
-    whats = {"ddp, float16 sums": "gradient", "ddp, unlike counts": "gradient", "ddp, equal batches": "equal-ranks"}
+    whats = {
+        "ddp, float16 sums": "gradient",
+        "ddp, unlike counts": "gradient",
+        "ddp, equal batches": "equal-ranks",
+    }
     assert {what for what, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
 
 
@@ -552,7 +659,10 @@ def test_a_factor_is_seen_where_casts_are_coarse(compute: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
     ng.swap_linears(model, compute)
-    optimizer, batch = ng.AdamW(model.parameters()), (torch.randn(64, 32).bfloat16(), torch.randn(64, 64))
+    optimizer, batch = (
+        ng.AdamW(model.parameters()),
+        (torch.randn(64, 32).bfloat16(), torch.randn(64, 64)),
+    )
     assert ng.check(model, optimizer, batch=batch, loss=mean_square).ok
     for factor in (-1.0, 0.5, 2.0):
         found = ng.check(
@@ -571,7 +681,9 @@ def test_a_step_in_backward_is_said_and_undone() -> None:
 
     model.weight.register_post_accumulate_grad_hook(step_at_once)
     before = model.weight.detach().clone()
-    found = ng.check(model, optimizer, batch=(torch.randn(8, 8), torch.randn(8, 4)), loss=mean_square)
+    found = ng.check(
+        model, optimizer, batch=(torch.randn(8, 8), torch.randn(8, 4)), loss=mean_square
+    )
     assert [reading.what for reading in found] == ["step-in-backward"]
     assert torch.equal(model.weight, before)
 
@@ -606,7 +718,9 @@ class Data:
 
 
 @pytest.mark.parametrize("kind", [Pair, Data])
-def test_models_and_batches_of_any_class_are_compared(kind: Callable[[Tensor, Tensor], Any]) -> None:
+def test_models_and_batches_of_any_class_are_compared(
+    kind: Callable[[Tensor, Tensor], Any],
+) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             output = model(batch.x)
@@ -626,7 +740,9 @@ def test_models_and_batches_of_any_class_are_compared(kind: Callable[[Tensor, Te
 
 def test_our_loss_scale_is_no_factor() -> None:
     torch.manual_seed(0)
-    model, optimizer = ng.prepare(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), "float16/split")
+    model, optimizer = ng.prepare(
+        nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), "float16/split"
+    )
     scaler = optimizer.loss_scaler
     assert scaler is not None
     found = ng.check(

@@ -23,8 +23,15 @@ Weights = dict[str, Tensor]
 
 def weights() -> Weights:
     torch.manual_seed(0)
-    names = [f"layers.{number}.{part}" for number in range(2) for part in ("norm.weight", "proj.weight", "proj.bias")]
-    return {n: torch.ones(4) if "norm" in n else torch.randn(4, 4) if "weight" in n else torch.zeros(4) for n in names}
+    names = [
+        f"layers.{number}.{part}"
+        for number in range(2)
+        for part in ("norm.weight", "proj.weight", "proj.bias")
+    ]
+    return {
+        n: torch.ones(4) if "norm" in n else torch.randn(4, 4) if "weight" in n else torch.zeros(4)
+        for n in names
+    }
 
 
 def trained() -> Weights:
@@ -32,7 +39,10 @@ def trained() -> Weights:
 
 
 def changed(**values: Tensor | None) -> Weights:
-    after = {**trained(), **{f"layers.1.{key.replace('_', '.')}": value for key, value in values.items()}}
+    after = {
+        **trained(),
+        **{f"layers.1.{key.replace('_', '.')}": value for key, value in values.items()},
+    }
     return {name: value for name, value in after.items() if value is not None}
 
 
@@ -54,7 +64,9 @@ def test_what_moved_and_what_did_not_is_read(case: str) -> None:
     after, what, tensor, is_ok = CASES[case]
     result = moved(weights(), after)
     readings = {reading.what: reading.tensor for reading in result}
-    assert (readings.get(what, "") == tensor) and result.ok == is_ok and (what or not readings), str(result)
+    assert (readings.get(what, "") == tensor) and result.ok == is_ok and (what or not readings), (
+        str(result)
+    )
     assert json.dumps(result.to_dict()) and {row["name"] for row in result.rows} <= set(weights())
 
 
@@ -64,7 +76,12 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
     for size in (1 << 17, 7):
         monkeypatch.setattr("narrowgauge.checks.moved._CHUNK", size)
         (row,) = moved({"a": before}, {"a": after}).rows
-        assert (row["differ"], row["nonfinite"], row["values"], row["constant"]) == (2, 1, 100, None)
+        assert (row["differ"], row["nonfinite"], row["values"], row["constant"]) == (
+            2,
+            1,
+            100,
+            None,
+        )
         (row,) = moved({"a": torch.full((50,), 2.0)}, {"a": torch.full((50,), 3.0)}).rows
         assert (row["constant"], row["change"]) == (3.0, pytest.approx(0.5))
     assert before.isnan().sum() == after.isnan().sum() == 1, "nothing is written"
@@ -76,7 +93,10 @@ def test_values_in_another_format_are_rounded_to_it_first() -> None:
     (row,) = moved({"a": before["a"].bfloat16()}, before).rows
     assert row["differ"] > 0 and row["dtype"] == "bfloat16 → float32"
     for dtype in (torch.float8_e4m3fn, torch.float16, torch.int8, torch.uint8, torch.bool):
-        assert [r.what for r in moved({"a": torch.ones(4, 4).to(dtype)}, {"a": torch.zeros(4, 4).to(dtype)})] == []
+        assert [
+            r.what
+            for r in moved({"a": torch.ones(4, 4).to(dtype)}, {"a": torch.zeros(4, 4).to(dtype)})
+        ] == []
 
 
 def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Path) -> None:
@@ -90,7 +110,9 @@ def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Pat
     folder.mkdir(), sharded.mkdir()
     stored = {"embed.weight": model.embed.weight.detach() - 1, "mask": torch.ones(3)}
     save_file(stored, folder / "model.safetensors")
-    places: dict[str, Any] = {name: f"part-{number}.safetensors" for number, name in enumerate(stored)}
+    places: dict[str, Any] = {
+        name: f"part-{number}.safetensors" for number, name in enumerate(stored)
+    }
     for name, file in places.items():
         save_file({name: stored[name]}, sharded / file)
     save_file({"stale": torch.ones(1)}, sharded / "stale.safetensors")
@@ -101,11 +123,15 @@ def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Pat
     assert moved(sharded, nn.DataParallel(model)).ok and moved(sharded, torch.compile(model)).ok
 
 
-def test_the_command_prints_the_table_or_json_and_refuses_what_holds_no_weights(tmp_path: Path) -> None:
+def test_the_command_prints_the_table_or_json_and_refuses_what_holds_no_weights(
+    tmp_path: Path,
+) -> None:
     for name, tensors in {"base": weights(), "last": trained()}.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
     words = ["moved", str(tmp_path / "base.safetensors"), str(tmp_path / "last.safetensors")]
-    printed, as_json = (CliRunner().invoke(main, [*words, *flag]).output for flag in ([], ["--json"]))
+    printed, as_json = (
+        CliRunner().invoke(main, [*words, *flag]).output for flag in ([], ["--json"])
+    )
     assert "100.00% of 48 values in 6 tensors differ" in printed and "proj.bias" in printed
     assert json.loads(as_json)["ok"] and len(json.loads(as_json)["rows"]) == 6
     (tmp_path / "empty").mkdir()

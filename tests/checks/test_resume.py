@@ -27,7 +27,9 @@ def loop(
     optimizer = kind(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    objects: dict[str, Any] = dict(zip(STATEFUL, (model, optimizer, schedule, scaler), strict=True), position=0)
+    objects: dict[str, Any] = dict(
+        zip(STATEFUL, (model, optimizer, schedule, scaler), strict=True), position=0
+    )
     if saved is not None:
         for name in STATEFUL:
             if name != forget:
@@ -64,14 +66,20 @@ def test_what_a_resume_forgets_is_named(forget: str) -> None:
     result = certificate(forget)
     name = "optimizer.exp_avg" if forget == "optimizer" else forget
     assert not result.ok and name in [r.tensor for r in result], result
-    assert all(r.tensor.startswith(forget) or r.tensor.startswith("optimizer.lr") for r in result), result
+    assert all(
+        r.tensor.startswith(forget) or r.tensor.startswith("optimizer.lr") for r in result
+    ), result
 
 
 def test_a_whole_resume_is_the_same_run() -> None:
     result = certificate("")
     assert result.ok and "every state has the bits" in str(result)
-    assert len(result.lines) == 2 and all(line.endswith("have the same bits") for line in result.lines)
-    assert certificate("", kind=lambda p, lr: ng.AdamW(p, lr=lr, storage="float32", compile=False)).ok
+    assert len(result.lines) == 2 and all(
+        line.endswith("have the same bits") for line in result.lines
+    )
+    assert certificate(
+        "", kind=lambda p, lr: ng.AdamW(p, lr=lr, storage="float32", compile=False)
+    ).ok
 
 
 def test_the_cause_comes_before_what_follows_from_it() -> None:
@@ -90,8 +98,15 @@ def test_the_cause_comes_before_what_follows_from_it() -> None:
         return fresh, seen(fresh_step)
 
     result = ng.check_resume(seen(step), save, load, steps=2)
-    assert [r.tensor for r in result] == ["batch", "optimizer.exp_avg", "optimizer.exp_avg_sq", "model"], result
-    assert "2 steps after the load" in result[0].advice and "Look at what is not" in result[0].advice
+    assert [r.tensor for r in result] == [
+        "batch",
+        "optimizer.exp_avg",
+        "optimizer.exp_avg_sq",
+        "model",
+    ], result
+    assert (
+        "2 steps after the load" in result[0].advice and "Look at what is not" in result[0].advice
+    )
 
 
 class Epoch:
@@ -148,7 +163,9 @@ def test_an_epoch_that_is_not_restored_is_seen_by_the_steps_that_cross_it() -> N
 
 def test_a_counter_that_a_load_casts_is_a_difference() -> None:
     """microsoft/dion#104: a step counter in bfloat16 stands still at 256."""
-    saved, fresh = ({"count": torch.tensor([8.0], dtype=dtype)} for dtype in (torch.float32, torch.bfloat16))
+    saved, fresh = (
+        {"count": torch.tensor([8.0], dtype=dtype)} for dtype in (torch.float32, torch.bfloat16)
+    )
     (reading,) = ng.check_resume(lambda: saved, lambda: None, lambda _: (fresh, lambda: fresh))
     assert "float32 of norm 8 was saved, bfloat16 of norm 8" in reading.advice
 

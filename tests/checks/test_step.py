@@ -66,7 +66,9 @@ def test_bias_corrections_in_float32_are_healthy() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"optimizer": torch.optim.RMSprop}, {"amsgrad": True}, ours(ng.Lion), ours(ng.AdamW, "kahan")], ids=str
+    "options",
+    [{"optimizer": torch.optim.RMSprop}, {"amsgrad": True}, ours(ng.Lion), ours(ng.AdamW, "kahan")],
+    ids=str,
 )
 def test_what_cannot_be_compared_says_why(options: dict[str, Any]) -> None:
     loop = Loop(**options).run(2)
@@ -83,7 +85,9 @@ def patched(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
         optimizer = loop.optimizer  # its own hook before a step comes after the watcher's
         optimizer.register_step_pre_hook(lambda *_: setattr(optimizer, "undo", change(optimizer)))
         handle = optimizer.register_step_post_hook(lambda *_: optimizer.undo())
-        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # before the watcher's
+        optimizer._optimizer_step_post_hooks.move_to_end(
+            handle.id, last=False
+        )  # before the watcher's
 
     return plant
 
@@ -101,7 +105,10 @@ def setting(**values: Any) -> Callable[[Any], Any]:
     return change
 
 
-def edited(edit: Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], object], only: int | None = None) -> Any:
+def edited(
+    edit: Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], object],
+    only: int | None = None,
+) -> Any:
     """After the step, parameters are edited: (parameter, weight before, state, state before)."""
 
     def change(optimizer: Any) -> Any:
@@ -160,12 +167,20 @@ def test_a_fault_of_the_step_is_read_with_its_tensor_and_number(fault: str) -> N
 STORED = {
     "rate": (setting(lr=1.1e-3), "step-factor", 1.1),
     "decay": (setting(weight_decay=0.3), "weight-decay", 0.3),
-    "beta1": (setting(betas=(0.8, 0.999)), "state", None),  # kept less of itself, or took more: one number of two
+    "beta1": (
+        setting(betas=(0.8, 0.999)),
+        "state",
+        None,
+    ),  # kept less of itself, or took more: one number of two
     "frozen": (setting(lr=0.0), "step-factor", 0.0),
 }
 # What is seen through the rounding of a storage, of one step of 1e-3.
 SEEN = [*(("word", fault) for fault in STORED)]
-SEEN += [(name, fault) for name in ("weight8", "naive", "stochastic", "float16/naive") for fault in ("rate", "frozen")]
+SEEN += [
+    (name, fault)
+    for name in ("weight8", "naive", "stochastic", "float16/naive")
+    for fault in ("rate", "frozen")
+]
 
 
 @pytest.mark.parametrize(("storage", "fault"), SEEN)
@@ -174,7 +189,9 @@ def test_a_fault_is_read_through_the_rounding_of_a_storage(storage: str, fault: 
     loop = Loop(**ours(ng.AdamW, storage), every=6).run(3)
     patched(change)(loop)
     values = [r.value for r in loop.run(3).readings if r.what == what]
-    assert any(value is None or math.isclose(v, value, rel_tol=3e-2, abs_tol=2e-2) for v in values), loop.readings
+    assert any(
+        value is None or math.isclose(v, value, rel_tol=3e-2, abs_tol=2e-2) for v in values
+    ), loop.readings
 
 
 def test_a_count_that_moves_otherwise_than_by_one_or_begins_anew_is_read() -> None:
@@ -187,7 +204,9 @@ def test_a_count_that_moves_otherwise_than_by_one_or_begins_anew_is_read() -> No
         assert loop.run(1).numbers()["step-count"] == (count or 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5}], ids=str
+)
 def test_a_parameter_whose_first_gradient_comes_late_is_healthy(options: dict[str, Any]) -> None:
     loop = Loop(**options)
     loop.after_backward = lambda: setattr(loop.model.head.weight, "grad", None)
@@ -200,7 +219,11 @@ def test_a_parameter_whose_first_gradient_comes_late_is_healthy(options: dict[st
 
 @pytest.mark.parametrize("storage", ["float32", "word"])
 def test_the_norm_that_clipping_leaves_is_compared_with_the_limit(storage: str) -> None:
-    assert not Loop(**ours(ng.AdamW, storage), max_grad_norm=0.25, watch={"max_grad_norm": 0.25}).run(4).readings
+    assert (
+        not Loop(**ours(ng.AdamW, storage), max_grad_norm=0.25, watch={"max_grad_norm": 0.25})
+        .run(4)
+        .readings
+    )
     loop = Loop(**ours(ng.AdamW, storage), max_grad_norm=0.25, watch={"max_grad_norm": 0.1}).run(2)
     assert math.isclose(loop.numbers()["clip-norm"], 0.25, rel_tol=1e-3)
     assert not Loop(clip=0.25, watch={"max_grad_norm": 0.25}).run(2).readings
@@ -209,7 +232,10 @@ def test_the_norm_that_clipping_leaves_is_compared_with_the_limit(storage: str) 
 
 @pytest.mark.parametrize("clips_first", [True, False])
 def test_gradients_that_are_clipped_before_they_are_unscaled_are_read(clips_first: bool) -> None:
-    loop, scaler = Loop(optimizer=torch.optim.SGD, watch={"max_grad_norm": 0.1}), torch.amp.GradScaler("cpu", 1024.0)
+    loop, scaler = (
+        Loop(optimizer=torch.optim.SGD, watch={"max_grad_norm": 0.1}),
+        torch.amp.GradScaler("cpu", 1024.0),
+    )
     loss = loop.loss
 
     def after_backward() -> None:
@@ -228,7 +254,9 @@ def test_gradients_that_are_clipped_before_they_are_unscaled_are_read(clips_firs
 def test_a_clipped_norm_that_its_format_rounds_up_is_no_reading() -> None:
     model, readings = nn.Linear(1, 1, bias=False).bfloat16(), list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    StepCheck(model, optimizer, 1, lambda step, found, row: readings.extend(found), max_grad_norm=0.3)
+    StepCheck(
+        model, optimizer, 1, lambda step, found, row: readings.extend(found), max_grad_norm=0.3
+    )
     for _ in range(3):
         model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.3)  # the nearest bfloat16 is 0.3008
@@ -255,7 +283,9 @@ def scale_by_torch(loop: Loop) -> None:
     loop.update = lambda: (scaler.step(loop.optimizer), scaler.update())
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, ours(ng.AdamW, "word", max_grad_norm=1.0)], ids=["fused", "ours"])
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, ours(ng.AdamW, "word", max_grad_norm=1.0)], ids=["fused", "ours"]
+)
 def test_a_skipped_step_is_not_compared(options: dict[str, Any]) -> None:
     loop = Loop(**options)
     if "fused" in options:
@@ -331,7 +361,8 @@ def test_the_first_step_after_a_checkpoint_is_compared() -> None:
 
 def test_readings_of_one_factor_are_joined_whatever_its_last_digit() -> None:
     readings = [
-        Reading(1, "gradient", name, "step-factor", 0.875 + 1e-7 * n, 1.0, 0.001) for n, name in enumerate("abc")
+        Reading(1, "gradient", name, "step-factor", 0.875 + 1e-7 * n, 1.0, 0.001)
+        for n, name in enumerate("abc")
     ]
     (one,) = joined([*readings, replace(readings[0], tensor="d", value=0.8749999)], 9)
     assert one.tensor == "a and 3 others"

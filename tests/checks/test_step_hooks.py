@@ -41,7 +41,10 @@ class FiveTimes(torch.optim.AdamW):
 
 @pytest.fixture(autouse=True, scope="module")
 def a_plain_optimizer_was_made() -> None:
-    for kind in (torch.optim.AdamW, FiveTimes):  # PyTorch hooks the step of a class when one is made
+    for kind in (
+        torch.optim.AdamW,
+        FiveTimes,
+    ):  # PyTorch hooks the step of a class when one is made
         kind([torch.zeros(1, requires_grad=True)])
 
 
@@ -78,10 +81,14 @@ def test_a_copy_or_a_pickle_of_an_optimizer_has_no_followers() -> None:
 
 def five_times(parameters: Any, **settings: Any) -> FiveTimes:
     *rest, last = parameters
-    return FiveTimes([{"params": rest}, {"params": [last, nn.Parameter(torch.ones(3))]}], **settings)
+    return FiveTimes(
+        [{"params": rest}, {"params": [last, nn.Parameter(torch.ones(3))]}], **settings
+    )
 
 
-def test_a_fault_of_a_derived_optimizer_is_read_also_of_parameters_that_the_model_does_not_have() -> None:
+def test_a_fault_of_a_derived_optimizer_is_read_also_of_parameters_that_the_model_does_not_have() -> (
+    None
+):
     loop = Loop(optimizer=five_times, lr=1e-4)
     beside = loop.optimizer.param_groups[1]["params"][1]
     plain, loop.loss = loop.loss, lambda: plain() + beside.square().sum()  # type: ignore[method-assign]
@@ -103,17 +110,23 @@ def test_sharded_parameters_are_compared_part_by_part(tmp_path: Path, limit: flo
     """What the optimizer clips is a norm over all ranks, which it tells."""
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     try:
         loop = Loop(every=0)
         fully_shard(loop.model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
-        loop.optimizer = ng.AdamW(loop.model.parameters(), storage="float32", max_grad_norm=limit, compile=False)
+        loop.optimizer = ng.AdamW(
+            loop.model.parameters(), storage="float32", max_grad_norm=limit, compile=False
+        )
         loop.watcher = StepCheck(loop.model, loop.optimizer, 2, loop.take, max_grad_norm=limit)
         loop.run(3)
     finally:
         dist.destroy_process_group()
     assert not loop.readings and loop.rows[2]["compared"] > 5
-    assert loop.rows[2]["unseen"] == ({"the clip": "gradients are sharded over ranks"} if limit else {})
+    assert loop.rows[2]["unseen"] == (
+        {"the clip": "gradients are sharded over ranks"} if limit else {}
+    )
 
 
 def test_a_watched_model_is_neither_switched_nor_called() -> None:
@@ -145,7 +158,9 @@ def test_a_watched_model_is_neither_switched_nor_called() -> None:
 
 
 @pytest.mark.parametrize("overflows", [(1,), (0, 2)])
-def test_a_loop_that_skips_steps_as_a_grad_scaler_does_is_healthy(overflows: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_loop_that_skips_steps_as_a_grad_scaler_does_is_healthy(
+    overflows: tuple[int, ...], tmp_path: Path
+) -> None:
     loop, scaler = Loop(every=0), torch.amp.GradScaler("cpu", init_scale=1024.0)
     plain, number = loop.loss, iter(range(100))
     loop.loss = lambda: scaler.scale(plain())  # type: ignore[method-assign]
@@ -162,11 +177,15 @@ def test_a_loop_that_skips_steps_as_a_grad_scaler_does_is_healthy(overflows: tup
             loop.run(1)
             recorder.step(1.0, loss_scale=scaler.get_scale())
     run = ng.read_run(tmp_path / "run")
-    assert [row["step"] for row in run.steps if row.get("skipped")] == [step + 1 for step in overflows]
+    assert [row["step"] for row in run.steps if row.get("skipped")] == [
+        step + 1 for step in overflows
+    ]
     assert sum("recomputed" in row for row in run.steps) == 3 and ng.diagnose(run).ok
 
 
-def test_a_recorder_writes_readings_as_events_once_and_a_diagnosis_reads_them(tmp_path: Path) -> None:
+def test_a_recorder_writes_readings_as_events_once_and_a_diagnosis_reads_them(
+    tmp_path: Path,
+) -> None:
     loop = Loop(every=0)
     with (
         pytest.warns(ng.gauges.RunNotice, match="The step is 5 times the rule's"),
@@ -180,4 +199,9 @@ def test_a_recorder_writes_readings_as_events_once_and_a_diagnosis_reads_them(tm
     run = ng.read_run(tmp_path / "run")
     assert [event["step"] for event in run.events if event.get("detector") == "step-factor"] == [4]
     (reading,) = ng.diagnose(run).readings
-    assert (reading.what, reading.step, reading.stage, reading.expected) == ("step-factor", 4, "optimizer step", 1.0)
+    assert (reading.what, reading.step, reading.stage, reading.expected) == (
+        "step-factor",
+        4,
+        "optimizer step",
+        1.0,
+    )

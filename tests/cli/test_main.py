@@ -61,14 +61,20 @@ def asked(calls: dict[str, Calls], *words: str) -> TrainConfig:
     return config
 
 
-def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Calls], tmp_path: Path) -> None:
-    (tmp_path / "my.toml").write_text("steps = 7\nbatch_size = 4\nactivation_checkpointing = true\ncompile = true\n")
+def test_a_flag_overrules_the_file_and_the_file_the_default(
+    calls: dict[str, Calls], tmp_path: Path
+) -> None:
+    (tmp_path / "my.toml").write_text(
+        "steps = 7\nbatch_size = 4\nactivation_checkpointing = true\ncompile = true\n"
+    )
     config = asked(calls, "--config", "my.toml", "--steps", "9", "--no-activation-checkpointing")
     assert (config.steps, config.batch_size, config.activation_checkpointing) == (9, 4, False)
     assert (config.compile, config.sequence_length) == (True, TrainConfig().sequence_length)
 
 
-def test_ranks_are_started_unless_torchrun_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_started_unless_torchrun_has_started_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for size, nproc, started in ((1, None, 0), (1, 1, 0), (1, 3, 3), (3, 3, 0)):
         monkeypatch.setenv("WORLD_SIZE", str(size))
         assert _ranks_to_start(nproc) == started
@@ -115,14 +121,20 @@ def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> No
     assert len(found.stderr.splitlines()) == len(REFUSED_AT_ONCE)
 
 
-@pytest.mark.parametrize("words", [("x" * 3000,), ("train", "--recipe", "x" * 3000), ("resume", "x" * 3000)], ids=len)
+@pytest.mark.parametrize(
+    "words", [("x" * 3000,), ("train", "--recipe", "x" * 3000), ("resume", "x" * 3000)], ids=len
+)
 def test_a_value_too_long_for_a_path_costs_one_line(words: tuple[str, ...]) -> None:
     result = call(*words)
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.exception
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), (
+        result.exception
+    )
 
 
 @pytest.mark.parametrize(("interruption", "status"), [(KeyboardInterrupt, 130), (Terminated, 143)])
-def test_an_interruption_is_a_line(interruption: type[BaseException], status: int, calls: dict[str, Calls]) -> None:
+def test_an_interruption_is_a_line(
+    interruption: type[BaseException], status: int, calls: dict[str, Calls]
+) -> None:
     calls["train"].answer = interruption("saved at step 7.")
     result = call("train", "--data", "tokens")
     assert (result.exit_code, result.stderr) == (status, "Interrupted: saved at step 7.\n")
@@ -144,7 +156,9 @@ def test_too_little_memory_costs_one_line_with_advice(calls: dict[str, Calls]) -
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = [sys.executable, "-m", "narrowgauge", "show", "chips", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
+    ) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
 
@@ -169,7 +183,9 @@ def test_output_that_cannot_be_written_costs_one_line_and_status_1(tmp_path: Pat
 
 
 def test_a_watched_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path / "run", {"config": {"recipe": "bfloat16/word", "model": "llama-1m"}}) as writer:
+    with RunWriter.create(
+        tmp_path / "run", {"config": {"recipe": "bfloat16/word", "model": "llama-1m"}}
+    ) as writer:
         writer.append("steps", {"step": 1, "loss": 5.0})
     files = sorted(tmp_path.rglob("*"))
     command = [sys.executable, "-m", "narrowgauge", "watch", str(tmp_path)]

@@ -81,7 +81,15 @@ def _checked(row: Row) -> list[Reading]:
 
     loop.step = 1
     try:
-        return list(ng.check(loop.model, [loop.optimizer, *loop.others], batch=parts, loss=loss, backward=backward))
+        return list(
+            ng.check(
+                loop.model,
+                [loop.optimizer, *loop.others],
+                batch=parts,
+                loss=loss,
+                backward=backward,
+            )
+        )
     except ng.errors.NarrowgaugeError:
         return []
 
@@ -96,7 +104,10 @@ def _recorded(row: Row, folder: Path) -> list[Reading]:
 
         def recorded() -> Any:
             value = one_step()
-            recorder.step(value, **({"loss_scale": loop.scaler.get_scale()} if loop.scaler is not None else {}))
+            recorder.step(
+                value,
+                **({"loss_scale": loop.scaler.get_scale()} if loop.scaler is not None else {}),
+            )
             return value
 
         loop.one_step = recorded  # type: ignore[method-assign]
@@ -106,10 +117,19 @@ def _recorded(row: Row, folder: Path) -> list[Reading]:
 
 def verdict(row: Row, readings: list[Reading], locates: dict[str, set[str]] = LOCATES) -> str:
     """Return ``located``, ``elsewhere`` or ``silent``. ``locates`` has the kinds that point at each stage."""
-    named = [name for name, _ in Loop(row.settings).model.named_parameters() if re.search(row.where, name)]
+    named = [
+        name
+        for name, _ in Loop(row.settings).model.named_parameters()
+        if re.search(row.where, name)
+    ]
 
     def points(reading: Reading) -> bool:
-        is_there = not row.where or not named or not reading.tensor or any(name in reading.tensor for name in named)
+        is_there = (
+            not row.where
+            or not named
+            or not reading.tensor
+            or any(name in reading.tensor for name in named)
+        )
         return reading.what in locates[row.stage] and is_there
 
     return "silent" if not readings else "located" if any(map(points, readings)) else "elsewhere"

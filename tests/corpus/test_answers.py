@@ -31,6 +31,9 @@ def test_the_confusion_matrix_is_the_committed_one(tmp_path: Path, update_golden
     counts = Counter(answer.partition(":")[0] for answer, names in matrix.items() for _ in names)
     print(f"{dict(counts)} of {len(FAULTS)} faults and {len(HEALTHY)} healthy loops")
     if update_golden:
-        lines = ",\n".join(f" {json.dumps(answer)}: {json.dumps(names)}" for answer, names in sorted(matrix.items()))
+        lines = ",\n".join(
+            f" {json.dumps(answer)}: {json.dumps(names)}"
+            for answer, names in sorted(matrix.items())
+        )
         MATRIX.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     assert matrix == json.loads(MATRIX.read_text(encoding="utf-8"))

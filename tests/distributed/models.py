@@ -27,8 +27,12 @@ class Leaf(nn.Module):
         self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        own = (self.tied * gradients["head"].to(self.head.dtype)).float().sum() + (self.gain * gradients["gain"]).sum()
-        return own + sum(layer(gradients[f"layers.{k}.weight"]) for k, layer in enumerate(self.layers))
+        own = (self.tied * gradients["head"].to(self.head.dtype)).float().sum() + (
+            self.gain * gradients["gain"]
+        ).sum()
+        return own + sum(
+            layer(gradients[f"layers.{k}.weight"]) for k, layer in enumerate(self.layers)
+        )
 
 
 class Layer(nn.Module):
@@ -49,7 +53,8 @@ def gradients_of(leaf: int) -> dict[str, Tensor]:
     """The gradients of one micro-batch: of magnitudes so far apart that no two orders of addition agree everywhere."""
     generator = torch.Generator().manual_seed(1000 + leaf)
     return {
-        name: torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 6, shape, generator=generator))
+        name: torch.randn(shape, generator=generator)
+        * torch.exp2(torch.randint(-12, 6, shape, generator=generator))
         for name, shape in SHAPES.items()
     }
 

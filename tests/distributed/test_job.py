@@ -29,7 +29,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     commands: list[list[str]] = []
     monkeypatch.setattr(logging, "disable", lambda: None)
     monkeypatch.setattr(
-        run, "run", lambda a: commands.append([a.nproc_per_node, a.training_script, *a.training_script_args])
+        run,
+        "run",
+        lambda a: commands.append([a.nproc_per_node, a.training_script, *a.training_script_args]),
     )
     for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
         monkeypatch.setenv(name, "1")
@@ -41,7 +43,9 @@ def test_nproc_is_a_call_of_torchrun_with_the_same_words(started: list[list[str]
     assert call(*words, "--out", "here").exit_code == 0 and call(*words).exit_code == 0
     named, chosen = started
     assert named == ["2", "narrowgauge", *words, "--out", "here"]
-    assert chosen[-2] == "--out" and Path(chosen[-1]).parts[-2] == "runs", "the ranks have one folder"
+    assert chosen[-2] == "--out" and Path(chosen[-1]).parts[-2] == "runs", (
+        "the ranks have one folder"
+    )
     for wrong, line in (
         ("--recipe bfloat16/wrod", "RecipeError: "),
         ("--nproc 5", "RankError: Cannot train: each of 5 ranks needs"),
@@ -70,22 +74,33 @@ def test_ranks_exit_status(
     assert (result.exit_code, result.output) == (status, "")
 
 
-def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_starts_ranks_too(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = {"gradient_accumulation_steps": 4}
-    monkeypatch.setattr(resume_checks, "unfinished_run", lambda folder: Run(folder, {"config": config}))
+    monkeypatch.setattr(
+        resume_checks, "unfinished_run", lambda folder: Run(folder, {"config": config})
+    )
     words = ["resume", "run", "--nproc", "3"]
     assert call(*words).exit_code == 0 and started[-1][-len(words) :] == words
-    assert "needs one of a step" in call("resume", "run", "--nproc", "5").stderr and len(started) == 1
+    assert (
+        "needs one of a step" in call("resume", "run", "--nproc", "5").stderr and len(started) == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (("train", "--nproc", "2"), "RankError: Cannot start 2 ranks in one of torchrun's 4."),
-        (("compare", "--recipes", "bfloat16/word"), "RankError: Cannot run narrowgauge compare on 4 ranks."),
+        (
+            ("compare", "--recipes", "bfloat16/word"),
+            "RankError: Cannot run narrowgauge compare on 4 ranks.",
+        ),
     ],
 )
-def test_rank_0_prints_the_error(words: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_prints_the_error(
+    words: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     for rank, expected in (("0", line), ("1", "")):
         monkeypatch.setenv("RANK", rank)

@@ -45,10 +45,15 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_a_micro_batch_that_draws_random_numbers_is_refused(draw: Callable[[Tensor], Tensor]) -> None:
+def test_a_micro_batch_that_draws_random_numbers_is_refused(
+    draw: Callable[[Tensor], Tensor],
+) -> None:
     model = Drawing(draw)
     reduction = ng.reduce_gradients_with(model, "reproducible")
-    with pytest.raises(RecipeError, match="a micro-batch drew random numbers"), reduction.micro_batch():
+    with (
+        pytest.raises(RecipeError, match="a micro-batch drew random numbers"),
+        reduction.micro_batch(),
+    ):
         model(torch.ones(2, 8)).sum().backward()
 
 
@@ -56,7 +61,9 @@ def test_passes_outside_micro_batch_are_refused() -> None:
     outer = nn.ModuleDict({"body": nn.ModuleList([Drawing()])})
     reduction = ng.reduce_gradients_with(outer, "reproducible")
     layer, x = outer["body"][0], torch.ones(2, 8)
-    with pytest.raises(RecipeError, match=r"after a forward pass outside micro_batch"):  # a part called by itself
+    with pytest.raises(
+        RecipeError, match=r"after a forward pass outside micro_batch"
+    ):  # a part called by itself
         layer(x)
     with torch.no_grad():
         layer(x)
@@ -77,14 +84,17 @@ def seeded(x: Tensor) -> Tensor:
 
 HEALTHY: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout of 0": lambda x: attended(F.dropout(x, 0.0), 0.0),
-    "a generator of its own": lambda x: x * torch.rand(8, generator=torch.Generator().manual_seed(3)),
+    "a generator of its own": lambda x: x
+    * torch.rand(8, generator=torch.Generator().manual_seed(3)),
     "seeded by the micro-batch": seeded,
     "a reentrant checkpoint": lambda x: checkpoint(torch.tanh, x, use_reentrant=True),
 }
 
 
 @pytest.mark.parametrize("draw", HEALTHY.values(), ids=HEALTHY)
-def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(draw: Callable[[Tensor], Tensor]) -> None:
+def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(
+    draw: Callable[[Tensor], Tensor],
+) -> None:
     model, plain = Drawing(draw), Drawing(draw)
     plain.load_state_dict(model.state_dict())
     reduction = ng.reduce_gradients_with(model, "reproducible")
@@ -123,7 +133,11 @@ def unsent(rank: int) -> list[str]:
 
         def hold(model: nn.Module = model, when: str = when, reduction: Any = reduction) -> None:
             if when in ("before", "all-reduce"):
-                (model.set_requires_all_reduce if when == "all-reduce" else model.set_requires_gradient_sync)(False)
+                (
+                    model.set_requires_all_reduce
+                    if when == "all-reduce"
+                    else model.set_requires_gradient_sync
+                )(False)
             with reduction.micro_batch():
                 loss = model(torch.ones(1, 4)).sum()
                 if when == "between":
@@ -139,7 +153,9 @@ def test_gradients_that_are_not_sent_one_by_one_are_refused(tmp_path: Path) -> N
     for size in (1, 2):
         for twice, *held in run_ranks(unsent, size, tmp_path / str(size)):
             assert size == 1 or "two backward passes were met in one micro-batch" in twice
-            assert len(held) == 3 and all("set_requires_gradient_sync(False)" in message for message in held)
+            assert len(held) == 3 and all(
+                "set_requires_gradient_sync(False)" in message for message in held
+            )
 
 
 LEAVES, LAYERS = 6, 4
@@ -153,12 +169,18 @@ class Chosen(nn.Module):
         torch.manual_seed(0)
         self.how = how
         self.first = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(LAYERS)
+        )
         self.head = nn.Linear(8, 2)
         mesh = mesh_of("sharded")
         for layer in self.layers if how != "whole" else ():
             fully_shard(layer, mesh=mesh)
-        fully_shard(self, mesh=mesh, ignored_params=set(self.layers.parameters()) if how == "whole" else set())
+        fully_shard(
+            self,
+            mesh=mesh,
+            ignored_params=set(self.layers.parameters()) if how == "whole" else set(),
+        )
 
     def forward(self, x: Tensor, used: set[int]) -> Tensor:
         x = self.first(x)
@@ -196,7 +218,9 @@ def take_turns(rank: int) -> tuple[str, list[str]]:
     return refused, [trained(Chosen(how), by_rank=True) for how in ("times 0", "whole")]
 
 
-def test_layers_that_take_turns_are_refused_and_the_advice_gives_the_same_bits_on_any_ranks(tmp_path: Path) -> None:
+def test_layers_that_take_turns_are_refused_and_the_advice_gives_the_same_bits_on_any_ranks(
+    tmp_path: Path,
+) -> None:
     (_, (expected, _)), *_ = run_ranks(take_turns, 1, tmp_path / "1")
     for size in (2, 3):
         for refused, by_rank in run_ranks(take_turns, size, tmp_path / str(size)):

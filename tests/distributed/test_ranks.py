@@ -52,7 +52,10 @@ def fail(rank: int) -> list[str]:
 
     ranks, raised = all_ranks(), []
     for function in (refuse, err):
-        for ask in (ranks.of_first, lambda work: ranks.together(work if rank == 1 else lambda: None)):
+        for ask in (
+            ranks.of_first,
+            lambda work: ranks.together(work if rank == 1 else lambda: None),
+        ):
             with pytest.raises((RankError, KeyError, ReportedError)) as caught:
                 ask(function)
             raised.append(f"{caught.type.__name__} {caught.value}")
@@ -83,4 +86,7 @@ def interrupt(rank: int) -> list[str]:
 
 def test_nobody_waits_for_a_rank_that_is_interrupted_and_it_ends_itself(tmp_path: Path) -> None:
     ends = run_ranks(interrupt, 2, tmp_path)
-    assert ends == [["KeyboardInterrupt", "ZeroDivisionError"], ["ReportedError", "KeyboardInterrupt"]]
+    assert ends == [
+        ["KeyboardInterrupt", "ZeroDivisionError"],
+        ["ReportedError", "KeyboardInterrupt"],
+    ]

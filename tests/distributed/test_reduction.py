@@ -48,7 +48,9 @@ def step(reduction: GradientReduction, model: nn.Module, leaves: list[int | None
 
 
 def expected(leaves: range) -> dict[str, Tensor]:
-    return {name: sum(gradients_of(leaf)[name].double() for leaf in leaves) for name in gradients_of(0)}
+    return {
+        name: sum(gradients_of(leaf)[name].double() for leaf in leaves) for name in gradients_of(0)
+    }
 
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
@@ -60,7 +62,9 @@ def test_every_reduction_has_its_figures() -> None:
         name: (tuple(map(row.bytes_per_element, ("float32", "bfloat16"))), row.order_invariant)
         for name, row in REDUCTIONS.items()
     }
-    wanted = {name: (row.wire_bytes, row.order_invariant) for name, row in expectations.REDUCTIONS.items()}
+    wanted = {
+        name: (row.wire_bytes, row.order_invariant) for name, row in expectations.REDUCTIONS.items()
+    }
     assert found == wanted, "tests/expectations.py states each reduction a second time"
 
 
@@ -101,10 +105,16 @@ def half_precision(rank: int) -> list[list[float]]:
             for name in ("native", "float32"):
                 model, called = placed(kind, torch.float16)
                 reduction = ng.reduce_gradients_with(called, name, average=average)
-                ones = {key: torch.full_like(value, 3000.0) for key, value in gradients_of(0).items()}
+                ones = {
+                    key: torch.full_like(value, 3000.0) for key, value in gradients_of(0).items()
+                }
                 with reduction.micro_batch():
-                    called({key: 8 * value for key, value in ones.items()} if average else ones).backward()
-                results.append([whole(model.head.grad)[0, 0].item(), whole(model.gain.grad)[0].item()])
+                    called(
+                        {key: 8 * value for key, value in ones.items()} if average else ones
+                    ).backward()
+                results.append(
+                    [whole(model.head.grad)[0, 0].item(), whole(model.gain.grad)[0].item()]
+                )
     return results
 
 
@@ -156,7 +166,11 @@ def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(RecipeError, match="gradients of an earlier one are still there"):
         step(reduction, model, [0])
     model.zero_grad()
-    with pytest.raises(RuntimeError, match="within another"), reduction.micro_batch(), reduction.micro_batch():
+    with (
+        pytest.raises(RuntimeError, match="within another"),
+        reduction.micro_batch(),
+        reduction.micro_batch(),
+    ):
         pass
     sparse = nn.Embedding(4, 2, sparse=True)
     reduction = ng.reduce_gradients_with(sparse, "reproducible")
@@ -202,5 +216,8 @@ def test_a_parameter_that_nobody_sums_is_refused() -> None:
     model[0].requires_grad_(False)
     reduction = ng.reduce_gradients_with(model, "reproducible")
     model[0].requires_grad_(True)
-    with pytest.raises(RecipeError, match="was frozen or not in the model when"), reduction.micro_batch():
+    with (
+        pytest.raises(RecipeError, match="was frozen or not in the model when"),
+        reduction.micro_batch(),
+    ):
         pass

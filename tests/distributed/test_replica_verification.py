@@ -20,12 +20,20 @@ Damage = dict[int, str]
 """The tensor that is damaged on a rank."""
 CASES: dict[int, list[tuple[Damage, Any]]] = {
     2: [({1: "gain"}, ("gain differs between rank 0 and rank 1 after step 7.", None, "gain"))],
-    3: [({2: "gain"}, ("gain of rank 2 differs from that of 2 other ranks after step 7.", 2, "gain"))],
+    3: [
+        (
+            {2: "gain"},
+            ("gain of rank 2 differs from that of 2 other ranks after step 7.", 2, "gain"),
+        )
+    ],
     4: [
         ({}, None),
         ({3: "weight"}, ("weight differs between rank 1 and rank 3 after step 7.", None, "weight")),
         # A machine that can be named comes first.
-        ({2: "weight", 3: "gain"}, ("gain of rank 3 differs from that of 3 other ranks after step 7.", 3, "gain")),
+        (
+            {2: "weight", 3: "gain"},
+            ("gain of rank 3 differs from that of 3 other ranks after step 7.", 3, "gain"),
+        ),
     ],
 }
 
@@ -37,7 +45,9 @@ def compare(rank: int, damages: list[Damage]) -> list[tuple[str, int | None, str
         owners = {"gain": torch.ones(6)}
         if dist.get_world_size() == 4:
             placements = [Replicate(), Shard(0)]
-            weight = distribute_tensor(torch.arange(8.0), mesh_of("replicas"), placements, src_data_rank=None)
+            weight = distribute_tensor(
+                torch.arange(8.0), mesh_of("replicas"), placements, src_data_rank=None
+            )
             owners = {"weight": weight, **owners}
         if rank in damage:
             local_of(owners[damage[rank]]).view(torch.int32)[1] ^= 1 << 3

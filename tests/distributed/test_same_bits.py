@@ -34,7 +34,10 @@ def assignments(size: int) -> dict[str, Assignment]:
         "uneven": [leaves[:first], *([leaf] for leaf in leaves[first:])],
     }
     rounds = {name: max(map(len, ranks)) for name, ranks in named.items()}
-    return {name: [[*of, *[None] * (rounds[name] - len(of))] for of in ranks] for name, ranks in named.items()}
+    return {
+        name: [[*of, *[None] * (rounds[name] - len(of))] for of in ranks]
+        for name, ranks in named.items()
+    }
 
 
 def outcome(kind: str, dtype: torch.dtype, leaves: Sequence[int | None]) -> list[str]:
@@ -52,7 +55,9 @@ def outcome(kind: str, dtype: torch.dtype, leaves: Sequence[int | None]) -> list
         step(reduction, called, leaves)
         seen.append(fingerprint_all(found(model)))
         optimizer.step()
-        seen.append(fingerprint_all({key: whole(p.detach()) for key, p in model.named_parameters()}))
+        seen.append(
+            fingerprint_all({key: whole(p.detach()) for key, p in model.named_parameters()})
+        )
         optimizer.zero_grad()
     return seen
 
@@ -107,7 +112,11 @@ def with_policies(rank: int, replicas: bool) -> dict[str, str]:
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
         mesh = mesh_of("shards of one" if replicas else "sharded")
         for unit in (model[0], model[2], model):
-            fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy, reduce_dtype=torch.float32))
+            fully_shard(
+                unit,
+                mesh=mesh,
+                mp_policy=MixedPrecisionPolicy(**policy, reduce_dtype=torch.float32),
+            )
         reduction = ng.reduce_gradients_with(model, "reproducible", average=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for k in range(3):
@@ -118,11 +127,15 @@ def with_policies(rank: int, replicas: bool) -> dict[str, str]:
                     model(x).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found[name] = fingerprint_all({key: whole(p.detach()) for key, p in model.named_parameters()})
+        found[name] = fingerprint_all(
+            {key: whole(p.detach()) for key, p in model.named_parameters()}
+        )
     return found
 
 
-def test_mixed_precision_of_fsdp_has_the_same_bits_on_one_rank_as_on_several(tmp_path: Path) -> None:
+def test_mixed_precision_of_fsdp_has_the_same_bits_on_one_rank_as_on_several(
+    tmp_path: Path,
+) -> None:
     (expected,) = run_ranks(with_policies, 1, tmp_path / "one", False)
     assert len(set(expected.values())) == len(POLICIES) - 1  # the last casts its inputs itself
     for size, replicas in ((2, False), (3, False), (2, True)):

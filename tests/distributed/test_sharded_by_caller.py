@@ -33,7 +33,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)) for _ in range(2)
+        )
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 6))
         self.head = nn.Linear(6, 11, bias=False)
@@ -54,7 +56,9 @@ def loss_of(model: nn.Module, leaf: int) -> Tensor:
 def sharded(kind: str, how: str = "", dtype: torch.dtype = torch.float32) -> Net:
     """A model that the caller has sharded, and perhaps used, as ``how`` says."""
     model, mesh = Net().to(dtype), mesh_of(kind)
-    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}
+    options: dict[str, Any] = (
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}
+    )
     ignored = {model.gain} if how == "whole" else None
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
@@ -98,7 +102,11 @@ def learned(rank: int) -> dict[str, list[str]]:
     """Of every way in which a caller shards."""
     torch.set_num_threads(1)
     places = PLACES[dist.get_world_size()]
-    return {f"{place} {how}": learn(sharded(place, how, torch.bfloat16)) for place in places for how in HOWS}
+    return {
+        f"{place} {how}": learn(sharded(place, how, torch.bfloat16))
+        for place in places
+        for how in HOWS
+    }
 
 
 def alone(rank: int) -> list[str]:
@@ -123,7 +131,9 @@ def summed(model: Net) -> dict[str, Tensor]:
     """Gradients of one micro-batch a rank, added up over the ranks, of what is trained."""
     with ng.reduce_gradients_with(model, "reproducible", average=False).micro_batch():
         loss_of(model, dist.get_rank()).backward()
-    gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    gradients: dict[str, Any] = {
+        name: p.grad for name, p in model.named_parameters() if p.requires_grad
+    }
     return {name: whole(gradient) for name, gradient in gradients.items()}
 
 
@@ -134,7 +144,9 @@ def sums_and_refusals(rank: int) -> tuple[list[dict[str, Tensor]], dict[str, str
             model = sharded("sharded", how)
             if replaced:  # as load_state_dict(assign=True) does
                 value = Net().embedding.weight.detach()
-                model.embedding.weight = nn.Parameter(distribute_tensor(value, mesh_of("sharded"), [Shard(0)]))  # type: ignore[assignment]
+                model.embedding.weight = nn.Parameter(
+                    distribute_tensor(value, mesh_of("sharded"), [Shard(0)])
+                )  # type: ignore[assignment]
                 model.head.weight = model.embedding.weight
             sums.append(summed(model))
     model = Net()
@@ -156,7 +168,10 @@ def test_a_reduction_sums_what_fsdp_gathers_or_refuses(tmp_path: Path) -> None:
     for sums, lines in run_ranks(sums_and_refusals, 2, tmp_path):
         for found in sums:
             torch.testing.assert_close(found, expected)
-        assert "was frozen or not in the model when reduction 'float32' was installed" in lines["sharded later"]
+        assert (
+            "was frozen or not in the model when reduction 'float32' was installed"
+            in lines["sharded later"]
+        )
         assert "'extra' is a DTensor" in lines["not FSDP2's"]
 
 
@@ -167,7 +182,9 @@ def steps_and_refusals(rank: int) -> dict[str, str]:
     optimizer = ng.AdamW(model.named_parameters(), storage="float32")
     fully_shard(model, mesh=mesh_of("sharded"))
     loss_of(model, 0).backward()
-    if hasattr(optimizer.param_groups[0]["params"][0], "_fsdp_orig_uid"):  # PyTorch 2.11 leaves no mark
+    if hasattr(
+        optimizer.param_groups[0]["params"][0], "_fsdp_orig_uid"
+    ):  # PyTorch 2.11 leaves no mark
         lines["made before"] = said(optimizer.step)
     model, optimizer = ng.prepare(Net(), "float32/float32")  # type: ignore[assignment]
     fully_shard(model, mesh=mesh_of("sharded"), ignored_params={model.gain})

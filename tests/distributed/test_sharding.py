@@ -47,7 +47,9 @@ def mixed(wide: str) -> nn.Module:
 def prepared(case: str, **options: Any) -> tuple[nn.Module, ng.AdamW]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ng.prepare(llama(), RECIPES[case], lr=1e-2, max_grad_norm=1.0, compile=False, **options)
+        return ng.prepare(
+            llama(), RECIPES[case], lr=1e-2, max_grad_norm=1.0, compile=False, **options
+        )
 
 
 def learn(model: nn.Module, optimizer: ng.AdamW) -> list[Any]:
@@ -77,7 +79,9 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     }
     found["offload"] = learn(*prepared("word", mesh=line, offload=True))
     found["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in ("word", "autocast")}
-    found["groups"] |= {wide: shapes(sharding.shard(mixed(wide), line)) for wide in ("lm_head", "norm")}
+    found["groups"] |= {
+        wide: shapes(sharding.shard(mixed(wide), line)) for wide in ("lm_head", "norm")
+    }
     tied = nn.Sequential()
     tied.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     tied.blocks[1].weight = tied.blocks[0].weight
@@ -122,14 +126,19 @@ def refusals(mesh: Any) -> dict[str, str]:
 
 def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread: None) -> None:
     expected = {case: learn(*prepared(case)) for case in RECIPES}
-    expected |= dict.fromkeys(("offload", "unequal"), expected["word"])  # ranks begin with the weights of rank 0
+    expected |= dict.fromkeys(
+        ("offload", "unequal"), expected["word"]
+    )  # ranks begin with the weights of rank 0
     first, second = run_ranks(shard_and_learn, 2, tmp_path)
     for result in (first, second):
         assert [case for case, run in expected.items() if result[case] != run] == []
     # A layer in another format has a group of its own; vectors in another format stay whole.
     groups, layers = first["groups"], ["model.layers.0", "model.layers.1"]
     assert groups["word"] == groups["autocast"] == (["", *layers], [])
-    assert groups["lm_head"] == (["", *layers, "lm_head"], []) and groups["tied blocks"] == ([""], [])
+    assert groups["lm_head"] == (["", *layers, "lm_head"], []) and groups["tied blocks"] == (
+        [""],
+        [],
+    )
     units, whole = groups["norm"]
     assert units == ["", *layers] and len(whole) == 5 and all("norm" in name for name in whole)
     said = {"sharded": "parallelize_module", "wrapped": "swap_linears", "unnamed": "mesh_dim_names"}
@@ -141,13 +150,20 @@ def on_a_part(rank: int) -> str:
     mesh = DeviceMesh("cpu", [0, 1])
     try:
         model, optimizer = ng.prepare(
-            nn.Linear(32, 32), "float8-tensor/word", mesh=mesh, shard="none", max_grad_norm=1.0, compile=False
+            nn.Linear(32, 32),
+            "float8-tensor/word",
+            mesh=mesh,
+            shard="none",
+            max_grad_norm=1.0,
+            compile=False,
         )
     except RecipeError as error:
         return str(error)
     for _ in range(2):
         with optimizer.reduction.micro_batch():
-            model(torch.full((2, 32), 1.0 + rank, dtype=torch.bfloat16)).float().square().sum().backward()
+            model(
+                torch.full((2, 32), 1.0 + rank, dtype=torch.bfloat16)
+            ).float().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return print_of(model, optimizer)
@@ -161,6 +177,8 @@ def test_a_part_of_the_ranks_trains_and_the_others_are_refused(tmp_path: Path) -
 
 def test_the_layers_of_a_plain_model_are_those_of_its_outer_lists() -> None:
     model = nn.Module()
-    model.blocks = nn.ModuleList(nn.ModuleDict({"parts": nn.ModuleList([nn.Linear(2, 2)])}) for _ in range(2))
+    model.blocks = nn.ModuleList(
+        nn.ModuleDict({"parts": nn.ModuleList([nn.Linear(2, 2)])}) for _ in range(2)
+    )
     model.empty = nn.ModuleList([nn.Identity()])
     assert sharding._layers_of(model) == list(model.blocks)

@@ -46,12 +46,18 @@ def train_in_micro_batches(
 ) -> Training:
     """Take optimizer steps of four micro-batches, which the ranks of the mesh take in turn."""
     reduction = reduction or training.optimizer.reduction
-    rank, size = (0, 1) if mesh is None else (mesh.mesh.flatten().tolist().index(dist.get_rank()), mesh.size())
+    rank, size = (
+        (0, 1)
+        if mesh is None
+        else (mesh.mesh.flatten().tolist().index(dist.get_rank()), mesh.size())
+    )
     for step in steps:
         for first in range(0, MICRO_BATCHES, size):
             is_absent = first + rank >= MICRO_BATCHES
             with reduction.micro_batch(is_last=first + size >= MICRO_BATCHES, is_absent=is_absent):
-                differentiate(training, tokens(step, 0 if is_absent else first + rank), 1 / MICRO_BATCHES)
+                differentiate(
+                    training, tokens(step, 0 if is_absent else first + rank), 1 / MICRO_BATCHES
+                )
         training.optimizer.step()
         training.optimizer.zero_grad()
     return training

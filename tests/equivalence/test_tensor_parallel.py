@@ -25,10 +25,17 @@ from ranks import run_ranks
 def start(storage: str, mesh: Any = None, seed: int = 0) -> Training:
     """Return an MLP whose first weight is split by rows and the second by columns, and its optimizer."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)).to(getattr(torch, STORAGES[storage].visible))
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)).to(
+        getattr(torch, STORAGES[storage].visible)
+    )
     if mesh is not None:
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    options: dict[str, Any] = {"max_grad_norm": 3.0, "audit_every": 2, "compile": False, "low_bits": "random"}
+    options: dict[str, Any] = {
+        "max_grad_norm": 3.0,
+        "audit_every": 2,
+        "compile": False,
+        "low_bits": "random",
+    }
     return Training(model, ng.AdamW(model.named_parameters(), lr=1e-2, storage=storage, **options))
 
 
@@ -37,7 +44,9 @@ def train(training: Training, steps: Iterable[int]) -> Training:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for p in training.model.parameters():
-            gradient = torch.randn(p.shape, generator=generator) * torch.logspace(-2, 1, p.shape[-1])
+            gradient = torch.randn(p.shape, generator=generator) * torch.logspace(
+                -2, 1, p.shape[-1]
+            )
             p.grad = gradient.to(p.dtype)
             if isinstance(p, DTensor):
                 p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)

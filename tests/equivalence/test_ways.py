@@ -16,14 +16,18 @@ from equivalence import ranks, ways
 from equivalence.ways import ALONE, MORE, RECIPES
 from ranks import run_ranks
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 plain = functools.cache(ways.plain)
 on_one_rank = functools.cache(ranks.on_one_rank)
 
 
 @pytest.mark.parametrize(
-    ("way", "recipe"), [*itertools.product(ALONE, RECIPES), *(("resumed", recipe) for recipe in MORE)]
+    ("way", "recipe"),
+    [*itertools.product(ALONE, RECIPES), *(("resumed", recipe) for recipe in MORE)],
 )
 def test_one_process(way: str, recipe: str) -> None:
     assert ALONE[way](recipe) == plain(recipe)
@@ -48,7 +52,8 @@ def results(folder: Path) -> list[dict[tuple[str, str], dict[str, str]]]:
 
 
 @pytest.mark.parametrize(
-    ("way", "recipe"), [*itertools.product(ranks.WAYS, RECIPES), *(("hsdp", recipe) for recipe in MORE)]
+    ("way", "recipe"),
+    [*itertools.product(ranks.WAYS, RECIPES), *(("hsdp", recipe) for recipe in MORE)],
 )
 def test_ranks(way: str, recipe: str, results: list[dict[tuple[str, str], dict[str, str]]]) -> None:
     on_each_rank = [result[way, recipe] for result in results if (way, recipe) in result]

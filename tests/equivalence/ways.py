@@ -31,7 +31,13 @@ RECIPES = (
     "bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8",
     "float8-row/word", "int8-row/states8", "float16/split", "bfloat16/collage-plus",
 )  # fmt: skip
-MORE = ("float8-tensor/split", "mxfp8/states8", "scalify/split", "bfloat16/master64", "float16/collage-plus")
+MORE = (
+    "float8-tensor/split",
+    "mxfp8/states8",
+    "scalify/split",
+    "bfloat16/master64",
+    "float16/collage-plus",
+)
 """Recipes whose scales or factors could depend on how a model is shared out, or be forgotten when it is resumed; words of 64
 bits, and parts of float16."""
 STEPS, HALF, MICRO_BATCHES = 6, 3, 4
@@ -54,10 +60,21 @@ def llama(seed: int = 0, **changes: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
 
 
-def start(recipe: str, model: nn.Module | None = None, *, compile: bool = False, **options: Any) -> Training:
+def start(
+    recipe: str, model: nn.Module | None = None, *, compile: bool = False, **options: Any
+) -> Training:
     """Prepare a model, by default a new one, for a recipe."""
-    options = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1.0, "seed": 7, "audit_every": 0, **options}
-    return Training(*ng.prepare(model or llama(), recipe, betas=(0.9, 0.95), compile=compile, **options))
+    options = {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "seed": 7,
+        "audit_every": 0,
+        **options,
+    }
+    return Training(
+        *ng.prepare(model or llama(), recipe, betas=(0.9, 0.95), compile=compile, **options)
+    )
 
 
 def tokens(step: int, micro_batch: int = 0) -> Tensor:
@@ -89,7 +106,10 @@ def train(training: Training, steps: Iterable[int] = range(STEPS)) -> Training:
 def fingerprint(training: Training) -> dict[str, str]:
     """Hash each visible weight and each entry of the optimizer's state, by name; ranks gather whole tensors first."""
     model, optimizer = training
-    values = {**flat(get_model_state_dict(model), "model"), **flat(optimizer.state_dict(), "optimizer")}
+    values = {
+        **flat(get_model_state_dict(model), "model"),
+        **flat(optimizer.state_dict(), "optimizer"),
+    }
     return {name: digest(value) for name, value in values.items()}
 
 
@@ -109,7 +129,9 @@ def digest(value: Any) -> str:
     value = value.full_tensor() if isinstance(value, DTensor) else value
     value = value.int() if value.dtype is torch.int16 else value
     content = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(content, digest_size=8, key=f"{value.dtype} {tuple(value.shape)}".encode()).hexdigest()
+    return hashlib.blake2b(
+        content, digest_size=8, key=f"{value.dtype} {tuple(value.shape)}".encode()
+    ).hexdigest()
 
 
 # ── ways in one process ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,12 +198,18 @@ def load_dcp(training: Training, folder: Path, **options: Any) -> Training:
 def dcp_state(training: Training) -> dict[str, Any]:
     """Return what a checkpoint holds."""
     model, optimizer = training
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
 
 
 def recorded(recipe: str) -> dict[str, str]:
     """Record a run: gauges, fingerprints, an audit and a check of every step."""
-    training, often = start(recipe, audit_every=1), {"gauges_every": 1, "fingerprints_every": 1, "audit_every": 1}
+    training, often = (
+        start(recipe, audit_every=1),
+        {"gauges_every": 1, "fingerprints_every": 1, "audit_every": 1},
+    )
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with ng.RunRecorder(f"{folder}/run", *training, recipe=recipe, **often) as recorder:

@@ -24,7 +24,9 @@ def test_the_number_of_threads_changes_sums_of_whole_tensors_alone() -> None:
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            with torch.autocast("cpu", torch.bfloat16, enabled=number == 2):  # the measurement leaves it
+            with torch.autocast(
+                "cpu", torch.bfloat16, enabled=number == 2
+            ):  # the measurement leaves it
                 machines.append(measure_arithmetic(CPU))
     finally:
         torch.set_num_threads(before)
@@ -54,8 +56,14 @@ def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Pat
         {**present, "arithmetic": {**table, "results": {**table["results"], "softmax": text}}}
         for text in ("fused", "pairwise")
     )
-    assert changes_since(present, present) == changes_since({**present, "arithmetic": "none"}, present) == []
-    assert changes_since(started, other) == ["this machine's arithmetic is not that of the run's start, in: softmax"]
+    assert (
+        changes_since(present, present)
+        == changes_since({**present, "arithmetic": "none"}, present)
+        == []
+    )
+    assert changes_since(started, other) == [
+        "this machine's arithmetic is not that of the run's start, in: softmax"
+    ]
 
 
 def test_the_recorded_chip_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

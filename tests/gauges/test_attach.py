@@ -20,7 +20,12 @@ from narrowgauge.runs.schema import metric_of
 
 def small() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = {"up": nn.Linear(32, 64), "between": nn.SiLU(), "down": nn.Linear(64, 32), "head": nn.Linear(32, 8)}
+    layers = {
+        "up": nn.Linear(32, 64),
+        "between": nn.SiLU(),
+        "down": nn.Linear(64, 32),
+        "head": nn.Linear(32, 8),
+    }
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -51,7 +56,10 @@ def test_readings_are_those_of_the_tensors() -> None:
         ("input:down", "amax", largest), ("input:down", "nonfinite", 0), ("weight:down.weight", "rms", rms),
         ("weight:down.weight", "outlier", weight.abs().max().item() / rms),
     ):  # fmt: skip
-        assert metric_of(row, "tensors", tensor, metric) == pytest.approx(value, rel=2**-8), (tensor, metric)
+        assert metric_of(row, "tensors", tensor, metric) == pytest.approx(value, rel=2**-8), (
+            tensor,
+            metric,
+        )
     # Two inputs of 32 features and one of 64, of 64 tokens each; every third value counts, and hardly one is zero.
     counted = 2 * -(-64 * 32 // tensor_metrics.COUNTED) + -(-64 * 64 // tensor_metrics.COUNTED)
     assert 0 <= counted - sum(row["histograms"]["input"]) <= 4
@@ -102,15 +110,23 @@ def test_the_heads_logits_are_those_of_the_sampled_inputs() -> None:
     model.head.register_forward_pre_hook(lambda m, args: seen.update(x=args[0].detach()))
     gauges = attach_gauges(model, optimizer, every=1)
     trained(model, optimizer, 1)
-    logits = F.linear(seen["x"].flatten(0, 1)[:8].float(), model.head.weight.float(), model.head.bias.float())
+    logits = F.linear(
+        seen["x"].flatten(0, 1)[:8].float(), model.head.weight.float(), model.head.bias.float()
+    )
     expected = logits.abs().max().item(), abs(logits.logsumexp(-1).mean().item())
-    assert gauges.last is not None and gauges.last["logits"]["head"] == pytest.approx(expected, rel=0.02)
+    assert gauges.last is not None and gauges.last["logits"]["head"] == pytest.approx(
+        expected, rel=0.02
+    )
 
 
-DECAYED = functools.partial(torch.optim.Adam, weight_decay=0.1)  # of the gradient and its decay are the moments
+DECAYED = functools.partial(
+    torch.optim.Adam, weight_decay=0.1
+)  # of the gradient and its decay are the moments
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam, DECAYED])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam, DECAYED]
+)
 def test_any_module_and_any_optimizer(kind: Any) -> None:
     model = small()
     optimizer = kind(model.parameters(), lr=1e-3)
@@ -124,14 +140,25 @@ def test_any_module_and_any_optimizer(kind: Any) -> None:
         assert "moments" not in row
 
 
-@pytest.mark.parametrize(("recipe", "least", "most"), [("float8-row/word", 28, 36), ("bfloat16/word", None, None)])
-def test_what_a_cast_loses_is_read_from_its_own_scale(recipe: str, least: int | None, most: int | None) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "least", "most"), [("float8-row/word", 28, 36), ("bfloat16/word", None, None)]
+)
+def test_what_a_cast_loses_is_read_from_its_own_scale(
+    recipe: str, least: int | None, most: int | None
+) -> None:
     """By row e4m3 has 31.5 dB for normal values."""
     model, optimizer = made(recipe)
     gauges = attach_gauges(model, optimizer, every=2)
     trained(model, optimizer, 2)
-    sqnr, overflow = (metric_of(gauges.last or {}, "tensors", "input:up", name) for name in ("sqnr_db", "overflow"))
-    assert (sqnr, overflow) == (None, None) if least is None else least < (sqnr or 0) < (most or 0) and overflow == 0
+    sqnr, overflow = (
+        metric_of(gauges.last or {}, "tensors", "input:up", name)
+        for name in ("sqnr_db", "overflow")
+    )
+    assert (
+        (sqnr, overflow) == (None, None)
+        if least is None
+        else least < (sqnr or 0) < (most or 0) and overflow == 0
+    )
 
 
 @pytest.mark.parametrize(("storage", "freezes"), [("naive", True), ("word", False)])
@@ -140,7 +167,9 @@ def test_second_moments_that_freeze_are_seen(storage: str, freezes: bool) -> Non
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(16, 32).bfloat16())
     model = nn.ParameterDict({"w": weight})
-    optimizer = ng.AdamW(model.named_parameters(), lr=1e-4, betas=(0.9, 0.999), storage=storage, audit_every=0)
+    optimizer = ng.AdamW(
+        model.named_parameters(), lr=1e-4, betas=(0.9, 0.999), storage=storage, audit_every=0
+    )
     gauges = attach_gauges(model, optimizer, every=100)
     gradient = torch.randn(16, 32).bfloat16()
     for step in range(300):
@@ -158,7 +187,9 @@ def test_second_moments_of_clipped_gradients_and_skipped_steps_are_exact() -> No
     for steps, limit in ((2, math.inf), (1, -1.0), (3, math.inf)):
         optimizer.skip_above = limit
         trained(model, optimizer, steps)
-    assert gauges.last is not None and float(optimizer.grad_norm) > 0.01 and optimizer.num_skipped == 1
+    assert (
+        gauges.last is not None and float(optimizer.grad_norm) > 0.01 and optimizer.num_skipped == 1
+    )
     assert metric_of(gauges.last, "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-5)
 
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from narrowgauge.gauges.attach import attach_gauges
 
@@ -27,7 +34,9 @@ class OwnAttention(nn.Module):
         self.n_head, self.c_attn = HEADS, nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1)
+        )
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-3)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
@@ -35,7 +44,11 @@ class OwnAttention(nn.Module):
 class OwnModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.attention, self.head = nn.Embedding(64, WIDTH), OwnAttention(), nn.Linear(WIDTH, 64)
+        self.embedding, self.attention, self.head = (
+            nn.Embedding(64, WIDTH),
+            OwnAttention(),
+            nn.Linear(WIDTH, 64),
+        )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         logits: Tensor = self.head(self.attention(self.embedding(input_ids)))
@@ -53,7 +66,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_bound_is_the_product_of_the_largest_norms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_is_the_product_of_the_largest_norms(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     model, operands, kernel = MODELS[name]().train(), list[Tensor](), F.scaled_dot_product_attention
 
@@ -74,7 +89,9 @@ def test_the_bound_is_the_product_of_the_largest_norms(name: str, monkeypatch: p
     ((bound,),) = gauges.last["attention"].values()
     assert bound == pytest.approx(largest[0] * largest[1] * (WIDTH / HEADS) ** -0.5, rel=1e-3)
     logits = (
-        query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2) * (WIDTH / HEADS) ** -0.5
+        query
+        @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2)
+        * (WIDTH / HEADS) ** -0.5
     )
     assert float(logits.abs().max()) <= bound * 1.001
     assert not any(hasattr(module, "gauge_entries") for module in model.modules())

@@ -24,10 +24,14 @@ SHAPE = {
 def trained(every: int) -> tuple[list[Any], Gauges, dict[str, Tensor]]:
     """Losses and weights of two steps, the gauges, and what entered the projections in the second."""
     torch.manual_seed(0)
-    model, optimizer = ng.prepare(MixtralForCausalLM(MixtralConfig(**SHAPE)).train(), "int8-row/word", lr=1e-2)
+    model, optimizer = ng.prepare(
+        MixtralForCausalLM(MixtralConfig(**SHAPE)).train(), "int8-row/word", lr=1e-2
+    )
     seen: dict[str, Tensor] = {}
     for name, layer in grouped_layers_of(model).items():
-        layer.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0].detach()}))
+        layer.register_forward_pre_hook(
+            lambda _, args, name=name: seen.update({name: args[0].detach()})
+        )
     gauges = attach_gauges(model, optimizer, every=every)
     tokens, run = torch.arange(48).reshape(2, 24) % 32, []
     for _ in range(2):
@@ -50,4 +54,6 @@ def test_operands_are_read_and_the_run_is_the_same() -> None:
             assert (metric_of(row, "tensors", f"{kind}:{name}", "amax") or 0) > 0
             assert 25 < (metric_of(row, "tensors", f"{kind}:{name}", "sqnr_db") or 0) < 55
         largest = seen[name].abs().max().item()
-        assert metric_of(row, "tensors", f"input:{name}", "amax") == pytest.approx(largest, rel=1e-3)
+        assert metric_of(row, "tensors", f"input:{name}", "amax") == pytest.approx(
+            largest, rel=1e-3
+        )

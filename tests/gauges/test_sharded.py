@@ -56,7 +56,9 @@ def start(case: str, mesh: Any = None) -> tuple[nn.Module, Any]:
     if case == "torch":
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
     lr, storage = (1e-3, "naive") if case == "naive" else (1e-2, "word")
-    return model, ng.AdamW(model.named_parameters(), lr=lr, storage=storage, audit_every=1, compile=False)
+    return model, ng.AdamW(
+        model.named_parameters(), lr=lr, storage=storage, audit_every=1, compile=False
+    )
 
 
 def train(
@@ -72,7 +74,9 @@ def train(
             model.even.weight.grad.to_local()[spoil, 0] = math.nan
         optimizer.step()
         optimizer.zero_grad()
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    whole = {
+        n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()
+    }
     return rows, {name: value.detach().clone() for name, value in whole.items()}
 
 
@@ -99,7 +103,9 @@ def shared(row: Row) -> Row:
     """What a row says of whole weights, gradients and updates, and not of operands and samples."""
     names = [name for name in row["tensors"] if name.partition(":")[0] in WHOLE]
     return {
-        "tensors": {name: [metric_of(row, "tensors", name, field) for field in EXACT] for name in names},
+        "tensors": {
+            name: [metric_of(row, "tensors", name, field) for field in EXACT] for name in names
+        },
         "updates": row.get("updates", {}),
     }
 
@@ -112,7 +118,9 @@ def column(row: Row, field: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", [*CASES, "copies", "spoiled", "fsdp", "ddp"])
-def test_every_rank_writes_every_row_and_all_say_the_same_of_parameters(case: str, found: list[Any]) -> None:
+def test_every_rank_writes_every_row_and_all_say_the_same_of_parameters(
+    case: str, found: list[Any]
+) -> None:
     first, second = (result[case][0] for result in found)
     assert [row["step"] for row in first] == [row["step"] for row in second] == [2, 4]
     # As text: NaN is not equal to itself.
@@ -131,7 +139,9 @@ def test_what_is_split_over_ranks_is_read_whole(case: str, found: list[Any]) -> 
                 # In bfloat16 the rms of one tensor has three digits; noise is what is left of sums in float32. An audit reads
                 # some rows, of a shard others than of the whole.
                 sampled = {name: {"abs": 0.01} for name in ("lost_fraction", "unseen_fraction")}
-                near = {"rms": {"rel": 2**-7}, "noise": {"abs": 5e-3}, **sampled}.get(field, {"rel": 1e-3})
+                near = {"rms": {"rel": 2**-7}, "noise": {"abs": 5e-3}, **sampled}.get(
+                    field, {"rel": 1e-3}
+                )
                 assert column(row, field) == pytest.approx(column(alone, field), **near), field
 
 

@@ -54,7 +54,10 @@ class OwnRun:
     @property
     def prepare_settings(self) -> dict[str, Any]:
         """What the trainer gave to ``prepare``: keyword arguments, with the peak learning rate."""
-        options = {name: getattr(self.settings, name) for name in ("lr", "max_grad_norm", "seed", "audit_every")}
+        options = {
+            name: getattr(self.settings, name)
+            for name in ("lr", "max_grad_norm", "seed", "audit_every")
+        }
         return {**options, **self.settings.optimizer_options, "decays": is_matrix}
 
     def model(self) -> LlamaForCausalLM:
@@ -76,9 +79,13 @@ def reference() -> OwnRun:
         config = TrainConfig(model=folder, recipe=parse(RECIPE), **_SETTINGS)
         config.require_agreement()
         # A walk over the vocabulary in small strides, of which a model can learn a little.
-        tokens = (np.cumsum(np.random.default_rng(0).integers(0, 4, 8192)) % VOCABULARY).astype(np.uint16)
+        tokens = (np.cumsum(np.random.default_rng(0).integers(0, 4, 8192)) % VOCABULARY).astype(
+            np.uint16
+        )
         session = build(config, Path(folder), Dataset(tokens[:7168], tokens[7168:], VOCABULARY))
-        initial = _copied(language_model.build(config.model, vocab_size=VOCABULARY, seed=config.seed))
+        initial = _copied(
+            language_model.build(config.model, vocab_size=VOCABULARY, seed=config.seed)
+        )
         batches, rows, reader = [], [], StepReader(session.model, session.optimizer)
         for step in range(STEPS):
             batches.append(torch.cat(session.batch()))

@@ -85,7 +85,9 @@ def test_save_state_and_load_state_go_on_bit_for_bit(tmp_path: Path) -> None:
     assert_same(losses + train(second, model, optimizer, BATCHES[3:]), model, optimizer)
 
 
-def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float], list[torch.Tensor], list[float]]:
+def of_two(
+    rank: int, kind: str, recipe: str, folder: str
+) -> tuple[list[float], list[torch.Tensor], list[float]]:
     """Losses, whole stored weights, and the losses after a resume, of one rank."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -96,7 +98,11 @@ def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float],
     if kind == "FSDP2":
         # Accelerate 1.15 looks at its plugin on accelerators only: these ranks of gloo say that they are some.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-        policy = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 500, "cpu_ram_efficient_loading": False}
+        policy = {
+            "auto_wrap_policy": "size_based_wrap",
+            "min_num_params": 500,
+            "cpu_ram_efficient_loading": False,
+        }
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
     accelerator = accelerate.Accelerator(cpu=plugin is None, fsdp_plugin=plugin)
     torch.manual_seed(0)
@@ -105,7 +111,10 @@ def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float],
     model, optimizer = accelerator.prepare(narrow, optimizer)
     pass_states_on(optimizer)
     draw = torch.Generator().manual_seed(1 + rank)
-    batches = [(torch.randn(8, 32, generator=draw).bfloat16(), torch.randn(8, 32, generator=draw)) for _ in range(4)]
+    batches = [
+        (torch.randn(8, 32, generator=draw).bfloat16(), torch.randn(8, 32, generator=draw))
+        for _ in range(4)
+    ]
 
     def steps(which: list[Any]) -> list[float]:
         losses = []
@@ -126,11 +135,15 @@ def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float],
     return losses, whole, steps(batches[2:])
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16/compact", "float8-tensor/word"])  # scales of rows, and of a tensor
+@pytest.mark.parametrize(
+    "recipe", ["bfloat16/compact", "float8-tensor/word"]
+)  # scales of rows, and of a tensor
 def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path, recipe: str) -> None:
     of_kind = {}
     for kind in ("DDP", "FSDP2"):
-        results = run_ranks(of_two, 2, tmp_path / kind, kind, recipe, str(tmp_path / kind / "state"))
+        results = run_ranks(
+            of_two, 2, tmp_path / kind, kind, recipe, str(tmp_path / kind / "state")
+        )
         for losses, whole, resumed in results:
             assert resumed == losses[2:]
             assert all(torch.equal(a, b) for a, b in zip(whole, results[0][1], strict=True))

@@ -18,7 +18,12 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.usefixtures("one_thread")]
 
 
 def trainer_of(
-    folder: Path, options: dict[str, Any], *, compute: str | None = None, callbacks: Any = (), **changes: Any
+    folder: Path,
+    options: dict[str, Any],
+    *,
+    compute: str | None = None,
+    callbacks: Any = (),
+    **changes: Any,
 ) -> Any:
     """A Trainer of its own defaults, but for its speed, its size and what ``changes``."""
     settings: dict[str, Any] = {
@@ -37,7 +42,9 @@ def history(trainer: Any, name: str) -> list[Any]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-@pytest.mark.parametrize(("storage", "compute", "parts"), [("word", "float8-tensor", 2), ("compact", "int8-row", 1)])
+@pytest.mark.parametrize(
+    ("storage", "compute", "parts"), [("word", "float8-tensor", 2), ("compact", "int8-row", 1)]
+)
 def test_losses_and_weights_are_those_of_a_loop_of_ones_own(
     storage: str, compute: str | None, parts: int, tmp_path: Path
 ) -> None:
@@ -49,7 +56,9 @@ def test_losses_and_weights_are_those_of_a_loop_of_ones_own(
     trainer.train()
     model = llama(compute)
     optimizer = ng.AdamW(model.parameters(), lr=LR, weight_decay=0.0, **options)
-    losses = trained(model, optimizer, sequences(4 * STEPS).split(4), history(trainer, "learning_rate"), parts)
+    losses = trained(
+        model, optimizer, sequences(4 * STEPS).split(4), history(trainer, "learning_rate"), parts
+    )
     assert history(trainer, "loss") == losses and losses[-1] < losses[0]
     assert same_weights(trainer.model, model)
 
@@ -59,11 +68,15 @@ def test_the_defaults_train_and_resume_with_the_same_bits(tmp_path: Path) -> Non
     whole = trainer_of(tmp_path / "whole", {"storage": "word"}, **every)
     whole.train()
     logged = ng.read_run(tmp_path / "whole")  # the folder with checkpoint-3 and checkpoint-6
-    assert [row["loss"] for row in logged.steps] == history(whole, "loss") and logged.summary is not None
+    assert [row["loss"] for row in logged.steps] == history(
+        whole, "loss"
+    ) and logged.summary is not None
     assert ng.read_run(tmp_path / "whole" / "checkpoint-3" / "trainer_state.json").summary is None
     again = trainer_of(tmp_path / "again", {"storage": "word"}, **every)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert history(again, "loss") == history(whole, "loss") and same_weights(whole.model, again.model)
+    assert history(again, "loss") == history(whole, "loss") and same_weights(
+        whole.model, again.model
+    )
 
 
 def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
@@ -71,16 +84,29 @@ def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
     options = {"storage": "word", "audit_every": 2}
 
     def made() -> Any:
-        return trainer_of(tmp_path, options, callbacks=[NarrowgaugeCallback(gauges_every=3, audit_every=2)], **every)
+        return trainer_of(
+            tmp_path,
+            options,
+            callbacks=[NarrowgaugeCallback(gauges_every=3, audit_every=2)],
+            **every,
+        )
 
     trainer = made()
     trainer.train()
     run = ng.read_run(tmp_path / "narrowgauge")
-    assert [row["loss"] for row in run.steps] == history(trainer, "loss") and len(run.steps) == STEPS
+    assert [row["loss"] for row in run.steps] == history(trainer, "loss") and len(
+        run.steps
+    ) == STEPS
     assert [row["lr"] for row in run.steps] == history(trainer, "learning_rate")
     assert len(history(trainer, "edq")) >= 3 and history(trainer, "num_skipped") == [0] * STEPS
-    assert [row["step"] for row in run.evals] == [3, 6] and {row["step"] for row in run.gauges} == {3, 6}
-    assert run.summary["steps"] == STEPS and (run.config["steps"], run.config["batch_size"]) == (STEPS, 4)
+    assert [row["step"] for row in run.evals] == [3, 6] and {row["step"] for row in run.gauges} == {
+        3,
+        6,
+    }
+    assert run.summary["steps"] == STEPS and (run.config["steps"], run.config["batch_size"]) == (
+        STEPS,
+        4,
+    )
     assert not [event for event in run.events if event["kind"] == "warning"]
     made().train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     again = ng.read_run(tmp_path / "narrowgauge")
@@ -104,13 +130,17 @@ def test_a_loss_that_is_not_finite_is_recorded_as_it_is(tmp_path: Path) -> None:
 
 def test_the_callback_leaves_the_logs_as_the_arguments_say(tmp_path: Path) -> None:
     """Each step has a row with its rate; those with a log entry have the loss of that entry."""
-    trainer = trainer_of(tmp_path, {}, callbacks=[NarrowgaugeCallback()], logging_steps=4, lr_scheduler_type="linear")
+    trainer = trainer_of(
+        tmp_path, {}, callbacks=[NarrowgaugeCallback()], logging_steps=4, lr_scheduler_type="linear"
+    )
     trainer.train()
     steps = ng.read_run(tmp_path / "narrowgauge").steps
     assert [row["step"] for row in steps] == [*range(1, STEPS + 1)]
     assert [row["loss"] for row in steps if "loss" in row] == history(trainer, "loss")
     assert [row["step"] for row in steps if "loss" in row] == [*range(4, STEPS + 1, 4)]
-    assert [row["lr"] for row in steps] == pytest.approx([LR * (1 - step / STEPS) for step in range(STEPS)])
+    assert [row["lr"] for row in steps] == pytest.approx(
+        [LR * (1 - step / STEPS) for step in range(STEPS)]
+    )
     assert trainer.args.logging_nan_inf_filter
 
 
@@ -120,11 +150,18 @@ def test_adamw_of_takes_the_arguments(tmp_path: Path) -> None:
     trainer.optimizer_cls_and_kwargs = adamw_of(trainer.args, storage="compact")
     decayed, rest = trainer.create_optimizer().param_groups
     for group in (decayed, rest):
-        assert (group["lr"], group["betas"], group["eps"], group["storage"]) == (3e-4, (0.9, 0.95), 1e-6, "compact")
+        assert (group["lr"], group["betas"], group["eps"], group["storage"]) == (
+            3e-4,
+            (0.9, 0.95),
+            1e-6,
+            "compact",
+        )
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
 
 
-def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(tmp_path: Path) -> None:
+def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(
+    tmp_path: Path,
+) -> None:
     """The change is one argument. Losses stay within 0.01 of torch's AdamW, which also wrote the checkpoint."""
     every = {"save_strategy": "steps", "save_steps": 3, "bf16": True}
 
@@ -143,6 +180,8 @@ def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(tm
 
 
 def test_the_callback_warns_of_two_clippings(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, {"max_grad_norm": 1.0}, callbacks=[NarrowgaugeCallback()], max_steps=1)
+    trainer = trainer_of(
+        tmp_path, {"max_grad_norm": 1.0}, callbacks=[NarrowgaugeCallback()], max_steps=1
+    )
     with pytest.warns(UserWarning, match="clipped twice"):
         trainer.train()

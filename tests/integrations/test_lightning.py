@@ -30,7 +30,9 @@ class Module(pl.LightningModule):
         self.model, self.options, self.losses = llama(compute), options, []
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        batch = sequences(4 * STEPS).split(4)[self.global_step]  # also where a fit resumes within an epoch
+        batch = sequences(4 * STEPS).split(4)[
+            self.global_step
+        ]  # also where a fit resumes within an epoch
         loss = self.model(input_ids=batch, labels=batch).loss
         self.losses.append(float(loss.detach()))
         self.log("train_loss", loss)
@@ -48,7 +50,13 @@ def fit(module: Module, steps: int = STEPS, resume: Any = None, **options: Any) 
     quiet: dict[str, Any] = {"max_epochs": -1, **dict.fromkeys(off, False), **options}
     trainer = pl.Trainer(max_steps=steps, accelerator="cpu", **quiet)
     batches = DataLoader(sequences(4 * STEPS).split(4), batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(module, batches, DataLoader([sequences(4)], batch_size=None), ckpt_path=resume, weights_only=False)  # type: ignore[arg-type]
+    trainer.fit(
+        module,
+        batches,
+        DataLoader([sequences(4)], batch_size=None),
+        ckpt_path=resume,
+        weights_only=False,
+    )  # type: ignore[arg-type]
     return trainer
 
 
@@ -64,7 +72,9 @@ def test_losses_and_weights_are_those_of_a_loop_of_ones_own() -> None:
 
 def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> None:
     def monitor() -> NarrowgaugeMonitor:
-        return NarrowgaugeMonitor(tmp_path / "run", gauges_every=3, audit_every=2, tokens=torch.numel)
+        return NarrowgaugeMonitor(
+            tmp_path / "run", gauges_every=3, audit_every=2, tokens=torch.numel
+        )
 
     whole = Module(audit_every=2)
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
@@ -73,16 +83,23 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
     assert [row["loss"] for row in run.steps] == whole.losses
     assert [row["tokens"] for row in run.steps] == [68 * (step + 1) for step in range(STEPS)]
     assert {row["step"] for row in run.gauges} == {3, 6} and len(run.evals) == 2
-    assert run.summary["steps"] == STEPS and not [event for event in run.events if event["kind"] == "warning"]
+    assert run.summary["steps"] == STEPS and not [
+        event for event in run.events if event["kind"] == "warning"
+    ]
     logged = ng.read_run(logger.log_dir)  # what Lightning's own logger wrote
-    assert [row["loss"] for row in logged.steps if "loss" in row] == pytest.approx(whole.losses, rel=1e-6)
+    assert [row["loss"] for row in logged.steps if "loss" in row] == pytest.approx(
+        whole.losses, rel=1e-6
+    )
     assert len(logged.evals) == 2 and "edq" in (Path(logger.log_dir) / "metrics.csv").read_text()
     stopped = Module(audit_every=2)
     fit(stopped, steps=3, callbacks=[monitor()]).save_checkpoint(tmp_path / "three.ckpt")
     again = Module(audit_every=2)
     fit(again, resume=tmp_path / "three.ckpt", callbacks=[monitor()])
     second = ng.read_run(tmp_path / "run-2")
-    assert len(second.steps) == STEPS and second.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
+    assert (
+        len(second.steps) == STEPS
+        and second.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
+    )
     assert same_weights(again.model, whole.model)
 
 
@@ -112,7 +129,9 @@ def test_each_precision_trains_a_float32_module(precision: Any) -> None:
     losses = []
     for kind in (ng.AdamW, torch.optim.AdamW):
         module = Module()
-        module.configure_optimizers = lambda kind=kind, module=module: kind(module.parameters(), lr=LR)
+        module.configure_optimizers = lambda kind=kind, module=module: kind(
+            module.parameters(), lr=LR
+        )
         ng.cast_parameters(module.model, torch.float32)
         fit(module, precision=precision)
         losses.append(module.losses)
@@ -124,5 +143,7 @@ def test_a_fit_with_two_optimizers_is_recorded(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Of 2 optimizers"):
         fit(Pair(), 2 * STEPS, callbacks=[NarrowgaugeMonitor(tmp_path)])
     steps = ng.read_run(tmp_path).steps
-    assert [row["step"] for row in steps] == [*range(1, STEPS + 1)] and steps[-1]["loss"] < steps[0]["loss"]
+    assert [row["step"] for row in steps] == [*range(1, STEPS + 1)] and steps[-1]["loss"] < steps[
+        0
+    ]["loss"]
     assert {row["lr"] for row in steps} == {LR}

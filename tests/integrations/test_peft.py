@@ -22,7 +22,9 @@ pytestmark = pytest.mark.frameworks
 def adapted(model: nn.Module, **options: Any) -> Any:
     """LoRA adapters, the same at each call, whose second half is not zero, so that all of them have gradients."""
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **options)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **options
+    )
     return peft.get_peft_model(model, config).train()
 
 
@@ -57,7 +59,9 @@ def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> N
     frozen, adapters = weights_of(model, "base_layer"), weights_of(model)
     losses = trained(model, optimizer)
     assert losses[-1] < losses[0]
-    assert all(torch.equal(value, frozen[name]) for name, value in weights_of(model, "base_layer").items())
+    assert all(
+        torch.equal(value, frozen[name]) for name, value in weights_of(model, "base_layer").items()
+    )
     assert not any(torch.equal(value, adapters[name]) for name, value in weights_of(model).items())
     owned = {name for names in optimizer.param_groups for name in names["param_names"]}
     assert owned == set(adapters) and len(optimizer.state_dict()["state"]) == len(adapters)
@@ -112,7 +116,9 @@ def test_merging_needs_weights_and_gets_them_back() -> None:
     ng.prepare(quantize_base(model, "nvfp4"), "bfloat16/word")
     model.eval()
     apart = loss_of(model)
-    with pytest.raises(RecipeError, match=r"Cannot use the weight of a layer quantized as 'nvfp4'.*dequantize_base"):
+    with pytest.raises(
+        RecipeError, match=r"Cannot use the weight of a layer quantized as 'nvfp4'.*dequantize_base"
+    ):
         model.merge_adapter()
     dequantize_base(model)
     assert not any(isinstance(module, FrozenLinear) for module in model.modules())

@@ -22,7 +22,13 @@ from narrowgauge.integrations.torchtitan import NarrowgaugeConverter, narrowgaug
 pytestmark = pytest.mark.frameworks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchtitan_configs.py"
-_ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+_ENVIRONMENT = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,7 +69,9 @@ def in_a_plain_loop(
         for part in range(parts):
             tokens = batch_of(step * parts + part, 4 // parts)
             logits = model(tokens[:, :-1]).flatten(0, 1).float()
-            total = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+            total = torch.nn.functional.cross_entropy(
+                logits, tokens[:, 1:].flatten(), reduction="sum"
+            )
             (share := total / (tokens[:, 1:].numel() * parts)).backward()
             loss += share.detach()
         optimizer.step()
@@ -103,7 +111,11 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) 
         config.checkpoint.enable, config.checkpoint.interval = True, 2
         return train(config, steps)
 
-    whole, first, then = run(tmp_path / "whole"), run(tmp_path / "parts", 2), run(tmp_path / "parts")
+    whole, first, then = (
+        run(tmp_path / "whole"),
+        run(tmp_path / "parts", 2),
+        run(tmp_path / "parts"),
+    )
     assert first.losses + then.losses == whole.losses and len(then.losses) == STEPS - 2
     assert then.states.keys() == whole.states.keys() and any(
         name.startswith("narrowgauge.step") for name in whole.states
@@ -123,4 +135,8 @@ def test_the_example_trains_with_torchtitans_chunked_loss(tmp_path: Path) -> Non
     config = runpy.run_path(str(EXAMPLE))["debugmodel_word"]()
     found = train(on_cpu(config, tmp_path), 2)
     (optimizer,) = found.trainer.optimizers
-    assert len(found.losses) == 2 and optimizer.bytes_per_param() < 8.1 and optimizer.max_grad_norm == 1.0
+    assert (
+        len(found.losses) == 2
+        and optimizer.bytes_per_param() < 8.1
+        and optimizer.max_grad_norm == 1.0
+    )

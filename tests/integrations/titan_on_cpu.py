@@ -68,7 +68,9 @@ class Words(BaseTokenizer):
 
 def batch_of(step: int, size: int = 4, length: int = 16) -> torch.Tensor:
     """The tokens of a step on all ranks, int64 ``[size, length + 1]``."""
-    return torch.randint(VOCABULARY, (size, length + 1), generator=torch.Generator().manual_seed(step))
+    return torch.randint(
+        VOCABULARY, (size, length + 1), generator=torch.Generator().manual_seed(step)
+    )
 
 
 class Batches(BaseDataLoader):
@@ -79,7 +81,14 @@ class Batches(BaseDataLoader):
         """Nothing."""
 
     def __init__(
-        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int,
+        local_batch_size: int,
+        **_: Any,
     ) -> None:
         self.step, self.rank, self.share = 0, dp_rank, local_batch_size
         self.shape = local_batch_size * dp_world_size, seq_len
@@ -119,10 +128,20 @@ def on_cpu(config: Trainer.Config, folder: Path) -> Trainer.Config:
     shrink(model)
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-        layer.attention.qkv_linear.wqkv.param_init = layer.feed_forward.w1.param_init  # its own knows the large shape
-    config.tokenizer, config.dataloader, config.dump_folder = Words.Config(), Batches.Config(), str(folder)
+        layer.attention.qkv_linear.wqkv.param_init = (
+            layer.feed_forward.w1.param_init
+        )  # its own knows the large shape
+    config.tokenizer, config.dataloader, config.dump_folder = (
+        Words.Config(),
+        Batches.Config(),
+        str(folder),
+    )
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 4, 16, STEPS
-    config.training.disable_cuda_graphs, config.validator.enable, config.debug.seed = True, False, SEED
+    config.training.disable_cuda_graphs, config.validator.enable, config.debug.seed = (
+        True,
+        False,
+        SEED,
+    )
     config.lr_scheduler.decay_ratio, config.optimizer.implementation = 0.5, "for-loop"
     config.metrics.log_freq = 1
     return config
@@ -167,7 +186,9 @@ def train(config: Trainer.Config, steps: int | None = None) -> Trained:
             trainer.step += 1
             trainer.train_step(batches)
             trainer.checkpointer.save(trainer.step, last_step=trainer.step == config.training.steps)
-        weights, states = (_copied(part.state_dict()) for part in (trainer.model_parts[0], trainer.optimizers))
+        weights, states = (
+            _copied(part.state_dict()) for part in (trainer.model_parts[0], trainer.optimizers)
+        )
         found = Trained(trainer, losses, weights, states)
         trainer.close()
         return found
@@ -178,6 +199,10 @@ def train(config: Trainer.Config, steps: int | None = None) -> Trained:
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
     """Copy tensors whole, and other values as they are."""
-    tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
-    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()}
+    tensors = {
+        name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)
+    }
+    whole = {
+        name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()
+    }
     return values | {name: value.clone() for name, value in whole.items()}

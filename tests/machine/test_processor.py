@@ -29,7 +29,11 @@ from processors import pretending
 )
 def test_named_sets_decide(sets: str, bfloat16: bool, int8: bool) -> None:
     with pretending(*sets.split(",")):
-        assert [multiplies(name) for name in ("float32", "bfloat16", "int8")] == [True, bfloat16, int8]
+        assert [multiplies(name) for name in ("float32", "bfloat16", "int8")] == [
+            True,
+            bfloat16,
+            int8,
+        ]
 
 
 def test_what_pytorch_finds_is_found() -> None:

@@ -26,7 +26,9 @@ from oracles.linear import ROUNDING, Product, product
 from tensors import bits_with_one_nan
 
 ROWS = list(COMPUTES.values())
-STOCHASTIC = [row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())]
+STOCHASTIC = [
+    row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())
+]
 EIGHT = [COMPUTES[name] for name in (
     "bfloat16", "float8-row", "float8-tensor-e5m2", "float8-block", "int8-row", "mxfp8", "nvfp4", "scalify"
 )]  # fmt: skip
@@ -47,7 +49,12 @@ def with_threshold(name: str, magnitude: float) -> Compute:
 
 
 def make_layer(
-    row: Compute | str, inputs: int = 65, outputs: int = 17, *, bias: bool = True, dtype: torch.dtype = torch.bfloat16
+    row: Compute | str,
+    inputs: int = 65,
+    outputs: int = 17,
+    *,
+    bias: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Linear, NarrowLayers]:
     """A layer called ``fc``, in training, and the handle on it."""
     plain = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
@@ -70,7 +77,9 @@ class Result(NamedTuple):
     grad_bias: Tensor
 
 
-def passed(layer: nn.Module, x: Tensor, grad: Tensor, call: Callable[[Tensor], Tensor] | None = None) -> Result:
+def passed(
+    layer: nn.Module, x: Tensor, grad: Tensor, call: Callable[[Tensor], Tensor] | None = None
+) -> Result:
     """Forward and backward through a layer, from fresh gradients; ``call`` is the layer compiled, say."""
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
@@ -103,14 +112,18 @@ def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list
     """Both operands of a matmul ``[rows, contraction, columns]``, cast as this device takes them."""
     matmul, (rows, contraction, columns) = row.products[place], shape
     operands = []
-    for seed, cast, dim, side in zip((0, 1), (matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True):
+    for seed, cast, dim, side in zip(
+        (0, 1), (matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True
+    ):
         x = gaussian(*((side, contraction) if dim == 1 else (contraction, side)), seed=seed)
         words = words_for(x, cast, dim, KEY)
         operands.append(cast_matrix(x, cast, dim, operand_dtype(cast, matmul, CPU), words=words))
     return operands
 
 
-def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tensor | None = None) -> Quantized:
+def quantized(
+    x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tensor | None = None
+) -> Quantized:
     """A matrix cast as the definition says, filled up to whole blocks."""
     x = x.detach() if fold is None else x.detach().float() * fold
     return quantize(padded(x, cast, dim), cast, dim, words=words_for(x, cast, dim, key))
@@ -130,15 +143,25 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
     }
     found = {}
     for place in PLACES:
-        (first, second), (of_left, of_right), matmul = sources[place], DIMS[place], row.products[place]
+        (first, second), (of_left, of_right), matmul = (
+            sources[place],
+            DIMS[place],
+            row.products[place],
+        )
         right = quantized(second, matmul.right, of_right)
         fold = None
         if matmul.right.granularity == "column":
             # Scales along the contraction: a factor of the left operand, before it is cast.
-            fold, right = right.outer.view((1, -1) if of_left else (-1, 1)), right._replace(outer=None)
+            fold, right = (
+                right.outer.view((1, -1) if of_left else (-1, 1)),
+                right._replace(outer=None),
+            )
         key = key_of(layer.keys() or Keys(layer.clock.words(CPU), layer.key), 2 + of_left)
         left = quantized(first, matmul.left, of_left, key=key, fold=fold)
-        found[place] = exact(left) if of_left else exact(left).t(), exact(right) if of_right else exact(right).t()
+        found[place] = (
+            exact(left) if of_left else exact(left).t(),
+            exact(right) if of_right else exact(right).t(),
+        )
     return found
 
 
@@ -147,13 +170,23 @@ def off(exactly: Product, matmul: computes.Product, num_terms: int, dtype: torch
     of_sum = 0.0 if matmul.accumulation == "int32" else num_terms * 2.0**-23
     is_narrow = not {matmul.left.format, matmul.right.format} <= {"int8", "float32", "float16"}
     own = ROUNDING[torch.bfloat16 if is_narrow else torch.float32]
-    return exactly.off(of_sum, [own, ROUNDING[torch.float32], ROUNDING[torch.float32], ROUNDING[dtype]])
+    return exactly.off(
+        of_sum, [own, ROUNDING[torch.float32], ROUNDING[torch.float32], ROUNDING[dtype]]
+    )
 
 
 def expected(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """What each matmul and the bias's gradient must be, cut to size, and how far off: the straight-through oracle's word."""
-    row, rows, (outputs, inputs) = layer.compute, x.shape[0], (layer.out_features, layer.in_features)
-    sizes = {"output": (rows, outputs), "grad_input": (rows, inputs), "grad_weight": (outputs, inputs)}
+    row, rows, (outputs, inputs) = (
+        layer.compute,
+        x.shape[0],
+        (layer.out_features, layer.in_features),
+    )
+    sizes = {
+        "output": (rows, outputs),
+        "grad_input": (rows, inputs),
+        "grad_weight": (outputs, inputs),
+    }
     dtypes = {"output": x.dtype, "grad_input": x.dtype, "grad_weight": layer.weight.dtype}
     found = {}
     for place, (left, right) in operands(layer, x, grad).items():
@@ -162,5 +195,8 @@ def expected(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
         cut = Product(whole.value[:height, :width], whole.magnitude[:height, :width])
         found[place] = cut.value, off(cut, row.products[place], left.shape[1], dtypes[place])
     sums = grad.double().sum(0)
-    found["grad_bias"] = sums, rows * 2.0**-23 * grad.double().abs().sum(0) + ROUNDING[layer.weight.dtype] * sums.abs()
+    found["grad_bias"] = (
+        sums,
+        rows * 2.0**-23 * grad.double().abs().sum(0) + ROUNDING[layer.weight.dtype] * sums.abs(),
+    )
     return found

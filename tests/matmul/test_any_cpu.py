@@ -47,5 +47,6 @@ def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop: No
     ]
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert (
-        all(type(module) is Linear and module.compute.name == "bfloat16" for module in linears) and len(linears) == 15
+        all(type(module) is Linear and module.compute.name == "bfloat16" for module in linears)
+        and len(linears) == 15
     )

@@ -39,11 +39,19 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     linears = swap_experts(model, "bfloat16")
     assert sorted(linears.layers) == [
-        f"model.layers.{k}.mlp.experts.{own}" for k in (0, 1) for own in ("down_proj", "gate_up_proj")
+        f"model.layers.{k}.mlp.experts.{own}"
+        for k in (0, 1)
+        for own in ("down_proj", "gate_up_proj")
     ]
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert model.config._experts_implementation == plain.config._experts_implementation != IMPLEMENTATION
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+    assert (
+        model.config._experts_implementation
+        == plain.config._experts_implementation
+        != IMPLEMENTATION
+    )
     losses = []
     for each in (model, plain):
         out = each(TOKENS, labels=TOKENS)
@@ -62,7 +70,9 @@ def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compu
     experts = model.model.layers[0].mlp.experts
     swap_experts(model, row)
     draw = torch.Generator().manual_seed(2)
-    chosen = torch.stack([torch.randperm(4, generator=draw)[:2] for _ in range(20)])  # the last two experts get none
+    chosen = torch.stack(
+        [torch.randperm(4, generator=draw)[:2] for _ in range(20)]
+    )  # the last two experts get none
     x, shares = torch.randn(20, 32, generator=draw).bfloat16(), torch.rand(20, 2, generator=draw)
     y = experts(x, chosen, shares)
     sums = torch.zeros(20, 2, 32)
@@ -80,8 +90,12 @@ def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compu
 
 
 def test_experts_that_cannot_be_swapped_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"keep=\(\"lm_head\", \"model.layers.0.feed_forward.experts.\*\"\)"):
-        swap_experts(Llama4ForCausalLM(Llama4TextConfig(**SHAPE, intermediate_size_mlp=48)), "float8-row")
+    with pytest.raises(
+        RecipeError, match=r"keep=\(\"lm_head\", \"model.layers.0.feed_forward.experts.\*\"\)"
+    ):
+        swap_experts(
+            Llama4ForCausalLM(Llama4TextConfig(**SHAPE, intermediate_size_mlp=48)), "float8-row"
+        )
     spread = mixtral()
     spread.model.layers[0].mlp.experts._is_expert_parallel = True
     with pytest.raises(RecipeError, match="expert parallelism"):
@@ -89,5 +103,7 @@ def test_experts_that_cannot_be_swapped_are_refused() -> None:
 
 
 def test_experts_are_not_stored_as_codes() -> None:
-    with pytest.raises(RecipeError, match=r"keep = \(\"lm_head\", \"model.layers.0.mlp.experts\"\)"):
+    with pytest.raises(
+        RecipeError, match=r"keep = \(\"lm_head\", \"model.layers.0.mlp.experts\"\)"
+    ):
         quantize_for_inference(mixtral())

@@ -21,13 +21,19 @@ SHAPES = [(33, 65, 17), (1, 40, 3), (5, 1, 4), (4, 300, 1)]
 
 
 def random_codes(*shape: int, seed: int) -> Tensor:
-    return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    return torch.randint(
+        -127, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8
+    )
 
 
 @every_place
 @pytest.mark.parametrize("shape", [*SHAPES, (70, 513, 90)], ids=str)
-@pytest.mark.parametrize(("dtype", "with_bias"), [(torch.bfloat16, True), (torch.float32, False)], ids=str)
-def test_integers_multiply_bit_for_bit(place: str, shape: tuple[int, int, int], dtype, with_bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "with_bias"), [(torch.bfloat16, True), (torch.float32, False)], ids=str
+)
+def test_integers_multiply_bit_for_bit(
+    place: str, shape: tuple[int, int, int], dtype, with_bias: bool
+) -> None:
     rows, contraction, columns = shape
     codes = random_codes(rows, contraction, seed=0), random_codes(columns, contraction, seed=1)
     scales = [gaussian(side, 1, dtype=torch.float32, seed=side).abs() for side in (rows, columns)]
@@ -37,17 +43,24 @@ def test_integers_multiply_bit_for_bit(place: str, shape: tuple[int, int, int], 
         for side, scale, dim in zip(codes, scales, DIMS[place], strict=True)
     )
     found = multiply(lhs, rhs, DIMS[place], COMPUTES["int8-row"].products[place], dtype, bias)
-    exactly = oracle.scaled_integers(oracle.integer_product(*codes), scales[0], scales[1].t(), bias, dtype)
+    exactly = oracle.scaled_integers(
+        oracle.integer_product(*codes), scales[0], scales[1].t(), bias, dtype
+    )
     assert torch.equal(bits_with_one_nan(found), bits_with_one_nan(exactly))
 
 
 @exhaustive("sign", [1, -1])
 def test_integer_sums_hold_beyond_what_int32_does(sign: int) -> None:
     terms = (1 << 17) * 2 + 5
-    left, right = torch.full((2, terms), 127, dtype=torch.int8), torch.full((3, terms), 127 * sign, dtype=torch.int8)
+    left, right = (
+        torch.full((2, terms), 127, dtype=torch.int8),
+        torch.full((3, terms), 127 * sign, dtype=torch.int8),
+    )
     left[1, ::2] = -127
     one = torch.ones((1, 1))
-    found = multiply(Operand(left, one), Operand(right, one), (1, 1), COMPUTES["int8-row"].output, torch.float32)
+    found = multiply(
+        Operand(left, one), Operand(right, one), (1, 1), COMPUTES["int8-row"].output, torch.float32
+    )
     assert abs(127 * 127 * terms) > 2**31
     assert torch.equal(found, oracle.integer_product(left, right).float())
 

@@ -20,17 +20,29 @@ ENDS = (10, 10, 30, 37)  # the second of four experts got no tokens
 TOKENS, IN, OUT = 40, 48, 40  # and three tokens have no expert
 
 
-def operands(experts: int = 4, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def operands(
+    experts: int = 4, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x with one outlier feature, weights, biases, the output's gradient."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, IN, generator=draw)
     x[:, 3] *= 20
-    weights, bias = torch.randn(experts, OUT, IN, generator=draw), torch.randn(experts, OUT, generator=draw)
+    weights, bias = (
+        torch.randn(experts, OUT, IN, generator=draw),
+        torch.randn(experts, OUT, generator=draw),
+    )
     grad = torch.randn(TOKENS, OUT, generator=draw)
-    return x.to(dtype), weights.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_(), grad.to(dtype)
+    return (
+        x.to(dtype),
+        weights.to(dtype).requires_grad_(),
+        bias.to(dtype).requires_grad_(),
+        grad.to(dtype),
+    )
 
 
-def plain(row: str | Compute, weight: Tensor, bias: Tensor | None, like: GroupedLinear, expert: int) -> Linear:
+def plain(
+    row: str | Compute, weight: Tensor, bias: Tensor | None, like: GroupedLinear, expert: int
+) -> Linear:
     """One expert as a layer of its own."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
     holder = nn.ModuleDict({"expert": layer})
@@ -46,7 +58,9 @@ def plain(row: str | Compute, weight: Tensor, bias: Tensor | None, like: Grouped
 
 @pytest.mark.parametrize(("dtype", "with_bias"), [(torch.bfloat16, False), (torch.float32, True)])
 @pytest.mark.parametrize("row", [row.name for row in EIGHT] + ["int8-outlier"])
-def test_each_expert_is_a_linear_layer_of_its_own(row: str, dtype: torch.dtype, with_bias: bool) -> None:
+def test_each_expert_is_a_linear_layer_of_its_own(
+    row: str, dtype: torch.dtype, with_bias: bool
+) -> None:
     x, weights, bias, grad = operands(dtype=dtype)
     own_bias = bias if with_bias else None
     layer = GroupedLinear(4, "experts.down_proj", COMPUTES[row])
@@ -58,7 +72,13 @@ def test_each_expert_is_a_linear_layer_of_its_own(row: str, dtype: torch.dtype, 
         if start == stop:
             assert not weights.grad[expert].any()
             continue
-        alone = plain(COMPUTES[row], weights[expert], None if own_bias is None else own_bias[expert], layer, expert)
+        alone = plain(
+            COMPUTES[row],
+            weights[expert],
+            None if own_bias is None else own_bias[expert],
+            layer,
+            expert,
+        )
         group = x.detach()[tokens].clone().requires_grad_()
         expected = alone(group)
         expected.backward(grad[tokens])

@@ -19,7 +19,11 @@ from tensors import gaussian, random_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SERVED = [name for name, row in expectations.COMPUTES.items() if "served" in row.has and not name.endswith("-e5m2")]
+SERVED = [
+    name
+    for name, row in expectations.COMPUTES.items()
+    if "served" in row.has and not name.endswith("-e5m2")
+]
 """The forward of a row with gradients in e5m2 is that of the row without."""
 IN, OUT = 168, 40  # whole blocks of neither 32 nor 128
 TOKENS = random_tokens(2, 12, 64, seed=2)
@@ -38,7 +42,11 @@ def inputs(*shape: int, outliers: int = 0, dtype: torch.dtype = torch.bfloat16) 
 
 
 def tiny_llama(seed: int = 0) -> nn.Module:
-    return llama(seed, vocab_size=64, tie_word_embeddings=False, initializer_range=0.15).bfloat16().eval()
+    return (
+        llama(seed, vocab_size=64, tie_word_embeddings=False, initializer_range=0.15)
+        .bfloat16()
+        .eval()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -59,7 +67,9 @@ def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> No
     model = quantize_for_inference(tiny_llama(), row)
     state = model.state_dict()
     names = {name.rpartition(".")[2] for name in state if "q_proj" in name}
-    assert names == {"weight_codes", "weight_scales"} | ({"weight"} if row == "int8-outlier" else set())
+    assert names == {"weight_codes", "weight_scales"} | (
+        {"weight"} if row == "int8-outlier" else set()
+    )
     save_file(state, tmp_path / "model.safetensors")
     other = quantize_for_inference(tiny_llama(seed=1), row)
     with torch.no_grad():
@@ -69,13 +79,16 @@ def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("row", "compiled"), [("int8-outlier-codes", True), ("int8-outlier-codes", False), ("int8-outlier", False)]
+    ("row", "compiled"),
+    [("int8-outlier-codes", True), ("int8-outlier-codes", False), ("int8-outlier", False)],
 )
 def test_the_gradient_is_that_of_a_frozen_weight(row: str, compiled: bool) -> None:
     model = holder()
     quantize_for_inference(model, row)
     torch._dynamo.reset()
-    run = torch.compile(model["fc"], fullgraph=True, backend="aot_eager") if compiled else model["fc"]
+    run = (
+        torch.compile(model["fc"], fullgraph=True, backend="aot_eager") if compiled else model["fc"]
+    )
     x, grad = inputs(5, outliers=2).requires_grad_(), gaussian(5, OUT).bfloat16()
     run(x).backward(grad)
     assert torch.equal(x.grad, grad @ model["fc"].dequantize().bfloat16())
@@ -83,7 +96,9 @@ def test_the_gradient_is_that_of_a_frozen_weight(row: str, compiled: bool) -> No
 
 
 def test_compiled_without_a_break_whatever_the_number_of_outliers() -> None:
-    model = quantize_for_inference(nn.Sequential(holder()["fc"], nn.Linear(OUT, 8, dtype=torch.bfloat16)))
+    model = quantize_for_inference(
+        nn.Sequential(holder()["fc"], nn.Linear(OUT, 8, dtype=torch.bfloat16))
+    )
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -109,7 +124,9 @@ def test_codes_alone_are_not_the_paper_s_form() -> None:
 
 
 def test_a_computed_weight_is_refused_before_any_change() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))
+    model = nn.Sequential(
+        nn.Linear(32, 32), torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+    )
     with pytest.raises(RecipeError, match="computed in every call"):
         quantize_for_inference(model, "int8-row")
     assert type(model[0]) is nn.Linear

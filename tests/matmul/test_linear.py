@@ -45,17 +45,25 @@ COMPILED = [COMPUTES[name] for name in ("int8-row", "float8-tensor", "mxfp8")]
 PLACES = ("output", "grad_input", "grad_weight", "grad_bias")
 
 
-def batch(shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+def batch(
+    shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
     tokens, inputs, outputs = shape
-    return gaussian(tokens, inputs, dtype=dtype, seed=3), gaussian(tokens, outputs, dtype=dtype, seed=4)
+    return gaussian(tokens, inputs, dtype=dtype, seed=3), gaussian(
+        tokens, outputs, dtype=dtype, seed=4
+    )
 
 
 # ── the arithmetic ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("row", ROWS, **names)
-@pytest.mark.parametrize(("shape", "dtype"), [(SHAPES[2], torch.bfloat16), (SHAPES[1], torch.float32)], ids=str)
-def test_a_layer_is_the_oracle_s(row: Compute, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(SHAPES[2], torch.bfloat16), (SHAPES[1], torch.float32)], ids=str
+)
+def test_a_layer_is_the_oracle_s(
+    row: Compute, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     layer, linears = make_layer(row, *shape[1:], dtype=dtype)
     linears.step = 5
     x, grad = batch(shape, dtype)
@@ -72,14 +80,22 @@ def test_a_layer_is_the_oracle_s(row: Compute, shape: tuple[int, int, int], dtyp
 
 @every_one_of_eight
 @pytest.mark.parametrize("place", ["inputs", "weights", "output-gradients"])
-def test_a_compute_may_cast_one_tensor_and_leave_the_others_in_float32(row: Compute, place: str) -> None:
-    layer, linears = make_layer(casting(row, (place,)), *SHAPES[0][1:], bias=False, dtype=torch.float32)
+def test_a_compute_may_cast_one_tensor_and_leave_the_others_in_float32(
+    row: Compute, place: str
+) -> None:
+    layer, linears = make_layer(
+        casting(row, (place,)), *SHAPES[0][1:], bias=False, dtype=torch.float32
+    )
     linears.step = 5
     x, grad = batch(SHAPES[0], torch.float32)
-    for got, (left, right) in zip(passed(layer, x, grad), operands(layer, x, grad).values(), strict=False):
+    for got, (left, right) in zip(
+        passed(layer, x, grad), operands(layer, x, grad).values(), strict=False
+    ):
         terms = slice(min(left.shape[1], right.shape[1]))  # only a narrow operand is padded
         wanted = oracle.product(left[:, terms], right[:, terms])
-        value, magnitude = (part[: len(got), : got.shape[1]] for part in (wanted.value, wanted.magnitude))
+        value, magnitude = (
+            part[: len(got), : got.shape[1]] for part in (wanted.value, wanted.magnitude)
+        )
         assert ((got.double() - value).abs() <= 2.0**-17 * magnitude).all()
 
 
@@ -147,7 +163,9 @@ def test_any_leading_shape_gives_the_same_bits(row: Compute) -> None:
 
 @every_one_of_eight
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
-def test_gradients_are_those_wanted_and_no_others(row: Compute, wanted: tuple[int, int, int]) -> None:
+def test_gradients_are_those_wanted_and_no_others(
+    row: Compute, wanted: tuple[int, int, int]
+) -> None:
     x, grad = batch(SHAPES[0])
     whole = passed(make_layer(row)[0], x, grad)
     layer, _ = make_layer(row)
@@ -176,7 +194,9 @@ def test_autocast_is_the_stream_s_dtype() -> None:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, size, bias=False) for size in (48, 32, 32))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(64, size, bias=False) for size in (48, 32, 32)
+        )
         self.norm = nn.LayerNorm(112)
         self.lm_head = nn.Linear(112, 10)
 
@@ -186,8 +206,15 @@ class Model(nn.Module):
 
 def test_the_head_is_kept_and_so_is_what_patterns_name() -> None:
     assert swap_linears(Model(), "float8-row").layers.keys() == {"q_proj", "k_proj", "v_proj"}
-    assert swap_linears(Model(), "float8-row", keep=()).layers.keys() == {"q_proj", "k_proj", "v_proj", "lm_head"}
-    assert swap_linears(Model(), "float8-row", keep=("*_head", "[kv]_*")).layers.keys() == {"q_proj"}
+    assert swap_linears(Model(), "float8-row", keep=()).layers.keys() == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "lm_head",
+    }
+    assert swap_linears(Model(), "float8-row", keep=("*_head", "[kv]_*")).layers.keys() == {
+        "q_proj"
+    }
     chosen = swap_linears(Model(), {"q_proj": "mxfp8", "k_proj": COMPUTES["int8-row"]}.get)
     assert {name: layer.compute.name for name, layer in chosen.layers.items()} == {
         "q_proj": "mxfp8",
@@ -202,7 +229,11 @@ class Regression(Model):
 
 def test_inputs_are_cast_and_labels_are_not() -> None:
     x = torch.ones(2, 64, dtype=torch.float64)
-    assert prepare(Regression(), "float32/word")[0](x=x, labels=x) == (torch.float32, torch.float32, torch.float64)
+    assert prepare(Regression(), "float32/word")[0](x=x, labels=x) == (
+        torch.float32,
+        torch.float32,
+        torch.float64,
+    )
 
 
 class Halved(nn.Linear):
@@ -230,8 +261,12 @@ def test_matrices_that_stay_wide_are_named_and_counted() -> None:
 
 
 @pytest.mark.parametrize("compute", ["float8-row", "bfloat16"])
-def test_kept_layers_and_wide_computes_do_not_warn(compute: str, recwarn: pytest.WarningsRecorder) -> None:
-    swap_linears(Model() if compute == "float8-row" else nn.TransformerEncoderLayer(32, 2, 64), compute)
+def test_kept_layers_and_wide_computes_do_not_warn(
+    compute: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    swap_linears(
+        Model() if compute == "float8-row" else nn.TransformerEncoderLayer(32, 2, 64), compute
+    )
     assert {warning.category for warning in recwarn} <= {EmulationNotice}
 
 
@@ -263,13 +298,17 @@ def test_a_step_that_calls_its_base_class_s_counts_once() -> None:
 
     model = Model()
     linears = swap_linears(model, "int8-row")
-    torch.optim.SGD(model.parameters(), lr=0.0)  # PyTorch hooks the step of each class that has made an optimizer
+    torch.optim.SGD(
+        model.parameters(), lr=0.0
+    )  # PyTorch hooks the step of each class that has made an optimizer
     Outer(model.parameters(), lr=0.0).step()
     assert linears.step == 1
 
 
 def test_kept_layers_share_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.matmul.swapping.is_widened", lambda *_: True)  # a CPU without products of bfloat16
+    monkeypatch.setattr(
+        "narrowgauge.matmul.swapping.is_widened", lambda *_: True
+    )  # a CPU without products of bfloat16
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).bfloat16()
     linears = swap_linears(model, lambda name: "int8-row", keep=("0",), seed=7)
     assert list(linears.layers) == ["1"]
@@ -286,7 +325,9 @@ def test_ranks_of_ddp_keep_their_own_random_bits(one_rank: None) -> None:
 
 
 @pytest.mark.filterwarnings("error::UserWarning", "ignore::narrowgauge.matmul.gemm.EmulationNotice")
-def test_casts_of_a_large_layer_are_compiled_and_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_casts_of_a_large_layer_are_compiled_and_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x, grad = gaussian(512, 512, seed=3), gaussian(512, 512, seed=4)
     large = passed(make_layer("nvfp4", 512, 512)[0], x, grad)
     monkeypatch.setattr("narrowgauge.compile.COMPILE_ELEMENTS", 1 << 40)
@@ -304,12 +345,16 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("row", COMPILED, **names)
-def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(row: Compute, fresh_compiler: None) -> None:
+def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(
+    row: Compute, fresh_compiler: None
+) -> None:
     """The casts fuse with the products around the layer, whose results are rounded first all the same."""
     eager, others = make_layer(row)
     layer, linears = make_layer(row)
     call = torch.compile(
-        lambda x: layer(x * 1.3) * 0.7, fullgraph=True, options={"cpp.vec_isa_ok": True, **COMPILE_OPTIONS}
+        lambda x: layer(x * 1.3) * 0.7,
+        fullgraph=True,
+        options={"cpp.vec_isa_ok": True, **COMPILE_OPTIONS},
     )
     for step in range(3):
         linears.step = others.step = step
@@ -324,7 +369,9 @@ def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(row: Compute, fr
 # ── what models do around a layer ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("compute", ["bfloat16", "float8-tensor", "float8-block", "int8-row", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "compute", ["bfloat16", "float8-tensor", "float8-block", "int8-row", "mxfp8", "nvfp4"]
+)
 def test_a_model_may_change_an_output_in_place(compute: str) -> None:
     model = nn.Sequential(nn.Linear(40, 24)).bfloat16()
     swap_linears(model, compute)
@@ -348,7 +395,9 @@ def test_a_second_derivative_is_refused(keep: tuple[str, ...]) -> None:
         torch.func.grad(lambda x: of_input(x).square().sum())(x.detach())
 
 
-@pytest.mark.parametrize("compute", ["bfloat16", "float8-row", "int8-outlier", "nvfp4", "compiled int8-row"])
+@pytest.mark.parametrize(
+    "compute", ["bfloat16", "float8-row", "int8-outlier", "nvfp4", "compiled int8-row"]
+)
 def test_func_grad_gives_the_bits_of_backward(compute: str, fresh_compiler: None) -> None:
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).bfloat16()
     swap_linears(model, compute.removeprefix("compiled "), keep=())
@@ -369,7 +418,9 @@ def test_func_grad_gives_the_bits_of_backward(compute: str, fresh_compiler: None
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("compute", ["float8-row", "float8-tensor", "int8-row"])
-def test_several_forward_passes_before_backward_and_calls_without_gradient_between(compute: str, cached: bool) -> None:
+def test_several_forward_passes_before_backward_and_calls_without_gradient_between(
+    compute: str, cached: bool
+) -> None:
     """As in loops of GANs, of reinforcement learning, and with losses that the model returns."""
     found = []
     for interleaved in (False, True):
@@ -398,7 +449,9 @@ def test_several_forward_passes_before_backward_and_calls_without_gradient_betwe
 
 def test_exceptions_of_a_float16_recipe_compute_in_float16() -> None:
     """Its loss is scaled, so gradients of float16 stay in range there too."""
-    recipe = parse({"recipe": "float16/split", "override": [{"pattern": "1", "compute": "float8-row"}]})
+    recipe = parse(
+        {"recipe": "float16/split", "override": [{"pattern": "1", "compute": "float8-row"}]}
+    )
     model, optimizer = prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), recipe)
     optimizer.loss_scaler.scale(model(torch.ones(2, 16)).square().sum()).backward()
     assert model[1].weight.grad.dtype is torch.float16
@@ -437,7 +490,9 @@ def test_encoder_layers_compute_in_evaluation_as_in_training() -> None:
     x = torch.randn(2, 3, 32)
     with torch.no_grad():
         evaluated = model(x)
-    torch.testing.assert_close(evaluated, model(x).detach(), rtol=0, atol=1e-5)  # attention itself is fused
+    torch.testing.assert_close(
+        evaluated, model(x).detach(), rtol=0, atol=1e-5
+    )  # attention itself is fused
 
 
 def test_a_weight_that_changes_is_cast_again_within_cached_weights() -> None:

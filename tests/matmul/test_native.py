@@ -40,7 +40,9 @@ SHAPES = [(33, 65, 17), (150, 300, 140)]
 every_place = pytest.mark.parametrize("place", PLACES)
 WAYS = [*NATIVE_ON.items(), ("mxfp8", "gfx950"), ("mxfp4", "gfx950")]
 every_way = pytest.mark.parametrize(
-    ("row", "chip"), [(COMPUTES[name], chip) for name, chip in WAYS], ids=[" on ".join(way) for way in WAYS]
+    ("row", "chip"),
+    [(COMPUTES[name], chip) for name, chip in WAYS],
+    ids=[" on ".join(way) for way in WAYS],
 )
 
 
@@ -82,14 +84,23 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
         "sm100": whole | {"mxfp8", "mxfp4", "nvfp4"}, "sm120": whole | {"mxfp8", "nvfp4"},
     }  # fmt: skip
     for architecture, computes in expected.items():
-        needed = {name: [p for p in row.products.values() if needs_kernel(p)] for name, row in COMPUTES.items()}
-        found = {name for name, of in needed.items() if of and all(kernel_for(product, architecture) for product in of)}
+        needed = {
+            name: [p for p in row.products.values() if needs_kernel(p)]
+            for name, row in COMPUTES.items()
+        }
+        found = {
+            name
+            for name, of in needed.items()
+            if of and all(kernel_for(product, architecture) for product in of)
+        }
         assert found == computes, architecture
 
 
 @every_way
 @pytest.mark.usefixtures("untried")
-def test_a_chip_that_has_the_kernel_is_asked_once_and_then_gets_codes(row: Compute, chip: str) -> None:
+def test_a_chip_that_has_the_kernel_is_asked_once_and_then_gets_codes(
+    row: Compute, chip: str
+) -> None:
     assert not is_native(row.output, CPU)
     with device(chip):
         for product in row.products.values():
@@ -117,7 +128,11 @@ def test_a_native_product_is_the_exact_one_rounded_once(
             found = multiply(*pair, DIMS[place], row.products[place], dtype, given)
         left, right = (values_of(x, dim) for x, dim in zip(pair, DIMS[place], strict=True))
         product = oracle.product(left, right)
-        wide = F.pad(bias, (0, product.value.shape[1] - len(bias))).double() if given is not None else 0.0
+        wide = (
+            F.pad(bias, (0, product.value.shape[1] - len(bias))).double()
+            if given is not None
+            else 0.0
+        )
         exactly = product.value + wide
         # Sums leave mxfp4's kernel, and AMD's, in bfloat16; two tensors' scales are rounded in float32.
         first = torch.bfloat16 if row.name == "mxfp4" or chip == "gfx950" else dtype
@@ -126,7 +141,9 @@ def test_a_native_product_is_the_exact_one_rounded_once(
         assert found.dtype == dtype and found.shape == exactly.shape
         assert ((found.double() - exactly).abs() <= bound).all()
         emulated = multiply(*pair, DIMS[place], row.products[place], dtype, given)
-        accumulated = max(shape[1], 1) * 2.0**-23 * product.magnitude + 2.0**-7 * (exactly.abs() + product.value.abs())
+        accumulated = max(shape[1], 1) * 2.0**-23 * product.magnitude + 2.0**-7 * (
+            exactly.abs() + product.value.abs()
+        )
         assert ((found.double() - emulated.double()).abs() <= bound + accumulated).all()
 
 
@@ -137,7 +154,9 @@ class LargeOperations(TorchDispatchMode):
         super().__init__()
         self.least, self.names = least, list[str]()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.numel() >= self.least:
             is_view = any(isinstance(x, Tensor) and x.data_ptr() == result.data_ptr() for x in args)
@@ -149,24 +168,43 @@ class LargeOperations(TorchDispatchMode):
 @pytest.mark.parametrize("bias", [None, gaussian(80, seed=5)], ids=["", "bias"])
 @every_place
 @pytest.mark.parametrize("compute", SCALED_MM)
-def test_a_product_of_whole_sides_is_the_kernel_alone(compute: str, place: str, bias: Tensor | None) -> None:
+def test_a_product_of_whole_sides_is_the_kernel_alone(
+    compute: str, place: str, bias: Tensor | None
+) -> None:
     """Nothing is turned, padded, cropped or added outside it: casts write codes as it reads them."""
     row = COMPUTES[compute]
-    arguments: Any = (*cast_operands(row, place, (48, 64, 80)), compute, place, (48, 80), torch.bfloat16, bias)
+    arguments: Any = (
+        *cast_operands(row, place, (48, 64, 80)),
+        compute,
+        place,
+        (48, 80),
+        torch.bfloat16,
+        bias,
+    )
     multiply_slots(*arguments)  # the trials
     with LargeOperations(48 * 64) as operations:
         multiply_slots(*arguments)
     assert operations.names == ["_scaled_mm"]
 
 
-@pytest.mark.parametrize(("shape", "operations"), [((64, 48, 80), ["_int_mm"]), ((3, 50, 70), None)], ids=str)
-def test_a_gpu_s_integer_product_is_exact(shape: tuple[int, int, int], operations: list[str] | None) -> None:
+@pytest.mark.parametrize(
+    ("shape", "operations"), [((64, 48, 80), ["_int_mm"]), ((3, 50, 70), None)], ids=str
+)
+def test_a_gpu_s_integer_product_is_exact(
+    shape: tuple[int, int, int], operations: list[str] | None
+) -> None:
     rows, contraction, columns = shape
     draw = torch.Generator().manual_seed(0)
-    a, b = (torch.randint(-127, 128, (side, contraction), generator=draw, dtype=torch.int8) for side in (rows, columns))
+    a, b = (
+        torch.randint(-127, 128, (side, contraction), generator=draw, dtype=torch.int8)
+        for side in (rows, columns)
+    )
     with LargeOperations(48 * 64) as large:
         sums = native.sum_integers(a, b.t())
-    assert torch.equal(sums.double(), oracle.integer_product(a, b)) and operations in (None, large.names)
+    assert torch.equal(sums.double(), oracle.integer_product(a, b)) and operations in (
+        None,
+        large.names,
+    )
 
 
 @pytest.mark.usefixtures("untried", "sm90")
@@ -182,21 +220,31 @@ def test_compilers_see_through_a_native_layer(compute: str) -> None:
 
     call = torch.compile(
         layer,
-        backend=aot_autograd(fw_compiler=make_boxed_compiler(seen), bw_compiler=make_boxed_compiler(seen)),
+        backend=aot_autograd(
+            fw_compiler=make_boxed_compiler(seen), bw_compiler=make_boxed_compiler(seen)
+        ),
         fullgraph=True,
     )
     x, grad = gaussian(48, 64, seed=3), gaussian(48, 80, seed=4)
     assert same(passed(layer, x, grad, call), passed(layer, x, grad))
     calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
     kernels = [node for node in calls if node.target is torch.ops.aten._scaled_mm.default]
-    assert [len(node.args) > 4 and node.args[4] is not None for node in kernels] == [True, False, False]  # the bias
-    assert not [node for node in calls if node.target is torch.ops.narrowgauge.multiply_opaque.default]
+    assert [len(node.args) > 4 and node.args[4] is not None for node in kernels] == [
+        True,
+        False,
+        False,
+    ]  # the bias
+    assert not [
+        node for node in calls if node.target is torch.ops.narrowgauge.multiply_opaque.default
+    ]
     copies = [node for node in calls if node.target is torch.ops.aten.clone.default]
     assert len(copies) == 3 and all(node.meta["val"].dtype.itemsize == 1 for node in copies)
 
 
 @pytest.mark.usefixtures("untried", "sm90")
-def test_a_kernel_that_rounds_before_it_adds_a_bias_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_rounds_before_it_adds_a_bias_gets_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scaled_mm, product = torch._scaled_mm, COMPUTES["float8-row"].output
 
     def twice_rounded(*args: Any, **options: Any) -> Tensor:
@@ -219,7 +267,11 @@ def test_a_compute_chooses_the_accumulation_of_its_kernels(monkeypatch: pytest.M
         return scaled_mm(*args, use_fast_accum=use_fast_accum, **options)
 
     row = COMPUTES["float8-row"]
-    expected = {row: [False] * 3, COMPUTES["float8-tensor"]: [True, False, False], row.accumulating("fast"): [True] * 3}
+    expected = {
+        row: [False] * 3,
+        COMPUTES["float8-tensor"]: [True, False, False],
+        row.accumulating("fast"): [True] * 3,
+    }
     for compute, of_matmuls in expected.items():
         layer, _ = make_layer(compute, 64, 80)
         passed(layer, gaussian(48, 64), gaussian(48, 80))  # the trials
@@ -233,7 +285,11 @@ def test_a_compute_chooses_the_accumulation_of_its_kernels(monkeypatch: pytest.M
 def untiled(scales: Tensor) -> Tensor:
     """Scales filled up to whole tiles, and left row by row."""
     rows, blocks = scales.shape
-    return F.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128)).flatten().view(scales.dtype)
+    return (
+        F.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
+        .flatten()
+        .view(scales.dtype)
+    )
 
 
 PLANTED: dict[str, tuple[str, str, Callable[..., object]]] = {
@@ -245,7 +301,9 @@ PLANTED: dict[str, tuple[str, str, Callable[..., object]]] = {
 
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_kernel_that_is_off_in_its_trial_is_not_used(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_off_in_its_trial_is_not_used(
+    planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a chip would show it: nobody refuses, and the product is another."""
     name, function, wrong = PLANTED[planted]
     product = COMPUTES[name].output

@@ -31,7 +31,9 @@ def test_a_column_with_one_magnitude_at_the_threshold_is_an_outlier() -> None:
 
 @pytest.mark.parametrize("columns", [(), (3,), (3, 40), tuple(range(65))], ids=len)
 @both
-def test_the_output_is_int8_plus_the_thin_product_in_16_bits(row: Compute, columns: tuple[int, ...]) -> None:
+def test_the_output_is_int8_plus_the_thin_product_in_16_bits(
+    row: Compute, columns: tuple[int, ...]
+) -> None:
     layer, _ = make_layer(row)
     x = with_outliers(columns)
     found = passed(layer, x, gaussian(33, 17)).output.double()
@@ -45,5 +47,9 @@ def test_the_output_is_int8_plus_the_thin_product_in_16_bits(row: Compute, colum
     # Rounded as it leaves the first matmul, and once more with the second's sum.
     off = narrow.off(0, [2.0**-22]) + u * first.abs()
     value = first + wide.value
-    off += Product(value, wide.magnitude).off(max(len(columns), 1) * 2.0**-23, [u]) + u * off + u * wide.value.abs()
+    off += (
+        Product(value, wide.magnitude).off(max(len(columns), 1) * 2.0**-23, [u])
+        + u * off
+        + u * wide.value.abs()
+    )
     assert ((found - value).abs() <= off).all()

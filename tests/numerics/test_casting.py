@@ -25,12 +25,16 @@ def reference(x: np.ndarray, name: str) -> np.ndarray:
     """Round to nearest even by someone else's code: ml_dtypes, or NumPy where that lacks the format."""
     with np.errstate(all="ignore"):
         if name in INTEGERS:
-            return np.clip(np.rint(np.nan_to_num(x, nan=0.0, posinf=1e9, neginf=-1e9)), *INTEGERS[name]) + np.float32(0)
+            return np.clip(
+                np.rint(np.nan_to_num(x, nan=0.0, posinf=1e9, neginf=-1e9)), *INTEGERS[name]
+            ) + np.float32(0)
         if name == "tfloat32":
             fraction, exponent = np.frexp(x.astype(np.float64))
             step = np.maximum(exponent - 11, -136)
             rounded = np.ldexp(np.rint(np.ldexp(x.astype(np.float64), -step)), step)
-            finite = np.where(np.abs(rounded) > FORMATS[name].max, np.copysign(np.inf, rounded), rounded)
+            finite = np.where(
+                np.abs(rounded) > FORMATS[name].max, np.copysign(np.inf, rounded), rounded
+            )
             return np.where(np.isfinite(fraction), finite, x).astype(np.float32)
         dtype = getattr(ml_dtypes, name, getattr(np, name, None))
         rounded = x.astype(dtype).astype(np.float32)
@@ -66,11 +70,15 @@ def decisive(name: str) -> Tensor:
     codes = range(0, 1 << row.bits, max(1, (1 << row.bits) >> 12))
     values = np.array([v for v in map(row.decode, codes) if math.isfinite(v)])
     steps = np.array([row.spacing(v) for v in values]) / 2
-    places = np.concatenate([values, values + steps, values - steps, values + steps / 2, values - steps / 2])
+    places = np.concatenate(
+        [values, values + steps, values - steps, values + steps / 2, values - steps / 2]
+    )
     with np.errstate(over="ignore"):
         bits = torch.from_numpy(places.astype(np.float32)).view(torch.int32)
     near = torch.cat([bits + way for way in (-2, -1, 0, 1, 2)]).view(torch.float32)
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1e-45, -1e-45, 3.4e38, -3.4e38])
+    special = torch.tensor(
+        [0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1e-45, -1e-45, 3.4e38, -3.4e38]
+    )
     return torch.cat([near, special])
 
 
@@ -101,13 +109,17 @@ def test_toward_zero_and_saturated_against_fractions(name: str) -> None:
     cut = round_to(x, name, "toward_zero").tolist()
     wide = round_to(x.double(), name, "toward_zero").tolist()
     saturated = round_to(x, name, saturate=True).tolist()
-    for value, toward_zero, from_wide, nearest in zip(x.tolist(), cut, wide, saturated, strict=True):
+    for value, toward_zero, from_wide, nearest in zip(
+        x.tolist(), cut, wide, saturated, strict=True
+    ):
         wanted = grid.toward_zero(value)
         if abs(value) > row.max:
             wanted = math.copysign(row.max, value)
         assert toward_zero == from_wide == wanted, value.hex()
         rounded = grid.nearest(value)
-        assert nearest == (math.copysign(row.max, value) if rounded is None else rounded), value.hex()
+        assert nearest == (math.copysign(row.max, value) if rounded is None else rounded), (
+            value.hex()
+        )
 
 
 def test_scales() -> None:
@@ -118,9 +130,14 @@ def test_scales() -> None:
     assert mismatches(round_to(x.double(), "float8_e8m0fnu"), ours.numpy()) == 0
     below = torch.tensor([0.0, -0.0, -1.0, 1e-45, 2.0**-127, 3e38])
     plain = round_to(below, "float8_e8m0fnu").tolist()
-    assert all(map(math.isnan, plain[:3])) and plain[3:5] == [2.0**-127] * 2 and math.isnan(plain[5])
+    assert (
+        all(map(math.isnan, plain[:3])) and plain[3:5] == [2.0**-127] * 2 and math.isnan(plain[5])
+    )
     assert round_to(below, "float8_e8m0fnu", saturate=True).tolist() == [2.0**-127] * 5 + [2.0**127]
-    assert round_to(torch.tensor([3.9, 1e-45]), "float8_e8m0fnu", "toward_zero").tolist() == [2.0, 2.0**-127]
+    assert round_to(torch.tensor([3.9, 1e-45]), "float8_e8m0fnu", "toward_zero").tolist() == [
+        2.0,
+        2.0**-127,
+    ]
 
 
 def test_what_does_not_fit() -> None:
@@ -161,7 +178,9 @@ def z_score(ups: int, draws: int, probability: float) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["bfloat16", "tfloat32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int8"])
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "tfloat32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int8"]
+)
 def test_stochastic_is_unbiased(name: str, dtype: torch.dtype) -> None:
     """96 counts, all below 4.5 standard deviations: by chance a sound generator fails once in 1,500 choices of seed."""
     draws = 100_000
@@ -177,7 +196,9 @@ def test_stochastic_is_unbiased(name: str, dtype: torch.dtype) -> None:
 
 def test_stochastic_depends_on_seed_place_and_value() -> None:
     x = torch.full((1 << 16,), 1.0625)
-    one, again, other = (round_to(x, "float8_e4m3fn", "stochastic", seed=seed) for seed in (1, 1, 2))
+    one, again, other = (
+        round_to(x, "float8_e4m3fn", "stochastic", seed=seed) for seed in (1, 1, 2)
+    )
     assert one.equal(again) and not one.equal(other)
     # Independent halves agree in half of the places: 65,536 of them to within 4.5 standard deviations of 128.
     for left, right in ((one, other), (one[1:], one[:-1]), (one[1 << 15 :], one[: 1 << 15])):

@@ -46,7 +46,9 @@ def cut(x: Tensor, seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_squares_in_any_order_have_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squares_in_any_order_have_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = wild(3000, 1, dtype, binades=2.0 if dtype == torch.float16 else 12.0)
     expected, norm = scalar_bits(sum_of_squares([x])), exact_norm([x])
     assert norm.dtype == torch.float32 and norm.shape == ()
@@ -82,16 +84,22 @@ def test_sum_of_squares_over_the_whole_range_of_float32(scale: float) -> None:
     assert exact_norm([x]).item() == (2 * scale if scale < 2.0**127 else math.inf)
 
 
-def test_nan_wins_over_infinity_and_infinity_over_numbers_and_a_norm_may_be_beyond_float32() -> None:
+def test_nan_wins_over_infinity_and_infinity_over_numbers_and_a_norm_may_be_beyond_float32() -> (
+    None
+):
     largest = torch.full((4,), torch.finfo(torch.float32).max)
-    assert math.isfinite(sum_of_squares([largest]).item()) and exact_norm([largest]).item() == math.inf
+    assert (
+        math.isfinite(sum_of_squares([largest]).item()) and exact_norm([largest]).item() == math.inf
+    )
     for dtype in NARROW:
         big = torch.ones(3000, dtype=dtype)
         inf, nan = big.clone(), big.clone()
         inf[7], nan[2900] = -math.inf, math.nan
         assert exact_norm([big, inf]).item() == sum_of_squares([inf, big]).item() == math.inf
         for tensors in ([nan, inf], [inf, nan], [big, nan]):
-            assert math.isnan(exact_norm(tensors).item()) and math.isnan(sum_of_squares(tensors).item())
+            assert math.isnan(exact_norm(tensors).item()) and math.isnan(
+                sum_of_squares(tensors).item()
+            )
 
 
 SHAPES = [(3,), (0,), (), (64, 64), (4098,), (4097,), (71, 73), (190, 180)]
@@ -107,14 +115,25 @@ def test_neither_joining_nor_layout_nor_the_order_of_tensors_enters(
     draws = [torch.randn(shape, generator=generator(k)) * scale for k, shape in enumerate(SHAPES)]
     tensors = [x.to(dtype) for x, dtype in zip(draws, itertools.cycle(dtypes), strict=False)]
     expected = scalar_bits(exact_norm([torch.cat([x.reshape(-1).float() for x in tensors])]))
-    shifted = [torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:] if x.numel() else x for x in tensors]
+    shifted = [
+        torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:] if x.numel() else x for x in tensors
+    ]
     strided = [torch.stack([x, x], -1)[..., 0] for x in tensors]
-    for same in (tensors, tensors[::-1], shifted, strided, [x.t() if x.ndim == 2 else x for x in tensors]):
+    for same in (
+        tensors,
+        tensors[::-1],
+        shifted,
+        strided,
+        [x.t() if x.ndim == 2 else x for x in tensors],
+    ):
         assert scalar_bits(exact_norm(same)) == expected
 
 
 def test_compiled_passes_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.compile.COMPILE_ELEMENTS", 1 << 12)
-    tensors = [wild(count, seed, torch.bfloat16) for seed, count in enumerate((9001, 80_000, 70_001, 80_001))]
+    tensors = [
+        wild(count, seed, torch.bfloat16)
+        for seed, count in enumerate((9001, 80_000, 70_001, 80_001))
+    ]
     tensors[3] = tensors[3][1:]
     assert scalar_bits(exact_norm(tensors)) == scalar_bits(exact_norm(tensors, compile=False))

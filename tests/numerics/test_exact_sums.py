@@ -58,7 +58,13 @@ def test_random_addends_over_a_huge_range(dtype: torch.dtype) -> None:
     rng = random.Random(0)
     for count in (1, 2, 3, 7, 8, 9, 15, 64):
         for _ in range(40):
-            check([rng.choice((-1, 1)) * rng.uniform(1, 2) * 2.0 ** rng.randint(-80, 15) for _ in range(count)], dtype)
+            check(
+                [
+                    rng.choice((-1, 1)) * rng.uniform(1, 2) * 2.0 ** rng.randint(-80, 15)
+                    for _ in range(count)
+                ],
+                dtype,
+            )
 
 
 def test_what_lies_between_two_floats_is_rounded_by_its_very_last_bit() -> None:
@@ -67,7 +73,9 @@ def test_what_lies_between_two_floats_is_rounded_by_its_very_last_bit() -> None:
         for tie in (1 + 2.0**-24, 1 + 3 * 2.0**-24):
             upper = 1.0
             check([sign * upper, sign * (tie - upper), sign * less * 2.0**-74])
-    check([2.0**-24] * 59 + [2.0**-74] + [-(2.0**-24)] * 59)  # the lower word is carried before its last bit goes
+    check(
+        [2.0**-24] * 59 + [2.0**-74] + [-(2.0**-24)] * 59
+    )  # the lower word is carried before its last bit goes
 
 
 def test_a_parameter_server_has_one_sum_in_any_order_of_arrival() -> None:
@@ -86,7 +94,14 @@ def test_a_parameter_server_has_one_sum_in_any_order_of_arrival() -> None:
 
 
 def test_sums_of_as_many_as_there_may_be_do_not_overflow() -> None:
-    for value in (LARGEST, LARGEST - 2.0**-6, -LARGEST, 2.0**-24, 3 * 2.0**-25, 2.0**-24 - 2.0**-48):
+    for value in (
+        LARGEST,
+        LARGEST - 2.0**-6,
+        -LARGEST,
+        2.0**-24,
+        3 * 2.0**-25,
+        2.0**-24 - 2.0**-48,
+    ):
         sums = ExactSums(1)
         rows = torch.full((MOST_ADDENDS, 1), value)
         sums.add_(rows)
@@ -120,7 +135,9 @@ def test_no_order_no_grouping_and_no_chunk_changes_a_bit(monkeypatch: pytest.Mon
         assert torch.equal(sum_rows(rows[order], torch.empty(301)), expected)
 
 
-def test_where_values_cannot_be_looked_at_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_values_cannot_be_looked_at_the_bits_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What runs on a GPU, on this CPU: no branch on a value."""
     rows = leaves(9, 5000)
     rows[3, 7], rows[4, 8] = math.inf, LARGEST * 2
@@ -154,5 +171,7 @@ def test_zeros_of_any_sign_sum_to_plus_zero() -> None:
 
 def test_the_total_is_divided_in_float32_and_rounded_to_the_output() -> None:
     rows = torch.tensor([[1.0], [2.0**-8]])
-    assert sum_rows(rows, torch.empty(1), divisor=3).item() == (torch.tensor(1 + 2.0**-8) / 3).item()
+    assert (
+        sum_rows(rows, torch.empty(1), divisor=3).item() == (torch.tensor(1 + 2.0**-8) / 3).item()
+    )
     assert sum_rows(rows, torch.empty(1, dtype=torch.bfloat16)).item() == 1.0  # a tie, to even

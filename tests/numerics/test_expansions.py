@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.expansions import NearestEven, Parts, expansion_of, grow, mul, renormalise, two_prod, two_sum
+from narrowgauge.numerics.expansions import (
+    NearestEven,
+    Parts,
+    expansion_of,
+    grow,
+    mul,
+    renormalise,
+    two_prod,
+    two_sum,
+)
 from narrowgauge.numerics.rounding import float_of
 from narrowgauge.spec.formats import get_format
 from oracles import rational_expansions as oracle
@@ -33,8 +42,12 @@ def every_prefix_and_its_ties() -> Tensor:
     """A million float32 a prime stride apart; every 16-bit prefix with its tie and the values beside the tie."""
     strided = np.arange(0, 2**32, 4093, dtype=np.int64)
     prefixes = np.arange(2**16, dtype=np.int64)[:, None] * 2**16
-    ties = (prefixes + np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).ravel()
-    return float_of(torch.from_numpy(np.concatenate([strided, ties]).astype(np.uint32).view(np.int32)))
+    ties = (
+        prefixes + np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    ).ravel()
+    return float_of(
+        torch.from_numpy(np.concatenate([strided, ties]).astype(np.uint32).view(np.int32))
+    )
 
 
 @pytest.mark.parametrize("name", DROPPED)
@@ -42,23 +55,34 @@ def test_nearest_even_is_torchs_cast_wherever_the_format_reaches(name: str) -> N
     rn, row, x = NearestEven(DROPPED[name]), get_format(name), every_prefix_and_its_ties()
     normal = x[(x.abs() >= 2.0**row.min_exponent) & (x.abs() <= row.max)]
     cast = normal.to(getattr(torch, name)).float()
-    assert len(normal) > 20_000 and same_bits(rn(normal), cast) and same_bits(rn(rn(normal)), rn(normal))
+    assert (
+        len(normal) > 20_000
+        and same_bits(rn(normal), cast)
+        and same_bits(rn(rn(normal)), rn(normal))
+    )
     near_one = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     for power in (-100, -20, 20, 100):
         assert same_bits(rn(near_one * 2.0**power), rn(near_one) * 2.0**power)
     infinity = torch.tensor([math.inf, -math.inf, torch.finfo(torch.float32).max])
     assert rn(infinity).tolist() == [math.inf, -math.inf, math.inf]
-    assert rn(torch.tensor([math.nan])).isnan() and same_bits(rn(torch.tensor([-0.0])), torch.tensor([-0.0]))
+    assert rn(torch.tensor([math.nan])).isnan() and same_bits(
+        rn(torch.tensor([-0.0])), torch.tensor([-0.0])
+    )
 
 
 @pytest.mark.parametrize("dropped", [13, 16, 20, 21])
 def test_two_sum_and_two_prod_at_any_distance(dropped: int) -> None:
     rn, generator = NearestEven(dropped), torch.Generator().manual_seed(dropped)
     a = rn(torch.randn(20_000, generator=generator))
-    b = rn(torch.randn(20_000, generator=generator) * 2.0 ** torch.randint(-45, 46, (20_000,), generator=generator))
+    b = rn(
+        torch.randn(20_000, generator=generator)
+        * 2.0 ** torch.randint(-45, 46, (20_000,), generator=generator)
+    )
     assert exact(two_sum(a, b, rn)) == exact((a, b)) == exact(two_sum(b, a, rn))
     p, e = two_prod(a, b, rn)
-    assert exact((p, e)) == [Fraction(x) * Fraction(y) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+    assert exact((p, e)) == [
+        Fraction(x) * Fraction(y) for x, y in zip(a.tolist(), b.tolist(), strict=True)
+    ]
     assert torch.equal(rn(p), p) and torch.equal(rn(e), e)
 
 
@@ -75,7 +99,12 @@ def samples(rn: NearestEven, length: int, seed: int, count: int = 1200) -> Parts
     x = torch.where(torch.rand(count, generator=generator) < 0.3, x.sign() * near, x)
     parts = list(expansion_of(x, length, rn))
     for i in range(1, length):
-        half = parts[i - 1].frexp().exponent.float().exp2() * u / 2 * torch.randn(count, generator=generator).sign()
+        half = (
+            parts[i - 1].frexp().exponent.float().exp2()
+            * u
+            / 2
+            * torch.randn(count, generator=generator).sign()
+        )
         kind = torch.randint(0, 10, (count,), generator=generator)
         for case, value in enumerate((half, rn(half * (1 - 2 * u)), 0 * half, rn(half * 2.0**-9))):
             parts[i] = torch.where(kind == case, value, parts[i])
@@ -99,14 +128,20 @@ def cancelling(x: Parts, rn: NearestEven, seed: int) -> Parts:
 Case = Callable[[Parts, Parts, Parts, NearestEven], tuple[Parts, list[Fraction]]]
 
 
-def _pairwise(operation: Callable[[Fraction, Fraction], Fraction], x: Parts, y: Parts) -> list[Fraction]:
+def _pairwise(
+    operation: Callable[[Fraction, Fraction], Fraction], x: Parts, y: Parts
+) -> list[Fraction]:
     return [operation(a, b) for a, b in zip(exact(x), exact(y), strict=True)]
 
 
 # name: (what is computed and what it should be, from x, y and one near -x; bound for pairs, for triples, in u^length).
 CASES: dict[str, tuple[Case, float, float]] = {
     "grow": (lambda x, y, z, rn: (grow(x, y[0], rn), _pairwise(Fraction.__add__, x, y[:1])), 2, 4),
-    "grow, cancelling": (lambda x, y, z, rn: (grow(x, z[0], rn), _pairwise(Fraction.__add__, x, z[:1])), 2, 4),
+    "grow, cancelling": (
+        lambda x, y, z, rn: (grow(x, z[0], rn), _pairwise(Fraction.__add__, x, z[:1])),
+        2,
+        4,
+    ),
     "mul": (lambda x, y, z, rn: (mul(x, y, rn), _pairwise(Fraction.__mul__, x, y)), 5, 8),
 }
 
@@ -132,7 +167,9 @@ def test_error_is_within_the_stated_bound(name: str, precision: str, length: int
     assert oracle.separated(lists(result), p)
     assert all(torch.equal(rn(part), part) for part in result)
     # The bound is not so wide that a result of one part less would pass, but where 24u is more than 1.
-    assert p < 8 or oracle.worst(exact(result[:-1]), expected) > bound * Fraction(1, 2 ** (p * length))
+    assert p < 8 or oracle.worst(exact(result[:-1]), expected) > bound * Fraction(
+        1, 2 ** (p * length)
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
@@ -146,5 +183,7 @@ def test_expansion_of_is_exact_where_it_can_be(length: int) -> None:
     short = rn(x)
     assert torch.equal(expansion_of(short, length, rn)[0], short)
     number = expansion_of(torch.tensor(0.999, dtype=torch.float64), length, rn)
-    assert abs(sum(Fraction(part.item()) for part in number) - Fraction(0.999)) <= Fraction(1, 2 ** (8 * length))
+    assert abs(sum(Fraction(part.item()) for part in number) - Fraction(0.999)) <= Fraction(
+        1, 2 ** (8 * length)
+    )
     assert [part.item() for part in number[:1]] == [1.0]

@@ -25,10 +25,14 @@ BLOCKS = [*range(1, 14), 16, 17, 31, 32, 33]
 def test_every_scale_lies_where_cublas_looks_for_it(rows: int) -> None:
     for blocks in BLOCKS:
         # Bytes that repeat late: a wrong place shows.
-        scales = ((torch.arange(rows)[:, None] * 37 + torch.arange(blocks) * 101) % 251 + 1).to(torch.uint8)
+        scales = ((torch.arange(rows)[:, None] * 37 + torch.arange(blocks) * 101) % 251 + 1).to(
+            torch.uint8
+        )
         tiled = tiled_scales(scales)
         assert tiled.is_contiguous() and tiled.shape == (up(rows, 128) * up(blocks, 4),)
-        places = tiled_offset(torch.arange(rows)[:, None], torch.arange(blocks)[None, :], up(blocks, 4))
+        places = tiled_offset(
+            torch.arange(rows)[:, None], torch.arange(blocks)[None, :], up(blocks, 4)
+        )
         assert torch.equal(tiled[places], scales)
         rest = tiled.clone()
         rest[places] = 0

@@ -23,7 +23,18 @@ def unsigned(x: Tensor) -> list[int]:
     return [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
 
 
-DTYPES = ["float8_e4m3fn", "bfloat16", "float16", "float32", "float64", "complex64", "bool", "uint8", "int16", "int64"]
+DTYPES = [
+    "float8_e4m3fn",
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "bool",
+    "uint8",
+    "int16",
+    "int64",
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,7 +59,9 @@ def test_named_fingerprints_depend_on_names_and_not_on_order() -> None:
     a, b = torch.randn(20, generator=generator(9)), torch.randn(20, generator=generator(10))
     whole = fingerprint_all({"a": a, "b": b})
     assert len(whole) == 16
-    assert whole == fingerprint_all({"b": b, "a": a}) == fingerprint_all({"a": fingerprint(a), "b": b})
+    assert (
+        whole == fingerprint_all({"b": b, "a": a}) == fingerprint_all({"a": fingerprint(a), "b": b})
+    )
     others = [{"a": b, "b": a}, {"a": a}, {"a": a, "c": b}, {"a": a, "b": b, "c": a[:0]}, {}]
     assert len({whole, *map(fingerprint_all, others)}) == 1 + len(others)
     assert fingerprint_all({}) == "0" * 16

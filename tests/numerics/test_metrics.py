@@ -11,7 +11,14 @@ from torch import Tensor
 
 from narrowgauge.numerics import chunks, metrics
 from narrowgauge.numerics.exact_sums import largest_magnitude
-from narrowgauge.numerics.metrics import CHANGE_SUMS, DECAY_SUMS, UPDATE_SUMS, decay_terms, update_metrics, update_sums
+from narrowgauge.numerics.metrics import (
+    CHANGE_SUMS,
+    DECAY_SUMS,
+    UPDATE_SUMS,
+    decay_terms,
+    update_metrics,
+    update_sums,
+)
 from narrowgauge.numerics.quantization import quantize
 from narrowgauge.spec.computes import COMPUTES
 from oracles.exact_sums import update_sums as oracle_sums
@@ -30,7 +37,11 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
     got = update_sums(d, e, v)
     expected = oracle_sums(*(x.reshape(-1).tolist() for x in (d, e, v)))
     assert got.dtype == torch.float64 and got.shape == (len(UPDATE_SUMS),)
-    assert got[3:].tolist() == [180.0, 40.0, 80.0, 0.0, 0.0, 200.0, 0.0] == [float(x) for x in expected[3:]]
+    assert (
+        got[3:].tolist()
+        == [180.0, 40.0, 80.0, 0.0, 0.0, 200.0, 0.0]
+        == [float(x) for x in expected[3:]]
+    )
     for name, value, exact in zip(UPDATE_SUMS, got.tolist(), expected, strict=True):
         assert value == pytest.approx(float(exact), rel=1e-12, abs=1e-12), name
 
@@ -56,7 +67,9 @@ def test_lost_decay_against_fractions() -> None:
     assert len(DECAY_SUMS) == len(decay_terms(torch.ones(1), torch.ones(1)))
     c, t = gaussian(200, seed=5), gaussian(200, seed=6)
     pairs = [(Fraction(a), Fraction(b)) for a, b in zip(c.tolist(), t.tolist(), strict=True)]
-    exact = 1 - sum((a * b for a, b in pairs), Fraction(0)) / sum((a * a for a, _ in pairs), Fraction(0))
+    exact = 1 - sum((a * b for a, b in pairs), Fraction(0)) / sum(
+        (a * a for a, _ in pairs), Fraction(0)
+    )
     assert lost_decay(decayed(c, t)) == pytest.approx(float(exact), rel=1e-6)
     assert [lost_decay(decayed(c, share * c)) for share in (1.0, 0.5, 0.0)] == [0.0, 0.5, 1.0]
 
@@ -69,7 +82,9 @@ def test_amax_and_rms_are_those_of_the_values(dtype: torch.dtype) -> None:
     x = torch.tensor([[0.5, -4.0], [0.25, 2.0]], dtype=dtype)
     assert largest_magnitude(x).item() == 4.0
     digits = 2**-8 if dtype is torch.bfloat16 else 1e-6
-    assert metrics.rms(x).item() == pytest.approx(math.sqrt((0.25 + 16 + 0.0625 + 4) / 4), rel=digits)
+    assert metrics.rms(x).item() == pytest.approx(
+        math.sqrt((0.25 + 16 + 0.0625 + 4) / 4), rel=digits
+    )
     assert largest_magnitude(x[:0]).item() == metrics.rms(x[:0]).item() == 0.0
 
 
@@ -85,5 +100,9 @@ def test_every_exponent_falls_into_its_bin(dtype: torch.dtype) -> None:
 def test_sqnr_is_the_ratio_of_powers(name: str) -> None:
     cast, x = COMPUTES[name].output.left, gaussian(8, 64, seed=1)
     kept = quantize(x, cast, 1).values().double()
-    expected = 10 * math.log10(float(x.double().square().sum() / (x.double() - kept).square().sum()))
-    assert metrics.sqnr_of_sums(metrics.cast_sums(x, cast).sum(0)).item() == pytest.approx(expected, rel=1e-9)
+    expected = 10 * math.log10(
+        float(x.double().square().sum() / (x.double() - kept).square().sum())
+    )
+    assert metrics.sqnr_of_sums(metrics.cast_sums(x, cast).sum(0)).item() == pytest.approx(
+        expected, rel=1e-9
+    )

@@ -58,7 +58,11 @@ each_dim = pytest.mark.parametrize("dim", [0, 1])
 
 
 def random_exponents(shape: tuple[int, ...], reach: int, seed: int = 0) -> Tensor:
-    return torch.randint(-reach, reach + 1, shape, generator=torch.Generator().manual_seed(seed)).float().exp2()
+    return (
+        torch.randint(-reach, reach + 1, shape, generator=torch.Generator().manual_seed(seed))
+        .float()
+        .exp2()
+    )
 
 
 def from_bits(bits: Tensor) -> Tensor:
@@ -81,12 +85,16 @@ def numbers(name: str) -> Tensor:
     """Every finite value of a narrow format, ascending; of a wide one's, those of a few exponents."""
     row = FORMATS[name]
     codes = range(1 << row.bits) if row.bits <= 8 else range(0, 1 << row.bits, 1 << (row.bits - 14))
-    return torch.tensor(sorted({v for v in map(row.decode, codes) if math.isfinite(v)}), dtype=torch.float64).float()
+    return torch.tensor(
+        sorted({v for v in map(row.decode, codes) if math.isfinite(v)}), dtype=torch.float64
+    ).float()
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
     """Bit for bit, but that all NaNs are one and so are both zeros."""
-    return ours.shape == theirs.shape and bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
+    return ours.shape == theirs.shape and bool(
+        ((ours == theirs) | (ours.isnan() & theirs.isnan())).all()
+    )
 
 
 # ── rounding ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -112,12 +120,16 @@ def narrow_values(row: Format) -> Tensor:
     own = numbers(row.name) if row.kind == "float" else numbers(row.name)[1:]
     gaps = own[1:] - own[:-1]
     parts = [own[:-1] + gaps * part for part in (0.5, 0.25, 2.0**-9, 0.9990234375, 1 / 3)]
-    found = torch.cat([own, neighbours(own, 1), *parts, torch.tensor([2.0**-30, -(2.0**-30), 1e-40])])
+    found = torch.cat(
+        [own, neighbours(own, 1), *parts, torch.tensor([2.0**-30, -(2.0**-30), 1e-40])]
+    )
     return found[found.abs() <= row.max].unique()
 
 
 @exhaustive("name", [name for name in FORMATS_USED if FORMATS[name].bits <= 8])
-def test_stochastic_over_all_numbers_is_unbiased_takes_neighbours_and_leaves_values(name: str) -> None:
+def test_stochastic_over_all_numbers_is_unbiased_takes_neighbours_and_leaves_values(
+    name: str,
+) -> None:
     """Not sampled: the mean over every number that can be drawn, within 2^-16 of a spacing of the value."""
     row, own = FORMATS[name], numbers(name)
     values = narrow_values(row)
@@ -158,7 +170,9 @@ def test_power_of_two_scales_of_every_bfloat16(row: Format) -> None:
     for scale in (up, ocp):
         assert (torch.frexp(scale).mantissa == 0.5).all()
     assert (x / up <= row.max).all() and (x / (up / 2) > row.max).all()
-    assert ocp.equal(torch.ldexp(torch.ones_like(ocp), torch.frexp(x.double()).exponent - 1 - row.max_exponent))
+    assert ocp.equal(
+        torch.ldexp(torch.ones_like(ocp), torch.frexp(x.double()).exponent - 1 - row.max_exponent)
+    )
     smaller = torch.tensor([0.0, 1e-45, TINY / 2, TINY])
     assert len(power_of_two_scale(smaller, row, up=True).unique()) == 1
     assert power_of_two_scale(torch.tensor([math.nan, math.inf]), row, up=False).isnan().all()
@@ -168,17 +182,27 @@ def test_power_of_two_scales_of_every_bfloat16(row: Format) -> None:
 
 
 def ours(
-    x: Tensor, cast: Cast, dim: int = 1, *, key: int = -77, first_row: int = 0, amax: Tensor | None = None
+    x: Tensor,
+    cast: Cast,
+    dim: int = 1,
+    *,
+    key: int = -77,
+    first_row: int = 0,
+    amax: Tensor | None = None,
 ) -> Quantized:
     words = random_words(x.shape[0], x.shape[1], torch.tensor(key, dtype=torch.int32), first_row)
     return quantize(x, cast, dim, words=None if cast.rounding == "nearest" else words, amax=amax)
 
 
-def theirs(x: Tensor, cast: Cast, dim: int, *, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def theirs(
+    x: Tensor, cast: Cast, dim: int, *, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """What the oracle says, turned as the matrix lies."""
     drawn = uniform(random_words(*x.shape, KEY))
     turned = [(v if dim == 1 else v.t()).contiguous().numpy() for v in (x.float(), drawn)]
-    found = oracle.quantize(turned[0], **asdict(cast), uniform=turned[1], amax=None if amax is None else float(amax))
+    found = oracle.quantize(
+        turned[0], **asdict(cast), uniform=turned[1], amax=None if amax is None else float(amax)
+    )
     codes, inner, outer = (torch.from_numpy(np.ascontiguousarray(v)) for v in found)
     return (codes, inner, outer) if dim == 1 else (codes.t(), inner.t(), outer.t())
 
@@ -219,12 +243,21 @@ def matrices(cast: Cast) -> Iterator[tuple[str, Tensor]]:
     yield "ties", ties
     yield "scaled ties", ties * random_exponents((shape[0], 1), 30)
     yield "ties under scales that are no powers of two", near_ties(cast, shape, between[places])
-    ends = torch.tensor([1.0, 1 - 2.0**-24, 1 + 2.0**-23, 1.0625, 1.125, 1.3, 1.99, 2 - 2.0**-23, 0.75, 2.0 / 3])
-    near_end = (ends[torch.arange(shape[0]) % 10][:, None] * x.sign() * min(row.max, 2.0**100)).clone()
+    ends = torch.tensor(
+        [1.0, 1 - 2.0**-24, 1 + 2.0**-23, 1.0625, 1.125, 1.3, 1.99, 2 - 2.0**-23, 0.75, 2.0 / 3]
+    )
+    near_end = (
+        ends[torch.arange(shape[0]) % 10][:, None] * x.sign() * min(row.max, 2.0**100)
+    ).clone()
     near_end[:, 1::2] *= 0.5
     yield "the format's end", near_end
     bad = x.clone()
-    bad[0, 3], bad[-1, -1], bad[shape[0] // 2, shape[1] // 2], bad[2, 5] = math.nan, math.inf, -math.inf, -math.nan
+    bad[0, 3], bad[-1, -1], bad[shape[0] // 2, shape[1] // 2], bad[2, 5] = (
+        math.nan,
+        math.inf,
+        -math.inf,
+        -math.nan,
+    )
     yield "not finite", bad
 
 
@@ -258,7 +291,11 @@ def near_ties(cast: Cast, shape: tuple[int, int], ties: Tensor) -> Tensor:
 @pytest.mark.parametrize("cast", [*CASTS, *UNUSED], ids=str)
 def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
     """Every kind of matrix; with another amax than its own, one that fits, is too small, is nothing, or is not finite."""
-    others = (3.0, 0.1, 0.0, math.inf) if cast.granularity == "tensor" and cast.scaling == "current" else ()
+    others = (
+        (3.0, 0.1, 0.0, math.inf)
+        if cast.granularity == "tensor" and cast.scaling == "current"
+        else ()
+    )
     given = [None, *(torch.tensor([[v]]) for v in others)]
     for name, matrix in matrices(cast):
         # Transposed, not copied: how a matrix lies must not matter.
@@ -284,7 +321,9 @@ def test_rows_depend_on_no_other_row_where_no_scale_is_shared(cast: Cast, dim: i
     x = gaussian(2 * high, 256)
 
     def values(rows: Tensor, first: int = 0) -> Tensor:
-        found = ours(rows if dim == 1 else rows.t().contiguous(), cast, dim, first_row=first).values()
+        found = ours(
+            rows if dim == 1 else rows.t().contiguous(), cast, dim, first_row=first
+        ).values()
         return found if dim == 1 else found.t()
 
     before = values(x)
@@ -306,12 +345,17 @@ def test_codes_that_serve_two_matmuls_are_those_of_both() -> None:
     served = 0
     for cast in NARROW:
         for other in NARROW:
-            if cast.serves(other) or (cast.format == other.format and cast.rounding == other.rounding == "nearest"):
+            if cast.serves(other) or (
+                cast.format == other.format and cast.rounding == other.rounding == "nearest"
+            ):
                 one, two = (ours(x, c, dim) for c, dim in ((cast, 1), (other, 0)))
                 if cast.serves(other):
                     assert same(one.codes, two.codes) and same(one.values(), two.values())
                     served += 1
-                elif cast.granularity in ("row", "1x128", "1x32", "1x16") and cast.granularity == other.granularity:
+                elif (
+                    cast.granularity in ("row", "1x128", "1x32", "1x16")
+                    and cast.granularity == other.granularity
+                ):
                     assert not same(one.codes, two.codes)
     assert served >= 5
 
@@ -321,7 +365,10 @@ def test_a_rotation_is_orthogonal_and_leaves_products_as_they_are(dim: int) -> N
     """Exactly: entries are ± 1/4, and the products are of small integers."""
     matrix = rotate(torch.eye(ROTATION_SIZE), 1)
     assert matrix.abs().eq(0.25).all() and (matrix @ matrix.t()).equal(torch.eye(ROTATION_SIZE))
-    a, b = (torch.randint(-8, 9, (24, 48), generator=torch.Generator().manual_seed(seed)).float() for seed in (0, 1))
+    a, b = (
+        torch.randint(-8, 9, (24, 48), generator=torch.Generator().manual_seed(seed)).float()
+        for seed in (0, 1)
+    )
     one, two = (rotate(v if dim == 1 else v.t().contiguous(), dim) for v in (a, b))
     assert (one @ two.t() if dim == 1 else one.t() @ two).equal(a @ b.t())
 
@@ -364,7 +411,12 @@ def test_compiled_rounding_gives_the_same_bits_for_every_format() -> None:
         nearest = [round_nearest(x, FORMATS[name]) for name in FORMATS_USED]
         return nearest + [round_stochastic(x.clamp(row.min, row.max), row, u) for row in narrow]
 
-    x = torch.cat([neighbours(every_bfloat16()[::7], 1), *(neighbours(numbers(row.name), 1) for row in narrow)])
+    x = torch.cat(
+        [
+            neighbours(every_bfloat16()[::7], 1),
+            *(neighbours(numbers(row.name), 1) for row in narrow),
+        ]
+    )
     u = EVERY_UNIFORM.repeat(4)[: len(x)]
     run = compiled(rounded, (x, u))
     for case in ((x, u), (x[:1001], u[:1001])):

@@ -27,7 +27,16 @@ SPECIAL = [
     0x00000000, 0x00000001, 0x00000080, 0x00007FFF, 0x00008000, 0x00008001, 0x007FFFFF, 0x00800000, 0x00FFFFFF,
     0x3F800000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F7F0000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000,
 ]  # fmt: skip
-NANS = [0x7F800001, 0x7F80FFFF, 0x7FBFFFFF, 0x7FC00000, 0x7FC00001, 0x7FFF0000, 0x7FFF7FFF, 0x7FFFFFFF]
+NANS = [
+    0x7F800001,
+    0x7F80FFFF,
+    0x7FBFFFFF,
+    0x7FC00000,
+    0x7FC00001,
+    0x7FFF0000,
+    0x7FFF7FFF,
+    0x7FFFFFFF,
+]
 
 
 def from_unsigned(bits: oracle.Integers) -> Tensor:
@@ -53,7 +62,9 @@ def numbers(patterns: oracle.Integers) -> oracle.Integers:
 
 
 @pytest.mark.parametrize("dropped", DROPPED)
-def test_cut_to_the_nearest_is_division_with_remainder(numbers: oracle.Integers, dropped: int) -> None:
+def test_cut_to_the_nearest_is_division_with_remainder(
+    numbers: oracle.Integers, dropped: int
+) -> None:
     x = float_of(from_unsigned(numbers))
     result = unsigned(cut(x, dropped, half(dropped)))
     expected = oracle.cut(numbers, dropped) if dropped else numbers
@@ -61,15 +72,21 @@ def test_cut_to_the_nearest_is_division_with_remainder(numbers: oracle.Integers,
 
 
 @pytest.mark.parametrize("dropped", [8, 16, 18, 20])
-def test_cut_with_an_addend_rounds_up_where_the_remainder_fills_a_step(numbers: oracle.Integers, dropped: int) -> None:
+def test_cut_with_an_addend_rounds_up_where_the_remainder_fills_a_step(
+    numbers: oracle.Integers, dropped: int
+) -> None:
     some = numbers[::7]
     for addend in (0, 1, 2**dropped - 1):
         result = unsigned(cut(float_of(from_unsigned(some)), dropped, addend))
         assert np.array_equal(result, oracle.cut(some, dropped, addend))
 
 
-@pytest.mark.parametrize(("round", "quiet_one"), [(round_to_bfloat16, 0x7FC0), (round_to_float16, 0x7E00)])
-def test_every_nan_is_rounded_to_the_quiet_one_of_its_format(round: Callable[[Tensor], Tensor], quiet_one: int) -> None:
+@pytest.mark.parametrize(
+    ("round", "quiet_one"), [(round_to_bfloat16, 0x7FC0), (round_to_float16, 0x7E00)]
+)
+def test_every_nan_is_rounded_to_the_quiet_one_of_its_format(
+    round: Callable[[Tensor], Tensor], quiet_one: int
+) -> None:
     """In vectors and in what is left beside them, which PyTorch's conversion treats otherwise."""
     x = float_of(from_unsigned(with_signs(NANS * 5)))[:71]
     assert (round(x).view(torch.int16) == quiet_one).all()
@@ -100,11 +117,18 @@ def test_random_bits_are_the_written_hash() -> None:
     ("start", "count", "dropped"),
     [(0, 8, 8), (8, 12, 18), (20, 12, 20), (0, 16, 16), (16, 16, 16), (0, 12, 4), (24, 8, 20)],
 )
-def test_dither_is_the_named_bits_and_the_middle_of_the_rest(start: int, count: int, dropped: int) -> None:
-    words = torch.randint(-(2**31), 2**31, (2000,), generator=torch.Generator().manual_seed(2)).to(torch.int32)
+def test_dither_is_the_named_bits_and_the_middle_of_the_rest(
+    start: int, count: int, dropped: int
+) -> None:
+    words = torch.randint(-(2**31), 2**31, (2000,), generator=torch.Generator().manual_seed(2)).to(
+        torch.int32
+    )
     used = min(count, dropped)
     missing = 2 ** (dropped - used)
-    expected = [oracle.field(word, start, used) * missing + missing // 2 for word in unsigned(words).tolist()]
+    expected = [
+        oracle.field(word, start, used) * missing + missing // 2
+        for word in unsigned(words).tolist()
+    ]
     result = dither(words, start, count, dropped)
     assert result.tolist() == expected
     assert int(result.min()) >= 0 and int(result.max()) < 2**dropped

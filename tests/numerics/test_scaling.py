@@ -31,9 +31,13 @@ def after(scaler: LossScaler, overflows: list[bool]) -> float:
 
 @exhaustive("policy", POLICIES)
 @exhaustive("share", [0.05, 0.5, 0.9])
-def test_any_sequence_of_overflows_gives_the_scale_kept_on_paper(policy: dict[str, Any], share: float) -> None:
+def test_any_sequence_of_overflows_gives_the_scale_kept_on_paper(
+    policy: dict[str, Any], share: float
+) -> None:
     scaler, chance = LossScaler(**policy), random.Random(f"{policy} {share}")
-    paper = Scale(**{"scale" if name == "initial" else name: value for name, value in policy.items()})
+    paper = Scale(
+        **{"scale" if name == "initial" else name: value for name, value in policy.items()}
+    )
     moved = set()
     for step in range(400):
         overflowed = chance.random() < share

@@ -29,7 +29,11 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def test_what_is_widened() -> None:
-    assert is_widened(torch.bfloat16, "cpu") and is_widened(torch.int8, "cpu") and is_widened(torch.float16, "cpu")
+    assert (
+        is_widened(torch.bfloat16, "cpu")
+        and is_widened(torch.int8, "cpu")
+        and is_widened(torch.float16, "cpu")
+    )
     assert not is_widened(torch.float32, "cpu") and not is_widened(torch.bfloat16, "cuda")
     with pretending("avx512_bf16", "avx512_vnni"):
         assert not is_widened(torch.bfloat16, "cpu") and not is_widened(torch.int8, "cpu")
@@ -37,18 +41,25 @@ def test_what_is_widened() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SHAPES)
-def test_a_linear_and_its_gradients_are_float32s_rounded_once(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+def test_a_linear_and_its_gradients_are_float32s_rounded_once(
+    dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> None:
     rows, width, out = sizes
     x, weight = (
         gaussian(rows, width, dtype=dtype).requires_grad_(),
         gaussian(out, width, dtype=dtype, seed=1).requires_grad_(),
     )
-    bias, grad = gaussian(out, dtype=dtype, seed=2).requires_grad_(), gaussian(rows, out, dtype=dtype, seed=3)
+    bias, grad = (
+        gaussian(out, dtype=dtype, seed=2).requires_grad_(),
+        gaussian(rows, out, dtype=dtype, seed=3),
+    )
     y = linear(x, weight, bias)
     y.backward(grad)
     assert bits_equal(y, (x.float() @ weight.float().t() + bias.float()).to(dtype))
     assert x.grad is not None and bits_equal(x.grad, (grad.float() @ weight.float()).to(dtype))
-    assert weight.grad is not None and bits_equal(weight.grad, (grad.float().t() @ x.float()).to(dtype))
+    assert weight.grad is not None and bits_equal(
+        weight.grad, (grad.float().t() @ x.float()).to(dtype)
+    )
     assert bias.grad is not None and bits_equal(bias.grad, grad.sum(0))
 
 
@@ -64,7 +75,10 @@ def test_integers_add_up_exactly(terms: int, transposed: bool) -> None:
 
 @pytest.mark.parametrize("terms", [1024, 4096, 140_000])  # more than int32 holds
 def test_the_largest_integers_add_up_exactly(terms: int) -> None:
-    a, b = torch.full((2, terms), -128, dtype=torch.int8), torch.full((terms, 2), -128, dtype=torch.int8)
+    a, b = (
+        torch.full((2, terms), -128, dtype=torch.int8),
+        torch.full((terms, 2), -128, dtype=torch.int8),
+    )
     assert torch.equal(sum_integers(a, b), torch.full((2, 2), terms * 16384.0))
 
 

@@ -30,7 +30,9 @@ SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]
 OWN = script_module("examples/own_rule.py")
 
 
-def own(params: Any, *, lr: float, betas: tuple[float, ...], alpha: float, **options: Any) -> ng.Optimizer:
+def own(
+    params: Any, *, lr: float, betas: tuple[float, ...], alpha: float, **options: Any
+) -> ng.Optimizer:
     """The rule of the example; as a user's own, it is given its options by hand."""
     return ng.Optimizer(params, OWN.ADEMAMIX, {"lr": lr, "betas": betas, "alpha": alpha}, **options)
 
@@ -61,11 +63,18 @@ RULES = {
     "adamw": Row(ng.AdamW, {"lr": 0.3}, 0.026),
     "adam": Row(ng.Adam, {"lr": 0.3, "weight_decay": 1e-3}, 0.029, {"nearest8": 1.5}),
     "sgd": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8}, 3.4e-3, {"weight8": 1.7}),
-    "nesterov": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8, "nesterov": True}, 3.1e-4, {"weight8": 9.5}),
+    "nesterov": Row(
+        ng.SGD, {"lr": 0.2, "momentum": 0.8, "nesterov": True}, 3.1e-4, {"weight8": 9.5}
+    ),
     "plain sgd": Row(ng.SGD, {"lr": 0.5}, 4.8e-4, dict.fromkeys(NAIVE, 1.5) | {"weight8": 3.0}),
     "lion": Row(ng.Lion, {"lr": 0.2}, 0.03, {"weight8": 1.5}),
     "own": Row(own, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}, 0.14),
-    "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, 0.113, matrix=True),
+    "muon": Row(
+        ng.Muon,
+        {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+        0.113,
+        matrix=True,
+    ),
     "adafactor": Row(ng.Adafactor, {"lr": 0.3, **OWN_RATE}, 0.029, matrix=True),
     # Its moments are rounded too; after 200 steps 0.03 % is left at most.
     "galore": Row(ng.optim.GaLore, SUBSPACE, 0.052, {"word": 1.5, "states8": 1.5}, matrix=True),
@@ -94,12 +103,22 @@ def over(pairs: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
         rule = min((rule for rule, other in pairs if other == storage), key=used.__getitem__)
         used[rule] += 1
         chosen.append((rule, storage))
-    chosen += [next(pair for pair in pairs if pair[0] == rule) for rule, times in used.items() if not times]
+    chosen += [
+        next(pair for pair in pairs if pair[0] == rule) for rule, times in used.items() if not times
+    ]
     return pytest.mark.parametrize(("rule", "storage"), chosen)
 
 
 EVERY, SOME = over(PAIRS), over(SOME_PAIRS)
-FEW = over([("adamw", "word"), ("sgd", "compact"), ("own", "split"), ("muon", "kahan"), ("lion", "float16/split")])
+FEW = over(
+    [
+        ("adamw", "word"),
+        ("sgd", "compact"),
+        ("own", "split"),
+        ("muon", "kahan"),
+        ("lion", "float16/split"),
+    ]
+)
 
 
 def build(rule: str, params: Any, storage: str, **options: Any) -> ng.Optimizer:
@@ -107,7 +126,9 @@ def build(rule: str, params: Any, storage: str, **options: Any) -> ng.Optimizer:
     return row.make(params, storage=storage, compile=False, **{**row.options, **options})
 
 
-def parameters(storage: str, shapes: Sequence[Shape] = SHAPES, scale: float = 0.5) -> list[nn.Parameter]:
+def parameters(
+    storage: str, shapes: Sequence[Shape] = SHAPES, scale: float = 0.5
+) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) * scale for shape in shapes]
     return [nn.Parameter(value.to(getattr(torch, STORAGES[storage].visible))) for value in values]

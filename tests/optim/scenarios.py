@@ -17,7 +17,9 @@ from oracles.adamw import AdamW64
 OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
 """The optimizer class of each rule."""
 
-REPRESENTATIVES = {name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for}
+REPRESENTATIVES = {
+    name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for
+}
 """One storage of each kind, with what it stands for; a test of the layouts holds that none is missing."""
 
 
@@ -34,23 +36,38 @@ def shifts(storage: Storage) -> dict[str, int]:
     return {name: shift for plane in layout_of(storage).planes for name, shift, _ in plane.fields}
 
 
-def stall(storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, side: int = 256) -> tuple[float, Any]:
+def stall(
+    storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, side: int = 256
+) -> tuple[float, Any]:
     """The stall case: weights ~N(0,1), gradients 0.05 + 0.1 N(0,1) from a cycle of 50, beta2 0.999, a small rate.
 
     Return the error of the stored displacement, relative to that of the same AdamW in float64, and the audit.
     """
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(side, side, generator=generator).bfloat16()
-    cycle = [(0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16() for _ in range(50)]
+    cycle = [
+        (0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16() for _ in range(50)
+    ]
     weight = torch.nn.Parameter(start.to(getattr(torch, STORAGES[storage].visible), copy=True))
-    options = {"lr": lr, "betas": (0.9, 0.999), "weight_decay": 0.0, "compile": False, "low_bits": "zero"}
+    options = {
+        "lr": lr,
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.0,
+        "compile": False,
+        "low_bits": "zero",
+    }
     optimizer = ng.AdamW([("weight", weight)], storage=storage, **options)
-    optimizer.adopt({weight: start.float()})  # where bfloat16 is not yet what the storage holds, the case begins there
+    optimizer.adopt(
+        {weight: start.float()}
+    )  # where bfloat16 is not yet what the storage holds, the case begins there
     start = optimizer.stored(weight)
     exact = AdamW64(start, lr)
     for t in range(1, steps + 1):
         weight.grad = cycle[t % 50].to(weight.dtype)
         optimizer.step()
         exact.step(cycle[t % 50])
-    moved, wanted = optimizer.stored(weight).double() - start.double(), exact.weight - start.double()
+    moved, wanted = (
+        optimizer.stored(weight).double() - start.double(),
+        exact.weight - start.double(),
+    )
     return float((moved - wanted).norm() / wanted.norm()), ng.audit(optimizer)["weight"]

@@ -20,7 +20,9 @@ from tensors import bits
 SHAPES = [(), (0,), (7,), (3, 4, 6)]
 
 
-def gradients(shape: tuple[int, ...], k: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def gradients(
+    shape: tuple[int, ...], k: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     """``k`` gradients whose magnitudes spread over twelve binades."""
     generator = torch.Generator().manual_seed(seed)
     spread = torch.randint(-6, 6, (k, *shape), generator=generator)
@@ -48,11 +50,15 @@ def test_sums_are_those_written_down(shape: tuple[int, ...], k: int) -> None:
     parts = gradients(shape, k)
     expected = oracle.nearest(oracle.float32_sum(singles(parts)))
     assert torch.equal(summed(parts).float(), torch.from_numpy(expected).reshape(shape))
-    turned = [part.movedim(0, -1).contiguous().movedim(-1, 0) if shape else part for part in parts]  # other strides
+    turned = [
+        part.movedim(0, -1).contiguous().movedim(-1, 0) if shape else part for part in parts
+    ]  # other strides
     assert torch.equal(summed(turned), summed(parts))
 
 
-@pytest.mark.parametrize(("dtype", "dropped"), [(torch.float32, 0), (torch.bfloat16, 16), (torch.float16, 13)])
+@pytest.mark.parametrize(
+    ("dtype", "dropped"), [(torch.float32, 0), (torch.bfloat16, 16), (torch.float16, 13)]
+)
 def test_sums_in_float64_are_the_exact_sums_rounded(dtype: torch.dtype, dropped: int) -> None:
     parts = gradients((600,), 50, dtype=dtype)
     exact = oracle.nearest(
@@ -60,7 +66,9 @@ def test_sums_in_float64_are_the_exact_sums_rounded(dtype: torch.dtype, dropped:
     )  # no float64 sum of these rounds
     assert torch.equal(summed(parts, torch.float64).float(), torch.from_numpy(exact))
     # float32 sums lose the small addend: 2^24 + 1 rounds back.
-    assert summed([torch.tensor([v]) for v in (2.0**24, 1.0, -(2.0**24))], torch.float64).tolist() == [1.0]
+    assert summed(
+        [torch.tensor([v]) for v in (2.0**24, 1.0, -(2.0**24))], torch.float64
+    ).tolist() == [1.0]
     with pytest.raises(RecipeError, match=r"torch\.float64"):
         GradientAccumulator([], dtype=torch.bfloat16)
 
@@ -93,7 +101,9 @@ def test_what_is_not_finite_stays_so_in_its_element_alone(place: int, value: flo
 
 
 def test_missing_frozen_and_tied() -> None:
-    sometimes, always, never, frozen = (torch.nn.Parameter(torch.ones(3).bfloat16()) for _ in range(4))
+    sometimes, always, never, frozen = (
+        torch.nn.Parameter(torch.ones(3).bfloat16()) for _ in range(4)
+    )
     frozen.requires_grad_(False)
     accumulator = GradientAccumulator([sometimes, always, never, frozen, always])
     for j in range(4):
@@ -101,7 +111,9 @@ def test_missing_frozen_and_tied() -> None:
         loss.backward()
         accumulator.accumulate()
     accumulator.finish()
-    found = [None if p.grad is None else p.grad.tolist() for p in (sometimes, always, never, frozen)]
+    found = [
+        None if p.grad is None else p.grad.tolist() for p in (sometimes, always, never, frozen)
+    ]
     assert found == [[2.0] * 3, [8.0] * 3, None, None]
     accumulator.discard()
     accumulator.finish()
@@ -123,7 +135,10 @@ def test_a_gradient_left_at_the_end_counts_and_a_discarded_sum_does_not() -> Non
 
 
 def test_bytes_are_counted() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in ((64, 3), (5,), ())]
+    parameters = [
+        torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+        for shape in ((64, 3), (5,), ())
+    ]
     assert GradientAccumulator(parameters).bytes_per_param() == 4
     assert GradientAccumulator(parameters, dtype=torch.float64).bytes_per_param() == 8
     parameters[1].requires_grad_(False)

@@ -38,19 +38,26 @@ class Part(Tensor):
 def saved_by_torchao(name: str) -> dict[str, Any]:
     file = GOLDEN / f"{name}.pt"
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    parts: list[Any] = [(type(name.rpartition(".")[2], (Part,), {}), name) for name in names if "torchao" in name]
+    parts: list[Any] = [
+        (type(name.rpartition(".")[2], (Part,), {}), name) for name in names if "torchao" in name
+    ]
     with torch.serialization.safe_globals(parts):
         return dict(torch.load(file))
 
 
 def test_a_state_with_keys_of_another_kind_is_refused() -> None:
     plain = nn.Parameter(torch.ones(4))
-    theirs, ours = torch.optim.AdamW([plain]), ng.AdamW([nn.Parameter(torch.ones(4))], storage="float32", compile=False)
+    theirs, ours = (
+        torch.optim.AdamW([plain]),
+        ng.AdamW([nn.Parameter(torch.ones(4))], storage="float32", compile=False),
+    )
     assert ng.load_states(ours, theirs.state_dict()) == "torch.optim"  # before the first step
     plain.sum().backward()
     theirs.step()
     with pytest.raises(DataError, match="no numbers of its parameters"):
-        ng.load_states(ours, json.loads(json.dumps(theirs.state_dict() | {"state": {"0": {"step": 1}}})))
+        ng.load_states(
+            ours, json.loads(json.dumps(theirs.state_dict() | {"state": {"0": {"step": 1}}}))
+        )
 
 
 def loaded(content: dict[str, Any]) -> tuple[ng.AdamW, dict[str, nn.Parameter], str]:
@@ -79,7 +86,11 @@ def test_fused_adam_keeps_its_masters_and_the_step_of_its_group(master: str) -> 
     remainder = (bits & 0xFFFF).to(torch.int16)
     weight = ((bits >> 16) + (remainder < 0)).to(torch.int16).view(torch.bfloat16)
     moments = {"exp_avg": torch.randn(40, 30), "exp_avg_sq": torch.rand(40, 30)}
-    masters = {"int16": {"master_param": remainder}, "float32": {"master_param": exact}, "none": {}}[master]
+    masters = {
+        "int16": {"master_param": remainder},
+        "float32": {"master_param": exact},
+        "none": {},
+    }[master]
     state = {
         "state": {0: {**moments, **masters}},
         "param_groups": [{"bias_correction": True, "step": 7, "params": [0]}],
@@ -87,7 +98,9 @@ def test_fused_adam_keeps_its_masters_and_the_step_of_its_group(master: str) -> 
     optimizer, parameters, library = loaded({"model": {"w": weight}, "optimizer": state})
     assert library == "FusedAdam" and int(optimizer.state_dict()["state"][0]["step"]) == 7
     assert torch.equal(optimizer.stored(parameters["w"]), exact if masters else weight.float())
-    assert all(torch.equal(optimizer.stored(parameters["w"], kind), moments[kind]) for kind in MOMENTS)
+    assert all(
+        torch.equal(optimizer.stored(parameters["w"], kind), moments[kind]) for kind in MOMENTS
+    )
 
 
 def test_what_does_not_fit_is_refused_in_one_line() -> None:
@@ -105,7 +118,8 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         (state(good, (0, 1)), "has 2 parameters, and the optimizer has 1"),
         # optimi's moments are divided by their bias correction.
         (
-            state({"exp_avg": weight, "exp_avg_sq": weight}) | {"param_groups": [{"params": [0], "step": 3}]},
+            state({"exp_avg": weight, "exp_avg_sq": weight})
+            | {"param_groups": [{"params": [0], "step": 3}]},
             "lacks 'step'",
         ),
     ):
@@ -113,14 +127,19 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
             ng.load_states(optimizer, checkpoint)
 
 
-@pytest.mark.parametrize("options", [{"momentum": 0.9, "dampening": 0.25}, {"momentum": 0.9, "nesterov": True}, {}])
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.9, "dampening": 0.25}, {"momentum": 0.9, "nesterov": True}, {}]
+)
 def test_a_run_of_torchs_sgd_goes_on_with_its_momentum(options: dict[str, Any]) -> None:
     """The second group has a momentum of its own."""
     weights = [torch.full((2, 2), 1.0), torch.full((2,), 2.0)]
 
     def groups() -> list[dict[str, Any]]:
         first, second = (nn.Parameter(weight.clone()) for weight in weights)
-        return [{"params": [first], **options}, {"params": [second], "momentum": 0.5 if options else 0.0}]
+        return [
+            {"params": [first], **options},
+            {"params": [second], "momentum": 0.5 if options else 0.0},
+        ]
 
     def step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -160,11 +179,16 @@ def test_names_in_another_order_are_refused_and_prefixes_are_not() -> None:
     a.grad, b.grad = torch.full((4, 4), 1.0), torch.full((4, 4), 2.0)
     theirs.step()
     with pytest.raises(DataError, match="other names"):
-        ng.load_states(ng.AdamW([("b", b), ("a", a)], storage="float32", compile=False), theirs.state_dict())
+        ng.load_states(
+            ng.AdamW([("b", b), ("a", a)], storage="float32", compile=False), theirs.state_dict()
+        )
     ours = ng.AdamW([("a", a), ("b", b)], storage="float32", compile=False)
     ng.load_states(ours, theirs.state_dict())
     assert torch.equal(ours.stored(b, "exp_avg"), theirs.state[b]["exp_avg"])
-    assert ng.load_states(ng.AdamW([a, b], storage="float32", compile=False), theirs.state_dict()) == "torch.optim"
+    assert (
+        ng.load_states(ng.AdamW([a, b], storage="float32", compile=False), theirs.state_dict())
+        == "torch.optim"
+    )
     swapped = ng.AdamW([("b", b), ("a", a)], storage="float32", compile=False)
     with pytest.raises(ng.errors.RecipeError, match="another order"):
         swapped.load_state_dict(ours.state_dict())
@@ -176,7 +200,11 @@ def trained(storage: str, kind: Any = ng.AdamW, **options: Any) -> tuple[nn.Modu
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     named: Any = model.named_parameters()
     if kind is ng.AdamW:
-        options = {"storage": storage, "compile": False, "keep_float32": lambda name, parameter: name == "0.bias"}
+        options = {
+            "storage": storage,
+            "compile": False,
+            "keep_float32": lambda name, parameter: name == "0.bias",
+        }
     optimizer = kind(named, lr=1e-2, betas=(0.9, 0.95), **options)
     for step in range(3):
         for p in model.parameters():
@@ -193,21 +221,28 @@ def test_load_state_dict_takes_another_librarys_state_with_its_options() -> None
     weights = {p: optimizer.stored(p) for p in model.parameters()}
     state = theirs.state_dict()
     with pytest.raises(DataError):
-        optimizer.load_state_dict({**state, "param_groups": [{**state["param_groups"][0], "params": [0, 1]}]})
+        optimizer.load_state_dict(
+            {**state, "param_groups": [{**state["param_groups"][0], "params": [0, 1]}]}
+        )
     assert optimizer.param_groups[0]["lr"] == 1.0
     optimizer.load_state_dict(state)
     group = optimizer.param_groups[0]
     assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (1e-2, (0.9, 0.95), 0.01)
     for p in model.parameters():
         assert torch.equal(optimizer.stored(p), weights[p]) and optimizer.num_steps(p) == 3
-        assert torch.allclose(optimizer.stored(p, "exp_avg_sq"), theirs.state[p]["exp_avg_sq"], rtol=2**-8)
+        assert torch.allclose(
+            optimizer.stored(p, "exp_avg_sq"), theirs.state[p]["exp_avg_sq"], rtol=2**-8
+        )
     with pytest.warns(UserWarning, match=r"torch.optim was trained with lr 0.01, not 1\."):
-        ng.load_states(ng.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01), state)
+        ng.load_states(
+            ng.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01), state
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
 @pytest.mark.parametrize(
-    ("before", "after"), [("word", "exact"), ("exact", "compact"), ("float32", "word"), ("word", "float32")]
+    ("before", "after"),
+    [("word", "exact"), ("exact", "compact"), ("float32", "word"), ("word", "float32")],
 )
 def test_a_state_goes_into_another_storage(before: str, after: str) -> None:
     """A wider one has the values, a narrower one rounds them once. The model's weights are loaded first, as files hold them."""
@@ -215,14 +250,18 @@ def test_a_state_goes_into_another_storage(before: str, after: str) -> None:
     copied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     copied.load_state_dict(model.state_dict())
     keep = {"keep_float32": lambda name, parameter: name == "0.bias"}
-    new = ng.AdamW(copied.named_parameters(), lr=1e-2, betas=(0.9, 0.95), storage=after, compile=False, **keep)
+    new = ng.AdamW(
+        copied.named_parameters(), lr=1e-2, betas=(0.9, 0.95), storage=after, compile=False, **keep
+    )
     with pytest.raises(ng.errors.RecipeError, match=r"ng\.load_states"):
         new.load_state_dict(old.state_dict())
     assert ng.load_states(new, old.state_dict()) == "narrowgauge"
     tolerance = 0 if after in ("exact", "float32") else 0.1
     for p, q in zip(model.parameters(), copied.parameters(), strict=True):
         for name in ("weight", *MOMENTS):
-            is_word = name == "exp_avg" and after == "exact"  # whose first moment has bfloat16's 8 bits
+            is_word = (
+                name == "exp_avg" and after == "exact"
+            )  # whose first moment has bfloat16's 8 bits
             rtol = 2**-8 if is_word else tolerance
             assert torch.allclose(new.stored(q, name), old.stored(p, name), rtol=rtol, atol=0), name
         assert new.num_steps(q) == 3
@@ -234,7 +273,9 @@ def test_torchs_adamw_goes_on_from_full_weights_and_our_state() -> None:
     model, ours = trained("float32")
     model.register_parameter("tied", model[1].weight)
     weights = ng.full_weights(model, ours)
-    assert torch.equal(weights["tied"], weights["1.weight"]) and {w.dtype for w in weights.values()} == {torch.float32}
+    assert torch.equal(weights["tied"], weights["1.weight"]) and {
+        w.dtype for w in weights.values()
+    } == {torch.float32}
     copied, theirs = trained("", torch.optim.AdamW)
     copied.register_parameter("tied", copied[1].weight)
     copied.load_state_dict(weights)
@@ -243,7 +284,10 @@ def test_torchs_adamw_goes_on_from_full_weights_and_our_state() -> None:
         assert all(torch.equal(theirs.state[p][name], ours.stored(q, name)) for name in MOMENTS)
         p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
     theirs.step(), ours.step()
-    assert all(torch.allclose(p, q, rtol=1e-6) for p, q in zip(copied.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.allclose(p, q, rtol=1e-6)
+        for p, q in zip(copied.parameters(), model.parameters(), strict=True)
+    )
     model, ours = trained("exact")
     assert torch.equal(ng.full_weights(model, ours)["0.weight"], ours.stored(model[0].weight))
     with pytest.raises(DataError, match="muon"):

@@ -31,7 +31,14 @@ def row(**sums: float) -> Tensor:
 def steps(edqs: list[float], weight: float = 1.0) -> list[Tensor]:
     """Audited steps of one tensor whose every update is ``weight`` long and arrives to the given shares."""
     return [
-        row(dd=weight, de=weight * q, ee=weight * q * q, nonzero=10, lost=10 * (1 - min(1.0, abs(q)))) for q in edqs
+        row(
+            dd=weight,
+            de=weight * q,
+            ee=weight * q * q,
+            nonzero=10,
+            lost=10 * (1 - min(1.0, abs(q))),
+        )
+        for q in edqs
     ]
 
 
@@ -42,7 +49,12 @@ def sums_of(edq: float) -> Tensor:
 def test_everything_taken_reads_one_and_nothing_taken_reads_zero() -> None:
     d, nothing = torch.tensor([1.0, -2.0, 0.0, 0.5]), torch.zeros(4)
     perfect = read([update_sums(d, d, nothing)] * 3)
-    assert (perfect.edq, perfect.edq_error, perfect.noise, perfect.lost_fraction) == (1.0, 0.0, 0.0, 0.0)
+    assert (perfect.edq, perfect.edq_error, perfect.noise, perfect.lost_fraction) == (
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    )
     assert (perfect.unseen_fraction, perfect.num_audits) == (1.0, 3)
     stalled = read([update_sums(d, nothing, nothing)] * 3)
     assert (stalled.edq, stalled.noise, stalled.lost_fraction) == (0.0, 1.0, 1.0)
@@ -65,14 +77,19 @@ def test_no_false_alarm_where_nothing_is_lost_however_noisy(count: int, deviatio
     """EDQ 1 with any noise: at most one alarm in 10,000 windows is expected, and 3 standard errors would raise 20."""
     false = 0
     for seed in range(1000):
-        noise = torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        noise = torch.randn(
+            count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         false += read(steps((1.0 + deviation * noise).tolist())).stalls
     assert false <= 2  # the chance of three is below 2 in 10,000
 
 
 def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered() -> None:
     healthy, stalling = torch.zeros(1), torch.zeros(1)
-    names, rows = {healthy: "a", stalling: "b"}, {healthy: STORAGES["word"], stalling: STORAGES["naive"]}
+    names, rows = (
+        {healthy: "a", stalling: "b"},
+        {healthy: STORAGES["word"], stalling: STORAGES["naive"]},
+    )
     auditor, raised = Auditor(), []
     for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
         auditor.fresh.append(([healthy, stalling], torch.cat([sums_of(1.0), sums_of(share)])))
@@ -81,14 +98,21 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
         raised += auditor.alarms(lambda: names, rows.__getitem__)
     assert [(a.tensor, a.storage, a.fallback) for a in raised] == [("b", "naive", "word")] * 2
     assert all(len(window) == WINDOW for window in auditor.windows.values())
-    assert raised[0].message.startswith("'b' loses ") and "'word' would keep it" in raised[0].message
+    assert (
+        raised[0].message.startswith("'b' loses ") and "'word' would keep it" in raised[0].message
+    )
 
 
 def test_audit_reads_each_tensor_and_all_of_them() -> None:
     big = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
     small = torch.nn.Parameter(torch.full((8, 8), 2.0**-20, dtype=torch.bfloat16))
     optimizer = ng.AdamW(
-        [("big", big), ("small", small)], lr=2.0**-20, weight_decay=0.0, eps=0.0, storage="naive", audit_every=1
+        [("big", big), ("small", small)],
+        lr=2.0**-20,
+        weight_decay=0.0,
+        eps=0.0,
+        storage="naive",
+        audit_every=1,
     )
     assert ng.audit(optimizer) == {}
     for _ in range(3):
@@ -98,8 +122,13 @@ def test_audit_reads_each_tensor_and_all_of_them() -> None:
     readings = ng.audit(optimizer)
     assert list(readings) == ["big", "small"] and readings.total is not None
     assert readings["big"].edq == 0.0 and readings["big"].lost_fraction == 1.0
-    assert readings["small"].edq == pytest.approx(1.0, abs=0.01) and readings["small"].lost_fraction == 0.0
-    assert readings.total.lost_fraction == 0.5 and readings.total.edq == pytest.approx(0.5, abs=0.01)
+    assert (
+        readings["small"].edq == pytest.approx(1.0, abs=0.01)
+        and readings["small"].lost_fraction == 0.0
+    )
+    assert readings.total.lost_fraction == 0.5 and readings.total.edq == pytest.approx(
+        0.5, abs=0.01
+    )
     assert {r.num_audits for r in readings.values()} == {3}
 
 
@@ -117,7 +146,9 @@ def test_an_audit_of_all_ranks_is_joined_within_its_step(monkeypatch: pytest.Mon
     optimizer, joined = ng.AdamW(parameters("word", [(8, 8)]), audit_every=2), []
     there = Decision(SimpleNamespace(is_cpu=False), None, None)  # type: ignore[arg-type]
     monkeypatch.setattr(optimizer, "_control", lambda *_, **__: there)
-    monkeypatch.setattr("narrowgauge.optim.optimizer.Stepper", lambda *_: SimpleNamespace(step=lambda states: None))
+    monkeypatch.setattr(
+        "narrowgauge.optim.optimizer.Stepper", lambda *_: SimpleNamespace(step=lambda states: None)
+    )
 
     def join(sums: list[Sums]) -> list[Sums]:
         joined.append(step)
@@ -132,21 +163,32 @@ def test_an_audit_of_all_ranks_is_joined_within_its_step(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("storage", REPRESENTATIVES)
 def test_the_sums_are_those_of_what_is_kept(storage: str) -> None:
     """Words that were filled up count nothing; every element counts once, whatever lane, part, piece or bucket it is in."""
-    params = parameters(storage, [(4, 66), (3, 4, 5), (5,), (1,), (2, 2)])  # so small that an audit reads each whole
-    optimizer = ng.AdamW(params, lr=1e-3, storage=storage, audit_every=1, compile=False, low_bits="zero")
+    params = parameters(
+        storage, [(4, 66), (3, 4, 5), (5,), (1,), (2, 2)]
+    )  # so small that an audit reads each whole
+    optimizer = ng.AdamW(
+        params, lr=1e-3, storage=storage, audit_every=1, compile=False, low_bits="zero"
+    )
     optimizer.adopt({p: p.detach().float() for p in params})
     for step in range(3):
         before = [(optimizer.stored(p).double(), p.detach().double()) for p in params]
         take_steps(optimizer, range(step, step + 1), 1e-2)
-        stored = [optimizer.stored(p).double() - old for p, (old, _) in zip(params, before, strict=True)]
+        stored = [
+            optimizer.stored(p).double() - old for p, (old, _) in zip(params, before, strict=True)
+        ]
         seen = [p.detach().double() - old for p, (_, old) in zip(params, before, strict=True)]
         sums = dict(zip(UPDATE_SUMS, optimizer.last_audit.tolist(), strict=True))
         assert sums["elements"] == sums["nonzero"] == sum(p.numel() for p in params)
         assert sums["lost"] == sum(int((change == 0).sum()) for change in stored)
         assert sums["unseen"] == sum(int((change == 0).sum()) for change in seen)
-        assert sums["ee"] == pytest.approx(sum(float(change.square().sum()) for change in stored), rel=1e-4)
+        assert sums["ee"] == pytest.approx(
+            sum(float(change.square().sum()) for change in stored), rel=1e-4
+        )
         # Cauchy and Schwarz: the intended change lies along what was taken, and is as long as AdamW's.
-        assert 0 < sums["de"] ** 2 <= 1.0001 * sums["dd"] * sums["ee"] or sums["lost"] == sums["nonzero"]
+        assert (
+            0 < sums["de"] ** 2 <= 1.0001 * sums["dd"] * sums["ee"]
+            or sums["lost"] == sums["nonzero"]
+        )
         assert 0.01e-3 < math.sqrt(sums["dd"] / sums["nonzero"]) < 1.01e-3 * 1.2
 
 
@@ -181,15 +223,21 @@ def test_a_restored_window_forgets_its_oldest_step() -> None:
 
 def test_a_skipped_step_is_not_audited() -> None:
     weight = torch.nn.Parameter(torch.ones(4, 4))
-    optimizer = ng.AdamW([weight], storage="float32", audit_every=1, max_grad_norm=1.0, compile=False)
+    optimizer = ng.AdamW(
+        [weight], storage="float32", audit_every=1, max_grad_norm=1.0, compile=False
+    )
     for value in (1.0, math.inf, 1.0):
         weight.grad = torch.full_like(weight, value)
         optimizer.step()
     reading = ng.audit(optimizer)["param 0"]
-    assert (optimizer.num_skipped, reading.num_audits) == (1, 2) and reading.edq == pytest.approx(1.0, abs=1e-3)
+    assert (optimizer.num_skipped, reading.num_audits) == (1, 2) and reading.edq == pytest.approx(
+        1.0, abs=1e-3
+    )
 
 
-def lost_decay_of_two(storage: str, rule: Callable[..., Any], lr: float, decay: float) -> tuple[float, float]:
+def lost_decay_of_two(
+    storage: str, rule: Callable[..., Any], lr: float, decay: float
+) -> tuple[float, float]:
     """A step's lost decay as audited, and in fractions from two optimizers, the second without decay.
 
     Both begin with the same weights, states and random bits, so what they store differs by what the difference in decay did.
@@ -200,7 +248,9 @@ def lost_decay_of_two(storage: str, rule: Callable[..., Any], lr: float, decay: 
     pair = []
     for weight_decay in (decay, 0.0):
         weight = torch.nn.Parameter(start.clone())
-        optimizer = rule([weight], lr=lr, weight_decay=0.0, storage=storage, audit_every=1, compile=False)
+        optimizer = rule(
+            [weight], lr=lr, weight_decay=0.0, storage=storage, audit_every=1, compile=False
+        )
         for step in range(3):
             optimizer.param_groups[0]["weight_decay"] = weight_decay if step == 2 else 0.0
             weight.grad = step_gradients([weight], step, 1e-2)[0]
@@ -211,11 +261,15 @@ def lost_decay_of_two(storage: str, rule: Callable[..., Any], lr: float, decay: 
     (before, visible, after, optimizer), (_, _, without, _) = pair
     # An element-wise rule reads the leading part of a pair, as the sources' do; a matrix rule gets the whole weight.
     is_leading = rule in (ng.AdamW, ng.Lion) and STORAGES[storage].weight.parts > 1
-    intended = [-Fraction(lr) * Fraction(decay) * Fraction(w) for w in (visible if is_leading else before)]
+    intended = [
+        -Fraction(lr) * Fraction(decay) * Fraction(w) for w in (visible if is_leading else before)
+    ]
     stored = [Fraction(a) - Fraction(b) for a, b in zip(after, without, strict=True)]
     along = sum((c * t for c, t in zip(intended, stored, strict=True)), Fraction(0))
     exact = 1 - along / sum((c * c for c in intended), Fraction(0))
-    audited = update_metrics(optimizer.auditor.windows[next(iter(optimizer.auditor.windows))][-1])["lost_decay"]
+    audited = update_metrics(optimizer.auditor.windows[next(iter(optimizer.auditor.windows))][-1])[
+        "lost_decay"
+    ]
     return audited.item(), float(exact)
 
 
@@ -227,10 +281,14 @@ OTHERS = [(ng.Lion, "kahan"), (ng.Muon, "naive"), (ng.optim.GaLore, "kahan")]
     [*((ng.AdamW, name) for name in ("word", "naive", "compact", "collage-plus")), *OTHERS],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_lost_decay_in_fractions(storage: str, rule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_decay_in_fractions(
+    storage: str, rule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In fractions, where a step's decay is a 16th of the weight's spacing or more; powers of two, so that C is exact."""
     audit = Layout.audit
-    monkeypatch.setattr(Layout, "audit", lambda self, shape: (1, audit(self, shape)[1]))  # of the whole tensor
+    monkeypatch.setattr(
+        Layout, "audit", lambda self, shape: (1, audit(self, shape)[1])
+    )  # of the whole tensor
     lr = 2.0**-10 if STORAGES[storage].weight.mantissa_bits >= 7 else 2.0**-6
     audited, exact = lost_decay_of_two(storage, rule, lr, 2.0**-1)
     assert audited == pytest.approx(exact, abs=2e-3)
@@ -238,7 +296,9 @@ def test_lost_decay_in_fractions(storage: str, rule: Callable[..., Any], monkeyp
 
 def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> None:
     """As Accelerate's and Lightning's: the optimizer is their attribute, and others go through them."""
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)).bfloat16()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)
+    ).bfloat16()
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(1.0)
@@ -260,7 +320,10 @@ def test_steps_of_all_tensors_are_added_from_the_latest() -> None:
     optimizer.auditor.restore(old, torch.stack(rows))
     optimizer.auditor.restore(late, torch.stack(rows[:1]))
     total = ng.audit(optimizer).total
-    assert total is not None and total.edq_error == read([rows[0], rows[1], rows[2] + rows[0]]).edq_error
+    assert (
+        total is not None
+        and total.edq_error == read([rows[0], rows[1], rows[2] + rows[0]]).edq_error
+    )
 
 
 def test_an_audit_counts_the_elements_that_it_reads() -> None:

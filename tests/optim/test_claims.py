@@ -17,17 +17,23 @@ from oracles.adamw import AdamW64
 from tensors import assert_same_bits, gaussian, take_steps
 
 # Of the stored displacement, relative; no storage of weights without a tail can hold more, see below.
-LIMITS = {name: row.stall for name, row in expectations.STORAGES.items() if isinstance(row.stall, float)}
+LIMITS = {
+    name: row.stall for name, row in expectations.STORAGES.items() if isinstance(row.stall, float)
+}
 AT_RANDOM = [name for name, row in expectations.STORAGES.items() if row.stall == "noisy"]
 STALLED = [name for name, row in expectations.STORAGES.items() if row.stall == "lost"]
 
 
 def test_every_kind_of_storage_has_a_representative() -> None:
-    assert {kind(STORAGES[name]) for name in REPRESENTATIVES} == {kind(row) for row in STORAGES.values()}
+    assert {kind(STORAGES[name]) for name in REPRESENTATIVES} == {
+        kind(row) for row in STORAGES.values()
+    }
     assert len({kind(STORAGES[name]) for name in REPRESENTATIVES}) == len(REPRESENTATIVES)
 
 
-@pytest.mark.usefixtures("native_formats")  # or the first optimizer of a process warns of slow matmuls
+@pytest.mark.usefixtures(
+    "native_formats"
+)  # or the first optimizer of a process warns of slow matmuls
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("storage", LIMITS)
 def test_stall_case_is_survived(storage: str) -> None:
@@ -52,9 +58,14 @@ def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(stora
 @pytest.mark.parametrize("storage", STALLED)
 def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> None:
     fallback = STORAGES[storage].fallback
-    with pytest.warns(ng.optim.UpdateLossWarning, match=rf"'weight' loses \d+% .* '{fallback}' would keep it"):
+    with pytest.warns(
+        ng.optim.UpdateLossWarning, match=rf"'weight' loses \d+% .* '{fallback}' would keep it"
+    ):
         error, reading = stall(storage, side=64)
-    bare = storage in ("naive", "no-master")  # float16 has room for the updates of its smallest weights
+    bare = storage in (
+        "naive",
+        "no-master",
+    )  # float16 has room for the updates of its smallest weights
     assert error > (0.9 if bare else 0.5)
     assert reading.lost_fraction > (0.99 if bare else 0.5)
     assert error > 4 * LIMITS[fallback]
@@ -97,7 +108,13 @@ def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> Non
 def test_exact_is_master_to_the_bit() -> None:
     results = []
     for storage in ("exact", "master"):
-        optimizer = ng.AdamW(parameters(storage, [(7, 13)]), lr=1e-2, storage=storage, compile=False, max_grad_norm=1.0)
+        optimizer = ng.AdamW(
+            parameters(storage, [(7, 13)]),
+            lr=1e-2,
+            storage=storage,
+            compile=False,
+            max_grad_norm=1.0,
+        )
         take_steps(optimizer, range(300), scale=0.01)
         (weight,) = optimizer.param_groups[0]["params"]
         stored = {name: optimizer.stored(weight, name) for name in ("weight", *STATE_NAMES)}
@@ -107,7 +124,10 @@ def test_exact_is_master_to_the_bit() -> None:
 
 def test_naive_is_torchs_fused_adamw_and_keeps_the_decay_that_torchs_default_loses() -> None:
     """One step from equal values: ties go away from zero here and to even there, and where moments cancel, last bits differ."""
-    start, gradient = gaussian(64, 128, scale=0.02).bfloat16(), gaussian(64, 128, seed=1, scale=0.01).bfloat16()
+    start, gradient = (
+        gaussian(64, 128, scale=0.02).bfloat16(),
+        gaussian(64, 128, seed=1, scale=0.01).bfloat16(),
+    )
     moments = (
         gaussian(64, 128, seed=2, scale=0.003).bfloat16(),
         gaussian(64, 128, seed=3, scale=0.01).square().bfloat16(),
@@ -117,7 +137,11 @@ def test_naive_is_torchs_fused_adamw_and_keeps_the_decay_that_torchs_default_los
     def torchs(decay: float, **how: bool) -> list[torch.Tensor]:
         weight = torch.nn.Parameter(start.clone())
         optimizer = torch.optim.AdamW([weight], weight_decay=decay, **options, **how)
-        state = {"step": torch.tensor(9.0), "exp_avg": moments[0].clone(), "exp_avg_sq": moments[1].clone()}
+        state = {
+            "step": torch.tensor(9.0),
+            "exp_avg": moments[0].clone(),
+            "exp_avg_sq": moments[1].clone(),
+        }
         optimizer.state[weight] = state
         weight.grad = gradient.clone()
         optimizer.step()
@@ -130,25 +154,33 @@ def test_naive_is_torchs_fused_adamw_and_keeps_the_decay_that_torchs_default_los
     weight.grad = gradient.clone()
     optimizer.step()
     ours = [weight.detach(), *(optimizer.stored(weight, name).bfloat16() for name in states)]
-    for one, other, differing in zip(ours, torchs(0.1, fused=True), (1e-3, 0.05, 0.01), strict=True):
+    for one, other, differing in zip(
+        ours, torchs(0.1, fused=True), (1e-3, 0.05, 0.01), strict=True
+    ):
         assert (one != other).float().mean() < differing
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
     for how in ({"foreach": False}, {"foreach": True}):
         assert torch.equal(torchs(1.0, **how)[0], torchs(0.0, **how)[0])
 
 
-@pytest.mark.parametrize("storage", [name for name in REPRESENTATIVES if STORAGES[name].visible != "float16"])
+@pytest.mark.parametrize(
+    "storage", [name for name in REPRESENTATIVES if STORAGES[name].visible != "float16"]
+)
 def test_power_of_two_scaled_gradients_give_the_same_weights(storage: str) -> None:
     shape, row = (24, 20), STORAGES[storage]
     results = []
     for scale in (1.0, 2.0**-20):
-        optimizer = ng.AdamW(parameters(storage, [shape]), lr=1e-3, eps=0.0, storage=storage, compile=False)
+        optimizer = ng.AdamW(
+            parameters(storage, [shape]), lr=1e-3, eps=0.0, storage=storage, compile=False
+        )
         (weight,) = optimizer.param_groups[0]["params"]
         ever = torch.zeros(shape, dtype=torch.bool)
         for step in range(50):
             generator = torch.Generator().manual_seed(step)
             gradient = (torch.randn(shape, generator=generator) * 1e-2).bfloat16()
-            gradient[:4] = 0  # never sees anything: its moments stay zero, and it takes no step but decay
+            gradient[:4] = (
+                0  # never sees anything: its moments stay zero, and it takes no step but decay
+            )
             gradient[4:8] *= step < 2  # and these nothing any more
             weight.grad = (gradient * scale).to(weight.dtype)
             optimizer.step()
@@ -171,7 +203,9 @@ def test_bounds_are_averaged_peaks(storage: str, beta2: float, shape: tuple[int,
     """A row's bounds follow the rule from peak to peak, so no exact moment lies above them, and no window ends below."""
     # Clipped to a norm that no step reaches: what counts is the gradient that the rule sees.
     generator = torch.Generator().manual_seed(1)
-    size = torch.exp(3 * torch.randn(shape[0], 1, generator=generator) + torch.randn(shape, generator=generator))
+    size = torch.exp(
+        3 * torch.randn(shape[0], 1, generator=generator) + torch.randn(shape, generator=generator)
+    )
     (weight,) = parameters(storage, [shape])
     options = {"lr": 1e-4, "betas": (0.9, beta2), "max_grad_norm": 1.0}
     optimizer = ng.AdamW([weight], **options, storage=storage, compile=False, audit_every=0)

@@ -24,7 +24,9 @@ def test_clipping_scales_as_torch_does() -> None:
 def test_a_spike_that_is_skipped_does_not_lower_the_loss_scale() -> None:
     scaler = ng.LossScaler(initial=4.0, hysteresis=1)
     weight = torch.nn.Parameter(torch.ones(4, 4).half())
-    optimizer = ng.AdamW([weight], lr=0.1, storage="float16/split", audit_every=0, loss_scaler=scaler)
+    optimizer = ng.AdamW(
+        [weight], lr=0.1, storage="float16/split", audit_every=0, loss_scaler=scaler
+    )
     optimizer.skip_above = 1.0
     scaler.scale((weight.float() * 2.0).sum()).backward()
     optimizer.step()
@@ -33,7 +35,9 @@ def test_a_spike_that_is_skipped_does_not_lower_the_loss_scale() -> None:
 
 @FEW
 @pytest.mark.parametrize("scale", [None, 8.0], ids=["unscaled", "scaled"])
-def test_a_step_below_the_limit_is_the_unclipped_step(rule: str, storage: str, scale: float | None) -> None:
+def test_a_step_below_the_limit_is_the_unclipped_step(
+    rule: str, storage: str, scale: float | None
+) -> None:
     def stepped(max_norm: float | None) -> dict[str, torch.Tensor]:
         scaler = None if scale is None else ng.LossScaler(initial=scale)
         weights = parameters(storage)
@@ -50,6 +54,11 @@ def test_a_step_below_the_limit_is_the_unclipped_step(rule: str, storage: str, s
 
 
 @pytest.mark.parametrize(("norm", "skips"), [(2.0, 0.0), (2.1, 1.0), (math.inf, 1.0)])
-def test_a_norm_above_the_bound_is_skipped_and_one_at_the_bound_is_not(norm: float, skips: float) -> None:
+def test_a_norm_above_the_bound_is_skipped_and_one_at_the_bound_is_not(
+    norm: float, skips: float
+) -> None:
     for scale in (1.0, 8.0):  # of the loss
-        assert decide(torch.tensor(norm * scale), torch.tensor([math.inf, 2.0, scale, 0.0]))[1] == skips
+        assert (
+            decide(torch.tensor(norm * scale), torch.tensor([math.inf, 2.0, scale, 0.0]))[1]
+            == skips
+        )

@@ -19,7 +19,11 @@ from tables import exhaustive
 from tensors import unsigned
 
 # The parts of an expansion are coded one by one: here each stands for itself.
-IN_TABLES = {replace(code, parts=1) for row in STORAGES.values() for code in (row.weight, row.exp_avg, row.exp_avg_sq)}
+IN_TABLES = {
+    replace(code, parts=1)
+    for row in STORAGES.values()
+    for code in (row.weight, row.exp_avg, row.exp_avg_sq)
+}
 OTHERS = {
     Code("e4m3", 4, 3, lowest=-6),
     Code("e5m2, unsigned, held", 5, 2, signed=False, lowest=-14, hold=True),
@@ -62,7 +66,9 @@ def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code)
     values = values_of(code)
     expected = np.concatenate([values, -values]) if code.signed else values
     for shift in shifts(code):
-        garbage = np.random.default_rng(shift).integers(0, 2**32, len(expected)) & ~((2**code.bits - 1) * 2**shift)
+        garbage = np.random.default_rng(shift).integers(0, 2**32, len(expected)) & ~(
+            (2**code.bits - 1) * 2**shift
+        )
         result = codes.decode(code, as_int32(every_code(code) * 2**shift | garbage), shift).numpy()
         assert np.array_equal(result.astype(np.float64), expected)
         assert np.array_equal(np.signbit(result), np.signbit(expected))
@@ -92,7 +98,9 @@ def test_encode_takes_the_nearest_listed_value_and_ties_away(code: Code) -> None
     positive = torch.from_numpy(x.astype(np.float32))
     assert np.array_equal(unsigned(codes.encode(code, positive, addend, 0)), held)
     if code.signed:
-        assert np.array_equal(unsigned(codes.encode(code, -positive, addend, 0)), steps + 2 ** (code.bits - 1))
+        assert np.array_equal(
+            unsigned(codes.encode(code, -positive, addend, 0)), steps + 2 ** (code.bits - 1)
+        )
 
 
 NANS = [0x7FC00000, 0x7F800001, 0x7F80FFFF, 0x7FBFFFFF, 0x7FFF0000, 0x7FFF7FFF, 0x7FFFFFFF]
@@ -113,18 +121,38 @@ def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
                 words = codes.encode(code, every_nan(), addend, shift, scale)
                 assert (words == words[0]).all()
                 value = codes.decode(code, words[:1], shift)
-                assert not value.signbit() and (value == values_of(code)[-1] if code.is_window else value.isnan())
+                assert not value.signbit() and (
+                    value == values_of(code)[-1] if code.is_window else value.isnan()
+                )
 
 
 @exhaustive("code", WINDOWS)
 def test_a_window_saturates_and_has_subnormals(code: Code) -> None:
-    largest, smallest = 2.0**code.highest * (2 - 2.0**-code.mantissa_bits), 2.0 ** (code.lowest - code.mantissa_bits)
+    largest, smallest = (
+        2.0**code.highest * (2 - 2.0**-code.mantissa_bits),
+        2.0 ** (code.lowest - code.mantissa_bits),
+    )
     x = torch.tensor(
-        [largest, largest * 1.5, 2.0**127, math.inf, smallest, 2.0**code.lowest, 1.5 * smallest, 0.75 * smallest]
+        [
+            largest,
+            largest * 1.5,
+            2.0**127,
+            math.inf,
+            smallest,
+            2.0**code.lowest,
+            1.5 * smallest,
+            0.75 * smallest,
+        ]
     )
     for addend in (half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
         result = codes.decode(code, codes.encode(code, x, addend, 0), 0)
-        assert result.tolist() == [*[largest] * 4, smallest, 2.0**code.lowest, 2 * smallest, smallest]
+        assert result.tolist() == [
+            *[largest] * 4,
+            smallest,
+            2.0**code.lowest,
+            2 * smallest,
+            smallest,
+        ]
 
 
 @exhaustive("code", [c for c in WINDOWS if c.rounding == "stochastic"])
@@ -155,10 +183,14 @@ def multipliers(code: Code, bound: float) -> tuple[Tensor, Tensor]:
 
 @exhaustive("code", SCALED)
 @exhaustive("bound", BOUNDS)
-def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(code: Code, bound: float) -> None:
+def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(
+    code: Code, bound: float
+) -> None:
     into, back = multipliers(code, bound)
     window = above(bound) * (2 - 2.0**-code.mantissa_bits)
-    x = torch.tensor([bound, above(bound) * 1.7, window, window * 1.5, window * 1e10, math.inf, math.nan])
+    x = torch.tensor(
+        [bound, above(bound) * 1.7, window, window * 1.5, window * 1e10, math.inf, math.nan]
+    )
     for addend in (0, half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
         kept = codes.decode(code, codes.encode(code, x, addend, 0, into), 0, back).tolist()
         assert abs(kept[0] - bound) <= bound * 2.0**-code.mantissa_bits and kept[0] < window
@@ -186,7 +218,9 @@ IN_FLOAT16 = [row for row in WHOLE if row.visible == "float16"]
 
 
 def patterns() -> Tensor:
-    special = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000])
+    special = np.array(
+        [0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000]
+    )
     every = np.arange(0, 2**32, 16381, dtype=np.int64)
     strided = np.concatenate([every, np.arange(2**16) * 2**16, special, special + oracle.SIGN])
     return quiet(float_of(as_int32(strided)))
@@ -210,7 +244,10 @@ def tail_shifts(storage: Storage) -> list[int]:
     if storage.tail_bits == 8:
         return list(range(25))
     (bits, shift) = next(
-        (p.bits, s) for p in layout.layout_of(storage).planes for name, s, _ in p.fields if name == "tail"
+        (p.bits, s)
+        for p in layout.layout_of(storage).planes
+        for name, s, _ in p.fields
+        if name == "tail"
     )
     return [shift + bits * k for k in range(32 // bits)]
 
@@ -230,7 +267,9 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
                 kept.float(),
             )  # float64 holds these values too
             assert torch.equal(bits_of(read), bits_of(kept))
-            assert np.array_equal(x.isnan(), kept.isnan()) and np.array_equal(x.isnan(), float_of(seen).isnan())
+            assert np.array_equal(x.isnan(), kept.isnan()) and np.array_equal(
+                x.isnan(), float_of(seen).isnan()
+            )
             exact = unsigned(bits_of(x))[finite]
             stored = oracle.cut(exact, dropped, addend) if dropped else exact
             assert np.array_equal(unsigned(bits_of(kept))[finite], stored)
@@ -272,12 +311,18 @@ def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
     x = around_float16()
     for sign in (1.0, -1.0):
         seen, field, kept = codes.encode_weight(storage, sign * x, 0)
-        words = layout.words_of_weight("float16", [seen, seen])[0]  # as a model sees a kernel's bits
-        assert np.array_equal(words.view(torch.float16)[::2].double().numpy(), sign * nearest_float16(kept.abs()))
+        words = layout.words_of_weight("float16", [seen, seen])[
+            0
+        ]  # as a model sees a kernel's bits
+        assert np.array_equal(
+            words.view(torch.float16)[::2].double().numpy(), sign * nearest_float16(kept.abs())
+        )
         shown = kept.abs() < 65520
         field = through_a_word(storage, field, 0)
         assert torch.equal(codes.decode_weight(storage, seen, field)[shown], kept[shown])
-        assert (codes.decode_weight(storage, seen, field)[~shown].abs() >= 65520).all()  # it stays where it is seen
+        assert (
+            codes.decode_weight(storage, seen, field)[~shown].abs() >= 65520
+        ).all()  # it stays where it is seen
 
 
 def test_round_to_float16_is_nearest_with_ties_away() -> None:
@@ -288,15 +333,23 @@ def test_round_to_float16_is_nearest_with_ties_away() -> None:
         assert np.array_equal(result.double().numpy(), sign * nearest_float16(x))
     result = round_to_float16(torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0]))
     assert (
-        result[:2].tolist() == [math.inf, -math.inf] and result[2].isnan() and result[3:].signbit().tolist() == [0, 1]
+        result[:2].tolist() == [math.inf, -math.inf]
+        and result[2].isnan()
+        and result[3:].signbit().tolist() == [0, 1]
     )
 
 
-@pytest.mark.parametrize("storage", [row for row in STORAGES.values() if row.tail_bits], ids=lambda row: row.name)
-def test_a_tail_moves_a_written_weight_by_half_an_ulp_and_a_zero_not_at_all(storage: Storage) -> None:
+@pytest.mark.parametrize(
+    "storage", [row for row in STORAGES.values() if row.tail_bits], ids=lambda row: row.name
+)
+def test_a_tail_moves_a_written_weight_by_half_an_ulp_and_a_zero_not_at_all(
+    storage: Storage,
+) -> None:
     """Every finite visible value, beside the ends of the tail's range: the sum is finite, near, and of the same sign."""
     dtype = getattr(torch, storage.visible)
-    written = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    written = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    )
     written = written[written.isfinite()]
     visible = codes.visible_bits(storage.visible, written)
     end = 1 << (codes.dropped_bits(storage.weight) + storage.tail_bits - 1)
@@ -317,7 +370,9 @@ def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix(
     alone = [codes.encode_alone(code, matrix, seed) for matrix in stack]
     assert torch.equal(codes.encode_alone(code, stack, seed), torch.stack(alone))
     assert torch.equal(codes.encode_alone(code, stack[0].flatten(), seed).view(5, 7), alone[0])
-    values, scaled = (codes.alone_value(code, codes.encode_alone(code, x, seed)) for x in (stack, stack / 32))
+    values, scaled = (
+        codes.alone_value(code, codes.encode_alone(code, x, seed)) for x in (stack, stack / 32)
+    )
     assert torch.equal(values / 32, scaled)  # a power of two changes no random bit
     repeated = codes.encode_alone(code, torch.full((5, 7), 1 / 3), seed)
     assert len(repeated.unique()) == 2  # neighbours in their window: no element has another's bits

@@ -13,7 +13,15 @@ import expectations
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.rounding import bits_of, float_of, half
 from narrowgauge.optim import codes
-from narrowgauge.optim.codes import Lane, Written, addends, read_state, read_weight, write_state, write_weight
+from narrowgauge.optim.codes import (
+    Lane,
+    Written,
+    addends,
+    read_state,
+    read_weight,
+    write_state,
+    write_weight,
+)
 from narrowgauge.optim.kernel import advance
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
@@ -28,7 +36,10 @@ SEED = torch.tensor(-123456789, dtype=torch.int32)
 
 
 def empty_lane(
-    storage: Storage, count: int, bounds: Mapping[str, float], after: Mapping[str, float] | None = None
+    storage: Storage,
+    count: int,
+    bounds: Mapping[str, float],
+    after: Mapping[str, float] | None = None,
 ) -> Lane:
     """A lane of zeros, all of one row whose bounds are ``bounds`` before a step and ``after`` it."""
     nothing = torch.zeros(count, dtype=torch.int32)
@@ -49,13 +60,19 @@ def filled(lane: Lane, seen: Tensor, gradient: Tensor, fields: Mapping[str, Tens
     return Lane(seen, gradient, words, lane.scales)
 
 
-def started(storage: Storage, weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> Lane:
+def started(
+    storage: Storage, weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor]
+) -> Lane:
     """A lane in which values are kept, cut to the nearest."""
     values = {"weight": 2 * weight, **states}
-    lane = empty_lane(storage, len(weight), {name: float(values[name].abs().max()) for name in storage.scaled})
+    lane = empty_lane(
+        storage, len(weight), {name: float(values[name].abs().max()) for name in storage.scaled}
+    )
     seen, fields = write_weight(storage, lane, weight, half(codes.dropped_bits(storage.weight)))
     for name, value in states.items():
-        fields |= write_state(storage, lane, name, value, half(codes.dropped_bits(storage.code(name))))
+        fields |= write_state(
+            storage, lane, name, value, half(codes.dropped_bits(storage.code(name)))
+        )
     return filled(lane, seen, codes.visible_bits(storage.visible, gradient), fields)
 
 
@@ -66,7 +83,10 @@ SCALARS = {
 
 
 def scalars(storage: Storage) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, dtype=codes.value_dtype(storage)) for name, value in SCALARS.items()}
+    return {
+        name: torch.tensor(value, dtype=codes.value_dtype(storage))
+        for name, value in SCALARS.items()
+    }
 
 
 def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray) -> Sequence[np.ndarray]:
@@ -93,9 +113,12 @@ def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> 
     before, after, done = one_step(storage)
     weight = read_weight(storage, before)
     if storage.weight.parts > 1:
-        weight = codes.visible_value(storage.visible, before.visible)  # Kahan's rule steps what is seen
+        weight = codes.visible_value(
+            storage.visible, before.visible
+        )  # Kahan's rule steps what is seen
     gradient = (
-        codes.visible_value(storage.visible, before.gradient).to(weight.dtype).numpy() * SCALARS["gradient_scale"]
+        codes.visible_value(storage.visible, before.gradient).to(weight.dtype).numpy()
+        * SCALARS["gradient_scale"]
     )
     states = [read_state(storage, before, name).numpy() for name in STATE_NAMES]
     change, *moments = adamw(weight.numpy(), gradient, *states)
@@ -121,13 +144,18 @@ def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> 
             assert abs(error.sum()) < 5 * np.sqrt((share * (1 - share)).sum()), name
 
 
-@exhaustive("storage", [row for row in ROWS if row.visible == "float16" and row.arithmetic == "expansion"])
+@exhaustive(
+    "storage", [row for row in ROWS if row.visible == "float16" and row.arithmetic == "expansion"]
+)
 def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
     """Rational sums: Collage's own bounds, and what storing loses: 2^-25 of the first part, half as much of the second."""
     u, end = Fraction(1, 2**11), Fraction(3, 2**26)
     binades = 2.0 ** -(torch.arange(600) % 14).float()
     gradient = gaussian(600, seed=3).half().float() * binades
-    moments = {"exp_avg": gaussian(600, seed=1) * 2e-3, "exp_avg_sq": (gaussian(600, seed=2) * binades).square()}
+    moments = {
+        "exp_avg": gaussian(600, seed=1) * 2e-3,
+        "exp_avg_sq": (gaussian(600, seed=2) * binades).square(),
+    }
     before = started(storage, gaussian(600) * binades, gradient.half().float(), moments)
     done = advance(ADAMW, storage, before, None, scalars(storage), SEED)
     after = filled(before, done.visible, before.gradient, done.fields)
@@ -136,13 +164,21 @@ def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
         return rational.values([part.tolist() for part in codes.read_parts(storage, lane, name)])
 
     errors = []
-    for old, change, new in zip(exact(before, "weight"), done.changes[0].tolist(), exact(after, "weight"), strict=True):
-        errors.append(abs(new - (old + Fraction(change))) / (end + 2 * u**2 * abs(old + Fraction(change))))
+    for old, change, new in zip(
+        exact(before, "weight"), done.changes[0].tolist(), exact(after, "weight"), strict=True
+    ):
+        errors.append(
+            abs(new - (old + Fraction(change))) / (end + 2 * u**2 * abs(old + Fraction(change)))
+        )
     assert Fraction(1, 2) < max(errors) <= 1
     beta = 1 - scalars(storage)["one_minus_beta2"].item()
-    squares = (codes.gradient_value("float16", before.gradient).double() * SCALARS["gradient_scale"]).square()
+    squares = (
+        codes.gradient_value("float16", before.gradient).double() * SCALARS["gradient_scale"]
+    ).square()
     is_plus, errors = storage.exp_avg_sq.parts > 1, []
-    for old, square, new in zip(exact(before, "exp_avg_sq"), squares.tolist(), exact(after, "exp_avg_sq"), strict=True):
+    for old, square, new in zip(
+        exact(before, "exp_avg_sq"), squares.tolist(), exact(after, "exp_avg_sq"), strict=True
+    ):
         increment, decayed = Fraction(1 - beta) * Fraction(square), Fraction(beta) * old
         rounding = u * increment + 10 * u**2 * decayed if is_plus else 3 * u * (increment + decayed)
         held = max(increment + decayed, Fraction(1, 2**24))
@@ -154,14 +190,18 @@ def spacings(storage: Storage, lane: Lane, name: str, x: np.ndarray) -> oracle.F
     """How far apart the values of a code are around each x, as if its parts were one long mantissa."""
     code, lowest = storage.code(name), -126.0
     if code.scaled:
-        lowest += np.log2(float(lane.scales[name][1]))  # a window begins where float32's exponents do, and is moved
+        lowest += np.log2(
+            float(lane.scales[name][1])
+        )  # a window begins where float32's exponents do, and is moved
     elif code.is_window:
         lowest = float(code.lowest)
     elif code.bits == 64:
         lowest = -1022.0
     elif name == "weight" and storage.visible == "float16":
         lowest = -14.0
-    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 1e-300))), lowest)
+    exponent = np.maximum(
+        np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 1e-300))), lowest
+    )
     return np.asarray(2.0 ** (exponent - (code.parts * (code.mantissa_bits + 1) - 1)))
 
 
@@ -190,7 +230,13 @@ def regime(name: str) -> tuple[Tensor, Tensor, Tensor]:
     return weight, bits_of(torch.randn(weight.shape, generator=generator)) & -65536, seeds(4)
 
 
-REGIMES = ("one weight, one gradient", "zero weight", "all weights 1, every gradient", "powers of two", "gaussian")
+REGIMES = (
+    "one weight, one gradient",
+    "zero weight",
+    "all weights 1, every gradient",
+    "powers of two",
+    "gaussian",
+)
 
 
 @exhaustive("row", ["word", "states8"])
@@ -216,9 +262,14 @@ def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) ->
 
 
 @exhaustive("row", [name for name, row in STORAGES.items() if row.is_stochastic])
-def test_elements_of_equal_weights_draw_other_random_bits_if_their_gradients_differ(row: str) -> None:
+def test_elements_of_equal_weights_draw_other_random_bits_if_their_gradients_differ(
+    row: str,
+) -> None:
     one, storage = torch.ones(128), STORAGES[row]
     mantissas = torch.arange(128, dtype=torch.int32) << (16 if storage.visible == "bfloat16" else 0)
     for name, drawn in addends(storage, one, bits_of(one) | mantissas, SEED).items():
-        if storage.code(name).rounding == "stochastic" and codes.dropped_bits(storage.code(name)) >= 8:
+        if (
+            storage.code(name).rounding == "stochastic"
+            and codes.dropped_bits(storage.code(name)) >= 8
+        ):
             assert len(torch.as_tensor(drawn).unique()) > 64, name

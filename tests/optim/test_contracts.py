@@ -20,7 +20,14 @@ import narrowgauge as ng
 from narrowgauge.optim.rules.matrix import MatrixRule, extras_of
 from narrowgauge.spec.storages import FLOAT32, STORAGES
 from optim.pairs import EVERY, RULES, SOME, Shape, build, everything, parameters
-from tensors import assert_same_bits, bytes_alone, parameters_of, set_gradients, step_gradients, take_steps
+from tensors import (
+    assert_same_bits,
+    bytes_alone,
+    parameters_of,
+    set_gradients,
+    step_gradients,
+    take_steps,
+)
 
 TORCHS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.9)}),
@@ -37,11 +44,15 @@ def test_in_float32_it_is_torchs_own_to_the_last_bits(rule: str) -> None:
     make, options = TORCHS[rule]
     ours = build(rule, parameters("float32"), "float32", **options)
     theirs = make(
-        [p.detach().double().requires_grad_() for p in parameters_of(ours)], **{**RULES[rule].options, **options}
+        [p.detach().double().requires_grad_() for p in parameters_of(ours)],
+        **{**RULES[rule].options, **options},
     )
     for step in range(6):
         for p, q, gradient in zip(
-            parameters_of(ours), parameters_of(theirs), step_gradients(parameters_of(ours), step), strict=True
+            parameters_of(ours),
+            parameters_of(theirs),
+            step_gradients(parameters_of(ours), step),
+            strict=True,
         ):
             p.grad, q.grad = gradient, gradient.double()
         for optimizer in (ours, theirs):
@@ -64,7 +75,9 @@ def left_over(rule: str, storage: str, steps: int = 24) -> list[float]:
     for step in range(steps + 1):
         errors = [p.detach().float() - target for p, target in zip(params, targets, strict=True)]
         slopes = [curvature @ error for curvature, error in zip(curvatures, errors, strict=True)]
-        losses.append([float((error * slope).sum()) for error, slope in zip(errors, slopes, strict=True)])
+        losses.append(
+            [float((error * slope).sum()) for error, slope in zip(errors, slopes, strict=True)]
+        )
         for p, slope in zip(params, slopes, strict=True):
             p.grad = slope.to(p.dtype)
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
@@ -100,7 +113,8 @@ def test_a_run_goes_on_from_a_saved_state_bit_for_bit(rule: str, storage: str) -
 def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -> None:
     decay = {"weight_decay": 0.0} if rule != "own" else {}
     optimizer, twin = (
-        build(rule, parameters(storage), storage, max_grad_norm=2.0, low_bits="zero", **decay) for _ in range(2)
+        build(rule, parameters(storage), storage, max_grad_norm=2.0, low_bits="zero", **decay)
+        for _ in range(2)
     )
     params, start = parameters_of(optimizer), [p.detach().clone() for p in parameters_of(optimizer)]
     for each in (optimizer, twin):
@@ -132,7 +146,9 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
         p.grad = torch.zeros_like(p)
     optimizer.step()
     after = everything(optimizer)
-    assert_same_bits(*({n: v for n, v in found.items() if n.startswith("0 ")} for found in (before, after)))
+    assert_same_bits(
+        *({n: v for n, v in found.items() if n.startswith("0 ")} for found in (before, after))
+    )
     assert [float(after[f"{k} step"]) for k in range(3)] == [3.0, 4.0, 4.0]
     assert all(optimizer.stored(p).isfinite().all() for p in params)
 
@@ -163,15 +179,27 @@ def strided(values: Tensor) -> Tensor:
 @SOME
 def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> None:
     plain = build(rule, parameters(storage, ODD), storage, max_grad_norm=2.0)
-    odd = build(rule, [nn.Parameter(strided(p.detach())) for p in parameters_of(plain)], storage, max_grad_norm=2.0)
+    odd = build(
+        rule,
+        [nn.Parameter(strided(p.detach())) for p in parameters_of(plain)],
+        storage,
+        max_grad_norm=2.0,
+    )
     places = [(p.data_ptr(), p.stride()) for p in parameters_of(odd)]
     before = [plain.stored(p) for p in parameters_of(plain)]
     for step in range(3):
         for p, q, gradient in zip(
-            parameters_of(plain), parameters_of(odd), step_gradients(parameters_of(plain), step), strict=True
+            parameters_of(plain),
+            parameters_of(odd),
+            step_gradients(parameters_of(plain), step),
+            strict=True,
         ):
             # The strides of a gradient are its own: of one parameter it lies as in memory, of the other it does not.
-            p.grad, q.grad = (gradient, strided(gradient)) if step != 1 else (strided(gradient), gradient.clone())
+            p.grad, q.grad = (
+                (gradient, strided(gradient))
+                if step != 1
+                else (strided(gradient), gradient.clone())
+            )
         plain.step()
         odd.step()
     assert_same_bits(everything(plain), everything(odd))
@@ -186,7 +214,10 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
     if isinstance(optimizer.rule, MatrixRule):
         states = extras_of(optimizer.rule, (rows, cols), group)
         row = storage.keeping(optimizer.rule.kept)
-        codes = {name: FLOAT32 if state.role is None else storage.code(state.role) for name, state in states.items()}
+        codes = {
+            name: FLOAT32 if state.role is None else storage.code(state.role)
+            for name, state in states.items()
+        }
         whole = sum(bytes_alone(codes[name], state.shape) for name, state in states.items())
         whole += sum(4 * state.shape[0] for name, state in states.items() if codes[name].scaled)
     else:

@@ -19,9 +19,16 @@ both = pytest.mark.parametrize("storage", ["float64", "master64"])
 def start(storage: str, **options: Any) -> tuple[list[nn.Parameter], ng.AdamW]:
     """Parameters of odd sizes and their optimizer, at a rate of which float32 would round each step."""
     dtype = getattr(torch, STORAGES[storage].visible)
-    parameters = [nn.Parameter(gaussian(*shape, seed=k, dtype=dtype)) for k, shape in enumerate(SHAPES)]
+    parameters = [
+        nn.Parameter(gaussian(*shape, seed=k, dtype=dtype)) for k, shape in enumerate(SHAPES)
+    ]
     return parameters, ng.AdamW(
-        parameters, lr=1e-5, betas=(0.9, 0.999), weight_decay=0.1, storage=storage, **{"low_bits": "zero", **options}
+        parameters,
+        lr=1e-5,
+        betas=(0.9, 0.999),
+        weight_decay=0.1,
+        storage=storage,
+        **{"low_bits": "zero", **options},
     )
 
 
@@ -34,12 +41,17 @@ def step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, numbe
 
 @both
 @pytest.mark.parametrize(
-    ("name", "options"), [("AdamW", {}), ("Adam", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9})]
+    ("name", "options"),
+    [("AdamW", {}), ("Adam", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9})],
 )
-def test_torch_in_float64_is_equal_to_fourteen_digits(storage: str, name: str, options: dict[str, Any]) -> None:
+def test_torch_in_float64_is_equal_to_fourteen_digits(
+    storage: str, name: str, options: dict[str, Any]
+) -> None:
     parameters, _ = start(storage)
     wide = [nn.Parameter(p.detach().double()) for p in parameters]
-    optimizer = getattr(ng, name)(parameters, lr=1e-3, storage=storage, low_bits="zero", audit_every=3, **options)
+    optimizer = getattr(ng, name)(
+        parameters, lr=1e-3, storage=storage, low_bits="zero", audit_every=3, **options
+    )
     reference = getattr(torch.optim, name)(wide, lr=1e-3, **options)
     for t in range(20):
         step(parameters, optimizer, t)
@@ -48,10 +60,12 @@ def test_torch_in_float64_is_equal_to_fourteen_digits(storage: str, name: str, o
         stored = optimizer.stored(p)
         torch.testing.assert_close(stored, exact.detach(), rtol=0, atol=1e-14)
         assert torch.equal(p, stored.float().to(p.dtype))
-        assert {value.dtype for name, value in optimizer.state_of(p).saved().items() if name != "step"} == {
-            torch.float64
-        }
-    assert all(reading.edq == pytest.approx(1, abs=1e-12) for reading in ng.audit(optimizer).values())
+        assert {
+            value.dtype for name, value in optimizer.state_of(p).saved().items() if name != "step"
+        } == {torch.float64}
+    assert all(
+        reading.edq == pytest.approx(1, abs=1e-12) for reading in ng.audit(optimizer).values()
+    )
 
 
 @pytest.mark.parametrize("storage", ["float64", "master64", "master", "float16/master"])
@@ -72,13 +86,17 @@ def test_adopted_values_are_kept_in_float64_nan_included(storage: str) -> None:
     (weight, _), optimizer = start(storage)
     values = torch.randn(33, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     values.view(-1)[:4] = torch.tensor([-torch.nan, torch.inf, -0.0, 1e-300], dtype=torch.float64)
-    optimizer.adopt({weight: values}, {weight: {"step": 3, "exp_avg": values, "exp_avg_sq": values.square()}})
+    optimizer.adopt(
+        {weight: values}, {weight: {"step": 3, "exp_avg": values, "exp_avg_sq": values.square()}}
+    )
     assert weight.isnan().sum() == 1
 
     def of(name: str) -> Tensor:
         return bits(optimizer.stored(weight, name)).view(-1)[1:]
 
-    assert torch.equal(of("weight"), bits(values).view(-1)[1:]) and torch.equal(of("exp_avg"), of("weight"))
+    assert torch.equal(of("weight"), bits(values).view(-1)[1:]) and torch.equal(
+        of("exp_avg"), of("weight")
+    )
     assert bits(optimizer.stored(weight)).view(-1)[0] == 0x7FF8 << 48
     # A state of torch's float64 AdamW arrives whole.
     wide = nn.Parameter(values.nan_to_num(posinf=1.0))

@@ -39,7 +39,9 @@ def test_tied_weights_are_one() -> None:
     """As ``named_parameters`` gives them, and given twice, of which torch warns: clipped, stepped and counted once."""
     rule, storage = "adamw", "word"
     model, plain = Tied(storage), parameters(storage, [(12, 10)])
-    optimizer, twin = (build(rule, p, storage, max_grad_norm=0.1) for p in (model.named_parameters(), plain))
+    optimizer, twin = (
+        build(rule, p, storage, max_grad_norm=0.1) for p in (model.named_parameters(), plain)
+    )
     names = Tied(storage).named_parameters(remove_duplicate=False)
     with pytest.warns(UserWarning, match="duplicate parameters"):
         doubled = build(rule, list(names), storage, max_grad_norm=0.1)
@@ -69,9 +71,16 @@ def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "storage", "compile"),
-    [("adamw", "word", False), ("muon", "kahan", False), ("galore", "word", False), ("plain sgd", "naive", True)],
+    [
+        ("adamw", "word", False),
+        ("muon", "kahan", False),
+        ("galore", "word", False),
+        ("plain sgd", "naive", True),
+    ],
 )
-def test_steps_have_the_same_bits_under_any_default_dtype_and_device(rule: str, storage: str, compile: bool) -> None:
+def test_steps_have_the_same_bits_under_any_default_dtype_and_device(
+    rule: str, storage: str, compile: bool
+) -> None:
     """Both are the user's to choose: no step may depend on them, nor what is saved and loaded, nor what runs compiled."""
     found = []
     for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
@@ -86,7 +95,9 @@ def test_steps_have_the_same_bits_under_any_default_dtype_and_device(rule: str, 
                     for p, slope in zip(parameters_of(optimizer), step, strict=True):
                         p.grad = slope
                     optimizer.step()
-                    ran = ran or any(optimizer.ran_compiled().values())  # an audited bucket runs uncompiled
+                    ran = ran or any(
+                        optimizer.ran_compiled().values()
+                    )  # an audited bucket runs uncompiled
                     optimizer.load_state_dict(optimizer.state_dict())
         finally:
             torch.set_default_dtype(torch.float32)
@@ -108,13 +119,17 @@ def test_what_is_compiled_is_decided_at_each_step() -> None:
     assert optimizer.ran_compiled() == {"sgd/naive": not compiler_missing()}
 
 
-def beside(storage: str, shapes: list[Shape], **options: Any) -> tuple[ng.Optimizer, list[ng.Optimizer]]:
+def beside(
+    storage: str, shapes: list[Shape], **options: Any
+) -> tuple[ng.Optimizer, list[ng.Optimizer]]:
     """An optimizer of all tensors, and one for each of them."""
     alone = [build("adamw", [p], storage, **options) for p in parameters(storage, shapes)]
     return build("adamw", parameters(storage, shapes), storage, **options), alone
 
 
-def step_beside(optimizer: ng.Optimizer, alone: list[ng.Optimizer], step: int, missing: tuple[int, ...] = ()) -> None:
+def step_beside(
+    optimizer: ng.Optimizer, alone: list[ng.Optimizer], step: int, missing: tuple[int, ...] = ()
+) -> None:
     for k, gradient in enumerate(step_gradients(parameters_of(optimizer), step)):
         for p in (parameters_of(optimizer)[k], parameters_of(alone[k])[0]):
             p.grad = None if k in missing else gradient
@@ -158,7 +173,9 @@ def test_one_missing_gradient_does_not_break_a_bucket(calls: list[int]) -> None:
 
 
 @pytest.mark.parametrize("storage", ["word", "compact", "states8"])
-def test_small_tensors_step_in_one_call_and_are_audited_in_one(calls: list[int], storage: str) -> None:
+def test_small_tensors_step_in_one_call_and_are_audited_in_one(
+    calls: list[int], storage: str
+) -> None:
     """Whatever their shapes, if their rows have equal length; and they have the bits of tensors stepped alone."""
     shapes: list[Shape] = [(2 + 2 * (k % 3), 3, 5) if k % 2 else (4 + 2 * k, 5) for k in range(8)]
     optimizer, alone = beside(storage, shapes, audit_every=2)
@@ -170,15 +187,21 @@ def test_small_tensors_step_in_one_call_and_are_audited_in_one(calls: list[int],
     assert_alike(optimizer, alone)
 
 
-def test_the_first_step_of_a_large_tensor_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_of_a_large_tensor_takes_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Tracing and comparing take no tensor of its size. Here the traced graph stands for its code, and runs on short cases."""
     monkeypatch.setattr(narrowgauge.compile, "_COMPILED", {})
     monkeypatch.setattr(narrowgauge.compile, "can_compile", lambda place: True)
     monkeypatch.setattr(
-        torch._inductor, "compile", lambda graph, *_, **__: lambda *x: graph(*x) if len(x[0]) < 1 << 20 else None
+        torch._inductor,
+        "compile",
+        lambda graph, *_, **__: lambda *x: graph(*x) if len(x[0]) < 1 << 20 else None,
     )
     (weight,) = parameters("exact", [(1 << 11, 1 << 10)])
-    optimizer = ng.SGD([weight], momentum=0.9, storage="exact", compile=True, audit_every=0, low_bits="zero")
+    optimizer = ng.SGD(
+        [weight], momentum=0.9, storage="exact", compile=True, audit_every=0, low_bits="zero"
+    )
     optimizer.make_missing(optimizer.param_groups[0], [weight])
     weight.grad = torch.zeros_like(weight)
     assert peak_bytes(optimizer.step) < weight.nbytes / 4
@@ -191,7 +214,10 @@ def test_masters_begin_in_pieces(storage: str) -> None:
     optimizer = ng.AdamW([weight], storage=storage, compile=False)
     peak = peak_bytes(lambda: optimizer.make_missing(optimizer.param_groups[0], [weight]))
     state = optimizer.state_of(weight)
-    assert state is not None and peak < sum(words.nbytes for words in state.words.values()) + weight.nbytes
+    assert (
+        state is not None
+        and peak < sum(words.nbytes for words in state.words.values()) + weight.nbytes
+    )
     assert torch.equal(optimizer.stored(weight), weight.to(optimizer.stored(weight).dtype))
 
 
@@ -210,7 +236,9 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**6)
     scaled = build(rule, parameters(storage), storage, loss_scaler=scaler)
     plain = build(rule, parameters(storage), storage, max_grad_norm=math.inf)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (scaled, plain)]
+    schedules = [
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (scaled, plain)
+    ]
     for step in range(4):
         slopes = step_gradients(parameters_of(plain), step)
         if step == 1:
@@ -237,14 +265,19 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     assert float(scaled.state_dict()["state"][0]["step"]) == 3.0
     assert (ours.scale_tensor.item() if ours is not None else theirs.get_scale()) == 2.0**5
     if "idle" in kind:
-        assert scaler is not None and scaler.state_dict() == ng.LossScaler(2.0**6, hysteresis=1).state_dict()
+        assert (
+            scaler is not None
+            and scaler.state_dict() == ng.LossScaler(2.0**6, hysteresis=1).state_dict()
+        )
     assert_same_bits(everything(scaled), everything(plain))
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains")
 def test_a_parameter_that_is_listed_twice_takes_no_others_name() -> None:
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    optimizer = ng.AdamW([("first", first), ("first", first), ("second", second)], storage="float32", compile=False)
+    optimizer = ng.AdamW(
+        [("first", first), ("first", first), ("second", second)], storage="float32", compile=False
+    )
     assert optimizer.parameter_names() == {first: "first", second: "second"}
 
 
@@ -253,7 +286,10 @@ def learn(optimizer: ng.Optimizer, scale: Callable[[Tensor], Tensor], steps: ran
     params = parameters_of(optimizer)
     for step in steps:
         optimizer.zero_grad()
-        products = [(p.float() * slope).sum() for p, slope in zip(params, step_gradients(params, step), strict=True)]
+        products = [
+            (p.float() * slope).sum()
+            for p, slope in zip(params, step_gradients(params, step), strict=True)
+        ]
         scale(torch.stack(products).sum()).backward()
         optimizer.step()
 
@@ -262,11 +298,14 @@ def learn(optimizer: ng.Optimizer, scale: Callable[[Tensor], Tensor], steps: ran
 def test_a_loss_that_nobody_scaled_is_refused_and_nothing_changes(storage: str) -> None:
     """Also between steps that were scaled: a scale is good for one step."""
     scalers = [ng.LossScaler(2.0**6) for _ in range(2)]
-    optimizer, twin = (build("adamw", parameters(storage), storage, loss_scaler=scaler) for scaler in scalers)
+    optimizer, twin = (
+        build("adamw", parameters(storage), storage, loss_scaler=scaler) for scaler in scalers
+    )
     for first in (0, 2):
         before = everything(optimizer)
         with pytest.raises(
-            ng.errors.RecipeError, match=r"since the last step.*loss_scaler\.scale\(loss\)\.backward\(\)"
+            ng.errors.RecipeError,
+            match=r"since the last step.*loss_scaler\.scale\(loss\)\.backward\(\)",
         ):
             learn(optimizer, lambda loss: loss, range(first, first + 1))
         assert_same_bits(before, {name: everything(optimizer)[name] for name in before})
@@ -278,7 +317,10 @@ def test_a_loss_that_nobody_scaled_is_refused_and_nothing_changes(storage: str) 
 
 def test_two_optimizers_with_one_scaler_are_refused() -> None:
     """The first step changes the scale by which the second would divide."""
-    scaler, weights = ng.LossScaler(2.0, growth_interval=1), [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    scaler, weights = (
+        ng.LossScaler(2.0, growth_interval=1),
+        [nn.Parameter(torch.ones(4)) for _ in range(2)],
+    )
     first, second = (ng.SGD([p], lr=0.5, storage="float32", loss_scaler=scaler) for p in weights)
     scaler.scale(sum(p.sum() for p in weights)).backward()
     first.step()

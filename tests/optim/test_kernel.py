@@ -11,7 +11,9 @@ from narrowgauge.machine import compiler_missing
 from optim.pairs import everything, parameters
 from tensors import assert_same_bits, set_gradients, take_steps
 
-needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing to compare with")
+needs_compiler = pytest.mark.skipif(
+    bool(compiler_missing()), reason=f"{compiler_missing()}: nothing to compare with"
+)
 
 
 @needs_compiler
@@ -22,8 +24,16 @@ def test_eager_and_compiled_have_the_same_bits_where_steps_are_audited() -> None
     """
     results = []
     for is_compiled in (False, True):
-        params = parameters("word", [(130, 66), (65, 67), (5,)])  # one is copied, and one joins a bucket
-        options = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.1, "audit_every": 1, "max_grad_norm": 1.0}
+        params = parameters(
+            "word", [(130, 66), (65, 67), (5,)]
+        )  # one is copied, and one joins a bucket
+        options = {
+            "lr": 1e-3,
+            "momentum": 0.0,
+            "weight_decay": 0.1,
+            "audit_every": 1,
+            "max_grad_norm": 1.0,
+        }
         optimizer = ng.SGD(params, **options, storage="word", compile=is_compiled)
         for step in range(8):
             set_gradients(params, step, 0.01)
@@ -31,9 +41,15 @@ def test_eager_and_compiled_have_the_same_bits_where_steps_are_audited() -> None
                 params[1].grad[3, 2] = torch.inf  # type: ignore[index]
             optimizer.step()
         readings = ng.audit(optimizer)
-        assert optimizer.num_skipped == 1 and optimizer.grad_norm is not None and readings.total is not None
+        assert (
+            optimizer.num_skipped == 1
+            and optimizer.grad_norm is not None
+            and readings.total is not None
+        )
         lost = torch.tensor([readings["param 0"].lost_fraction, readings.total.num_audits])
-        results.append({**everything(optimizer), "norm": optimizer.grad_norm.reshape(1), "lost": lost})
+        results.append(
+            {**everything(optimizer), "norm": optimizer.grad_norm.reshape(1), "lost": lost}
+        )
     assert_same_bits(*results)
 
 
@@ -42,14 +58,18 @@ def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, stora
     results = []
     for chunk in (1 << 15, 1000, 30):
         monkeypatch.setattr("narrowgauge.numerics.chunks.CHUNK", chunk)
-        optimizer = ng.AdamW(parameters(storage, [(30, 31), (20, 22)]), storage=storage, compile=False)
+        optimizer = ng.AdamW(
+            parameters(storage, [(30, 31), (20, 22)]), storage=storage, compile=False
+        )
         take_steps(optimizer, range(12), scale=0.01)
         results.append(everything(optimizer))
     assert_same_bits(results[0], results[1])
     assert_same_bits(results[0], results[2])
 
 
-def test_without_a_compiler_the_definition_runs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_definition_runs_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(compile, "_COMPILED", {})

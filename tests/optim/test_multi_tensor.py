@@ -26,8 +26,12 @@ from optim.pairs import PAIRS, RULES, build, everything, parameters
 from script_modules import benchmark_module
 from tensors import assert_same_bits, gaussian
 
-pytest.importorskip("triton", reason="the kernels of a GPU are printed for Triton, which is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+pytest.importorskip(
+    "triton", reason="the kernels of a GPU are printed for Triton, which is not installed"
+)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # NumPy's, of infinities in the interpreter
 
 CPU = torch.device("cpu")
 # Nesterov's momentum is a scalar of "sgd". A user's own rule meets one storage of each kind. So do matrix rules but Muon: their
@@ -37,9 +41,15 @@ KERNELS = [
     (rule, storage)
     for rule, storage in PAIRS
     if STORAGES[storage].arithmetic != "float64"
-    if rule != "nesterov" and (rule not in ("own", "adafactor", "galore", "gradnorm_lorp") or storage in OWN)
+    if rule != "nesterov"
+    and (rule not in ("own", "adafactor", "galore", "gradnorm_lorp") or storage in OWN)
 ]
-FEW = [("adamw", "word"), ("adam", "compact"), ("lion", "float32-states8"), ("adamw", "float16/collage-plus")]
+FEW = [
+    ("adamw", "word"),
+    ("adam", "compact"),
+    ("lion", "float32-states8"),
+    ("adamw", "float16/collage-plus"),
+]
 FEW += [("muon", "word"), ("galore", "compact"), ("adafactor", "exact"), ("gradnorm_lorp", "kahan")]
 
 
@@ -74,7 +84,9 @@ def unaligned(shape: tuple[int, ...], values: Tensor) -> Tensor:
     return copy.copy_(values)
 
 
-def train(rule: str, storage: str, *, compiled: bool, steps: int = 5, **options: Any) -> ng.Optimizer:
+def train(
+    rule: str, storage: str, *, compiled: bool, steps: int = 5, **options: Any
+) -> ng.Optimizer:
     """Steps of two groups, with unequal counts, an infinity, a NaN, odd ends and addresses, no elements, other strides."""
     triton_printer.INTERPRET = compiled
     dtype = getattr(torch, STORAGES[storage].visible)
@@ -90,10 +102,18 @@ def train(rule: str, storage: str, *, compiled: bool, steps: int = 5, **options:
     )
     for step in range(steps):
         for k, param in enumerate(params):
-            gradient = gaussian(*param.shape, seed=100 * step + k, scale=2.0 ** (k - 3), dtype=dtype)
+            gradient = gaussian(
+                *param.shape, seed=100 * step + k, scale=2.0 ** (k - 3), dtype=dtype
+            )
             if step in (2, 4) and k == 0:
                 gradient[0, 3] = torch.inf if step == 2 else torch.nan
-            param.grad = None if step == 1 and k in (0, 3) else unaligned(param.shape, gradient) if k == 1 else gradient
+            param.grad = (
+                None
+                if step == 1 and k in (0, 3)
+                else unaligned(param.shape, gradient)
+                if k == 1
+                else gradient
+            )
         optimizer.step()
     return optimizer
 
@@ -101,21 +121,30 @@ def train(rule: str, storage: str, *, compiled: bool, steps: int = 5, **options:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("rule", "storage"), FEW)
 def test_steps_of_an_optimizer_are_the_same(rule: str, storage: str) -> None:
-    ours, theirs = (train(rule, storage, compiled=compiled, max_grad_norm=1.0) for compiled in (True, False))
+    ours, theirs = (
+        train(rule, storage, compiled=compiled, max_grad_norm=1.0) for compiled in (True, False)
+    )
     assert all(ours.ran_compiled().values()) and not any(theirs.ran_compiled().values())
     assert ours.num_skipped == theirs.num_skipped == 2
     assert_same_bits(everything(ours), everything(theirs))
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("adamw", "states8"), ("muon", "word")])
+@pytest.mark.parametrize(
+    ("rule", "storage"), [("adamw", "word"), ("adamw", "states8"), ("muon", "word")]
+)
 def test_an_audit_reads_the_same_and_changes_no_bit(rule: str, storage: str) -> None:
     """NaNs and infinities are left alone, since sums of them say nothing."""
-    ours, theirs = (train(rule, storage, compiled=compiled, steps=2, audit_every=1) for compiled in (True, False))
+    ours, theirs = (
+        train(rule, storage, compiled=compiled, steps=2, audit_every=1)
+        for compiled in (True, False)
+    )
     assert_same_bits(everything(ours), everything(theirs))
     for name, reading in ng.audit(theirs).items():
         assert ng.audit(ours)[name].edq == pytest.approx(reading.edq, abs=1e-4, nan_ok=True), name
-        assert ng.audit(ours)[name].lost_fraction == pytest.approx(reading.lost_fraction, abs=1e-6, nan_ok=True), name
+        assert ng.audit(ours)[name].lost_fraction == pytest.approx(
+            reading.lost_fraction, abs=1e-6, nan_ok=True
+        ), name
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -135,7 +164,11 @@ def test_an_audit_of_a_large_tensor_reads_each_program_once_in_turn() -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
-    tensors = [gaussian(5, 7), gaussian(0, 3, dtype=dtype), gaussian(40, 64, scale=1e3, dtype=dtype).t()]
+    tensors = [
+        gaussian(5, 7),
+        gaussian(0, 3, dtype=dtype),
+        gaussian(40, 64, scale=1e3, dtype=dtype).t(),
+    ]
     assert multi_tensor_squares.sums_on(tensors)
     table = multi_tensor_squares.SquaresTable()
     for value in (1.0, -torch.inf, torch.nan):
@@ -147,7 +180,9 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("count", [2, 9])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch, count: int, max_grad_norm: float | None) -> None:
+def test_a_step_is_one_launch(
+    monkeypatch: pytest.MonkeyPatch, count: int, max_grad_norm: float | None
+) -> None:
     """A second launch adds the sums of an audit. Two more find the norm, of gradients whose addresses are known."""
     params = parameters("word", [(4, 8)] * count)
     groups = [{"params": [p], "lr": 0.1 * k} for k, p in enumerate(params)]
@@ -187,13 +222,19 @@ def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch, count: int, max_g
         optimizer.step()
         # At first also the tiles, the limits, and two tables of the norm; in an audit also the numbers of elements.
         assert calls.pop("copies") == {0: 3 if max_grad_norm is None else 5, 9: 2}.get(step, 1)
-        names = ["step", *(["add_up"] if step == 9 else []), *(["largest", "squares"] if max_grad_norm else [])]
+        names = [
+            "step",
+            *(["add_up"] if step == 9 else []),
+            *(["largest", "squares"] if max_grad_norm else []),
+        ]
         assert calls == {f"{name} of {count}": 1 for name in names}
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("is_tried", [True, False])
-def test_equal_matrices_share_two_launches_and_each_product(monkeypatch: pytest.MonkeyPatch, is_tried: bool) -> None:
+def test_equal_matrices_share_two_launches_and_each_product(
+    monkeypatch: pytest.MonkeyPatch, is_tried: bool
+) -> None:
     """The products are shared if a stack has the bits of its matrices. A stack of experts is one already."""
     if not is_tried:
         monkeypatch.setattr(matrix, "_multiplies_stacks", lambda *args: False)
@@ -208,7 +249,9 @@ def test_equal_matrices_share_two_launches_and_each_product(monkeypatch: pytest.
     products: Counter[str] = Counter()
 
     class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             products[function.overloadpacket.__name__] += 1
             return function(*args, **(kwargs or {}))
 
@@ -216,7 +259,9 @@ def test_equal_matrices_share_two_launches_and_each_product(monkeypatch: pytest.
     for compiled in (True, False):
         triton_printer.INTERPRET = compiled
         params = parameters("word", [(8, 16)] * 5 + [(3, 8, 16)])
-        optimizer = ng.Muon(params, storage="word", compile=compiled, ns_steps=3, ns_dtype="float32")
+        optimizer = ng.Muon(
+            params, storage="word", compile=compiled, ns_steps=3, ns_dtype="float32"
+        )
         for step in range(2):
             for k, p in enumerate(params):
                 p.grad = gaussian(*p.shape, seed=10 * step + k, dtype=p.dtype)
@@ -240,7 +285,9 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
     results = []
     for is_captured in (True, False):
         params = parameters("states8", [(4, 16), (3, 5), (7,)])
-        optimizer = ng.AdamW(params, storage="states8", compile=True, lr=0.1, capturable=True, audit_every=2)
+        optimizer = ng.AdamW(
+            params, storage="states8", compile=True, lr=0.1, capturable=True, audit_every=2
+        )
         graph: list[tuple[Any, ...]] = []
         for step in range(5):
             for k, p in enumerate(params):
@@ -253,7 +300,9 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
                     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
                     patch.setattr(multi_tensor.Table, "send", None)  # nothing is sent from a graph
                     patch.setattr(
-                        multi_tensor.Table, "launch", lambda *args, audited, averages, graph=graph: graph.append(args)
+                        multi_tensor.Table,
+                        "launch",
+                        lambda *args, audited, averages, graph=graph: graph.append(args),
                     )
                     optimizer.step()
                 assert optimizer.num_steps(params[0]) == 1
@@ -296,7 +345,9 @@ def test_loaded_states_replace_those_that_a_table_or_a_graph_holds() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_an_audited_first_step_proves_what_a_graph_may_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audited_first_step_proves_what_a_graph_may_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     params = parameters("word", [(4, 8)])
     optimizer = ng.AdamW(params, storage="word", compile=True, audit_every=1)
     params[0].grad = torch.ones_like(params[0])
@@ -344,7 +395,9 @@ def test_a_graph_cannot_hold_a_first_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("storage", ["word", "compact"])
-def test_ranks_that_split_columns_bound_their_rows_together(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+def test_ranks_that_split_columns_bound_their_rows_together(
+    monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
     """So no launch takes such a tensor, if its rows have scales."""
     params = parameters(storage, [(4, 6)])
     optimizer = ng.AdamW(params, storage=storage, compile=True)
@@ -353,12 +406,20 @@ def test_ranks_that_split_columns_bound_their_rows_together(monkeypatch: pytest.
     monkeypatch.setattr(multi_tensor, "is_proven", lambda *args: True)
     monkeypatch.setattr(ParameterState, "column_groups", property(lambda state: [object()]))
     stepper = SimpleNamespace(group=optimizer.param_groups[0], audit_every=0)
-    assert multi_tensor.Launches({}).take(stepper, [state]) == ([state] if storage == "compact" else [])
+    assert multi_tensor.Launches({}).take(stepper, [state]) == (
+        [state] if storage == "compact" else []
+    )
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_rule_without_a_text_takes_the_other_route_and_says_so() -> None:
-    rule = Rule("odd", (), ("lr",), lambda group, step: (group["lr"],), lambda w, g, s: (s["lr"] * g.tanh(),))
+    rule = Rule(
+        "odd",
+        (),
+        ("lr",),
+        lambda group, step: (group["lr"],),
+        lambda w, g, s: (s["lr"] * g.tanh(),),
+    )
     results = []
     for compiled in (True, False):
         params = parameters("word", [(4, 6)])
@@ -377,13 +438,17 @@ def test_a_rule_without_a_text_takes_the_other_route_and_says_so() -> None:
 def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     source = multi_tensor.source
     monkeypatch.setattr(
-        multi_tensor, "source", lambda *a, **o: source(*a, **o).replace("tl.sqrt_rn", "2.0 * tl.sqrt_rn")
+        multi_tensor,
+        "source",
+        lambda *a, **o: source(*a, **o).replace("tl.sqrt_rn", "2.0 * tl.sqrt_rn"),
     )
     with pytest.warns(UserWarning, match="other bits"):
         assert not multi_tensor.is_proven(*kernel_of("adamw", "word"), CPU, False)
 
 
-@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("lion", "states8"), ("muon", "word")])
+@pytest.mark.parametrize(
+    ("rule", "storage"), [("adamw", "word"), ("lion", "states8"), ("muon", "word")]
+)
 def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, storage: str) -> None:
     """Compiled without a GPU. ``./dev gpu --compile`` compiles all pairs, for three architectures."""
     row = benchmark_module("gpu").compiled_row(*kernel_of(rule, storage), True, False, 90)

@@ -18,16 +18,24 @@ RATES = {"params", "lr", "weight_decay", "options"}
 
 
 def test_every_optimizer_has_a_row_and_every_row_an_optimizer() -> None:
-    classes = [thing for thing in vars(optimizers).values() if isinstance(thing, type) and issubclass(thing, Optimizer)]
+    classes = [
+        thing
+        for thing in vars(optimizers).values()
+        if isinstance(thing, type) and issubclass(thing, Optimizer)
+    ]
     names = {cls.__name__ for cls in classes if cls is not Optimizer and cls.__name__[0] != "_"}
     assert {row.optimizer for row in UPDATE_RULES.values()} == names
 
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
-def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_steps(rule: str) -> None:
+def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_steps(
+    rule: str,
+) -> None:
     row = UPDATE_RULES[rule]
     options = {
-        name: p.default for name, p in inspect.signature(OPTIMIZERS[rule]).parameters.items() if name not in RATES
+        name: p.default
+        for name, p in inspect.signature(OPTIMIZERS[rule]).parameters.items()
+        if name not in RATES
     }
     shared = {"betas": "beta1" in row.settings, row.eps_option: "eps" in row.settings}
     for name, is_option in shared.items():
@@ -35,5 +43,7 @@ def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_step
         options.pop(name, None)
     assert {option.name: option.default for option in row.options} == options
     assert "weight_decay" in row.settings
-    optimizer = OPTIMIZERS[rule]([nn.Parameter(torch.zeros(2, 2, dtype=torch.float32))], storage="float32")
+    optimizer = OPTIMIZERS[rule](
+        [nn.Parameter(torch.zeros(2, 2, dtype=torch.float32))], storage="float32"
+    )
     assert optimizer.rule.name == rule and isinstance(optimizer.rule, MatrixRule) == row.is_matrix

@@ -33,7 +33,9 @@ class Model(nn.Module):
         return self.head(self.up(self.norm(self.embedding(tokens))).relu()).float()  # type: ignore[no-any-return]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, autocast: bool = False) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, autocast: bool = False
+) -> list[float]:
     losses = []
     for _ in range(steps):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -68,7 +70,9 @@ def test_a_float32_model_trains_as_prepare_trains_it(storage: str) -> None:
 
 def test_what_is_cut_is_kept_and_said() -> None:
     model, before = Model(), Model()
-    with pytest.warns(UserWarning, match=r"Rounded 944 float32 weights.*'exact' keeps 16 of the 16 bits cut"):
+    with pytest.warns(
+        UserWarning, match=r"Rounded 944 float32 weights.*'exact' keeps 16 of the 16 bits cut"
+    ):
         optimizer = ng.AdamW(model.parameters(), storage="exact")
     for p, q in zip(model.parameters(), before.parameters(), strict=True):
         assert p.dtype is torch.bfloat16 and torch.equal(optimizer.stored(p), q)
@@ -78,10 +82,17 @@ def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
     """bfloat16 under ``word``, float16 in its counterpart, float32 that stays: by name, by group, frozen at first."""
     torch.manual_seed(0)
     formats = {"word": torch.bfloat16, "float16/split": torch.float16, "float32": torch.float32}
-    weights = {storage: nn.Parameter(torch.randn(6, 4).to(dtype)) for storage, dtype in formats.items()}
-    frozen, grouped = (nn.Parameter(weights["float32"].detach().clone(), requires_grad=False) for _ in range(2))
+    weights = {
+        storage: nn.Parameter(torch.randn(6, 4).to(dtype)) for storage, dtype in formats.items()
+    }
+    frozen, grouped = (
+        nn.Parameter(weights["float32"].detach().clone(), requires_grad=False) for _ in range(2)
+    )
     frozen.requires_grad_(False), grouped.requires_grad_()
-    alone = {storage: ng.AdamW([copy.deepcopy(weight)], storage=storage) for storage, weight in weights.items()}
+    alone = {
+        storage: ng.AdamW([copy.deepcopy(weight)], storage=storage)
+        for storage, weight in weights.items()
+    }
     groups = [
         {"params": [*weights.items(), ("frozen", frozen)]},
         {"params": [("grouped", grouped)], "storage": "float32"},
@@ -98,7 +109,9 @@ def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
         for other in alone.values():
             other.step()
     for p, q, other in pairs:
-        assert torch.equal(optimizer.stored(p), other.stored(q)) and optimizer.storage_of(p) == other.storage_of(q)
+        assert torch.equal(optimizer.stored(p), other.stored(q)) and optimizer.storage_of(
+            p
+        ) == other.storage_of(q)
 
 
 def test_random_low_bits_of_a_16_bit_checkpoint_in_float32() -> None:
@@ -122,7 +135,9 @@ def test_tied_strided_frozen_weights_and_gradients_that_exist() -> None:
     optimizer = ng.AdamW(model.parameters(), lr=1e-2)
     optimizer.step()
     assert model.tied is model.up.weight and model.head.weight.stride() == (1, 16)
-    assert model.norm.weight.dtype is torch.float32 and model.embedding.weight.dtype is torch.bfloat16
+    assert (
+        model.norm.weight.dtype is torch.float32 and model.embedding.weight.dtype is torch.bfloat16
+    )
     unfrozen = Model().norm.weight
     optimizer.add_param_group({"params": [unfrozen]})
     assert unfrozen.dtype is torch.bfloat16
@@ -144,14 +159,21 @@ def on_one_memory(model: Model) -> nn.Module:
 HOLDERS: list[tuple[Callable[[Model], nn.Module], str]] = [
     (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
     (lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))), "FSDP"),
-    (lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), "FSDP"),
+    (
+        lambda model: FullyShardedDataParallel(
+            model, use_orig_params=True, device_id=torch.device("cpu")
+        ),
+        "FSDP",
+    ),
     (on_one_memory, "share their memory"),
 ]
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("wrap", "reason"), HOLDERS)
-def test_parameters_whose_memory_others_hold_are_refused(wrap: Callable[[Model], nn.Module], reason: str) -> None:
+def test_parameters_whose_memory_others_hold_are_refused(
+    wrap: Callable[[Model], nn.Module], reason: str
+) -> None:
     """Nothing is changed, and a storage of float32 takes them."""
     model = wrap(Model())
     first = nn.Parameter(torch.ones(3, 3))
@@ -163,7 +185,9 @@ def test_parameters_whose_memory_others_hold_are_refused(wrap: Callable[[Model],
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+    "copied",
+    [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))],
+    ids=["deepcopy", "pickle"],
 )
 @pytest.mark.parametrize("kind", [ng.AdamW, ng.Muon, ng.SGD])
 def test_a_copy_goes_on_with_the_same_bits(copied: Callable[[Any], Any], kind: Any) -> None:
@@ -183,7 +207,9 @@ def test_maximize_is_the_step_of_the_negated_gradient(kind: Any) -> None:
         optimizer = kind([weight], lr=0.1, maximize=sign > 0, max_grad_norm=1.0)
         weight.grad = sign * torch.arange(16.0).view(4, 4).bfloat16()
         optimizer.step()
-    assert torch.equal(*weights) and ((weights[0] - 0.999) * weights[0].grad).sum() > 0  # less a decay
+    assert (
+        torch.equal(*weights) and ((weights[0] - 0.999) * weights[0].grad).sum() > 0
+    )  # less a decay
 
 
 def test_a_state_is_a_mapping() -> None:
@@ -191,8 +217,12 @@ def test_a_state_is_a_mapping() -> None:
     optimizer = ng.AdamW(model.parameters())
     train(model, optimizer)
     state = optimizer.state[model.up.weight]
-    assert dict(state).keys() == {"step", "packed"} == set(dict(state.items())) and state["step"] == 3
-    assert "exp_avg" in state and torch.equal(state["exp_avg"], optimizer.stored(model.up.weight, "exp_avg"))
+    assert (
+        dict(state).keys() == {"step", "packed"} == set(dict(state.items())) and state["step"] == 3
+    )
+    assert "exp_avg" in state and torch.equal(
+        state["exp_avg"], optimizer.stored(model.up.weight, "exp_avg")
+    )
     assert state.get("momentum") is None
 
 

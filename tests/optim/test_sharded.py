@@ -44,7 +44,9 @@ class Weights(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+            self.register_parameter(
+                name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+            )
 
 
 def start(case: str, mesh: Any = None) -> tuple[nn.Module, ng.Optimizer]:
@@ -59,7 +61,9 @@ def start(case: str, mesh: Any = None) -> tuple[nn.Module, ng.Optimizer]:
     return model, OPTIMIZERS[rule](model.named_parameters(), storage=storage, **options)
 
 
-def take_steps(model: nn.Module, optimizer: ng.Optimizer, steps: range, bad: tuple[str, int] | None = None) -> None:
+def take_steps(
+    model: nn.Module, optimizer: ng.Optimizer, steps: range, bad: tuple[str, int] | None = None
+) -> None:
     """Steps with known gradients; ``bad`` says in which row of which parameter one value is infinite."""
     for step in steps:
         generator = torch.Generator().manual_seed(100 + step)
@@ -68,7 +72,9 @@ def take_steps(model: nn.Module, optimizer: ng.Optimizer, steps: range, bad: tup
             if bad is not None and name == bad[0]:
                 gradient[bad[1], -1] = math.inf
             if isinstance(p, DTensor):
-                gradient = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+                gradient = distribute_tensor(
+                    gradient, p.device_mesh, p.placements, src_data_rank=None
+                )
             p.grad = gradient
         optimizer.step()
 
@@ -86,7 +92,10 @@ def everything(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Tensor]:
     for k, (name, p) in enumerate(model.named_parameters()):
         result[f"{name} weight"] = whole(optimizer.stored(p))
         result |= {f"{name} {what}": whole(value) for what, value in state[k].items()}
-    return {name: value.float() if value.element_size() == 1 else value for name, value in result.items()}
+    return {
+        name: value.float() if value.element_size() == 1 else value
+        for name, value in result.items()
+    }
 
 
 def steps_on_a_rank(rank: int) -> dict[str, Any]:
@@ -99,7 +108,11 @@ def steps_on_a_rank(rank: int) -> dict[str, Any]:
         results[case] = everything(model, optimizer)
         if case == CASES[0]:
             take_steps(model, optimizer, range(9, 10), bad=("even", 9))
-            results["overflow"] = (everything(model, optimizer), optimizer.num_skipped, optimizer.last_overflow)
+            results["overflow"] = (
+                everything(model, optimizer),
+                optimizer.num_skipped,
+                optimizer.last_overflow,
+            )
     results["computed"] = directions_here(mesh)
     ranks = mesh.size()
     for layout, grid, placements in (
@@ -129,9 +142,14 @@ def muon_in_float32(mesh: Any, placements: Any = None) -> dict[str, Tensor]:
     """Train matrices with Muon, whose products are float32, laid out in some way; whole without a mesh."""
     torch.manual_seed(0)
     weights = [torch.randn(shape).bfloat16() for shape in ((8, 6), (6, 8), (4, 2, 6))]
-    laid_out = [w if mesh is None else distribute_tensor(w, mesh, placements, src_data_rank=None) for w in weights]
+    laid_out = [
+        w if mesh is None else distribute_tensor(w, mesh, placements, src_data_rank=None)
+        for w in weights
+    ]
     model = nn.ParameterList([nn.Parameter(w) for w in laid_out])
-    optimizer = ng.Muon(list(model), lr=0.05, ns_dtype="float32", storage="word", audit_every=2, compile=False)
+    optimizer = ng.Muon(
+        list(model), lr=0.05, ns_dtype="float32", storage="word", audit_every=2, compile=False
+    )
     take_steps(model, optimizer, STEPS)
     return everything(model, optimizer)
 
@@ -166,13 +184,17 @@ def test_ranks_have_the_bits_of_one_process(case: str, results: Results) -> None
 def test_one_rank_computes_the_step_of_a_matrix(results: Results) -> None:
     """Each matrix is decomposed on one rank, the largest ones on different ranks, and those of a stack where they are."""
     first, second = (result["computed"] for result in results)
-    assert sorted(first + second) == sorted([(10, 6), (7, 6), (1, 8), (3, 8), *[(4, 2)] * 3, (3, 5)])
+    assert sorted(first + second) == sorted(
+        [(10, 6), (7, 6), (1, 8), (3, 8), *[(4, 2)] * 3, (3, 5)]
+    )
     assert (10, 6) in first and (7, 6) in second
     assert first.count((4, 2)) == 2 and second.count((4, 2)) == 1
 
 
 @pytest.mark.parametrize("layout", ["replicated", "replicas of shards", "columns"])
-def test_matrices_laid_out_in_other_ways_have_the_bits_of_one_process(layout: str, results: Results) -> None:
+def test_matrices_laid_out_in_other_ways_have_the_bits_of_one_process(
+    layout: str, results: Results
+) -> None:
     for result in results:
         assert_same_bits(muon_in_float32(None), result[layout])
 

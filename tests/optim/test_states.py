@@ -19,10 +19,14 @@ from tensors import assert_same_bits, parameters_of, take_steps
 
 SHAPES: list[Shape] = [(80, 64), (12, 10), (6,)]
 """A matrix that is stepped alone, and two small ones."""
-STORED = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if STORAGES[s].arithmetic == "float32"])
+STORED = pytest.mark.parametrize(
+    "storage", [s for s in REPRESENTATIVES if STORAGES[s].arithmetic == "float32"]
+)
 
 
-def trained(storage: str, steps: int = 3, rule: str = "adamw", shapes: list[Shape] = SHAPES) -> ng.Optimizer:
+def trained(
+    storage: str, steps: int = 3, rule: str = "adamw", shapes: list[Shape] = SHAPES
+) -> ng.Optimizer:
     optimizer = build(rule, parameters(storage, shapes), storage, lr=1e-3)
     take_steps(optimizer, range(steps))
     return optimizer
@@ -104,7 +108,10 @@ def test_states_follow_a_model_that_moves_to_another_device() -> None:
     moved, kept = trained("word"), trained("word")
     for parameter in moved.param_groups[0]["params"]:
         state = moved.state[parameter]
-        state.made_for = (*state.made_for[:2], torch.device("meta"))  # as if its parameter had been there before
+        state.made_for = (
+            *state.made_for[:2],
+            torch.device("meta"),
+        )  # as if its parameter had been there before
     for optimizer in (moved, kept):
         take_steps(optimizer, range(3))
     assert_same_bits(everything(moved), everything(kept))
@@ -112,7 +119,9 @@ def test_states_follow_a_model_that_moves_to_another_device() -> None:
 
 def test_a_parameter_without_values_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"meta device.*to_empty"):
-        ng.AdamW([nn.Parameter(torch.ones(3, 2, device="meta", dtype=torch.bfloat16))], storage="word")
+        ng.AdamW(
+            [nn.Parameter(torch.ones(3, 2, device="meta", dtype=torch.bfloat16))], storage="word"
+        )
     with pytest.raises(RecipeError, match=r"lazy module.*Pass a batch"):
         ng.prepare(nn.LazyLinear(2), "bfloat16/word")
 
@@ -171,7 +180,9 @@ def test_adopted_states_of_two_parameters_are_rounded_by_other_random_bits() -> 
     weights = [nn.Parameter(torch.linspace(1, 2, 64).view(8, 8).bfloat16()) for _ in range(2)]
     optimizer = ng.AdamW(weights, storage="word", compile=False)
     values = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
-    optimizer.adopt({p: p.detach().float() for p in weights}, {p: {"exp_avg": values} for p in weights})
+    optimizer.adopt(
+        {p: p.detach().float() for p in weights}, {p: {"exp_avg": values} for p in weights}
+    )
     first, second = (optimizer.stored(p, "exp_avg") for p in weights)
     torch.testing.assert_close(first, second, rtol=2.0**-4, atol=0)
     assert not torch.equal(first, second)
@@ -182,9 +193,14 @@ def test_adopted_states_of_two_parameters_are_rounded_by_other_random_bits() -> 
     [("word", 0, "packed"), ("compact", 0, "exp_avg_sq_bound"), ("collage-plus", 1, "exp_avg_sq_low")],
 )  # fmt: skip
 @pytest.mark.parametrize("how", ["shape", "missing", "of no parameter", "another storage"])
-def test_an_unfit_state_is_refused_and_nothing_is_lost(storage: str, place: int, damaged: str, how: str) -> None:
+def test_an_unfit_state_is_refused_and_nothing_is_lost(
+    storage: str, place: int, damaged: str, how: str
+) -> None:
     optimizer = trained(storage)
-    before, state = everything(optimizer), trained("naive" if how == "another storage" else storage).state_dict()
+    before, state = (
+        everything(optimizer),
+        trained("naive" if how == "another storage" else storage).state_dict(),
+    )
     entries, words = state["state"], f"storage 'naive' into an optimizer of storage '{storage}'"
     if how == "of no parameter":
         key = 99 if place else "another"

@@ -32,14 +32,20 @@ LATER: dict[str, dict[str, Any]] = {
 BESIDE = {"adafactor": {"relative_step": {"lr": 2.0}}}
 
 
-@exhaustive(("rule", "option"), [(rule, option) for rule, options in LATER.items() for option in options])
-def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(rule: str, option: str) -> None:
+@exhaustive(
+    ("rule", "option"), [(rule, option) for rule, options in LATER.items() for option in options]
+)
+def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
+    rule: str, option: str
+) -> None:
     """And makes a difference, so that the comparison says something."""
     beside = BESIDE.get(rule, {}).get(option, {})
     moved, kept = (build(rule, parameters("word"), "word", **beside) for _ in range(2))
     for optimizer in (moved, kept):
         take_steps(optimizer, range(2))
-    fresh = build(rule, [nn.Parameter(p.detach().clone()) for p in parameters_of(moved)], "word", **beside)
+    fresh = build(
+        rule, [nn.Parameter(p.detach().clone()) for p in parameters_of(moved)], "word", **beside
+    )
     fresh.load_state_dict(moved.state_dict())
     for optimizer in (moved, fresh):
         for group in optimizer.param_groups:
@@ -56,7 +62,9 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(rule
     [("plain sgd", "momentum", 0.9, "has no buffer for it"),
      ("galore", "rank", 2, "projected_exp_avg")],
 )  # fmt: skip
-def test_options_that_need_other_states_are_refused(rule: str, option: str, value: object, words: str) -> None:
+def test_options_that_need_other_states_are_refused(
+    rule: str, option: str, value: object, words: str
+) -> None:
     optimizer = build(rule, parameters("word"), "word")
     take_steps(optimizer, range(1))
     optimizer.param_groups[0][option] = value
@@ -67,13 +75,23 @@ def test_options_that_need_other_states_are_refused(rule: str, option: str, valu
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon", "Adafactor"])
 def test_flags_and_defaults_are_torchs(name: str) -> None:
     """Flags are tolerated where they are off, or ask for what is done."""
-    off = {"fused": True, "foreach": None, "capturable": True, "differentiable": False, "amsgrad": False}
+    off = {
+        "fused": True,
+        "foreach": None,
+        "capturable": True,
+        "differentiable": False,
+        "amsgrad": False,
+    }
     ours = getattr(ng, name)(parameters("float32"), storage="float32", **off)
     ours.add_param_group({"params": parameters("float32"), **off})
     take_steps(ours, range(1))
     with pytest.raises(ng.errors.RecipeError, match="amsgrad = True"):
         getattr(ng, name)(parameters("word"), amsgrad=True)
-    theirs = getattr(torch.optim, name)(parameters("float32")[:1]).defaults if hasattr(torch.optim, name) else {}
+    theirs = (
+        getattr(torch.optim, name)(parameters("float32")[:1]).defaults
+        if hasattr(torch.optim, name)
+        else {}
+    )
     for option in ours.defaults.keys() & theirs.keys() - {"eps", "foreach", "fused"}:
         assert ours.defaults[option] == theirs[option], option
 
@@ -98,14 +116,20 @@ def test_wrong_options_are_refused_in_one_line(options: dict[str, Any], words: s
 
 
 def test_values_of_another_shape_or_tensor_are_not_adopted_and_change_nothing() -> None:
-    first, weight = params = [nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)) for _ in range(2)]
+    first, weight = params = [
+        nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)) for _ in range(2)
+    ]
     optimizer = ng.AdamW(params)
     for weights, states, words in (
         ({weight: torch.ones(3, 2)}, {}, "of shape"),
         ({torch.ones(2): torch.ones(2)}, {}, "does not step"),
         ({}, {weight: {}}, "states and no weight"),
         ({weight: torch.ones(2, 3)}, {weight: {"exp_avg": torch.ones(3, 2)}}, "'exp_avg' of shape"),
-        ({weight: torch.ones(2, 3)}, {weight: {"momentum": torch.ones(2, 3)}}, "has exp_avg, exp_avg_sq"),
+        (
+            {weight: torch.ones(2, 3)},
+            {weight: {"momentum": torch.ones(2, 3)}},
+            "has exp_avg, exp_avg_sq",
+        ),
     ):
         with pytest.raises(ng.errors.RecipeError, match=words):
             optimizer.adopt({first: torch.zeros(2, 3), **weights}, states)

@@ -12,7 +12,13 @@ from torch import Tensor
 class AdamW64:
     """One weight and its moments, all float64; ``lr``, ``betas`` and ``eps`` as in ``torch.optim.AdamW`` without decay."""
 
-    def __init__(self, weight: Tensor, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
         self.lr, self.betas, self.eps = lr, betas, eps
         self.weight = weight.double()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.weight), torch.zeros_like(self.weight)

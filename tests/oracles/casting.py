@@ -83,7 +83,9 @@ def quantize(
     codes, inner, outer = np.empty_like(values), np.ones_like(values), np.ones_like(values)
     whole = None
     if scale == "float8_e4m3fn":
-        whole = whole_scale(largest(values) if amax is None else amax, Fraction(LARGEST[format][0]) * 448)
+        whole = whole_scale(
+            largest(values) if amax is None else amax, Fraction(LARGEST[format][0]) * 448
+        )
         outer[:] = whole
     for group in groups(*values.shape, granularity):
         part = values[group]
@@ -94,7 +96,9 @@ def quantize(
                 inner[group] = e4m3_scale(magnitude, whole, format, up=rounding == "stochastic")
                 inverse = reciprocal(rational(inner[group].flat[0]) * rational(whole))
             elif granularity in BLOCKS:
-                inner[group] = power_of_two(magnitude, format, up=scale == "power-of-two" or rounding == "stochastic")
+                inner[group] = power_of_two(
+                    magnitude, format, up=scale == "power-of-two" or rounding == "stochastic"
+                )
                 inverse = reciprocal(rational(inner[group].flat[0]))
             else:
                 outer[group] = whole_scale(magnitude, Fraction(LARGEST[format][0]))
@@ -187,9 +191,13 @@ def nearest(v: Floats, format: str) -> Floats:
         if format == "tfloat32":
             wide = v.astype(np.float64)
             spacing = np.ldexp(1.0, np.maximum(np.frexp(wide)[1] - 1, -126) - 10)
-            return np.where(np.isfinite(v), np.rint(wide / spacing) * spacing, wide).astype(np.float32)
+            return np.where(np.isfinite(v), np.rint(wide / spacing) * spacing, wide).astype(
+                np.float32
+            )
         if format in ("bfloat16", "float16"):
-            return v.astype(ml_dtypes.bfloat16 if format == "bfloat16" else np.float16).astype(np.float32)
+            return v.astype(ml_dtypes.bfloat16 if format == "bfloat16" else np.float16).astype(
+                np.float32
+            )
         end = float(LARGEST[format][0])
         held = np.clip(v, -end, end)
         rounded = np.rint(held) if format == "int8" else held.astype(getattr(ml_dtypes, format))
@@ -202,7 +210,9 @@ def values_of(format: str) -> tuple[float, ...]:
     if format == "int8":
         return tuple(map(float, range(-127, 128)))
     dtype = getattr(ml_dtypes, format)
-    codes = np.arange(2 ** ml_dtypes.finfo(dtype).bits, dtype=np.uint8).view(dtype).astype(np.float64)
+    codes = (
+        np.arange(2 ** ml_dtypes.finfo(dtype).bits, dtype=np.uint8).view(dtype).astype(np.float64)
+    )
     return tuple(sorted({float(value) for value in codes if math.isfinite(value)}))
 
 
@@ -214,7 +224,9 @@ def stochastic(v: Floats, format: str, uniform: Floats) -> Floats:
     spacing = numbers[place + 1] - numbers[place]
     with np.errstate(all="ignore"):
         # The sum of two float32 numbers, rounded to float64 and then to float32, is rounded as if once: 53 >= 2 × 24 + 2.
-        steps = np.floor((v.astype(np.float64) / spacing + uniform.astype(np.float64)).astype(np.float32))
+        steps = np.floor(
+            (v.astype(np.float64) / spacing + uniform.astype(np.float64)).astype(np.float32)
+        )
         found = np.clip(steps * spacing, numbers[0], numbers[-1])
     return np.where(np.isnan(v), np.nan, found).astype(np.float32)
 
@@ -225,7 +237,10 @@ def stochastic(v: Floats, format: str, uniform: Floats) -> Floats:
 def rotated(x: Floats) -> Floats:
     """Each 16 columns times their signs, then Sylvester's Hadamard matrix by halves, then a quarter of it."""
     with np.errstate(all="ignore"):
-        parts = [sylvester(x[:, k : k + 16] * np.array(SIGNS, np.float32)) for k in range(0, x.shape[1], 16)]
+        parts = [
+            sylvester(x[:, k : k + 16] * np.array(SIGNS, np.float32))
+            for k in range(0, x.shape[1], 16)
+        ]
         return np.concatenate(parts, axis=1) * np.float32(0.25)
 
 

@@ -49,7 +49,10 @@ def on_meta(x: Tensor) -> Tensor:
 def memory(x: Tensor) -> Tensor:
     """The elements of a tensor without gaps, in the order in which they lie in memory."""
     flat = x.as_strided((x.numel(),), (1,))
-    check(x.untyped_storage().nbytes() // x.element_size() >= x.storage_offset() + x.numel(), "a gap in memory")
+    check(
+        x.untyped_storage().nbytes() // x.element_size() >= x.storage_offset() + x.numel(),
+        "a gap in memory",
+    )
     return flat
 
 
@@ -74,7 +77,8 @@ def tile_values(scales: Tensor, rows: int, terms: int, block: int) -> Tensor:
     """Float64 ``[rows, terms]`` of scales in tiles."""
     num_inner = up(-(-terms // block), 4)
     check(
-        scales.numel() == up(rows, 128) * num_inner, f"{scales.numel()} scales in tiles for {rows} × {terms} in {block}"
+        scales.numel() == up(rows, 128) * num_inner,
+        f"{scales.numel()} scales in tiles for {rows} × {terms} in {block}",
     )
     outer, inner = torch.arange(rows)[:, None], torch.arange(terms)[None, :] // block
     return memory(scales)[tiled_offset(outer, inner, num_inner)].double()
@@ -82,7 +86,10 @@ def tile_values(scales: Tensor, rows: int, terms: int, block: int) -> Tensor:
 
 def row_values(scales: Tensor, rows: int, terms: int, block: int) -> Tensor:
     """Float64 ``[rows, terms]`` of scales row by row."""
-    check(scales.numel() * block == rows * terms, f"{scales.numel()} scales for {rows} × {terms} in {block}")
+    check(
+        scales.numel() * block == rows * terms,
+        f"{scales.numel()} scales for {rows} × {terms} in {block}",
+    )
     return memory(scales).double().view(rows, -1).repeat_interleave(block, 1)
 
 
@@ -94,7 +101,10 @@ def check_matrices(
 ) -> int:
     """The rules of both ``_scaled_mm``; returns how many numbers a byte of the operands holds."""
     sm = int(architecture[2:]) if architecture.startswith("sm") else 0
-    check(sm >= 89 or architecture in ("gfx942", "gfx950", "gfx1200", "gfx1201"), f"{architecture} has no _scaled_mm")
+    check(
+        sm >= 89 or architecture in ("gfx942", "gfx950", "gfx1200", "gfx1201"),
+        f"{architecture} has no _scaled_mm",
+    )
     is_fnuz = architecture == "gfx942"
     kinds = FNUZ if is_fnuz else (E4M3, E5M2, FP4)
     check(a.dtype in kinds and b.dtype in kinds, f"{a.dtype} × {b.dtype} on {architecture}")
@@ -103,14 +113,22 @@ def check_matrices(
     per_byte = 2 if a.dtype == FP4 else 1
     check(a.stride(1) == 1 and a.stride(0) >= a.shape[1], "the left matrix is row-major")
     check(b.stride(0) == 1 and b.stride(1) >= b.shape[0], "the right matrix is column-major")
-    check(a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0, "matrices begin at multiples of 16 bytes")
+    check(
+        a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0, "matrices begin at multiples of 16 bytes"
+    )
     check(a.stride(0) % 16 == 0 and b.stride(1) % 16 == 0, "rows lie at multiples of 16 bytes")
-    check(a.shape[1] == b.shape[0] and a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0, "multiples of 16")
+    check(
+        a.shape[1] == b.shape[0] and a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0,
+        "multiples of 16",
+    )
     check(min(*a.shape, *b.shape) > 0, "an empty matrix never reaches cuBLAS")
     check(out_dtype in OUT, f"{out_dtype} is no result")
     check(not (fast and per_byte == 2), "fast accumulation of four bits")
     if bias is not None:
-        check(bias.numel() == b.shape[1] and bias.dtype == out_dtype != FLOAT, "a bias has the result's 16-bit dtype")
+        check(
+            bias.numel() == b.shape[1] and bias.dtype == out_dtype != FLOAT,
+            "a bias has the result's 16-bit dtype",
+        )
     return per_byte
 
 
@@ -121,18 +139,32 @@ def scaled_mm_v1(architecture: str) -> Callable[..., Tensor]:
         a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *,
         out_dtype: torch.dtype, use_fast_accum: bool = False,
     ) -> Tensor:  # fmt: skip
-        REAL_SCALED_MM_V1(*map(on_meta, (a, b, scale_a, scale_b)), out_dtype=out_dtype, use_fast_accum=use_fast_accum)
-        check(check_matrices(architecture, a, b, out_dtype, bias, use_fast_accum) == 1, "float8 alone")
+        REAL_SCALED_MM_V1(
+            *map(on_meta, (a, b, scale_a, scale_b)),
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+        check(
+            check_matrices(architecture, a, b, out_dtype, bias, use_fast_accum) == 1, "float8 alone"
+        )
         check(scale_a.dtype == scale_b.dtype == FLOAT, "scales in float32")
         if scale_a.numel() != 1 or scale_b.numel() != 1:
             shapes = tuple(scale_a.shape), tuple(scale_b.shape)
             check(shapes == ((len(a), 1), (1, b.shape[1])), f"scales of rows: {shapes}")
-            check(scale_a.is_contiguous() and scale_b.is_contiguous(), "scales of rows are contiguous")
+            check(
+                scale_a.is_contiguous() and scale_b.is_contiguous(), "scales of rows are contiguous"
+            )
             if architecture.startswith("gfx"):
-                check(b.dtype == (FNUZ[0] if architecture == "gfx942" else E4M3), "by rows AMD's right operand is e4m3")
+                check(
+                    b.dtype == (FNUZ[0] if architecture == "gfx942" else E4M3),
+                    "by rows AMD's right operand is e4m3",
+                )
                 check(out_dtype == torch.bfloat16, "by rows AMD's result is bfloat16")
             else:
-                check(out_dtype == torch.bfloat16, "by rows, CUTLASS writes bfloat16 before PyTorch 2.13")
+                check(
+                    out_dtype == torch.bfloat16,
+                    "by rows, CUTLASS writes bfloat16 before PyTorch 2.13",
+                )
         values = (decoded(a) * scale_a.double()) @ (decoded(b) * scale_b.double())
         return (values if bias is None else values + bias.double()).to(out_dtype)
 
@@ -148,7 +180,10 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
         contraction_dim: Any = (), use_fast_accum: bool = False,
     ) -> Tensor:  # fmt: skip
         scales = [list(x) if isinstance(x, (list, tuple)) else [x] for x in (scale_a, scale_b)]
-        names = [[r.name for r in (x if isinstance(x, list) else [x])] for x in (scale_recipe_a, scale_recipe_b)]
+        names = [
+            [r.name for r in (x if isinstance(x, list) else [x])]
+            for x in (scale_recipe_a, scale_recipe_b)
+        ]
         swizzles = [[s.name for s in (x or [])] for x in (swizzle_a, swizzle_b)]
         is_amd = architecture.startswith("gfx")
         # PyTorch 2.13's counts half of mxfp4's scales, and knows no scales row by row.
@@ -159,7 +194,10 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
             )  # fmt: skip
         per_byte = check_matrices(architecture, mat_a, mat_b, output_dtype, bias, use_fast_accum)
         for scale in (*scales[0], *scales[1]):
-            check(scale.data_ptr() % 16 == 0 or scale.numel() == 1, "scales begin at multiples of 16 bytes")
+            check(
+                scale.data_ptr() % 16 == 0 or scale.numel() == 1,
+                "scales begin at multiples of 16 bytes",
+            )
         sm, terms = 0 if is_amd else int(architecture[2:]), mat_a.shape[1] * per_byte
         sides = len(mat_a), mat_b.shape[1]
         if names[0][0].endswith("128"):
@@ -178,17 +216,22 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
                 ("BlockWise1x16", "TensorWise"): (16, E4M3, FP4),
             }[tuple(names[0])]
             check(
-                names[0] == names[1] and mat_a.dtype == mat_b.dtype == bits, f"{names} of {mat_a.dtype}, {mat_b.dtype}"
+                names[0] == names[1] and mat_a.dtype == mat_b.dtype == bits,
+                f"{names} of {mat_a.dtype}, {mat_b.dtype}",
             )
             check(
-                (sm >= 100 or (architecture == "gfx950" and block == 32)) and mat_a.dtype in (E4M3, FP4),
+                (sm >= 100 or (architecture == "gfx950" and block == 32))
+                and mat_a.dtype in (E4M3, FP4),
                 "scales of 16 and 32 values on Blackwell, of 32 on gfx950, of e4m3 or e2m1",
             )
             check(terms % 32 == 0, "multiples of 32 terms")
             orders = ["NO_SWIZZLE"] if is_amd else ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
             check(all(s == orders[: len(names[0])] for s in swizzles), f"tiles: {swizzles}")
             if is_amd:
-                check(all(size % 32 == 0 for size in (*mat_a.shape, *mat_b.shape)), "AMD takes multiples of 32")
+                check(
+                    all(size % 32 == 0 for size in (*mat_a.shape, *mat_b.shape)),
+                    "AMD takes multiples of 32",
+                )
                 check(output_dtype in OUT[:2], "AMD writes 16 bits")
             check(
                 all(own[0].dtype == dtype and own[0].is_contiguous() for own in scales),
@@ -196,12 +239,20 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
             )
             if block == 32 and mat_a.dtype == FP4 and not is_amd:
                 check(100 <= sm < 110, "mxfp4 on B200 and B300 alone")
-                check(output_dtype == torch.bfloat16 and bias is None, "mxfp4 writes bfloat16 and adds no bias")
+                check(
+                    output_dtype == torch.bfloat16 and bias is None,
+                    "mxfp4 writes bfloat16 and adds no bias",
+                )
             values_of = row_values if is_amd else tile_values
-            factors = [values_of(own[0], side, terms, block) for own, side in zip(scales, sides, strict=True)]
+            factors = [
+                values_of(own[0], side, terms, block)
+                for own, side in zip(scales, sides, strict=True)
+            ]
             check({len(own) for own in scales} == {len(names[0])}, "as many scales as recipes")
             for scale in (scale for own in scales for scale in own[1:]):
-                check(scale.dtype == FLOAT and scale.numel() == 1, "one float32 scale for the tensor")
+                check(
+                    scale.dtype == FLOAT and scale.numel() == 1, "one float32 scale for the tensor"
+                )
         values = (decoded(mat_a) * factors[0]) @ (decoded(mat_b) * factors[1].t())
         if len(scales[0]) == 2:  # PyTorch multiplies the two with each other, in float32
             values = values * scales[0][1].mul(scales[1][1]).double()
@@ -212,16 +263,28 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
 
 def column_values(scales: Tensor, side: int, terms: int, name: str) -> Tensor:
     """Float64 ``[side, terms]`` of the float32 scales of 1 × 128 or 128 × 128 values, found at their places in memory."""
-    check(scales.dtype == FLOAT and scales.dim() == 2, "scales of 128 in float32, in two dimensions")
+    check(
+        scales.dtype == FLOAT and scales.dim() == 2, "scales of 128 in float32, in two dimensions"
+    )
     blocks = -(-terms // 128)
     row, block = torch.arange(side)[:, None], torch.arange(terms)[None, :] // 128
     if name == "BlockWise1x128":
-        check(tuple(scales.shape) == (side, blocks), f"{tuple(scales.shape)} scales of 1 × 128 for {side} × {terms}")
         check(
-            scales.stride(0) == 1 and (scales.stride(1) == side or blocks == scales.stride(1) == 1), "column by column"
+            tuple(scales.shape) == (side, blocks),
+            f"{tuple(scales.shape)} scales of 1 × 128 for {side} × {terms}",
+        )
+        check(
+            scales.stride(0) == 1 and (scales.stride(1) == side or blocks == scales.stride(1) == 1),
+            "column by column",
         )
         return memory(scales)[block * side + row].double()
     length, rows = up(blocks, 4), -(-side // 128)
-    check(tuple(scales.shape) == (length, rows), f"{tuple(scales.shape)} scales of 128 × 128 for {side} × {terms}")
-    check(scales.stride(0) == 1 and (scales.stride(1) == length or rows == scales.stride(1) == 1), "column by column")
+    check(
+        tuple(scales.shape) == (length, rows),
+        f"{tuple(scales.shape)} scales of 128 × 128 for {side} × {terms}",
+    )
+    check(
+        scales.stride(0) == 1 and (scales.stride(1) == length or rows == scales.stride(1) == 1),
+        "column by column",
+    )
     return memory(scales)[(row // 128) * length + block].double()

@@ -37,7 +37,9 @@ def squares_bound(values: Sequence[float]) -> Fraction:
         power *= 2
     while power > 2 * largest > 0:
         power /= 2
-    return len(values) * power / Fraction(2) ** (2 * width + 1) + exact_sum_of_squares(values) / 2**52
+    return (
+        len(values) * power / Fraction(2) ** (2 * width + 1) + exact_sum_of_squares(values) / 2**52
+    )
 
 
 def splitmix_fingerprint(bits: Sequence[int], offset: int = 0) -> int:
@@ -52,10 +54,15 @@ def splitmix_fingerprint(bits: Sequence[int], offset: int = 0) -> int:
     return total & mask
 
 
-def update_sums(intended: Sequence[float], stored: Sequence[float], visible: Sequence[float]) -> list[Fraction]:
+def update_sums(
+    intended: Sequence[float], stored: Sequence[float], visible: Sequence[float]
+) -> list[Fraction]:
     """The sums of an update without decay, as fractions, in their order: dd, de, ee, nonzero, lost, unseen, cc, ct, elements,
     spacings."""
-    rows = [(Fraction(d), Fraction(e), Fraction(v)) for d, e, v in zip(intended, stored, visible, strict=True)]
+    rows = [
+        (Fraction(d), Fraction(e), Fraction(v))
+        for d, e, v in zip(intended, stored, visible, strict=True)
+    ]
     return [
         sum((d * d for d, _, _ in rows), Fraction(0)),
         sum((d * e for d, e, _ in rows), Fraction(0)),

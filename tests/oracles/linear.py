@@ -20,7 +20,12 @@ from torch import Tensor
 FLOAT64 = 2.0**-45
 """The oracle's own error: some hundred roundings."""
 # Half of the spacing just above 1: the largest relative error of one rounding.
-ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+ROUNDING = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,15 @@ def integer_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.from_numpy(left.long().numpy() @ right.long().numpy().T)
 
 
-def scaled_integers(sums: Tensor, by_row: Tensor, by_column: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled_integers(
+    sums: Tensor, by_row: Tensor, by_column: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Integer sums times a scale for each row, then one for each column, plus a bias: float32 steps, rounded at the end."""
-    values = sums.numpy().astype(np.float32) * by_row.numpy().reshape(-1, 1) * by_column.numpy().reshape(1, -1)
+    values = (
+        sums.numpy().astype(np.float32)
+        * by_row.numpy().reshape(-1, 1)
+        * by_column.numpy().reshape(1, -1)
+    )
     if bias is not None:
         values = values + bias.float().numpy()
     assert values.dtype == np.float32

@@ -36,7 +36,9 @@ class Muon:
     def step(self, w: Matrix, g: Matrix) -> Matrix:
         self.m = self.momentum * self.m + (1 - self.momentum) * g
         u = self.momentum * self.m + (1 - self.momentum) * g
-        return w * (1 - self.lr * self.weight_decay) - self.lr * 0.2 * np.sqrt(max(w.shape)) * newton_schulz(u)
+        return w * (1 - self.lr * self.weight_decay) - self.lr * 0.2 * np.sqrt(
+            max(w.shape)
+        ) * newton_schulz(u)
 
 
 @dataclass
@@ -55,7 +57,9 @@ class Adam:
         (b1, b2) = self.betas
         self.m = b1 * self.m + (1 - b1) * g
         self.v = b2 * self.v + (1 - b2) * g**2
-        return -self.lr * (self.m / (1 - b1**self.t)) / (np.sqrt(self.v / (1 - b2**self.t)) + self.eps)
+        return (
+            -self.lr * (self.m / (1 - b1**self.t)) / (np.sqrt(self.v / (1 - b2**self.t)) + self.eps)
+        )
 
 
 @dataclass

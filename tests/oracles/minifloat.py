@@ -46,7 +46,11 @@ class Grid:
         exact = Fraction(abs(value))
         down, up = exact - self.magnitudes[place], self.magnitudes[place + 1] - exact
         place += up < down or (up == down and place % 2 == 1)
-        return None if place == self.num_finite else math.copysign(float(self.magnitudes[place]), value)
+        return (
+            None
+            if place == self.num_finite
+            else math.copysign(float(self.magnitudes[place]), value)
+        )
 
 
 def scale_nearest(value: float) -> float:

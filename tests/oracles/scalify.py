@@ -62,7 +62,9 @@ def total(a: Pair, groups: int) -> Pair:
     """Sums of as many equal runs of the data as there are groups."""
     length = len(a.data) // groups
     power = root_below(length)
-    sums = (sum(a.data[start : start + length], Fraction(0)) for start in range(0, len(a.data), length))
+    sums = (
+        sum(a.data[start : start + length], Fraction(0)) for start in range(0, len(a.data), length)
+    )
     return Pair(tuple(value / power for value in sums), a.scale * power)
 
 
@@ -80,7 +82,10 @@ def dot(a: Pair, b: Pair, inner: int) -> Pair:
 
 def transpose(a: Pair, rows: int) -> Pair:
     columns = len(a.data) // rows
-    return Pair(tuple(a.data[row * columns + column] for column in range(columns) for row in range(rows)), a.scale)
+    return Pair(
+        tuple(a.data[row * columns + column] for column in range(columns) for row in range(rows)),
+        a.scale,
+    )
 
 
 def rescale(a: Pair) -> Pair:

@@ -35,12 +35,23 @@ _LLAMA: dict[str, Any] = {
 }  # fmt: skip
 _CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
-    "gpt2": {"model_type": "gpt2", "n_embd": 256, "n_head": 8, "n_positions": 256, "vocab_size": 512},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 256,
+        "n_head": 8,
+        "n_positions": 256,
+        "vocab_size": 512,
+    },
     "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 48},
     "olmo2": {**_LLAMA, "model_type": "olmo2"},
     "starcoder2": {**_LLAMA, "model_type": "starcoder2"},
     "gemma": {**_LLAMA, "model_type": "gemma", "head_dim": 32},
-    "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {
+        **_LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 
 
@@ -49,12 +60,18 @@ def _saved_bytes(config: dict[str, Any], recipe: Recipe) -> int:
 
     Tensors are fake: they have shapes and no memory. Those of a mixture are real, since the tokens of each expert are data.
     """
-    with nullcontext() if "num_local_experts" in config else FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        nullcontext()
+        if "num_local_experts" in config
+        else FakeTensorMode(allow_non_fake_inputs=True)
+    ):
         model = language_model.drawn(AutoConfig.for_model(**config), 0)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, recipe.storage.visible))
         narrow_linears(model, recipe, 0)
-        parameters = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        parameters = {
+            tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
+        }
         sizes: dict[int, int] = {}
         kept: list[Tensor] = []  # else another tensor may get the place of one
 
@@ -67,16 +84,28 @@ def _saved_bytes(config: dict[str, Any], recipe: Recipe) -> int:
 
         # Fake positions have no values that say whether sequences are packed; ours are not, so no mask is made.
         unpacked = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
-        with unpacked, saved_tensors_hooks(pack, lambda tensor: tensor), compute_scope(recipe, torch.device("cpu")):
+        with (
+            unpacked,
+            saved_tensors_hooks(pack, lambda tensor: tensor),
+            compute_scope(recipe, torch.device("cpu")),
+        ):
             model.base_model(input_ids=torch.zeros(2, 64, dtype=torch.int64), use_cache=False)
     return sum(sizes.values())
 
 
 # A compiler merges the casts of layers that share an input, as planned; run one by one, each layer keeps codes of its own.
-_RECIPES = ("float32/float32", "bfloat16/word", "bfloat16/float32", "float8-block/split", "float8-row/float32")
+_RECIPES = (
+    "float32/float32",
+    "bfloat16/word",
+    "bfloat16/float32",
+    "float8-block/split",
+    "float8-row/float32",
+)
 _CASES = [("llama", recipe) for recipe in _RECIPES]
 _CASES += [("gpt2", recipe) for recipe in ("bfloat16/word", "bfloat16/float32", "int8-row/word")]
-_CASES += [(family, "bfloat16/word") for family in ("qwen3", "olmo2", "starcoder2", "gemma", "mixtral")]
+_CASES += [
+    (family, "bfloat16/word") for family in ("qwen3", "olmo2", "starcoder2", "gemma", "mixtral")
+]
 _CASES += [("qwen3", "bfloat16/float32")]
 
 
@@ -84,9 +113,15 @@ _CASES += [("qwen3", "bfloat16/float32")]
 @pytest.mark.parametrize(("family", "name"), _CASES)
 def test_a_layer_keeps_what_autograd_saves(family: str, name: str) -> None:
     """What two layers save beyond one."""
-    config, recipe, key = _CONFIGS[family], parse(name), "n_layer" if family == "gpt2" else "num_hidden_layers"
+    config, recipe, key = (
+        _CONFIGS[family],
+        parse(name),
+        "n_layer" if family == "gpt2" else "num_hidden_layers",
+    )
     single, two = (_saved_bytes({**config, key: layers}, recipe) for layers in (1, 2))
-    planned = layer_bytes(of_config({**config, key: 2}, family), recipe, read_program("kernels=eager"))
+    planned = layer_bytes(
+        of_config({**config, key: 2}, family), recipe, read_program("kernels=eager")
+    )
     # Gemma keeps a gain, and a mixture's lists of places are not all counted.
     rel = 3e-3 if family in ("gemma", "mixtral") else 1e-4
     assert planned.per_token + planned.casts / 128 == pytest.approx((two - single) / 128, rel=rel)
@@ -101,7 +136,9 @@ def test_fused_gpt_layers_keep_what_was_published() -> None:
 
 def test_codes_count_one_byte() -> None:
     llama = read_model("llama-8b")
-    wide, narrow = (layer_bytes(llama, parse(f"{c}/word")).per_token for c in ("bfloat16", "float8-tensor"))
+    wide, narrow = (
+        layer_bytes(llama, parse(f"{c}/word")).per_token for c in ("bfloat16", "float8-tensor")
+    )
     # Inputs of the projections and of the MLP halve, the product's too; the attention's result is kept twice.
     saved = 2 * llama.hidden_size + llama.intermediate_size - llama.num_heads * llama.value_dim
     assert wide - narrow == pytest.approx(saved, rel=1e-3)
@@ -117,7 +154,9 @@ def test_a_stage_holds_no_more_micro_batches_than_there_are_and_only_the_last_ha
     assert {number: layers for number, (layers, _) in stages.items()} == {0: 8, 1: 9, 3: 8}
     assert stage_layers(31, 4) == (9, False)
     for zero in (1, 2, 3):  # a layer's gradients are among the stage's, where weights are sharded
-        job = replace(job, layout=Layout(shard=2, pipeline=2, zero=zero, micro_batches=2), sequence_length=64)
+        job = replace(
+            job, layout=Layout(shard=2, pipeline=2, zero=zero, micro_batches=2), sequence_length=64
+        )
         names = {term.name for term in _Rank(job, 0, 16, 1).worst_moment()}
         assert ("gradients of a layer" in names) == (zero < 3)
 
@@ -125,6 +164,12 @@ def test_a_stage_holds_no_more_micro_batches_than_there_are_and_only_the_last_ha
 def test_a_single_chip_has_no_buffers_of_communication() -> None:
     for chips in (1, 8):
         job = Job(
-            read_model("llama-8b"), parse("bfloat16/word"), Layout(shard=chips), cluster_of("H100-SXM", chips), 4096
+            read_model("llama-8b"),
+            parse("bfloat16/word"),
+            Layout(shard=chips),
+            cluster_of("H100-SXM", chips),
+            4096,
         )
-        assert ("communication buffers" in {term.name for term in job.memory.addends}) == (chips > 1)
+        assert ("communication buffers" in {term.name for term in job.memory.addends}) == (
+            chips > 1
+        )

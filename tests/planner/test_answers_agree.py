@@ -34,10 +34,14 @@ def is_better(option: Job, best: Job) -> bool:
 
 
 @pytest.mark.parametrize(("model", "chip", "chips"), GRID)
-def test_nothing_that_an_answer_offers_is_faster_than_its_best(model: str, chip: str, chips: int) -> None:
+def test_nothing_that_an_answer_offers_is_faster_than_its_best(
+    model: str, chip: str, chips: int
+) -> None:
     for recipes in ([], ["bfloat16/master"]):
         answer = plan(model, recipes=recipes, chip=chip, chips=chips)
-        assert not [option for option in [*answer.options, *answer.shared] if is_better(option, answer.best)]
+        assert not [
+            option for option in [*answer.options, *answer.shared] if is_better(option, answer.best)
+        ]
         rates = [
             option.tokens_per_second
             for option in answer.options
@@ -45,13 +49,19 @@ def test_nothing_that_an_answer_offers_is_faster_than_its_best(model: str, chip:
         ]
         # Rates that count as equal are ordered by risk.
         assert all(later * (1 - EQUAL_RATES) <= rate for rate, later in itertools.pairwise(rates))
-        steps = {option.tokens_per_step for option in answer.options if option.fits and option.tokens_per_step >= LEAST}
+        steps = {
+            option.tokens_per_step
+            for option in answer.options
+            if option.fits and option.tokens_per_step >= LEAST
+        }
         assert len(steps) <= 1
 
 
 def test_of_rows_as_fast_the_one_with_coarse_moments_is_later() -> None:
     names = [job.recipe.storage.name for job in plan("llama-8b", chip="H100-SXM", chips=8).options]
-    assert max(names.index("word"), names.index("exact")) < min(names.index("compact"), names.index("states8"))
+    assert max(names.index("word"), names.index("exact")) < min(
+        names.index("compact"), names.index("states8")
+    )
 
 
 def test_the_closest_is_the_closest() -> None:
@@ -87,7 +97,9 @@ def test_sharing_less_is_as_fast_where_it_fits(chips: int) -> None:
     """
     asked = {"tensor": 1, "pipeline": 1}
     arguments: dict[str, Any] = {"recipes": ["bfloat16/master"], "chip": "H100-SXM", "chips": chips}
-    best = [plan("llama-8b", **arguments, layout={**asked, "zero": zero}).best for zero in (1, 2, 3)]
+    best = [
+        plan("llama-8b", **arguments, layout={**asked, "zero": zero}).best for zero in (1, 2, 3)
+    ]
     rates = [job.tokens_per_second for job in best]
     assert all(more <= less * (1 + NOISE) for less, more in itertools.pairwise(rates))
 
@@ -97,7 +109,11 @@ def test_steps_do_not_grow_with_the_chips_without_end() -> None:
     answer = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=1_000_000)
     assert answer.best.tokens_per_step <= 2 * MOST_TOKENS_PER_STEP
     larger = plan(
-        "llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=1_000_000, layout={"tensor": 1, "pipeline": 1}
+        "llama-8b",
+        recipes=["bfloat16/word"],
+        chip="H100-SXM",
+        chips=1_000_000,
+        layout={"tensor": 1, "pipeline": 1},
     )
     assert larger.best.tokens_per_step > 2 * MOST_TOKENS_PER_STEP
     assert "to 67.1M" in "\n".join(larger.sentences())

@@ -18,7 +18,12 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     text = 'chip = "V100"\nchips = 16\nchips_per_node = 4\ninterconnect_gbit_per_second = 1600\n'
     file.write_text(text + 'software = "fsdp-2023"\n')
     cluster = read_cluster(file)
-    assert (cluster.name, cluster.chips, cluster.chips_per_node, cluster.software) == ("mine", 16, 4, "fsdp-2023")
+    assert (cluster.name, cluster.chips, cluster.chips_per_node, cluster.software) == (
+        "mine",
+        16,
+        4,
+        "fsdp-2023",
+    )
     assert (cluster.network_bytes_per_second, cluster.chip.memory_bytes) == (50e9, 32 * 2**30)
     for value, says in (("3", "is not str"), ('"fsdp-2032"', "Did you mean 'fsdp-2023'")):
         file.write_text(f"{text}software = {value}\n")
@@ -61,7 +66,9 @@ def test_a_layout_by_name_is_one_that_runs_here() -> None:
 
 def test_rotary_positions_go_on_and_the_answer_says_what_train_needs() -> None:
     """131,072 tokens of an 8B model on eight chips ran; the preset has 8,192 positions."""
-    answer = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, sequence_length=131_072)
+    answer = plan(
+        "llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, sequence_length=131_072
+    )
     assert answer.best.fits and answer.best.is_certain
     assert any("8,192" in line and "max_position_embeddings" in line for line in answer.sentences())
     with pytest.raises(NarrowgaugeError, match="1,024 positions"):

@@ -78,8 +78,12 @@ MEASURED_B200 = {64: 102.07, 256: 146.18, 4096: 193.37}
 it takes up to 2.6 times as long as predicted."""
 
 
-@pytest.mark.parametrize(("chip", "ranks", "table"), [("H200", 8, MEASURED_H200), ("B200", 32, MEASURED_B200)])
-def test_measured_all_reduces_are_met_within_a_third(chip: str, ranks: int, table: dict[int, float]) -> None:
+@pytest.mark.parametrize(
+    ("chip", "ranks", "table"), [("H200", 8, MEASURED_H200), ("B200", 32, MEASURED_B200)]
+)
+def test_measured_all_reduces_are_met_within_a_third(
+    chip: str, ranks: int, table: dict[int, float]
+) -> None:
     cluster = cluster_of(chip, ranks)
     shares = efficiency_of(cluster.chip)
     path = path_of(ranks, 1, cluster, link=shares["link"], network=shares["network"])
@@ -103,11 +107,16 @@ def test_a_switch_that_adds_halves_what_large_sums_take() -> None:
     # (NVIDIA's H100 PCIe product brief); an NVSwitch gives one peer the whole rate.
     [
         *(("MI300X", ranks, 1, rate) for ranks, rate in ((2, 64), (4, 192), (8, 448))),
-        *(("H100-PCIe", ranks, stride, rate) for ranks, stride, rate in ((2, 1, 300), (2, 2, 63), (8, 1, 63))),
+        *(
+            ("H100-PCIe", ranks, stride, rate)
+            for ranks, stride, rate in ((2, 1, 300), (2, 2, 63), (8, 1, 63))
+        ),
         ("H100-SXM", 2, 1, 450),
     ],
 )
-def test_few_or_unbridged_peers_have_slower_links(chip: str, ranks: int, stride: int, rate: float) -> None:
+def test_few_or_unbridged_peers_have_slower_links(
+    chip: str, ranks: int, stride: int, rate: float
+) -> None:
     path = path_of(ranks, stride, cluster_of(chip, 8))
     assert path.link_bytes_per_second == pytest.approx(rate * 1e9)
     # A gigabyte summed over two MI300X takes 16 ms: 2 × 1/2 × 1e9 / 64e9.

@@ -17,7 +17,13 @@ from narrowgauge.spec.models import MODELS
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2,
          "intermediate_size": 160, "vocab_size": 500, "pad_token_id": 0, "tie_word_embeddings": False}  # fmt: skip
-LATENT = {"q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 20, "qk_rope_head_dim": 8, "v_head_dim": 28}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 28,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {"n_layer": 3, "n_embd": 96, "n_head": 6, "n_positions": 70},
@@ -49,8 +55,13 @@ def test_parameters_and_the_largest_layer_are_those_of_the_class(family: str) ->
     assert shape.num_parameters == sum(value.numel() for value in model.parameters())
     base = model.base_model
     layers = getattr(base, "layers", None) or base.h
-    sizes = [sum(p.numel() for n, p in layer.named_parameters() if ".experts." not in n) for layer in layers]
-    assert shape.largest_layer == pytest.approx(max(sizes), rel=0.05)  # vectors are a mean over layers
+    sizes = [
+        sum(p.numel() for n, p in layer.named_parameters() if ".experts." not in n)
+        for layer in layers
+    ]
+    assert shape.largest_layer == pytest.approx(
+        max(sizes), rel=0.05
+    )  # vectors are a mean over layers
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -113,7 +124,9 @@ def test_models_of_the_trainer_are_counted_alike() -> None:
 
 def test_a_folder_is_not_taken_for_a_llama(tmp_path: Path) -> None:
     """Mixtral 8x7B has 46.7 billion parameters, not the 7.2 of a Llama of its width."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_key_value_heads": 8}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mixtral", "num_key_value_heads": 8})
+    )
     assert read_model(str(tmp_path)).num_parameters == 46_702_792_704
 
 
@@ -122,7 +135,9 @@ def test_models_of_other_layers_are_refused_with_the_size_of_their_state(kind: s
     """Recurrent layers, linear attention, and attention of experts: no formula here is theirs."""
     keys = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 64}
     size = sum(value.numel() for value in built(keys).parameters())
-    with pytest.raises(DataError, match=rf"not a decoder of attention layers\. .*--params {size}\."):
+    with pytest.raises(
+        DataError, match=rf"not a decoder of attention layers\. .*--params {size}\."
+    ):
         of_config(keys, kind)
 
 
@@ -133,11 +148,17 @@ def test_a_model_that_transformers_lacks_is_refused() -> None:
 
 def test_causal_attention_is_half_and_windows_are_counted() -> None:
     plain = read_model("llama-8b")
-    assert plain.attention_flops(4096) * 2 == plain.attention_flops(4096, is_causal=False) == 12 * 32 * 4096 * 4096
+    assert (
+        plain.attention_flops(4096) * 2
+        == plain.attention_flops(4096, is_causal=False)
+        == 12 * 32 * 4096 * 4096
+    )
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
     near = decoder("near", window=16, **sizes)
     keys = [min(position + 1, 16) for position in range(64)]
-    assert near.mean_keys(64) == pytest.approx(sum(keys) / 64, rel=0.04)  # the formula leaves out the diagonal's half
+    assert near.mean_keys(64) == pytest.approx(
+        sum(keys) / 64, rel=0.04
+    )  # the formula leaves out the diagonal's half
     gemma = of_config(config("gemma2"), "half")
     assert (gemma.window, gemma.window_share) == (16, 0.5)
     assert gemma.mean_keys(64) == pytest.approx((near.mean_keys(64) + 32) / 2)

@@ -31,18 +31,39 @@ def state_bytes(optimizer: Optimizer, weight: torch.nn.Parameter) -> float:
 
 
 LOW_RANK = ("galore", "gradnorm_lorp")
-WIDE = product(("adamw", "adam", "lion", "muon", "adafactor", *LOW_RANK), ("word", "master", "split"))
+WIDE = product(
+    ("adamw", "adam", "lion", "muon", "adafactor", *LOW_RANK), ("word", "master", "split")
+)
 NARROW = product(("adamw", "adam", "lion", "adafactor", *LOW_RANK), ("exact", "compact", "states8"))
-CASES = [*WIDE, ("muon", "exact"), *(case for case in NARROW if case[0] not in LOW_RANK or case[1] == "states8")]
+CASES = [
+    *WIDE,
+    ("muon", "exact"),
+    *(case for case in NARROW if case[0] not in LOW_RANK or case[1] == "states8"),
+]
 
 
 @pytest.mark.parametrize(("name", "storage"), CASES)
 def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> None:
-    shapes = [(COLS, COLS)] * 4 + [(ROWS, COLS), (COLS, ROWS), (COLS,), (COLS,)]  # attention, up, down, norms
+    shapes = [(COLS, COLS)] * 4 + [
+        (ROWS, COLS),
+        (COLS, ROWS),
+        (COLS,),
+        (COLS,),
+    ]  # attention, up, down, norms
     weights = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
-    counted = sum(state_bytes(OPTIMIZERS[name]([weight], lr=1e-3, storage=storage), weight) for weight in weights)
-    sizes: dict[str, Any] = {"hidden_size": COLS, "intermediate_size": ROWS, "vocab_size": 1, "is_gated": False}
-    layers = state_of(decoder("one", num_layers=1, num_heads=1, **sizes), STORAGES[storage], name).layers
+    counted = sum(
+        state_bytes(OPTIMIZERS[name]([weight], lr=1e-3, storage=storage), weight)
+        for weight in weights
+    )
+    sizes: dict[str, Any] = {
+        "hidden_size": COLS,
+        "intermediate_size": ROWS,
+        "vocab_size": 1,
+        "is_gated": False,
+    }
+    layers = state_of(
+        decoder("one", num_layers=1, num_heads=1, **sizes), STORAGES[storage], name
+    ).layers
     assert layers.optimizer + layers.whole == pytest.approx(counted, rel=0.01)
     assert (layers.whole > 0.1 * counted) == (name in LOW_RANK)  # no number of ranks shards it
 
@@ -60,19 +81,34 @@ def test_states_of_vectors_are_those_that_the_optimizer_keeps(name: str, storage
     counted = state_bytes(OPTIMIZERS[name]([vector], lr=1e-3, storage=storage), vector)
     sizes: dict[str, int] = {"num_layers": 1, "hidden_size": COLS, "num_heads": 1, "vocab_size": 1}
     plain, normed = (
-        state_of(decoder("one", **sizes, head_norms=norms), STORAGES[storage], name).layers.optimizer
+        state_of(
+            decoder("one", **sizes, head_norms=norms), STORAGES[storage], name
+        ).layers.optimizer
         for norms in ("none", "head")
     )
     assert normed - plain == 2 * counted
 
 
 def test_a_tied_head_has_no_state_of_its_own() -> None:
-    sizes: dict[str, int] = {"num_layers": 1, "hidden_size": COLS, "num_heads": 1, "vocab_size": ROWS}
-    tied, own = (state_of(decoder("one", **sizes, tie_embeddings=tie), STORAGES["word"]) for tie in (True, False))
+    sizes: dict[str, int] = {
+        "num_layers": 1,
+        "hidden_size": COLS,
+        "num_heads": 1,
+        "vocab_size": ROWS,
+    }
+    tied, own = (
+        state_of(decoder("one", **sizes, tie_embeddings=tie), STORAGES["word"])
+        for tie in (True, False)
+    )
     assert own.embedding == tied.embedding
-    assert own.head.weights - tied.head.weights == 2 * ROWS * COLS and own.head.optimizer > tied.head.optimizer
+    assert (
+        own.head.weights - tied.head.weights == 2 * ROWS * COLS
+        and own.head.optimizer > tied.head.optimizer
+    )
     # On the last stage it exists too.
     shapes = (decoder("one", **sizes, tie_embeddings=tie) for tie in (True, False))
     layout, cluster = Layout(pipeline=2, zero=0), cluster_of("H100-SXM", 2)
-    tied_last, last = (on_stage(Job(a, parse("bfloat16/word"), layout, cluster, 64), 0.5, 1)[1] for a in shapes)
+    tied_last, last = (
+        on_stage(Job(a, parse("bfloat16/word"), layout, cluster, 64), 0.5, 1)[1] for a in shapes
+    )
     assert tied_last == last

@@ -20,7 +20,8 @@ class Residual(nn.Module):
         super().__init__()
         self.table = nn.Embedding(500, 64)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+            for _ in range(4)
         )
         self.head = nn.Linear(64, 500)
 
@@ -55,14 +56,25 @@ def test_the_peak_is_that_of_a_real_step(name: str, storage: str) -> None:
     model = make().to(torch.bfloat16 if storage == "word" else torch.float32)
     optimizer = ng.AdamW(model.parameters(), lr=1e-4, storage=storage)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    plan = ng.plan(model, batch=batch, optimizer=optimizer, chip="H100-SXM", layout="micro_batch=4,micro_batches=1")
+    plan = ng.plan(
+        model,
+        batch=batch,
+        optimizer=optimizer,
+        chip="H100-SXM",
+        layout="micro_batch=4,micro_batches=1",
+    )
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     live = LiveBytes(list(model.parameters()))
     with live:
         output = model(**batch) if isinstance(batch, dict) else model(batch)
         (output.loss if isinstance(batch, dict) else output.float().sum()).backward()
     optimizer.step()
-    states = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
+    states = sum(
+        t.nbytes
+        for state in optimizer.state.values()
+        for t in state.values()
+        if isinstance(t, Tensor)
+    )
     weights = sum(p.nbytes for p in model.parameters())
     counted = weights + states + live.activations + live.gradients
     assert plan.best.memory.without("overhead").total == pytest.approx(counted, rel=0.05)
@@ -72,8 +84,12 @@ def test_the_peak_is_that_of_a_real_step(name: str, storage: str) -> None:
 def test_operations_are_those_counted() -> None:
     """By hand: six per weight of a matmul and token, and fused attention's 2 + 5 products of queries, keys and values."""
     best = ng.plan(Residual(), batch=TOKENS, recipes="bfloat16/word", chip="H100-SXM").best
-    assert best.architecture.flops_per_token(64) == pytest.approx(6 * (4 * 2 * 64 * 256 + 64 * 500), rel=0.05)
-    attention = ng.plan(llama(), batch=CASES["llama"][1], recipes="bfloat16/word", chip="H100-SXM").best.architecture
+    assert best.architecture.flops_per_token(64) == pytest.approx(
+        6 * (4 * 2 * 64 * 256 + 64 * 500), rel=0.05
+    )
+    attention = ng.plan(
+        llama(), batch=CASES["llama"][1], recipes="bfloat16/word", chip="H100-SXM"
+    ).best.architecture
     assert attention.attention_flops(64) > 0
 
 

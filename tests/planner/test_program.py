@@ -21,14 +21,25 @@ from narrowgauge.spec.notation import parse
 
 LLAMA = read_model("llama-8b")
 QWEN = decoder(
-    "qwen-7b", num_layers=32, hidden_size=4096, num_heads=32, intermediate_size=11_008, vocab_size=151_936
+    "qwen-7b",
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    intermediate_size=11_008,
+    vocab_size=151_936,
 )  # Qwen-7B, config.json: 22,016 counts gate and up
 
 
 EIGHT = Layout(shard=8)
 
 
-def job(program: str, layout: Layout = EIGHT, recipe: str = "bfloat16/master", length: int = 8192, **rows: Any) -> Job:
+def job(
+    program: str,
+    layout: Layout = EIGHT,
+    recipe: str = "bfloat16/master",
+    length: int = 8192,
+    **rows: Any,
+) -> Job:
     chip = rows.pop("chip", "H100-SXM")
     cluster = cluster_of(chip, layout.num_ranks)
     return Job(LLAMA, parse(recipe), layout, cluster, length, program=read_program(program), **rows)
@@ -64,14 +75,17 @@ def test_per_operation_checkpointing_saves_every_second_matmul() -> None:
 
 
 def test_unfused_attention_saves_its_scores() -> None:
-    more = job("attention=eager").memory.groups["activations"] - job("").memory.groups["activations"]
+    more = (
+        job("attention=eager").memory.groups["activations"] - job("").memory.groups["activations"]
+    )
     assert more == pytest.approx(5 * 32 * 32 * 8192**2, rel=0.01)
 
 
 def test_mixed_precision_of_fsdp_gathers_what_it_computes_with() -> None:
     """Float32 shards of 16 bytes a parameter; gathered layers, activations and the stream in bfloat16; no sum beside them."""
     mixed, cast = (
-        job(name, Layout(shard=8, micro_batches=4), "bfloat16/float32") for name in ("torchtitan", "narrowgauge")
+        job(name, Layout(shard=8, micro_batches=4), "bfloat16/float32")
+        for name in ("torchtitan", "narrowgauge")
     )
     assert term(cast, "two layers, gathered") == 2 * term(mixed, "two layers, gathered")
     assert mixed.memory.groups["activations"] < cast.memory.groups["activations"]
@@ -82,14 +96,18 @@ def test_mixed_precision_of_fsdp_gathers_what_it_computes_with() -> None:
 
 def test_a_released_gradient_and_states_on_the_host_leave_the_chip() -> None:
     one = Layout()
-    kept, freed, away = (job(text, one, length=256) for text in ("", "release=true", "offload=true"))
+    kept, freed, away = (
+        job(text, one, length=256) for text in ("", "release=true", "offload=true")
+    )
     assert freed.memory.total < kept.memory.total - 1.8 * (
         LLAMA.num_parameters - LLAMA.largest_layer - LLAMA.outer_parameters
     )
     assert away.memory.groups["optimizer"] == 0
     assert away.memory.groups["gradients"] == freed.memory.groups["gradients"]
     many = job("offload=true", replace(one, micro_batches=100), length=256)
-    assert many.step.groups["optimizer"] > 2 * away.step.groups["optimizer"]  # every micro-batch sends its gradients
+    assert (
+        many.step.groups["optimizer"] > 2 * away.step.groups["optimizer"]
+    )  # every micro-batch sends its gradients
     # ZeRO-Offload: four billion parameters a second on the processors of a node, and four bytes each over the host's path.
     assert away.step.groups["optimizer"] > LLAMA.num_parameters / 4e9
 
@@ -97,7 +115,12 @@ def test_a_released_gradient_and_states_on_the_host_leave_the_chip() -> None:
 def test_a_field_of_the_layout_leaves_the_rest_to_what_runs() -> None:
     """Asking for one field once offered ZeRO-1 under tensor ranks in ``word``, which nothing runs."""
     best = plan(
-        "llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, sequence_length=32_768, layout="context=1"
+        "llama-8b",
+        recipes="bfloat16/word",
+        chip="H100-SXM",
+        chips=8,
+        sequence_length=32_768,
+        layout="context=1",
     ).best
     assert best.layout.context == 1 and programs_of(best)
 
@@ -105,25 +128,43 @@ def test_a_field_of_the_layout_leaves_the_rest_to_what_runs() -> None:
 def test_software_names_its_program() -> None:
     """Speed, memory and layouts are of one program. A recipe that it does not run is planned as in a loop like it."""
     for software in SOFTWARE:
-        assert sum(software.startswith(tuple(program.softwares)) for program in PROGRAMS.values()) == 1, software
+        assert (
+            sum(software.startswith(tuple(program.softwares)) for program in PROGRAMS.values()) == 1
+        ), software
     arguments: dict[str, Any] = {"chip": "H100-SXM", "chips": 16, "software": "megatron-core-2025"}
     jobs = {
         job.recipe.name: job
-        for job in plan("llama-8b", recipes=["bfloat16/master", "bfloat16/word"], **arguments).options
+        for job in plan(
+            "llama-8b", recipes=["bfloat16/master", "bfloat16/word"], **arguments
+        ).options
     }
     own, ours = jobs["bfloat16/master"], jobs["bfloat16/word"]
     assert own.program is PROGRAMS["megatron-core"] and own.layout.zero in (0, 1)
-    assert ours.program == own.program and not ours.program.limits and ours.program.text == "a loop like Megatron-Core"
+    assert (
+        ours.program == own.program
+        and not ours.program.limits
+        and ours.program.text == "a loop like Megatron-Core"
+    )
 
 
 def test_a_card_for_games_is_not_planned_with_a_cluster_s_libraries() -> None:
-    assert efficiency_of(get_chip("RTX-5090")).engines == efficiency_of(get_chip("RTX-4090")).engines == "PyTorch"
+    assert (
+        efficiency_of(get_chip("RTX-5090")).engines
+        == efficiency_of(get_chip("RTX-4090")).engines
+        == "PyTorch"
+    )
 
 
 # ── adapters, as published ────────────────────────────────────────────────────────────────────────────────────────────────
 
 # Qwen-7B, README, profiling of memory: batch 1, 8 micro-batches, one A100, rank 64 (GB of LoRA and Q-LoRA).
-PUBLISHED = {256: (20.1, 11.5), 512: (20.4, 11.5), 1024: (21.5, 12.3), 2048: (23.8, 13.9), 4096: (29.7, 16.9)}
+PUBLISHED = {
+    256: (20.1, 11.5),
+    512: (20.4, 11.5),
+    1024: (21.5, 12.3),
+    2048: (23.8, 13.9),
+    4096: (29.7, 16.9),
+}
 
 
 @pytest.mark.parametrize("length", PUBLISHED)
@@ -131,14 +172,21 @@ def test_adapters_need_what_qwen_published(length: int) -> None:
     layout, cluster = Layout(micro_batches=8, recompute="full"), cluster_of("A100-SXM4-80GB", 1)
     for base, measured in zip(("bfloat16", "nf4"), PUBLISHED[length], strict=True):
         program = read_program(f"hf-trainer,lora=64,base={base}")
-        planned = Job(QWEN, parse("bfloat16/master"), layout, cluster, length, program=program).memory.total
+        planned = Job(
+            QWEN, parse("bfloat16/master"), layout, cluster, length, program=program
+        ).memory.total
         assert planned == pytest.approx(measured * 1e9, rel=0.05 if base == "bfloat16" else 0.18)
 
 
 def test_seven_billion_fit_a_card_of_24_gigabytes_under_adapters() -> None:
     """torchtune's QLoRA of Llama-2 7B takes less than 10 GB; all weights of 7B do not fit."""
     answer = plan(
-        "llama-7b", chip="RTX-4090", lora=8, base="nf4", sequence_length=512, layout="micro_batch=2,recompute=full"
+        "llama-7b",
+        chip="RTX-4090",
+        lora=8,
+        base="nf4",
+        sequence_length=512,
+        layout="micro_batch=2,recompute=full",
     )
     assert answer.best.fits and answer.best.memory.total < 10e9
     assert [program.name for program in programs_of(answer.best)] == ["hf-trainer"]
@@ -156,7 +204,11 @@ def test_frozen_weights_have_no_gradients() -> None:
 
 def test_galore_of_seven_billion_fits_with_gradients_freed_by_layer() -> None:
     """Zhao et al., arXiv 2403.03507: 8-bit states and updates by layer train 7B within 24 GB."""
-    arguments: dict[str, Any] = {"recipes": "bfloat16/states8", "chip": "RTX-4090", "optimizer": "galore"}
+    arguments: dict[str, Any] = {
+        "recipes": "bfloat16/states8",
+        "chip": "RTX-4090",
+        "optimizer": "galore",
+    }
     assert plan("llama-7b", program="release=true", **arguments).best.fits
     assert not plan("llama-7b", **arguments).best.fits
 
@@ -183,7 +235,9 @@ SHARDS, TENSOR = EIGHT, Layout(shard=4, tensor=2)
         ("maxtext", "bfloat16/float32", SHARDS, "NVIDIA"),
     ],
 )
-def test_a_program_says_what_it_does_not_run(name: str, recipe: str, layout: Layout, reason: str) -> None:
+def test_a_program_says_what_it_does_not_run(
+    name: str, recipe: str, layout: Layout, reason: str
+) -> None:
     why = PROGRAMS[name].why_not(job("", layout, recipe))
     assert reason in why and bool(why) == bool(reason)
 
@@ -193,12 +247,21 @@ def test_only_layouts_that_a_program_runs_are_offered(recipe: str) -> None:
     best = search(read_model("llama-70b"), parse(recipe), cluster_of("B200", 64), 8192)
     assert programs_of(best)
     with pytest.raises(RecipeError, match=r"narrowgauge train does not train .* no tensor ranks"):
-        search(LLAMA, parse(recipe), cluster_of("B200", 8), 8192, fixed={"tensor": 2}, program=PROGRAMS["narrowgauge"])
+        search(
+            LLAMA,
+            parse(recipe),
+            cluster_of("B200", 8),
+            8192,
+            fixed={"tensor": 2},
+            program=PROGRAMS["narrowgauge"],
+        )
 
 
 def test_a_tpu_is_offered_what_xla_runs() -> None:
     answer = plan("llama-8b", chip="TPU-v5p", chips=64)
-    assert {program.name for option in answer.options for program in programs_of(option)} == {"maxtext"}
+    assert {program.name for option in answer.options for program in programs_of(option)} == {
+        "maxtext"
+    }
 
 
 def test_the_answer_says_its_program_and_what_others_need() -> None:
@@ -210,7 +273,12 @@ def test_the_answer_says_its_program_and_what_others_need() -> None:
 def test_a_program_is_read_with_its_fields() -> None:
     program = read_program("torchtitan, loss=chunked, release=true")
     assert (program.gathered, program.loss, program.release) == ("bfloat16", "chunked", True)
-    for text, says in (("torchtitn", "torchtitan"), ("los=whole", "loss"), ("loss=none", "whole"), ("lora=x", "lora")):
+    for text, says in (
+        ("torchtitn", "torchtitan"),
+        ("los=whole", "loss"),
+        ("loss=none", "whole"),
+        ("lora=x", "lora"),
+    ):
         with pytest.raises(RecipeError) as caught:
             read_program(text)
         assert says in str(caught.value)
@@ -256,19 +324,28 @@ def test_fused_experts_do_not_save_their_results() -> None:
         ).best.memory
         for kernels in ("compiled", "fused")
     )  # fmt: skip
-    saved = [next(term.value for term in terms if term.name == "kept by the layers") for terms in (eager, fused)]
+    saved = [
+        next(term.value for term in terms if term.name == "kept by the layers")
+        for terms in (eager, fused)
+    ]
     assert saved[0] - saved[1] == pytest.approx(32 * 4096 * 2 * 2 * 4096, rel=0.01)
 
 
 def test_a_much_faster_layout_that_may_not_fit_is_named() -> None:
     answer = plan("llama-70b", recipes="bfloat16/word", chip="H100-SXM", chips=8)
-    assert answer.best.is_certain and answer.best.faster is not None and not answer.best.faster.is_certain
+    assert (
+        answer.best.is_certain
+        and answer.best.faster is not None
+        and not answer.best.faster.is_certain
+    )
     assert answer.best.faster.tokens_per_second > 1.1 * answer.best.tokens_per_second
     assert any("faster if its memory suffices" in line for line in answer.sentences())
 
 
 def test_a_chip_without_a_format_is_named() -> None:
-    answer = plan("llama-8b", recipes=["bfloat16/word", "float16/master"], chip=["V100", "H100-SXM"], chips=8)
+    answer = plan(
+        "llama-8b", recipes=["bfloat16/word", "float16/master"], chip=["V100", "H100-SXM"], chips=8
+    )
     assert {job.chip.name for job in answer.options} == {"V100-SXM2-32GB", "H100-SXM5-80GB"}
     assert any("V100" in line and "bfloat16" in line for line in answer.sentences())
 

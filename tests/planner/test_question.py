@@ -40,17 +40,29 @@ def test_thirty_billion_on_eight_times_eighty_gigabytes() -> None:
     # 16 B: 65 GB of state leave room for what is computed again, or for one micro-batch whose tensors four ranks share.
     jobs = {option.recipe.name: option for option in answer.options}
     word, wide = jobs["bfloat16/word"], jobs["bfloat16/master"]
-    assert wide.layout.recompute == "full" or (wide.layout.tensor > 2 and wide.layout.micro_batches == 1)
+    assert wide.layout.recompute == "full" or (
+        wide.layout.tensor > 2 and wide.layout.micro_batches == 1
+    )
     assert word.layout.recompute == "none" and word.layout.micro_batches > 1
     assert wide.headroom_bytes < 8e9 < word.headroom_bytes
-    alone = plan("llama-33b", recipes=["bfloat16/master"], chip="H100-SXM", chips=8, layout=NAMED_LAYOUTS["fsdp2"]).best
+    alone = plan(
+        "llama-33b",
+        recipes=["bfloat16/master"],
+        chip="H100-SXM",
+        chips=8,
+        layout=NAMED_LAYOUTS["fsdp2"],
+    ).best
     assert alone.fits and alone.layout.recompute == "full"
-    never = plan("llama-33b", recipes=RECIPES, chip="H100-SXM", chips=8, layout=NAMED_LAYOUTS["ddp"])
+    never = plan(
+        "llama-33b", recipes=RECIPES, chip="H100-SXM", chips=8, layout=NAMED_LAYOUTS["ddp"]
+    )
     assert not any(option.fits for option in never.options)
     assert "Nothing fits" in never.sentences()[0]
 
 
-@pytest.mark.parametrize(("chip", "days"), [("A100-SXM4-80GB", 24), ("H100-SXM", 7.5), ("B200", 3.3)])
+@pytest.mark.parametrize(
+    ("chip", "days"), [("A100-SXM4-80GB", 24), ("H100-SXM", 7.5), ("B200", 3.3)]
+)
 def test_days_of_ten_billion_tokens(chip: str, days: float) -> None:
     """Worked by hand: (6 P + 6 L h s) × 10^10 / (8 × peak × 40 %)."""
     best = plan("llama-33b", recipes=["bfloat16/word"], chip=chip, chips=8, tokens=DAYS).best
@@ -61,7 +73,9 @@ def test_days_of_ten_billion_tokens(chip: str, days: float) -> None:
     planned = best.days(DAYS)
     assert low < planned < high
     slow, fast = (DAYS / rate / 86_400 for rate in best.rate_interval)
-    assert (fast, slow * 1.25) == pytest.approx((low, high))  # restarts take time, and are not in a rate
+    assert (fast, slow * 1.25) == pytest.approx(
+        (low, high)
+    )  # restarts take time, and are not in a rate
     # The hand's 40 % of the peak is a guess; what is planned says its own share, and adds restarts to the steps.
     assert planned / 1.1 * best.mfu == pytest.approx(by_hand * 0.4, rel=0.03)
 
@@ -79,7 +93,9 @@ def test_seventy_billion_on_a_node() -> None:
     assert answer.best.architecture.num_parameters == 70_553_706_496
     # 70.6 GB of state on 85.9: with layers computed again, or without a sum of several micro-batches.
     for option in answer.options:
-        assert option.fits and (option.layout.recompute == "full" or option.layout.micro_batches == 1)
+        assert option.fits and (
+            option.layout.recompute == "full" or option.layout.micro_batches == 1
+        )
     roomy = plan("llama-70b", recipes=["bfloat16/word"], chip="H200", chips=8).best
     assert roomy.fits and roomy.is_certain and roomy.layout.recompute == "none"
 
@@ -87,12 +103,21 @@ def test_seventy_billion_on_a_node() -> None:
 def test_slow_links_are_named_where_stages_avoid_them() -> None:
     """The best layout of 32 chips has stages. Without stages the links limit it."""
     answer = plan(
-        "llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=[8, 32], interconnect_gbit_per_second=25
+        "llama-8b",
+        recipes=["bfloat16/word"],
+        chip="H100-SXM",
+        chips=[8, 32],
+        interconnect_gbit_per_second=25,
     )
     many = next(job for job in answer.options if job.num_chips == 32)
     assert many.layout.pipeline > 1
     ours = plan(
-        "llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=32, interconnect_gbit_per_second=25, layout="fsdp2"
+        "llama-8b",
+        recipes="bfloat16/word",
+        chip="H100-SXM",
+        chips=32,
+        interconnect_gbit_per_second=25,
+        layout="fsdp2",
     ).best
     assert ours.limited_by == "communication" and ours.step.total > many.step.total
 
@@ -108,13 +133,21 @@ def test_the_fewest_chips_within_days() -> None:
     with pytest.raises(ChipError, match="Name days"):
         plan_within(14, model="llama-8b", recipes="bfloat16/word", chip="H100-SXM")
     assert plan_within(30, model="llama-70b", layout="tensor=8", **question).best.layout.tensor == 8
-    batch = plan_within(14, model="llama-8b", tokens_per_step=2**18, **question).best.tokens_per_step
+    batch = plan_within(
+        14, model="llama-8b", tokens_per_step=2**18, **question
+    ).best.tokens_per_step
     assert batch == pytest.approx(2**18, rel=0.02)
 
 
 def test_a_program_has_its_own_speed() -> None:
     with pytest.raises(NarrowgaugeError, match="another program's"):
-        plan("llama-8b", chip="H100-SXM", chips=8, program="hf-trainer", software="megatron-core-2026")
+        plan(
+            "llama-8b",
+            chip="H100-SXM",
+            chips=8,
+            program="hf-trainer",
+            software="megatron-core-2026",
+        )
 
 
 def test_a_step_holds_a_sequence() -> None:
@@ -128,6 +161,11 @@ def test_a_job_that_no_program_runs_is_not_offered_in_silence() -> None:
 
 
 def test_what_is_known_to_be_far_off_is_said() -> None:
-    arguments: dict[str, Any] = {"recipes": "bfloat16/word", "chip": "H100-SXM", "chips": 8, "sequence_length": 32_768}
+    arguments: dict[str, Any] = {
+        "recipes": "bfloat16/word",
+        "chip": "H100-SXM",
+        "chips": 8,
+        "sequence_length": 32_768,
+    }
     ring, whole = (plan("llama-8b", layout=f"context={ranks}", **arguments) for ranks in (4, 1))
     assert "context ranks" in ring.sentences()[-1] and "context ranks" not in whole.sentences()[-1]

@@ -60,18 +60,24 @@ def test_wrong_settings_are_refused(tmp_path: Path, more: str, words: str) -> No
         (("chips = 64", 'chips = 64\nsoftware = "fsdp-2023"'), "software", "gaps"),
     ],
 )
-def test_one_slower_setting_is_found(tmp_path: Path, edit: tuple[str, str], setting: str, group: str) -> None:
+def test_one_slower_setting_is_found(
+    tmp_path: Path, edit: tuple[str, str], setting: str, group: str
+) -> None:
     comparison = compare_launches(launch(tmp_path), launch(tmp_path, edit))
     [effect] = comparison["settings"]
     assert effect["setting"] == setting
     assert effect["seconds"] == pytest.approx(grown(comparison)) and effect["seconds"] > 0
     assert comparison["terms"][0]["group"] == group
-    assert sum(row["after"] - row["before"] for row in comparison["terms"]) == pytest.approx(effect["seconds"])
+    assert sum(row["after"] - row["before"] for row in comparison["terms"]) == pytest.approx(
+        effect["seconds"]
+    )
 
 
 def test_larger_batches_are_not_slower(tmp_path: Path) -> None:
     """Twice the micro-batches take twice the time, for twice the tokens."""
-    comparison = compare_launches(launch(tmp_path), launch(tmp_path, ("micro_batches=2", "micro_batches=4")))
+    comparison = compare_launches(
+        launch(tmp_path), launch(tmp_path, ("micro_batches=2", "micro_batches=4"))
+    )
     assert abs(grown(comparison)) < 0.02 * comparison["steps"][0]["after"]
 
 
@@ -89,7 +95,9 @@ def test_what_no_setting_explains_is_left_over(tmp_path: Path) -> None:
 def test_what_the_terms_explain_needs_no_other_measurement(tmp_path: Path) -> None:
     fast, slow = launch(tmp_path), launch(tmp_path, ("3200", "400"))
     seconds = grown(compare_launches(fast, slow))
-    comparison = compare_launches({**fast, "step_seconds": 2.0}, {**slow, "step_seconds": 2.0 + 1.1 * seconds})
+    comparison = compare_launches(
+        {**fast, "step_seconds": 2.0}, {**slow, "step_seconds": 2.0 + 1.1 * seconds}
+    )
     [explained] = sentences_of(comparison)
     assert explained.endswith("(91%).")
     assert "need step_seconds" in sentences_of(compare_launches(fast, slow))[0]

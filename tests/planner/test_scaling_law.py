@@ -15,7 +15,9 @@ DAY = 86400.0
 
 def test_two_points_keep_every_law_of_two_unknowns() -> None:
     scaling = fit(read_points("128:10d,256:7d"))
-    assert [tuple(law.parts) for law in scaling.laws] == [("divided", name) for name in list(SHAPES)[1:]]
+    assert [tuple(law.parts) for law in scaling.laws] == [
+        ("divided", name) for name in list(SHAPES)[1:]
+    ]
     for law, point in itertools.product(scaling.laws, scaling.points):
         assert law.seconds(point[0]) == pytest.approx(point[1])
     low, high = scaling.interval(512)
@@ -72,7 +74,8 @@ def _held_out(sizes: tuple[int, ...], at: int, seed: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "at"), [((128, 256), 512), ((128, 256), 64), ((8, 16, 32), 128), ((8, 16, 32, 64), 256)]
+    ("sizes", "at"),
+    [((128, 256), 512), ((128, 256), 64), ((8, 16, 32), 128), ((8, 16, 32, 64), 256)],
 )
 def test_intervals_hold_four_times_out_of_five(sizes: tuple[int, ...], at: int) -> None:
     inside, tries = _held_out(sizes, at, seed=at)

@@ -43,7 +43,9 @@ def test_what_is_fixed_stays() -> None:
 
 
 def test_virtual_stages_need_a_pipeline() -> None:
-    layout = search(LARGE, WORD, cluster_of("A100-SXM4-80GB", 32), 4096, fixed={"interleave": 2}).layout
+    layout = search(
+        LARGE, WORD, cluster_of("A100-SXM4-80GB", 32), 4096, fixed={"interleave": 2}
+    ).layout
     assert layout.interleave == 2 and layout.pipeline > 1
 
 
@@ -51,7 +53,9 @@ def sum_bytes(recipe: str, **fixed: str) -> float:
     """The buffers that sum micro-batches, for each parameter of a rank."""
     layout = {"tensor": 1, "shard": 8, "zero": 3, "micro_batch": 1, "micro_batches": 4, **fixed}
     memory = search(SMALL, parse(recipe), H100, 4096, fixed=layout).memory
-    sums = [term.value for term in memory.addends if "sum" in term.name and term.group == "gradients"]
+    sums = [
+        term.value for term in memory.addends if "sum" in term.name and term.group == "gradients"
+    ]
     return sum(sums) / (SMALL.num_parameters / 8)
 
 
@@ -76,8 +80,17 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 
 def test_a_free_batch_may_save_the_sums_of_gradients() -> None:
     """Where the tokens of a step are given, they are kept: gradients are then summed over micro-batches."""
-    free = search(SMALL, MASTER, cluster_of("H100-SXM", 2), 8192, fixed={"tensor": 1, "shard": 2, "zero": 3})
-    asked = search(SMALL, MASTER, cluster_of("H100-SXM", 2), 8192, 1 << 22, fixed={"tensor": 1, "shard": 2, "zero": 3})
+    free = search(
+        SMALL, MASTER, cluster_of("H100-SXM", 2), 8192, fixed={"tensor": 1, "shard": 2, "zero": 3}
+    )
+    asked = search(
+        SMALL,
+        MASTER,
+        cluster_of("H100-SXM", 2),
+        8192,
+        1 << 22,
+        fixed={"tensor": 1, "shard": 2, "zero": 3},
+    )
     assert free.memory.total <= asked.memory.total and asked.tokens_per_step == 1 << 22
 
 
@@ -88,7 +101,9 @@ def test_a_step_has_the_tokens_that_were_asked_for() -> None:
         best = search(model, WORD, many, 4096, asked)
         assert best.fits and best.tokens_per_step <= 1 << 25
     assert best.layout.num_replicas < many.chips
-    with pytest.raises(RecipeError, match=r"a step of 4,096 tokens on 8 chips because they compute 32,768 at once"):
+    with pytest.raises(
+        RecipeError, match=r"a step of 4,096 tokens on 8 chips because they compute 32,768 at once"
+    ):
         search(SMALL, WORD, H100, 4096, 4096, fixed={"tensor": 1})
 
 
@@ -123,7 +138,9 @@ def test_steps_are_not_smaller_than_half_a_million_tokens_where_any_fit() -> Non
 def test_mixtures_are_searched_without_expert_parallelism() -> None:
     """Plain FSDP of a mixture is among the candidates, so that a layout of the trainer can win within the noise."""
     job = Job(read_model("mixtral-8x7b"), WORD, Layout(), cluster_of("H200", 8), 4096)
-    shapes = list(_shapes(job, {"tensor": 1, "pipeline": 1, "zero": 3, "accumulation_dtype": "float32"}))
+    shapes = list(
+        _shapes(job, {"tensor": 1, "pipeline": 1, "zero": 3, "accumulation_dtype": "float32"})
+    )
     assert {shape.expert for shape in shapes} >= {1, 8}
 
 
@@ -135,9 +152,13 @@ def test_chips_of_amd_multiply_float8() -> None:
 
 
 @pytest.mark.parametrize(("slower", "is_ours"), [(1.04, True), (1.06, False)])
-def test_of_layouts_that_are_as_fast_within_the_noise_the_trainers_wins(slower: float, is_ours: bool) -> None:
+def test_of_layouts_that_are_as_fast_within_the_noise_the_trainers_wins(
+    slower: float, is_ours: bool
+) -> None:
     def job(seconds: float, is_fsdp: bool) -> Any:
         layout = SimpleNamespace(num_sequences=1, is_fsdp=is_fsdp)
-        return SimpleNamespace(step=SimpleNamespace(total=seconds), memory=SimpleNamespace(total=1.0), layout=layout)
+        return SimpleNamespace(
+            step=SimpleNamespace(total=seconds), memory=SimpleNamespace(total=1.0), layout=layout
+        )
 
     assert _fastest([job(1.0, False), job(slower, True)]).layout.is_fsdp is is_ours

@@ -28,14 +28,20 @@ def exact(chip: str, **rows: float) -> Efficiency:
     """Shares that reach every printed rate, start kernels in no time and hide nothing."""
     names = efficiency_of(get_chip(chip)).values
     values = {
-        name: 0.0 if name.endswith("seconds") or name.startswith(("overlap", "slowed")) else 1.0 for name in names
+        name: 0.0 if name.endswith("seconds") or name.startswith(("overlap", "slowed")) else 1.0
+        for name in names
     }
     return Efficiency({**values, "spread": 0.0, **rows}, "by hand")
 
 
-def terms_of(layout: Layout, length: int = 4096, *, recipe: str = "bfloat16/word", **rows: Any) -> Terms:
+def terms_of(
+    layout: Layout, length: int = 4096, *, recipe: str = "bfloat16/word", **rows: Any
+) -> Terms:
     """The step of a layout, by default of a Llama on as many chips as there are ranks."""
-    cluster, shape = rows.pop("cluster", cluster_of("H100-SXM", layout.num_ranks)), rows.pop("shape", LLAMA)
+    cluster, shape = (
+        rows.pop("cluster", cluster_of("H100-SXM", layout.num_ranks)),
+        rows.pop("shape", LLAMA),
+    )
     return step_terms(Job(shape, parse(recipe), layout, cluster, length, exact("H100-SXM", **rows)))
 
 
@@ -68,8 +74,12 @@ def test_sharded_weights_are_gathered_twice_and_gradients_reduced() -> None:
     assert wide.groups["communication"] > exchange.value
 
 
-@pytest.mark.parametrize(("compute", "passes"), [("scalify", 1), ("float8-row", 1), ("float8-tensor", 2)])
-def test_a_cast_reads_its_operand_twice_if_the_scale_is_of_all_of_it(compute: str, passes: int) -> None:
+@pytest.mark.parametrize(
+    ("compute", "passes"), [("scalify", 1), ("float8-row", 1), ("float8-tensor", 2)]
+)
+def test_a_cast_reads_its_operand_twice_if_the_scale_is_of_all_of_it(
+    compute: str, passes: int
+) -> None:
     recipe, chip = parse(f"{compute}/split"), get_chip("H100-SXM")
     seconds = operation_seconds(64, 64, recipe.compute, recipe, 1e6, chip, exact("H100-SXM"))
     assert seconds["output.left"] == pytest.approx(64e6 * (2 * passes + 1) / 3350e9)
@@ -85,7 +95,10 @@ def test_a_stage_has_one_of_embedding_and_head(is_tied: bool) -> None:
     # Embedding and head may count as two of 128 groups of layers.
     model = read_model("llama-405b")
     assert why_not(model, Layout(pipeline=16, interleave=8), 8192) == ""
-    assert why_not(model, Layout(pipeline=16, interleave=9), 8192) == "144 groups of layers and 126 layers"
+    assert (
+        why_not(model, Layout(pipeline=16, interleave=9), 8192)
+        == "144 groups of layers and 126 layers"
+    )
 
 
 def test_what_is_hidden_is_not_counted() -> None:
@@ -99,7 +112,9 @@ def test_what_is_hidden_is_not_counted() -> None:
 @pytest.mark.parametrize("batches", [4, 8, 16, 32])
 def test_the_bubble_is_the_pipelines(batches: int) -> None:
     head = replace(LLAMA.matmuls[-1], out_features=1)
-    shape = replace(LLAMA, vocab_size=1, matmuls=(*LLAMA.matmuls[:-1], head))  # without a head all stages are equal
+    shape = replace(
+        LLAMA, vocab_size=1, matmuls=(*LLAMA.matmuls[:-1], head)
+    )  # without a head all stages are equal
     layout = Layout(pipeline=4, zero=0, micro_batches=batches)
     terms = terms_of(layout, shape=shape)
     busy = sum(terms.groups[group] for group in ("matmuls", "attention", "elementwise", "loss"))
@@ -112,17 +127,28 @@ def test_the_bubble_is_the_pipelines(batches: int) -> None:
 def test_recomputation_costs_a_forward() -> None:
     none, full = (terms_of(replace(SHARED, recompute=how)) for how in ("none", "full"))
     layers = sum(matmul.num_parameters for matmul in LLAMA.matmuls if matmul.part != "head")
-    assert full.groups["matmuls"] - none.groups["matmuls"] == pytest.approx(2 * layers * 4096 / 989e12, rel=1e-3)
+    assert full.groups["matmuls"] - none.groups["matmuls"] == pytest.approx(
+        2 * layers * 4096 / 989e12, rel=1e-3
+    )
     assert full.groups["loss"] == none.groups["loss"]
 
 
 @pytest.mark.parametrize(
     ("layout", "is_cast_again"),
-    [(SHARED, True), (replace(SHARED, zero=2), False), (Layout(data=8), False), (Layout(data=8, zero=0), False)],
+    [
+        (SHARED, True),
+        (replace(SHARED, zero=2), False),
+        (Layout(data=8), False),
+        (Layout(data=8, zero=0), False),
+    ],
 )
-def test_weights_that_stay_gathered_are_cast_once_a_step(layout: Layout, is_cast_again: bool) -> None:
+def test_weights_that_stay_gathered_are_cast_once_a_step(
+    layout: Layout, is_cast_again: bool
+) -> None:
     """Those that are gathered for each micro-batch are cast for each."""
-    single, four = (terms_of(replace(layout, micro_batches=count), recipe="float8-row/word") for count in (1, 4))
+    single, four = (
+        terms_of(replace(layout, micro_batches=count), recipe="float8-row/word") for count in (1, 4)
+    )
     if is_cast_again:
         assert four.groups["casts"] == pytest.approx(4 * single.groups["casts"])
     else:
@@ -142,12 +168,17 @@ def test_experts_get_the_tokens_that_chose_them() -> None:
     active = 6 * sum(m.num_parameters * m.tokens_share for m in mixtral.matmuls)
     assert terms.groups["matmuls"] == pytest.approx(active * 4096 / 989e12, rel=2e-2)
     assert by_name(terms)["tokens between experts"].value > 0
-    assert why_not(dense, Layout(shard=16, expert=8), 4096) == "8 expert ranks do not divide 1 expert"
+    assert (
+        why_not(dense, Layout(shard=16, expert=8), 4096) == "8 expert ranks do not divide 1 expert"
+    )
 
 
 def test_a_token_travels_once_to_a_node_or_once_to_each_expert() -> None:
     shape, cluster = read_model("mixtral-8x7b"), cluster_of("H100-SXM", 16, chips_per_node=2)
-    steps = (terms_of(Layout(shard=16, expert=8), shape=shape, cluster=cluster, once_per_node=n) for n in (0.0, 1.0))
+    steps = (
+        terms_of(Layout(shard=16, expert=8), shape=shape, cluster=cluster, once_per_node=n)
+        for n in (0.0, 1.0)
+    )
     times = [by_name(terms)["tokens between experts"].value for terms in steps]
     # Two experts on four nodes: 2 × 3/4 copies leave the node, for 3 × (1 - 9/16) nodes.
     assert times[1] / times[0] == pytest.approx(3 * (1 - 9 / 16) / 1.5, rel=5e-3)
@@ -157,11 +188,24 @@ def test_an_all_to_all_waits_for_the_host_by_expert_and_hides_under_interleaving
     """Routers take a millisecond a layer and micro-batch, and the launches of each expert on the rank a tenth of it."""
     rows = {"mixture_seconds": 1e-3, "expert_seconds": 1e-4, "overlap.interleaved": 1.0}
     shape = replace(read_model("mixtral-8x7b"), num_layers=32)
-    for expert, layout in ((2, Layout(shard=16, expert=2)), (8, Layout(shard=16, expert=8, micro_batches=2))):
-        waiting = by_name(terms_of(layout, shape=shape, **rows))["routers, sorting and launches of mixtures"]
-        assert waiting.value == pytest.approx(layout.micro_batches * 32 * (1e-3 + 1e-4 * 8 / expert))
+    for expert, layout in (
+        (2, Layout(shard=16, expert=2)),
+        (8, Layout(shard=16, expert=8, micro_batches=2)),
+    ):
+        waiting = by_name(terms_of(layout, shape=shape, **rows))[
+            "routers, sorting and launches of mixtures"
+        ]
+        assert waiting.value == pytest.approx(
+            layout.micro_batches * 32 * (1e-3 + 1e-4 * 8 / expert)
+        )
     plain, interleaved = (
-        by_name(terms_of(Layout(shard=8, expert=8, pipeline=2, interleave=v, micro_batches=4), shape=shape, **rows))
+        by_name(
+            terms_of(
+                Layout(shard=8, expert=8, pipeline=2, interleave=v, micro_batches=4),
+                shape=shape,
+                **rows,
+            )
+        )
         for v in (1, 4)
     )
     assert plain["tokens between experts"].value > 0 == interleaved["tokens between experts"].value

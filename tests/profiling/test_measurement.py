@@ -24,8 +24,12 @@ KINDS = (
 """The linear layers of each shape and place: name, features out and in, number."""
 
 
-def test_rounds_have_all_that_costs_are_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "training_session", lambda c: training_session(c, compile=False))
+def test_rounds_have_all_that_costs_are_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        measurement, "training_session", lambda c: training_session(c, compile=False)
+    )
     monkeypatch.setattr(measurement, "_LEAST_SECONDS", 0.0)
     monkeypatch.setattr(measurement, "ROUNDS", 2)
     (tmp_path / "config.json").write_text(
@@ -36,15 +40,23 @@ def test_rounds_have_all_that_costs_are_made_of(tmp_path: Path, monkeypatch: pyt
     config = TrainConfig(model=str(tmp_path), batch_size=1, sequence_length=16, lr=1e-3)
     lines: list[str] = []
     times = measurement.measure(recipes, config, lines.append)
-    kinds = [(k.pattern.rpartition(".")[2], k.out_features, k.in_features, len(k.names)) for k in times.kinds]
+    kinds = [
+        (k.pattern.rpartition(".")[2], k.out_features, k.in_features, len(k.names))
+        for k in times.kinds
+    ]
     assert tuple(kinds) == KINDS and times.kinds[0].names[1] == "model.layers.1.self_attn.q_proj"
     assert set(times.steps) == {parse("bfloat16/word"), parse("bfloat16/float32"), *recipes}
-    assert set(times.layers) == {(recipe, kind.pattern) for recipe in times.steps for kind in times.kinds}
+    assert set(times.layers) == {
+        (recipe, kind.pattern) for recipe in times.steps for kind in times.kinds
+    }
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.steps.values())
     assert all(len(pairs) == 2 and min(map(min, pairs)) > 0 for pairs in times.layers.values())
     for recipe in recipes:
         assert cost_row(recipe, times)["step_ratio"] > 0
-    assert lines[0].startswith("compiling a step and the layers in ") and lines[-1] == "timing 2 rounds"
+    assert (
+        lines[0].startswith("compiling a step and the layers in ")
+        and lines[-1] == "timing 2 rounds"
+    )
 
 
 BASE = parse("bfloat16/word")
@@ -60,14 +72,29 @@ NARROW = {
     "layers.*.fc": [(4.0, 12.0), (8.0, 24.0)],
     "lm_head": [(3.0, 9.0), (6.0, 18.0)],
 }
-LAYERS = {(of, name): seconds for of, table in ((BASE, WIDE), (RECIPE, NARROW)) for name, seconds in table.items()}
+LAYERS = {
+    (of, name): seconds
+    for of, table in ((BASE, WIDE), (RECIPE, NARROW))
+    for name, seconds in table.items()
+}
 
 
 def test_ratios_are_the_baselines_seconds_over_the_recipes_in_each_round() -> None:
     """A second round on a machine of half the speed."""
-    cost = cost_row(RECIPE, Times(MADE_KINDS, {BASE: [100.0, 200.0], RECIPE: [80.0, 160.0]}, LAYERS))
-    assert (cost["step_seconds"], cost["step_ratio"], cost["step_ratio_range"]) == (120.0, 1.25, (1.25, 1.25))
+    cost = cost_row(
+        RECIPE, Times(MADE_KINDS, {BASE: [100.0, 200.0], RECIPE: [80.0, 160.0]}, LAYERS)
+    )
+    assert (cost["step_seconds"], cost["step_ratio"], cost["step_ratio_range"]) == (
+        120.0,
+        1.25,
+        (1.25, 1.25),
+    )
     q, fc, head = cost["layers"]
-    assert (q["forward_seconds"], q["seconds"], q["baseline_seconds"], q["ratio"]) == (3.0, 12.0, 13.5, 9 / 8)
+    assert (q["forward_seconds"], q["seconds"], q["baseline_seconds"], q["ratio"]) == (
+        3.0,
+        12.0,
+        13.5,
+        9 / 8,
+    )
     assert (fc["ratio"], head["ratio"]) == (0.75, 1.0)
     assert [layer["compute"] for layer in (q, fc, head)] == ["float8-row", "float8-row", "bfloat16"]

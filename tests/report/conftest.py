@@ -34,9 +34,24 @@ def make_run() -> Callable[..., Run]:
         rows = [{"step": step, "loss": loss(step), **same} for step in range(1, steps + 1)]
         places = range(max(1, steps // 5), steps + 1, max(1, steps // 5))
         evals = [{"step": step, "val_loss": loss(step) + 0.1, "tokens": step} for step in places]
-        summary = {"val_loss": loss(steps) + 0.1, "bytes_per_param": bytes_per_param, "tokens_per_second": 1000.0}
-        settings = {"recipe": recipe, "seed": seed, "steps": steps, "model": "llama-1m", **(config or {})}
-        toml = {"schema_version": 1, "config": settings, "versions": {"torch": "2.13.0"}, "machine": {"device": "cpu"}}
+        summary = {
+            "val_loss": loss(steps) + 0.1,
+            "bytes_per_param": bytes_per_param,
+            "tokens_per_second": 1000.0,
+        }
+        settings = {
+            "recipe": recipe,
+            "seed": seed,
+            "steps": steps,
+            "model": "llama-1m",
+            **(config or {}),
+        }
+        toml = {
+            "schema_version": 1,
+            "config": settings,
+            "versions": {"torch": "2.13.0"},
+            "machine": {"device": "cpu"},
+        }
         folder = Path(f"{recipe.replace('/', '-')}-seed{seed}")
         run = Run(folder, toml, rows, evals, list(events), {"recipe": recipe, **summary})
         # A cached property reads the file when it is first asked for; these runs have none.

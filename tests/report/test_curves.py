@@ -29,7 +29,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def mean_of(figure: Figure | None, place: int) -> dict[str, Any]:
     """The line of a group's mean."""
-    (trace,) = (trace for trace in figure.data if trace["meta"]["group"] == place and trace.get("name"))
+    (trace,) = (
+        trace for trace in figure.data if trace["meta"]["group"] == place and trace.get("name")
+    )
     return trace
 
 
@@ -72,13 +74,21 @@ def test_a_reading_of_several_runs_is_a_row_with_the_first_step(make_run: MakeRu
         make_run(seed=seed, loss=lambda step, bad=bad: math.nan if step == bad else 2.0)
         for seed, bad in enumerate((60, 30))
     ]
-    row, *_ = run_readings(group_runs(runs)).table.rows  # the others are of the loss, which stays flat
+    row, *_ = run_readings(
+        group_runs(runs)
+    ).table.rows  # the others are of the loss, which stays flat
     assert (row["what"], row["step"], row["seeds"]) == ("nonfinite-step", 30, "0, 1")
 
 
 def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
-    runs = [make_run("bfloat16/master", seed, loss=lambda step, seed=seed: 3.0 + seed) for seed in (0, 1)]
-    runs += [make_run("bfloat16/word", seed, loss=lambda step, seed=seed: 3.25 + seed) for seed in (0, 1, 2)]
+    runs = [
+        make_run("bfloat16/master", seed, loss=lambda step, seed=seed: 3.0 + seed)
+        for seed in (0, 1)
+    ]
+    runs += [
+        make_run("bfloat16/word", seed, loss=lambda step, seed=seed: 3.25 + seed)
+        for seed in (0, 1, 2)
+    ]
     figure = curves.difference(group_runs(runs), "bfloat16/master")
     # Seeds lie a whole nat apart; each pair differs by a quarter, so the band has no height.
     assert mean_of(figure, 1)["y"] == pytest.approx([0.25] * 5)
@@ -94,7 +104,11 @@ def test_a_long_run_keeps_its_spikes_in_the_band(make_run: MakeRun) -> None:
     assert len(line["x"]) <= NUM_COLUMNS and line["x"][-1] == 10_000
     assert min(line["y"]) > 2.4 and max(line["y"]) < 4.0
     assert sorted({y for y in band["y"] if y is not None}) == [2.0, 3.0, 50.0]
-    assert figure is not None and figure.layout["yaxis"]["range"][1] < 5.0 and "Double-click" in figure.how
+    assert (
+        figure is not None
+        and figure.layout["yaxis"]["range"][1] < 5.0
+        and "Double-click" in figure.how
+    )
 
 
 def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun) -> None:
@@ -105,7 +119,11 @@ def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun)
         {"kind": "note"},
     )
     table = event_table(group_runs([make_run(events=happened)])[0].named)
-    assert [(row["kind"], row["step"]) for row in table.rows] == [("warning", "7–9"), ("start", "0"), ("note", "")]
+    assert [(row["kind"], row["step"]) for row in table.rows] == [
+        ("warning", "7–9"),
+        ("start", "0"),
+        ("note", ""),
+    ]
     assert table.rows[0]["message"] == "<b>lost</b> (1 more event: see events.jsonl)"
 
 
@@ -120,16 +138,29 @@ def test_every_figure_is_valid_json(make_run: MakeRun) -> None:
         ),
         make_run("bfloat16/naive", loss=lambda step: 3.0),
     ]
-    figures = [figure for section in comparison_figures(group_runs(runs)).values() for figure in section]
+    figures = [
+        figure for section in comparison_figures(group_runs(runs)).values() for figure in section
+    ]
     assert len(figures) == 5
     for figure in figures:
         json.dumps([figure.data, figure.layout], allow_nan=False)
 
 
-def test_each_recipe_has_its_difference_and_interval_and_the_band_is_the_threshold(make_run: MakeRun) -> None:
-    losses = {"bfloat16/master": [2.0, 2.0], "bfloat16/word": [2.001, 2.003], "bfloat16/split": [1.99, 1.992]}
+def test_each_recipe_has_its_difference_and_interval_and_the_band_is_the_threshold(
+    make_run: MakeRun,
+) -> None:
+    losses = {
+        "bfloat16/master": [2.0, 2.0],
+        "bfloat16/word": [2.001, 2.003],
+        "bfloat16/split": [1.99, 1.992],
+    }
     runs = [
-        make_run(name, seed, bytes_per_param=16.0 if "master" in name else 8.0, loss=lambda _, loss=loss: loss - 0.1)
+        make_run(
+            name,
+            seed,
+            bytes_per_param=16.0 if "master" in name else 8.0,
+            loss=lambda _, loss=loss: loss - 0.1,
+        )
         for name, values in losses.items()
         for seed, loss in enumerate(values)
     ]

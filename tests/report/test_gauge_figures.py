@@ -12,7 +12,12 @@ import pytest
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.analysis.diagnose import Diagnosis
 from narrowgauge.report.figures.heat_maps import heat_maps
-from narrowgauge.report.figures.histograms import MOST_STEPS, SHOWN_FORMATS, format_ranges, histogram
+from narrowgauge.report.figures.histograms import (
+    MOST_STEPS,
+    SHOWN_FORMATS,
+    format_ranges,
+    histogram,
+)
 from narrowgauge.report.recipe_groups import details_of
 from narrowgauge.report.runs_page import render
 from narrowgauge.runs.record import Run, read_run
@@ -42,7 +47,10 @@ def test_a_damaged_reading_adds_nothing(make_run: MakeRun, values: Any) -> None:
 
 
 def test_the_lowest_edq_is_of_the_last_sample(make_run: MakeRun) -> None:
-    rows = [{"step": 1, "updates": {"a": [0.25]}}, {"step": 2, "updates": {"a": [1.0], "b": [0.75]}}]
+    rows = [
+        {"step": 1, "updates": {"a": [0.25]}},
+        {"step": 2, "updates": {"a": [1.0], "b": [0.75]}},
+    ]
     assert details_of(make_run(gauges=rows), 0).lowest_edq == 0.75
 
 
@@ -53,13 +61,23 @@ def test_damaged_gauges_of_one_run_are_left_out(tmp_path: Path) -> None:
 
 
 def test_histograms_are_thinned() -> None:
-    figure = histogram([{"step": step, "histograms": {"weight": [step]}} for step in range(1, 101)], 0)
+    figure = histogram(
+        [{"step": step, "histograms": {"weight": [step]}} for step in range(1, 101)], 0
+    )
     labels = [step["label"] for step in figure["layout"]["sliders"][0]["steps"]]
-    assert (labels[0], labels[-1], len(labels), len(figure["frames"])) == ("1", "100", MOST_STEPS, MOST_STEPS)
+    assert (labels[0], labels[-1], len(labels), len(figure["frames"])) == (
+        "1",
+        "100",
+        MOST_STEPS,
+        MOST_STEPS,
+    )
 
 
 def updates(step: int, **edq: float | None) -> dict[str, object]:
-    return {"step": step, "updates": {name: [value, None, None, None, None, None] for name, value in edq.items()}}
+    return {
+        "step": step,
+        "updates": {name: [value, None, None, None, None, None] for name, value in edq.items()},
+    }
 
 
 def test_a_cell_is_a_value() -> None:

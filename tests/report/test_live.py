@@ -30,7 +30,9 @@ def write_run(folder: Path, losses: list[float]) -> None:
             writer.append("steps", {"step": step, "loss": loss})
 
 
-def test_a_grown_run_is_rendered(tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grown_run_is_rendered(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def render(paths: object) -> bytes:
         clock.now += 3.0  # as long as it takes
         return (tmp_path / "run" / "steps.jsonl").read_bytes()
@@ -64,7 +66,9 @@ def test_a_run_is_rendered_whole(tmp_path: Path) -> None:
 def test_a_log_of_another_framework_is_watched_and_reported_beside_it(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "trainer_state.json"
     log.parent.mkdir()
-    log.write_text(json.dumps({"log_history": [{"step": step, "loss": 3.0 - step} for step in (1, 2)]}))
+    log.write_text(
+        json.dumps({"log_history": [{"step": step, "loss": 3.0 - step} for step in (1, 2)]})
+    )
     assert LivePage([log.parent]).poll()
     assert report([log]) == log.parent / "report.html"
 

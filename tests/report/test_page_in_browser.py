@@ -26,7 +26,9 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def browser() -> str:
-    browser = os.environ.get("NARROWGAUGE_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    browser = os.environ.get("NARROWGAUGE_BROWSER") or next(
+        filter(None, map(shutil.which, BROWSERS)), None
+    )
     if browser is None:
         pytest.skip("no Chromium here (Debian: apt install chromium)")
     return browser
@@ -47,7 +49,9 @@ def opened(folder: Path, source: str, fragment: str) -> tuple[str, list[str]]:
         pytest.fail(f"the browser hung: {' '.join(command)}")
     errors = done.stderr.decode(errors="replace")
     assert done.returncode == 0, errors
-    return done.stdout.decode(errors="replace"), [line for line in errors.splitlines() if ":CONSOLE" in line]
+    return done.stdout.decode(errors="replace"), [
+        line for line in errors.splitlines() if ":CONSOLE" in line
+    ]
 
 
 @pytest.fixture
@@ -58,17 +62,29 @@ def report(make_run: MakeRun) -> str:
         {
             "step": step,
             "tensors": {
-                f"input:{name}": [1.0, 1.0, 0, 0.01, 0.0, 30.0, 5.0, 3.0, 1.0] for name in ("layers.0.up", EVIL)
+                f"input:{name}": [1.0, 1.0, 0, 0.01, 0.0, 30.0, 5.0, 3.0, 1.0]
+                for name in ("layers.0.up", EVIL)
             },
-            "updates": {f"{name}.weight": [0.5, 0.1, 0.1, 0.1, 0.1, 0.1] for name in ("layers.0.up", EVIL)},
+            "updates": {
+                f"{name}.weight": [0.5, 0.1, 0.1, 0.1, 0.1, 0.1] for name in ("layers.0.up", EVIL)
+            },
             "histograms": {"weight": counts, "grad": counts[10:] + [0] * 10},
         }
         for step in (20, 40, 60)
     ]
-    events = ({"kind": "warning", "step": 50, "message": EVIL, "tensor": EVIL, "advice": "read it"},)
-    runs = [make_run("bfloat16/word", seed, steps=60, gauges=gauges, events=events) for seed in (0, 1)]
+    events = (
+        {"kind": "warning", "step": 50, "message": EVIL, "tensor": EVIL, "advice": "read it"},
+    )
+    runs = [
+        make_run("bfloat16/word", seed, steps=60, gauges=gauges, events=events) for seed in (0, 1)
+    ]
     runs.append(
-        make_run("bfloat16/naive", steps=60, loss=lambda step: 2.5 + 5 * math.exp(-step / 30), config={"data": EVIL})
+        make_run(
+            "bfloat16/naive",
+            steps=60,
+            loss=lambda step: 2.5 + 5 * math.exp(-step / 30),
+            config={"data": EVIL},
+        )
     )
     # One that is far beyond the others ends the axes of losses and of differences.
     runs.append(make_run("bfloat16/no-master", steps=60, loss=lambda step: 5.0 * step))
@@ -79,9 +95,12 @@ def figures_of(source: str) -> int:
     return source.count('class="plot')
 
 
-def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(tmp_path: Path, report: str) -> None:
+def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(
+    tmp_path: Path, report: str
+) -> None:
     shown = report.replace(
-        '<details class="needs-script" data-values', '<details open class="needs-script" data-values'
+        '<details class="needs-script" data-values',
+        '<details open class="needs-script" data-values',
     )
     dom, console = opened(tmp_path, shown, "#dark")
     assert console == [] and 'data-theme="dark"' in dom[:600] and "data-broken" not in dom[:600]
@@ -93,6 +112,8 @@ def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(tmp_pat
     assert re.search(r'class="slider-container"[^>]*aria-valuemax="2"[^>]*aria-valuenow="2"', dom)
     for name, first in (("training-loss", "bfloat16/word"), ("heat", "layers.0.up.weight")):
         assert re.search(
-            rf'data-values="{name}".*?</th></tr><tr><td>{first}</td><td>\d+</td><td>[\d.]+</td>', dom, re.DOTALL
+            rf'data-values="{name}".*?</th></tr><tr><td>{first}</td><td>\d+</td><td>[\d.]+</td>',
+            dom,
+            re.DOTALL,
         )
     assert not re.search(r"(?:src|href)=[\"']?https?:", report)

@@ -43,11 +43,15 @@ def test_an_event_file_is_read_by_the_names_of_torchtitan(tmp_path: Path) -> Non
     assert run.evals == [] and run.summary == {"steps": 2}
 
 
-def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(tmp_path: Path) -> None:
+def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(
+    tmp_path: Path,
+) -> None:
     theirs = events(tmp_path / "theirs", {"train/loss": {1: 3.0, 2: 2.5}, "val/loss": {2: 2.4}})
     no_eval = events(tmp_path / "no_eval", {"train/loss": {1: 3.0, 2: 2.6}})
     ours = tmp_path / "ours"
-    with ng.runs.RunWriter.create(ours, {"config": {"recipe": "bfloat16/word", "seed": 0, "steps": 2}}) as writer:
+    with ng.runs.RunWriter.create(
+        ours, {"config": {"recipe": "bfloat16/word", "seed": 0, "steps": 2}}
+    ) as writer:
         for step, loss in ((1, 3.1), (2, 2.7)):
             writer.append("steps", {"step": step, "loss": loss, "lr": 1e-3})
         writer.append("evals", {"step": 2, "val_loss": 2.6})
@@ -57,17 +61,26 @@ def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(tm
     assert (mine["bytes_per_param"], other["bytes_per_param"], other["edq"]) == (8.0, None, None)
     assert other["val_loss"] == pytest.approx(2.4) and last["val_loss"] is None
     text = found.text()
-    assert "without a validation loss: no_eval" in text and "steps:" not in text and "cheapest" not in text
+    assert (
+        "without a validation loss: no_eval" in text
+        and "steps:" not in text
+        and "cheapest" not in text
+    )
     page = report([ours, theirs, no_eval], tmp_path / "page.html").read_text()
     assert "theirs" in page and "no_eval" in page
-    assert report([tmp_path], tmp_path / "all.html").exists()  # a folder that holds runs of both kinds
+    assert report(
+        [tmp_path], tmp_path / "all.html"
+    ).exists()  # a folder that holds runs of both kinds
 
 
 def test_a_table_of_lightning_counts_steps_from_one(tmp_path: Path) -> None:
     lines = ("epoch,step,train_loss,val_loss,tps", "0,9,2.5,,9", "0,19,2.25,,", "0,19,,2.5,")
     (tmp_path / "metrics.csv").write_text("\n".join((*lines, "")))
     run = ng.read_run(tmp_path)
-    assert run.steps == [{"step": 10, "loss": 2.5, "tokens_per_second": 9}, {"step": 20, "loss": 2.25}]
+    assert run.steps == [
+        {"step": 10, "loss": 2.5, "tokens_per_second": 9},
+        {"step": 20, "loss": 2.25},
+    ]
     assert run.evals == [{"step": 20, "val_loss": 2.5}]
     assert ng.compare_runs([run]).rows[0]["bytes_per_param"] is None
 
@@ -87,7 +100,12 @@ def test_of_several_checkpoints_the_newest_is_read(tmp_path: Path) -> None:
 
 
 def state(**changes: Any) -> str:
-    whole = {"global_step": 1, "max_steps": 2, "log_history": [{"loss": 2.0, "step": 1, "epoch": 0.5}], **changes}
+    whole = {
+        "global_step": 1,
+        "max_steps": 2,
+        "log_history": [{"loss": 2.0, "step": 1, "epoch": 0.5}],
+        **changes,
+    }
     return json.dumps(whole)
 
 
@@ -96,20 +114,30 @@ def state(**changes: Any) -> str:
     [
         ("trainer_state.json", state()[:-9], "is damaged"),
         ("trainer_state.json", state(log_history=[{"loss": 1.0}]), "is damaged"),
-        ("trainer_state.json", state(log_history=[{"loss": "low", "step": 1}]), "which is not a number"),
+        (
+            "trainer_state.json",
+            state(log_history=[{"loss": "low", "step": 1}]),
+            "which is not a number",
+        ),
         ("metrics.csv", "loss\n1.0\n", "no column of steps"),
         ("metrics.csv", "", "has no rows"),
         ("metrics.csv", "step,loss\n", "has no rows"),
         ("metrics.csv", "step,loss\n0,1.0\n1\n", "line 3 has not as many values"),
         ("metrics.csv", "step,loss\n,1.0\n", "holds no loss"),
         ("metrics.csv", "step,loss\n\x000,1.0\n", "is damaged"),
-        ("a.csv", "Step,one - loss,two - loss\n1,3.0,2.0\n", "holds no loss. It has one - loss, two - loss"),
+        (
+            "a.csv",
+            "Step,one - loss,two - loss\n1,3.0,2.0\n",
+            "holds no loss. It has one - loss, two - loss",
+        ),
         ("a.csv", "step,loss\n0.5,1.0\n", "not a whole number"),
         ("a.csv", "step;loss\n1;2,5\n", "no commas between its columns"),
         ("a.jsonl", "{", "No run in"),
     ],
 )
-def test_what_cannot_be_told_is_refused_in_one_line(name: str, text: str, reason: str, tmp_path: Path) -> None:
+def test_what_cannot_be_told_is_refused_in_one_line(
+    name: str, text: str, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_text(text)
     for path in (tmp_path, tmp_path / name) if not name.startswith("a.") else (tmp_path / name,):
         with pytest.raises(RecordError, match=reason) as refusal:
@@ -153,8 +181,14 @@ def test_tables_and_exports_are_read_by_their_names(tmp_path: Path) -> None:
 
 
 def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
-    one, other = read(tmp_path, "one.csv", CSV), read(tmp_path, "other.csv", CSV.replace("3.25", "3.5"))
-    assert (one.path.name, other.path.name) == ("one.csv", "other.csv") and one.gauges == one.fingerprints == []
+    one, other = (
+        read(tmp_path, "one.csv", CSV),
+        read(tmp_path, "other.csv", CSV.replace("3.25", "3.5")),
+    )
+    assert (one.path.name, other.path.name) == (
+        "one.csv",
+        "other.csv",
+    ) and one.gauges == one.fingerprints == []
     found = ng.diagnose(one, other)
     assert found.names == ("one.csv", "other.csv") and found.readings[0].stage == "loss"
     assert "--" not in str(found) and "neither settings nor versions in its record" in str(found)

@@ -23,7 +23,13 @@ from narrowgauge.runs.record import latest_runs, read_run
 from narrowgauge.runs.schema import VERSION
 from narrowgauge.runs.writer import RunWriter
 
-RUN = {"recipe": "bfloat16/word", "lr": 1e-3, "eval_every": None, "versions": {"torch": "2.13.0"}, "out": Path("a")}
+RUN = {
+    "recipe": "bfloat16/word",
+    "lr": 1e-3,
+    "eval_every": None,
+    "versions": {"torch": "2.13.0"},
+    "out": Path("a"),
+}
 
 
 @pytest.fixture
@@ -44,7 +50,9 @@ def test_everything_comes_back(folder: Path) -> None:
     run = read_run(folder)
     settings = {"recipe": "bfloat16/word", "lr": 1e-3, "versions": {"torch": "2.13.0"}, "out": "a"}
     assert run.run == {"schema_version": VERSION, **settings}
-    assert run.config["recipe"] == "bfloat16/word"  # without a table [config] the settings stand alone
+    assert (
+        run.config["recipe"] == "bfloat16/word"
+    )  # without a table [config] the settings stand alone
     assert run.steps == [{"step": step, "loss": 1 / step} for step in range(1, 5)]
     assert [row["step"] for row in run.evals] == [2, 4]
     assert run.events == [Event("start", 0, "begun").row()]
@@ -54,7 +62,12 @@ def test_everything_comes_back(folder: Path) -> None:
 def test_values_come_back_exactly_and_the_file_is_valid_json(tmp_path: Path) -> None:
     """Not finite ones too, and those of other libraries."""
     values = [0.1, 1e-320, 2**-1074, 1.7976931348623157e308, -0.0, 1 / 3]
-    row = {"step": np.int64(1), "loss": math.nan, "norm": np.float32("nan"), "audit": {"edq": [-math.inf, 0.5]}}
+    row = {
+        "step": np.int64(1),
+        "loss": math.nan,
+        "norm": np.float32("nan"),
+        "audit": {"edq": [-math.inf, 0.5]},
+    }
     event = Event("divergence", 1, "inf", tensor="nan", value=math.inf)
     with RunWriter.create(tmp_path / "run", RUN) as writer:
         writer.append("steps", {**row, "values": values, "lr": np.float32(0.5)})
@@ -62,7 +75,11 @@ def test_values_come_back_exactly_and_the_file_is_valid_json(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run" / "steps.jsonl").read_text())["loss"] == "nan"
     run = read_run(tmp_path / "run")
     [back] = run.steps
-    assert math.isnan(back["loss"]) and math.isnan(back["norm"]) and (back["step"], back["lr"]) == (1, 0.5)
+    assert (
+        math.isnan(back["loss"])
+        and math.isnan(back["norm"])
+        and (back["step"], back["lr"]) == (1, 0.5)
+    )
     assert back["audit"] == row["audit"] and run.events == [event.row()]
     assert [value.hex() for value in back["values"]] == [value.hex() for value in values]
 
@@ -84,13 +101,17 @@ def test_every_cut_of_the_file_leaves_the_whole_lines_before_it(folder: Path) ->
         assert len(read_run(folder).steps) == data[:length].count(b"\n")
 
 
-@pytest.mark.parametrize(("number", "line"), [(2, b'{"step:2,"loss":0.5}'), (5, b"{]"), (5, b"5"), (5, b"\0" * 40)])
+@pytest.mark.parametrize(
+    ("number", "line"), [(2, b'{"step:2,"loss":0.5}'), (5, b"{]"), (5, b"5"), (5, b"\0" * 40)]
+)
 def test_a_damaged_line_is_refused(number: int, line: bytes, folder: Path) -> None:
     lines = (folder / "steps.jsonl").read_bytes().splitlines()
     lines[number - 1 : number] = [line]
     (folder / "steps.jsonl").write_bytes(b"".join(each + b"\n" for each in lines))
     for read in (read_run, RunWriter.open):
-        with pytest.raises(RecordError, match=rf"steps\.jsonl is damaged: line {number} of {len(lines)}"):
+        with pytest.raises(
+            RecordError, match=rf"steps\.jsonl is damaged: line {number} of {len(lines)}"
+        ):
             read(folder)
 
 
@@ -104,8 +125,15 @@ def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Pat
         writer.append("steps", {"step": 4, "loss": 9.0})
         writer.rewind(4, digests=writer.digests())  # the digests are of what is there now
     run = read_run(folder)
-    assert [(row["step"], row["loss"]) for row in run.steps] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 9.0)]
-    assert [row["step"] for row in run.evals] == [2] and len(run.events) == 1 and run.summary is None
+    assert [(row["step"], row["loss"]) for row in run.steps] == [
+        (1, 1.0),
+        (2, 0.5),
+        (3, 1 / 3),
+        (4, 9.0),
+    ]
+    assert (
+        [row["step"] for row in run.evals] == [2] and len(run.events) == 1 and run.summary is None
+    )
 
 
 def test_an_existing_run_folder_or_file_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -123,7 +151,10 @@ def test_an_existing_run_folder_or_file_is_refused(folder: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (f"schema_version = {VERSION + 1}\n", f"schema {VERSION + 1}; this version reads {VERSION}"),
+        (
+            f"schema_version = {VERSION + 1}\n",
+            f"schema {VERSION + 1}; this version reads {VERSION}",
+        ),
         *((text, r"run\.toml is damaged") for text in ("schema_version = ", "recipe = 'a'")),
         *(
             (f"schema_version = {v}", "its schema_version = .* is not a whole number")
@@ -143,7 +174,11 @@ def test_a_wrong_folder_is_told_its_newest_runs(tmp_path: Path) -> None:
         RunWriter.create(tmp_path / f"run-{age}", RUN).close()
         os.utime(tmp_path / f"run-{age}" / "run.toml", (1e9 - age, 1e9 - age))
     newest = ", ".join(str(tmp_path / f"run-{age}") for age in range(3))
-    assert latest_runs(tmp_path) == latest_runs(tmp_path / "nowhere") == f" The latest runs there: {newest}."
+    assert (
+        latest_runs(tmp_path)
+        == latest_runs(tmp_path / "nowhere")
+        == f" The latest runs there: {newest}."
+    )
     for read, place, reason in (
         (read_run, tmp_path / "nowhere", "there is no such folder"),
         (RunWriter.open, tmp_path, r"the folder has no run\.toml"),
@@ -170,8 +205,15 @@ def test_a_forked_process_does_not_keep_the_lock(folder: Path) -> None:
     os.close(copy)
 
 
-def test_settings_of_any_type_are_written_and_a_wrong_number_of_steps_is_refused_at_once(tmp_path: Path) -> None:
-    settings = {"dtype": torch.bfloat16, "size": np.int64(3), "rates": np.array([0.5, 1.0]), "kinds": {int}}
+def test_settings_of_any_type_are_written_and_a_wrong_number_of_steps_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
+    settings = {
+        "dtype": torch.bfloat16,
+        "size": np.int64(3),
+        "rates": np.array([0.5, 1.0]),
+        "kinds": {int},
+    }
     RunWriter.create(tmp_path / "run", {"config": settings}).close()
     wanted = {"dtype": "torch.bfloat16", "size": 3, "rates": [0.5, 1.0], "kinds": "{<class 'int'>}"}
     assert read_run(tmp_path / "run").config == wanted
@@ -180,7 +222,9 @@ def test_settings_of_any_type_are_written_and_a_wrong_number_of_steps_is_refused
     assert not (tmp_path / "other").exists()
 
 
-def test_a_full_disk_leaves_whole_rows_and_a_clear_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_whole_rows_and_a_clear_word(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real_write = os.write
     room = 10
 
@@ -195,13 +239,17 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(folder: Path, monkeypatc
     before = (folder / "steps.jsonl").read_bytes()
     with RunWriter.open(folder) as writer:
         monkeypatch.setattr(writer_module.os, "write", write)
-        with pytest.raises(RecordError, match=r"steps\.jsonl: the disk is full \([\d,]+ bytes free\)"):
+        with pytest.raises(
+            RecordError, match=r"steps\.jsonl: the disk is full \([\d,]+ bytes free\)"
+        ):
             writer.append("steps", {"step": 5, "loss": 0.0})
     assert (folder / "steps.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_whole_file_survives_a_failed_replacement(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_file_survives_a_failed_replacement(
+    number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -221,12 +269,22 @@ def test_an_unknown_event_kind_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "line", "expected"),
     [
-        ("steps", '{"step": 2, "loss": "low"}', "line 2 of 5 has loss = 'low', which is not a number"),
+        (
+            "steps",
+            '{"step": 2, "loss": "low"}',
+            "line 2 of 5 has loss = 'low', which is not a number",
+        ),
         ("steps", '{"loss": 1.0}', "line 2 of 5 has no step"),
-        ("gauges", '{"step": 1, "tensors": 5}', "line 2 of 2 has tensors = 5, which is not a table"),
+        (
+            "gauges",
+            '{"step": 1, "tensors": 5}',
+            "line 2 of 2 has tensors = 5, which is not a table",
+        ),
     ],
 )
-def test_a_wrong_value_is_refused_with_its_line(name: str, line: str, expected: str, folder: Path) -> None:
+def test_a_wrong_value_is_refused_with_its_line(
+    name: str, line: str, expected: str, folder: Path
+) -> None:
     file = folder / f"{name}.jsonl"
     first, *others = file.read_text().splitlines() or ['{"step": 1}']
     file.write_text("\n".join([first, line, *others]) + "\n")
@@ -251,13 +309,18 @@ def test_a_row_that_changes_while_the_run_is_written_is_refused(folder: Path) ->
         (folder / "steps.jsonl").write_bytes(changed)
         writer.append("steps", {"step": 6, "loss": 0.25})
         digests = writer.digests()
-    with RunWriter.open(folder) as writer, pytest.raises(RecordError, match=r"steps\.jsonl is not as it was written"):
+    with (
+        RunWriter.open(folder) as writer,
+        pytest.raises(RecordError, match=r"steps\.jsonl is not as it was written"),
+    ):
         writer.rewind(6, digests=digests)
 
 
 def test_lost_steps_are_refused_and_nothing_is_cut(folder: Path) -> None:
     lines = (folder / "steps.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "steps.jsonl").write_bytes(lines[0] + lines[2].replace(b'"step":3', b'"step":36') + lines[3])
+    (folder / "steps.jsonl").write_bytes(
+        lines[0] + lines[2].replace(b'"step":3', b'"step":36') + lines[3]
+    )
     before = (folder / "steps.jsonl").read_bytes()
     with RunWriter.open(folder) as writer:
         with pytest.raises(RecordError, match="lacks step 2"):
@@ -268,7 +331,9 @@ def test_lost_steps_are_refused_and_nothing_is_cut(folder: Path) -> None:
         writer.rewind(4)
 
 
-def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_make_a_run_at_once_one_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second one comes while the first writes ``run.toml``."""
     true_write, refusals = writer_module.write_whole, []
 
@@ -279,14 +344,19 @@ def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch
         true_write(path, data)
 
     monkeypatch.setattr(writer_module, "write_whole", write)
-    with RunWriter.create(tmp_path / "run", {"config": {"seed": 1}}), pytest.raises(RecordError, match="there already"):
+    with (
+        RunWriter.create(tmp_path / "run", {"config": {"seed": 1}}),
+        pytest.raises(RecordError, match="there already"),
+    ):
         RunWriter.create(tmp_path / "run", {"config": {"seed": 2}})
     whose = "another process, or a recorder of this one that was not closed,"
     assert refusals == [f"Cannot write the run {tmp_path / 'run'}: {whose} is writing it."]
     assert read_run(tmp_path / "run").config == {"seed": 1}
 
 
-def test_a_run_that_could_not_be_made_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_could_not_be_made_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise RecordError("the disk is full.")
 
@@ -301,7 +371,9 @@ def test_a_run_that_could_not_be_made_leaves_no_files(tmp_path: Path, monkeypatc
     assert read_run(tmp_path).steps == []
 
 
-def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecordError, match="current folder"), whole_folder(Path()):
         raise AssertionError

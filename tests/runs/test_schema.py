@@ -24,14 +24,20 @@ WRONG: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 COLUMNS = [(kind, column) for kind, table in TABLES.items() for column in table.values()]
 CHECKED = {
-    (kind, column.type): (kind, column) for kind, column in COLUMNS if column.type in WRONG and column.name != "step"
+    (kind, column.type): (kind, column)
+    for kind, column in COLUMNS
+    if column.type in WRONG and column.name != "step"
 }
 CHECKED |= {(kind, "step"): (kind, TABLES[kind]["step"]) for kind in STEPWISE}
 """One column of each type in each file."""
 
 
 def row_of(kind: str, column: Column, value: Any) -> Row:
-    return {"step": 1, "kind": "note", column.name: value} if kind != "summary" else {column.name: value}
+    return (
+        {"step": 1, "kind": "note", column.name: value}
+        if kind != "summary"
+        else {column.name: value}
+    )
 
 
 @exhaustive(("kind", "column"), COLUMNS)
@@ -48,12 +54,17 @@ def test_a_value_of_another_type_is_refused(kind: str, column: Column, tmp_path:
         for row in (row_of(kind, column, value) for value in WRONG[column.type]):
             found = wrong_value(kind, row)
             assert column.name in found and "which" in found
-            with pytest.raises(RecordError, match=f"Cannot write this row of {kind} to .*which (is|are) not"):
+            with pytest.raises(
+                RecordError, match=f"Cannot write this row of {kind} to .*which (is|are) not"
+            ):
                 write(row)
     assert not any((tmp_path / "run" / f"{name}.jsonl").stat().st_size for name in ROW_FILES)
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_a_row_without_a_step_is_not_written(tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path / "run", {}) as writer, pytest.raises(RecordError, match="it has no step"):
+    with (
+        RunWriter.create(tmp_path / "run", {}) as writer,
+        pytest.raises(RecordError, match="it has no step"),
+    ):
         writer.append("steps", {"loss": 1.0})

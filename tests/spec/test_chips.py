@@ -27,7 +27,15 @@ def test_the_table_is_whole() -> None:
     for name, chip in CHIPS.items():
         assert chip.name == name and chip.source
         # Rows that rest on pages of others say so.
-        blogs = ("hmc-tech", "aiwiki", "codesota", "huggingface.co/", "awesomeagents", "willitrunai", "sourcecode.com")
+        blogs = (
+            "hmc-tech",
+            "aiwiki",
+            "codesota",
+            "huggingface.co/",
+            "awesomeagents",
+            "willitrunai",
+            "sourcecode.com",
+        )
         assert not chip.official or not any(blog in chip.source for blog in blogs), name
         assert chip.peak_tflops and chip.peak_tflops.keys() <= FORMATS.keys()
         assert 8 <= chip.memory_gb <= 512 and 100 <= chip.bandwidth_gb_per_second <= 20_000
@@ -44,7 +52,9 @@ def test_narrower_formats_are_not_slower() -> None:
 def test_memory_is_what_drivers_report() -> None:
     """nvidia-smi, MiB, where it is more than 3 % below what is printed."""
     reported = {"B300-SXM": 275_040, "L4": 23_034, "L40S": 46_068}
-    assert {name: chip.memory_bytes >> 20 for name, chip in CHIPS.items() if chip.reachable_mib} == reported
+    assert {
+        name: chip.memory_bytes >> 20 for name, chip in CHIPS.items() if chip.reachable_mib
+    } == reported
 
 
 def test_names() -> None:
@@ -53,7 +63,9 @@ def test_names() -> None:
     assert get_chip("H200") is CHIPS["H200-SXM-141GB"]
     with pytest.raises(ChipError, match="2 names begin with it: H100-SXM5-80GB, H100-PCIe-80GB"):
         get_chip("h100")
-    assert get_chip("RTX4090") is CHIPS["RTX-4090"] and get_chip("h100sxm") is CHIPS["H100-SXM5-80GB"]
+    assert (
+        get_chip("RTX4090") is CHIPS["RTX-4090"] and get_chip("h100sxm") is CHIPS["H100-SXM5-80GB"]
+    )
     with pytest.raises(ChipError, match="Did you mean 'A100-SXM4-40GB'"):
         get_chip("A100-40GB")
     with pytest.raises(ChipError, match="Did you mean 'RTX-4090'"):

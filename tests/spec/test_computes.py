@@ -16,21 +16,35 @@ every_row = exhaustive("row", COMPUTES.values())
 
 
 def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
-    assert expectations.COMPUTES.keys() == COMPUTES.keys(), "tests/expectations.py states each compute a second time"
+    assert expectations.COMPUTES.keys() == COMPUTES.keys(), (
+        "tests/expectations.py states each compute a second time"
+    )
     for name, row in COMPUTES.items():
         expected = expectations.COMPUTES[name]
-        assert (row.kept_bytes, row.default_storage) == (expected.kept_bytes, expected.default_storage), name
-        reused = {s.tensor: not row.is_wide and row.cast_slots[n] != n for n, s in SLOTS.items() if s.reuses}
+        assert (row.kept_bytes, row.default_storage) == (
+            expected.kept_bytes,
+            expected.default_storage,
+        ), name
+        reused = {
+            s.tensor: not row.is_wide and row.cast_slots[n] != n
+            for n, s in SLOTS.items()
+            if s.reuses
+        }
         assert {slot for slot, is_so in reused.items() if is_so} == set(expected.reused), name
         has = {"stochastic": row.is_stochastic, "scaled loss": row.scales_loss}
-        assert {slot for slot, is_so in has.items() if is_so} == set(expected.has) - {"served"}, name
+        assert {slot for slot, is_so in has.items() if is_so} == set(expected.has) - {"served"}, (
+            name
+        )
 
 
 @every_row
 def test_only_gradients_are_rounded_stochastically(row: Compute) -> None:
     """Weights and activations are rounded to the nearest, so that evaluation and recomputation give the same bits."""
     gradients = {"grad_input.left", "grad_weight.left"}
-    assert {place for place, cast in row.casts.items() if cast.rounding == "stochastic"} in (set(), gradients)
+    assert {place for place, cast in row.casts.items() if cast.rounding == "stochastic"} in (
+        set(),
+        gradients,
+    )
 
 
 def test_a_compute_of_ones_own_names_a_wide_dtype() -> None:
@@ -56,10 +70,19 @@ def test_each_tensor_enters_two_matmuls_which_contract_different_dimensions(tens
 
 def test_codes_beside_outlier_columns_serve_no_other_matmul() -> None:
     for outliers in (0.0, 6.0):
-        row, column = (Cast("int8", granularity, outliers=outliers) for granularity in ("row", "column"))
+        row, column = (
+            Cast("int8", granularity, outliers=outliers) for granularity in ("row", "column")
+        )
         assert row.serves(column) == (not outliers)
 
 
 def test_only_narrow_floats_need_a_row_of_the_kernels() -> None:
-    needed = {name for name, row in COMPUTES.items() if any(map(needs_kernel, row.products.values()))}
-    assert {"float8-row", "mxfp8", "nvfp4"} <= needed and not needed & {"float32", "bfloat16", "float16", "int8-row"}
+    needed = {
+        name for name, row in COMPUTES.items() if any(map(needs_kernel, row.products.values()))
+    }
+    assert {"float8-row", "mxfp8", "nvfp4"} <= needed and not needed & {
+        "float32",
+        "bfloat16",
+        "float16",
+        "int8-row",
+    }

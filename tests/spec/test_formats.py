@@ -28,7 +28,9 @@ def same(left: float, right: float) -> bool:
 
 
 def test_the_tables_know_what_they_should() -> None:
-    assert {*FLOATS, *INTEGERS, *ELSEWHERE} == set(FORMATS), "tests/expectations.py states each format a second time"
+    assert {*FLOATS, *INTEGERS, *ELSEWHERE} == set(FORMATS), (
+        "tests/expectations.py states each format a second time"
+    )
     assert len(ML_DTYPES) >= 9
     assert all(row.source and row.purpose for row in FORMATS.values())
 
@@ -54,7 +56,11 @@ def test_figures_against_ml_dtypes(name: str) -> None:
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_integers_against_their_limits(name: str) -> None:
     row = FORMATS[name]
-    info = ml_dtypes.iinfo(getattr(ml_dtypes, name)) if name.endswith("int4") else torch.iinfo(getattr(torch, name))
+    info = (
+        ml_dtypes.iinfo(getattr(ml_dtypes, name))
+        if name.endswith("int4")
+        else torch.iinfo(getattr(torch, name))
+    )
     assert (row.min, row.max, row.bits) == (info.min, info.max, info.bits)
     assert (row.min, row.max) == INTEGERS[name]
     assert (row.smallest_subnormal, row.smallest_normal, row.epsilon) == (None, None, 1.0)
@@ -79,7 +85,11 @@ def test_every_code_of_narrow_formats(name: str) -> None:
 def awkward_values(name: str, precision: type[np.floating]) -> list[float]:
     """Values of the format, the ties between them, and the next floats beside those; zeros, infinities, extremes."""
     row = FORMATS[name]
-    finite = sorted(v for v in map(row.decode, range(0, 1 << row.bits, max(1, 1 << row.bits >> 8))) if math.isfinite(v))
+    finite = sorted(
+        v
+        for v in map(row.decode, range(0, 1 << row.bits, max(1, 1 << row.bits >> 8)))
+        if math.isfinite(v)
+    )
     ties = [(low + high) / 2 for low, high in pairwise(finite)]
     ties += [edge + way * row.spacing(edge) / 2 for edge in (row.max, row.min) for way in (-1, 1)]
     with np.errstate(over="ignore"):
@@ -103,9 +113,16 @@ def test_encode_against_fractions(name: str) -> None:
 def test_both_conventions_of_values_beyond_the_range(name: str) -> None:
     """ml_dtypes gives infinity or NaN. PyTorch 2.13 does too, and saturates in ``float8_e4m3fn``."""
     row = FORMATS[name]
-    near = [sign * row.max * (1 + place / 64) for place in range(-8, 40) for sign in (-1, 1) if row.max < 1e30]
+    near = [
+        sign * row.max * (1 + place / 64)
+        for place in range(-8, 40)
+        for sign in (-1, 1)
+        if row.max < 1e30
+    ]
     bfloat16 = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
-    x = np.concatenate([bfloat16, np.array([*awkward_values(name, np.float32), *near], dtype=np.float32)])
+    x = np.concatenate(
+        [bfloat16, np.array([*awkward_values(name, np.float32), *near], dtype=np.float32)]
+    )
 
     def rounded(saturate: bool) -> np.ndarray:
         codes = [row.encode(value, saturate=saturate) for value in x.tolist()]
@@ -114,8 +131,12 @@ def test_both_conventions_of_values_beyond_the_range(name: str) -> None:
     plain, saturated = rounded(False), rounded(True)
     if row.nans:  # ml_dtypes gives NaN some zero where the format has none
         with np.errstate(all="ignore"):
-            assert np.array_equal(plain, x.astype(getattr(ml_dtypes, name)).astype(np.float32), equal_nan=True)
-    assert np.array_equal(saturated, round_to(torch.from_numpy(x), name, saturate=True).numpy(), equal_nan=True)
+            assert np.array_equal(
+                plain, x.astype(getattr(ml_dtypes, name)).astype(np.float32), equal_nan=True
+            )
+    assert np.array_equal(
+        saturated, round_to(torch.from_numpy(x), name, saturate=True).numpy(), equal_nan=True
+    )
     assert (np.isfinite(saturated) | np.isnan(x)).all()
     if row.kind == "float" and (dtype := getattr(torch, name, None)) is not None:
         cast = torch.from_numpy(x).to(dtype).float().numpy()

@@ -26,7 +26,9 @@ def count_parameters(model: Model) -> int:
         return LlamaForCausalLM(LlamaConfig(**llama, **shared)).num_parameters()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama-13b", "llama-70b")])
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name not in ("llama-13b", "llama-70b")]
+)
 def test_parameter_counts_against_transformers(name: str) -> None:
     assert MODELS[name].num_parameters == count_parameters(MODELS[name])
 

@@ -28,7 +28,9 @@ def test_every_pair_that_agrees_is_listed() -> None:
     owned = {name for name in STORAGES if "/" in name}
     bound = {name for name, row in COMPUTES.items() if row.owns_storages}
     assert bound == {"float8", "float16-throughout"} and len(owned) >= 5
-    pairs = {f"{compute}/{storage}" for compute in COMPUTES if compute not in bound for storage in shared} | owned
+    pairs = {
+        f"{compute}/{storage}" for compute in COMPUTES if compute not in bound for storage in shared
+    } | owned
     pairs -= AMBIGUOUS.keys()
     names = full_names()
     assert set(names) == pairs and len(names) == len(pairs)
@@ -75,15 +77,28 @@ def test_names_that_leave_something_open_are_refused_with_the_recipes_that_are_n
 
 
 def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> None:
-    recipe = parse({"recipe": "int8/word", "override": [{"pattern": "*.up_proj", "compute": "blockwise"}]})
+    recipe = parse(
+        {"recipe": "int8/word", "override": [{"pattern": "*.up_proj", "compute": "blockwise"}]}
+    )
     assert [row.name for row in recipe.computes] == ["int8-row", "float8-block"]
-    with pytest.raises(RecipeError, match=r"override '\*' has compute 'float8' in a recipe of 'float8-row'"):
-        Recipe(COMPUTES["float8-row"], STORAGES["word"], overrides=(Override("*", COMPUTES["float8"]),))
+    with pytest.raises(
+        RecipeError, match=r"override '\*' has compute 'float8' in a recipe of 'float8-row'"
+    ):
+        Recipe(
+            COMPUTES["float8-row"], STORAGES["word"], overrides=(Override("*", COMPUTES["float8"]),)
+        )
 
 
 def test_a_file_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('recipe = "bf16/word"\n[[override]]\npattern = "lm_head"\ncompute = "mxfp8"\n', encoding="utf-8")
+    path.write_text(
+        'recipe = "bf16/word"\n[[override]]\npattern = "lm_head"\ncompute = "mxfp8"\n',
+        encoding="utf-8",
+    )
     override = Override("lm_head", COMPUTES["mxfp8"])
-    assert parse(path) == parse(str(path)) == Recipe(WORD.compute, WORD.storage, overrides=(override,))
-    assert parse(path).title == "bfloat16/word (mine)" and parse(parse(path).to_value()) == parse(path)
+    assert (
+        parse(path) == parse(str(path)) == Recipe(WORD.compute, WORD.storage, overrides=(override,))
+    )
+    assert parse(path).title == "bfloat16/word (mine)" and parse(parse(path).to_value()) == parse(
+        path
+    )

@@ -15,7 +15,9 @@ def computes_of(recipe: Recipe) -> list[str]:
 def test_what_a_row_keeps_is_a_plain_layer_of_the_models_dtype() -> None:
     policy = parse("float8-row/word")
     assert computes_of(policy) == ["float8-row", "float8-row", "bfloat16"]
-    assert policy.compute_of("draft.lm_head.inner").name == "bfloat16"  # what lies under it goes with it
+    assert (
+        policy.compute_of("draft.lm_head.inner").name == "bfloat16"
+    )  # what lies under it goes with it
     assert policy.compute_of("lm_head_other").name == "float8-row"
 
 
@@ -37,4 +39,7 @@ def test_the_last_override_that_names_a_layer_wins_over_what_the_row_keeps() -> 
 
 def test_a_label_is_no_part_of_a_plain_recipe() -> None:
     recipe = parse({"recipe": "float8-row/split", "name": "mine"})
-    assert recipe.to_value() == recipe.title == "float8-row/split" and parse(recipe.to_value()) == recipe
+    assert (
+        recipe.to_value() == recipe.title == "float8-row/split"
+        and parse(recipe.to_value()) == recipe
+    )

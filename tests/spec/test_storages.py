@@ -14,9 +14,13 @@ every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAG
 
 
 def test_every_row_has_its_figures() -> None:
-    figures = {n: (row.bytes_per_param, row.bytes_per_row, row.tail_bits, row.beside) for n, row in STORAGES.items()}
+    figures = {
+        n: (row.bytes_per_param, row.bytes_per_row, row.tail_bits, row.beside)
+        for n, row in STORAGES.items()
+    }
     expected = {
-        n: (row.bytes_per_param, row.row_bytes, row.tail_bits, row.beside) for n, row in expectations.STORAGES.items()
+        n: (row.bytes_per_param, row.row_bytes, row.tail_bits, row.beside)
+        for n, row in expectations.STORAGES.items()
     }
     assert figures == expected, "tests/expectations.py states each storage a second time"
 
@@ -51,11 +55,16 @@ def fewest_bits(sizes: tuple[int, ...]) -> int:
 
 
 def test_fields_share_words_without_overlap_and_in_the_fewest_bits() -> None:
-    draw, likely = random.Random(0), (1, 3, 4, 7, 8, 8, 8, 9, 11, 12, 12, 13, 15, 16, 16, 17, 20, 24, 25, 31, 32)
+    draw, likely = (
+        random.Random(0),
+        (1, 3, 4, 7, 8, 8, 8, 9, 11, 12, 12, 13, 15, 16, 16, 17, 20, 24, 25, 31, 32),
+    )
     for _ in range(400):
         fields = tuple((f"f{k}", draw.choice(likely)) for k in range(draw.randint(0, 6)))
         groups = packed(fields)
         assert sorted(itertools.chain(*groups)) == sorted(fields)
         assert all(0 < sum(bits for _, bits in group) <= width_of(group) <= 32 for group in groups)
         assert sum(map(width_of, groups)) == fewest_bits(tuple(bits for _, bits in fields)), fields
-        assert all(len(group) == 1 for group in groups if any(bits in (16, 32) for _, bits in group))
+        assert all(
+            len(group) == 1 for group in groups if any(bits in (16, 32) for _, bits in group)
+        )

@@ -64,8 +64,12 @@ def commands(command: click.Command, words: str = "") -> Iterator[str]:
 
 
 def mistakes() -> str:
-    results = {line: CliRunner().invoke(main, line.split(), prog_name="narrowgauge") for line in MISTAKES}
-    assert {(result.exit_code, result.stdout, result.stderr.count("\n")) for result in results.values()} == {(2, "", 1)}
+    results = {
+        line: CliRunner().invoke(main, line.split(), prog_name="narrowgauge") for line in MISTAKES
+    }
+    assert {
+        (result.exit_code, result.stdout, result.stderr.count("\n")) for result in results.values()
+    } == {(2, "", 1)}
     return "".join(f"$ narrowgauge {line}\n{result.stderr}" for line, result in results.items())
 
 
@@ -124,7 +128,11 @@ TEXTS: dict[str, Callable[[], str]] = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_text_is_as_recorded(
-    name: str, update_golden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_formats: None
+    name: str,
+    update_golden: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    native_formats: None,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,14 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.cli.main import main
-from narrowgauge.errors import ChipError, DataError, FormatError, NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.errors import (
+    ChipError,
+    DataError,
+    FormatError,
+    NarrowgaugeError,
+    RecipeError,
+    RecordError,
+)
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.numerics.scaling import LossScaler
@@ -62,11 +69,17 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("line", "kind", "words"), COMMANDS, ids=[row[0] for row in COMMANDS])
-def test_a_command(line: str, kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command(
+    line: str, kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(main, line.split(), prog_name="narrowgauge")
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.exception
-    assert re.match(rf"(?:{kind}): ", result.stderr) and re.search(words, result.stderr), result.stderr
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), (
+        result.exception
+    )
+    assert re.match(rf"(?:{kind}): ", result.stderr) and re.search(words, result.stderr), (
+        result.stderr
+    )
     assert not any(tmp_path.iterdir())
 
 
@@ -184,7 +197,10 @@ FILES = [
     ('compute = "bfloat16"', "unknown key 'compute'.*recipe, name, override"),
     ("recipe = 16", "text"),
     (f'{WORD}override = "lm_head"', "above each entry"),
-    (f'{WORD}[[override]]\npattern = "*"\nstorage = "split"', "the keys pattern, storage.*pattern and compute"),
+    (
+        f'{WORD}[[override]]\npattern = "*"\nstorage = "split"',
+        "the keys pattern, storage.*pattern and compute",
+    ),
     (f'{WORD}[[override]]\npattern = "*"\ncompute = "mxpf8"', "mean 'mxfp8'"),
     (f'{WORD}[[override]]\npattern = "*"\ncompute = "scalify"', "transform"),
     ("not toml", r"mine\.toml"),
@@ -200,7 +216,8 @@ CLUSTERS = [
 
 @pytest.mark.parametrize(
     ("read", "text", "words"),
-    [(parse, *row) for row in FILES] + [(lambda path: plan("llama-8b", cluster=path), *row) for row in CLUSTERS],
+    [(parse, *row) for row in FILES]
+    + [(lambda path: plan("llama-8b", cluster=path), *row) for row in CLUSTERS],
     ids=[repr(text) for text, _ in FILES + CLUSTERS],
 )
 def test_a_file(read: Callable[[Path], object], text: str, words: str, tmp_path: Path) -> None:
@@ -208,4 +225,6 @@ def test_a_file(read: Callable[[Path], object], text: str, words: str, tmp_path:
     path.write_text(text, encoding="utf-8")
     with pytest.raises((RecipeError, DataError, ChipError), match=words) as refused:
         read(path)
-    assert "\n" not in str(refused.value) and (refused.value.advice or "line 1" in str(refused.value))
+    assert "\n" not in str(refused.value) and (
+        refused.value.advice or "line 1" in str(refused.value)
+    )

@@ -30,7 +30,9 @@ def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def paused(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped after step 4 of 8, never to be changed."""
-    return loop.train(settings(place, tmp_path_factory.mktemp("paused") / "run", **CASE, stop_after=4))
+    return loop.train(
+        settings(place, tmp_path_factory.mktemp("paused") / "run", **CASE, stop_after=4)
+    )
 
 
 @pytest.fixture
@@ -40,7 +42,9 @@ def stopped(paused: Path, tmp_path: Path) -> Path:
 
 def edit(folder: Path, **changes: Any) -> None:
     record = load_toml((folder / "run.toml").read_text())
-    record["config"] = {key: value for key, value in {**record["config"], **changes}.items() if value is not None}
+    record["config"] = {
+        key: value for key, value in {**record["config"], **changes}.items() if value is not None
+    }
     (folder / "run.toml").write_text(tomli_w.dumps(record))
 
 
@@ -48,7 +52,9 @@ def refused(folder: Path, *words: str) -> str:
     """What a resume that is refused says; it changes nothing."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     result = call("resume", str(folder), *words)
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.exception
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), (
+        result.exception
+    )
     assert re.match("(Record|Data)Error: ", result.stderr)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     return result.stderr
@@ -64,7 +70,9 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
     edit(stopped, lr=0.007, steps=6)
     assert call("resume", str(stopped)).exit_code == 0
     run = read_run(stopped)
-    notes = [event["message"] for event in run.events if event["kind"] == "note" and event["step"] == 4]
+    notes = [
+        event["message"] for event in run.events if event["kind"] == "note" and event["step"] == 4
+    ]
     assert notes == [
         "steps was 8 up to step 4 and is 6 from there on",
         "lr was 0.003 up to step 4 and is 0.007 from there on",
@@ -85,7 +93,9 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
         ({}, ("--stop-after", "4"), "after step 4 because it has done 4 steps"),
     ],
 )
-def test_another_run_is_refused(stopped: Path, edits: dict[str, Any], words: tuple[str, ...], says: str) -> None:
+def test_another_run_is_refused(
+    stopped: Path, edits: dict[str, Any], words: tuple[str, ...], says: str
+) -> None:
     edit(stopped, **edits)
     assert says in refused(stopped, *words)
 
@@ -103,7 +113,12 @@ def test_moved_folders_and_pauses_are_no_changes(place: Path, stopped: Path, fin
 
 def changed_digit(first: bytes, *others: bytes) -> bytes:
     digit = first.index(b"loss") + 8
-    return first[:digit] + b"%d" % (9 - int(first[digit : digit + 1])) + first[digit + 1 :] + b"".join(others)
+    return (
+        first[:digit]
+        + b"%d" % (9 - int(first[digit : digit + 1]))
+        + first[digit + 1 :]
+        + b"".join(others)
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,10 +127,16 @@ def changed_digit(first: bytes, *others: bytes) -> bytes:
         ("evals", lambda *rows: b"", "evals.jsonl is not as it was written"),
         ("evals", changed_digit, "evals.jsonl is not as it was written"),
         ("steps", changed_digit, "steps.jsonl is not as it was written"),
-        ("steps", lambda *rows: rows[0] + rows[3], "from before its checkpoint of step 4: steps.jsonl lacks step 2"),
+        (
+            "steps",
+            lambda *rows: rows[0] + rows[3],
+            "from before its checkpoint of step 4: steps.jsonl lacks step 2",
+        ),
     ],
 )
-def test_lost_and_changed_rows_are_refused(name: str, change: Any, says: str, stopped: Path) -> None:
+def test_lost_and_changed_rows_are_refused(
+    name: str, change: Any, says: str, stopped: Path
+) -> None:
     file = stopped / f"{name}.jsonl"
     file.write_bytes(change(*file.read_bytes().splitlines(keepends=True)))
     assert says in refused(stopped)
@@ -129,7 +150,9 @@ def test_an_edited_interval_of_evaluations_holds_from_there_on(stopped: Path) ->
 
 def test_a_model_that_has_another_shape_since_is_refused(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "model", tmp_path / "model")
-    config = replace(settings(place, tmp_path / "run", **CASE, stop_after=2), model=str(tmp_path / "model"))
+    config = replace(
+        settings(place, tmp_path / "run", **CASE, stop_after=2), model=str(tmp_path / "model")
+    )
     folder = loop.train(config)
     shape = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**shape, "intermediate_size": 32}))
@@ -148,7 +171,9 @@ def test_other_tokens_are_refused(place: Path, finished: Run, tmp_path: Path) ->
     assert_same_run(read_run(folder), finished)
 
 
-def test_an_edited_batch_size_reads_on_where_the_run_was(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_batch_size_reads_on_where_the_run_was(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     true_batch, read = Dataset.batch, []
 
     def batch(self: Dataset, first: int, number: int, *more: int) -> Any:

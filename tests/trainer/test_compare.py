@@ -45,14 +45,21 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
         return trained(recipe, seed, log)
 
     found = compare(train, ["bfloat16/master", "bfloat16/word"], seeds=2, out=tmp_path / "out")
-    assert calls == [(recipe, seed) for seed in (0, 1) for recipe in ("bfloat16/master", "bfloat16/word")]
-    assert found.verdict[0].startswith("bfloat16/word is the cheapest") and found.rows[0]["tokens_per_second"] > 0
+    assert calls == [
+        (recipe, seed) for seed in (0, 1) for recipe in ("bfloat16/master", "bfloat16/word")
+    ]
+    assert (
+        found.verdict[0].startswith("bfloat16/word is the cheapest")
+        and found.rows[0]["tokens_per_second"] > 0
+    )
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "compare.json", "report.html", "bfloat16-master-seed0", "bfloat16-master-seed1", "bfloat16-word-seed0",
         "bfloat16-word-seed1",
     }  # fmt: skip
     run = read_run(tmp_path / "out" / "bfloat16-word-seed1")
-    assert [row["step"] for row in run.steps] == list(range(1, 11)) and [row["step"] for row in run.evals] == [5, 10]
+    assert [row["step"] for row in run.steps] == list(range(1, 11)) and [
+        row["step"] for row in run.evals
+    ] == [5, 10]
     assert all(row["seconds"] >= 0 for row in (*run.steps, *run.evals))
     assert run.summary is not None and run.summary["val_loss"] == 4.1 and run.summary["steps"] == 10
     assert compare_runs(read_runs([tmp_path / "out"])).rows == found.rows
@@ -61,7 +68,8 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("returned", "loss"), [(3.5, 3.5), (None, 2.5), ({"bytes_per_param": 8.0}, 2.5), ({"val_loss": math.nan}, None)]
+    ("returned", "loss"),
+    [(3.5, 3.5), (None, 2.5), ({"bytes_per_param": 8.0}, 2.5), ({"val_loss": math.nan}, None)],
 )
 def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
     def train(recipe: str, seed: int, log: Record) -> Any:
@@ -75,7 +83,9 @@ def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
 def test_contradictory_requests_are_refused() -> None:
     with pytest.raises(NarrowgaugeError, match="gave no validation loss for mine"):
         compare(lambda recipe, seed, log: None, ["mine"])
-    with pytest.raises(NarrowgaugeError, match=r"two of the recipes are called bfloat16/word\. Name each once"):
+    with pytest.raises(
+        NarrowgaugeError, match=r"two of the recipes are called bfloat16/word\. Name each once"
+    ):
         compare(trained, ["bf16/word", "bfloat16/word"])
     with pytest.raises(NarrowgaugeError, match="seeds = 0"):
         compare(trained, ["bfloat16/word"], seeds=0)
@@ -115,7 +125,9 @@ def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> 
         assert "weight:weight" in run.gauges[0]["tensors"]
         # Each audit stands in the row of its own step, and in no other.
         assert [row["step"] for row in run.steps if "edq" in row] == [2, 4, 6]
-        assert (run.summary["edq"] > 0.9) == is_lossless and (run.summary["lost_fraction"] < 0.1) == is_lossless
+        assert (run.summary["edq"] > 0.9) == is_lossless and (
+            run.summary["lost_fraction"] < 0.1
+        ) == is_lossless
     assert [row["bytes_per_param"] for row in found.rows] == pytest.approx([8.5, 8.0], abs=0.2)
 
 
@@ -125,19 +137,27 @@ NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "
 
 @pytest.fixture(scope="module")
 def base(place: Path) -> TrainConfig:
-    return replace(settings(place, Path("nowhere")), steps=4, eval_every=2, checkpoint_every=1, gauges_every=0)
+    return replace(
+        settings(place, Path("nowhere")), steps=4, eval_every=2, checkpoint_every=1, gauges_every=0
+    )
 
 
 def done(base: TrainConfig, out: Path, recipes: Sequence[Recipe] = RECIPES, seeds: int = 2) -> str:
     """Compare or go on, and return the printed text."""
-    settings = {name: value for name, value in base.to_dict().items() if name not in ("recipe", "seed", "out")}
+    settings = {
+        name: value
+        for name, value in base.to_dict().items()
+        if name not in ("recipe", "seed", "out")
+    }
     stream = io.StringIO()
     run_comparison(define(recipes, settings, seeds=seeds), out, stream=stream)
     return stream.getvalue()
 
 
 @pytest.fixture(scope="module")
-def first(base: TrainConfig, one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def first(
+    base: TrainConfig, one_thread: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
     """A comparison, and the printed text; tests that change it take another."""
     out = tmp_path_factory.mktemp("first") / "out"
     return out, done(base, out)
@@ -149,20 +169,32 @@ def metrics_of(out: Path, names: Sequence[str] = NAMES) -> list[Any]:
     return [[lasting(row) for row in [*run.steps, *run.evals, run.summary or {}]] for run in runs]
 
 
-def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(first: tuple[Path, str]) -> None:
+def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(
+    first: tuple[Path, str],
+) -> None:
     out, printed = first
     assert {path.name for path in out.iterdir()} == {"compare.json", "report.html", *NAMES}
-    assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == [r.title for r in RECIPES]
+    assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == [
+        r.title for r in RECIPES
+    ]
     assert printed.count("\n") == 6 and "\x1b" not in printed and "\r" not in printed
 
 
 def test_finished_runs_are_kept(first: tuple[Path, str], base: TrainConfig) -> None:
-    before = {path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")}
-    assert done(replace(base, threads=2), first[0]).count("earlier") == 4  # threads make no other comparison
-    assert {path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")} == before
+    before = {
+        path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")
+    }
+    assert (
+        done(replace(base, threads=2), first[0]).count("earlier") == 4
+    )  # threads make no other comparison
+    assert {
+        path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")
+    } == before
 
 
-def test_runs_on_other_tokens_are_not_compared(base: TrainConfig, place: Path, tmp_path: Path) -> None:
+def test_runs_on_other_tokens_are_not_compared(
+    base: TrainConfig, place: Path, tmp_path: Path
+) -> None:
     tokens = Path(shutil.copytree(place / "tokens", tmp_path / "tokens"))
     short = replace(base, steps=1, data=str(tokens))
     done(short, tmp_path / "out", RECIPES[:1], 1)
@@ -188,7 +220,9 @@ def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train", train)
-        with pytest.raises(Terminated, match=rf"1 of 2 runs are done\. Give the same command with --out {out}"):
+        with pytest.raises(
+            Terminated, match=rf"1 of 2 runs are done\. Give the same command with --out {out}"
+        ):
             done(base, out, seeds=1)
     assert not (out / "compare.json").exists() and len(read_run(out / NAMES[1]).steps) == 3
     assert done(base, out, seeds=1).count("earlier") == 1
@@ -201,24 +235,34 @@ def test_recipes_and_seeds_may_be_added(base: TrainConfig, tmp_path: Path) -> No
     done(short, tmp_path, RECIPES[:1], 1)
     assert done(short, tmp_path).count("earlier") == 1
     done(short, tmp_path, RECIPES[1:], 1)  # the page still has both recipes
-    assert [row["num_seeds"] for row in json.loads((tmp_path / "compare.json").read_text())] == [2, 2]
+    assert [row["num_seeds"] for row in json.loads((tmp_path / "compare.json").read_text())] == [
+        2,
+        2,
+    ]
 
 
 def test_a_continued_comparison_keeps_its_learning_rate(base: TrainConfig, tmp_path: Path) -> None:
     short = replace(base, steps=1)
     done(replace(short, lr=0.02), tmp_path, RECIPES[:1], 1)
     done(replace(short, lr=None), tmp_path, RECIPES[:1], 2)
-    assert {read_run(place).config["lr"] for place in tmp_path.iterdir() if place.is_dir()} == {0.02}
+    assert {read_run(place).config["lr"] for place in tmp_path.iterdir() if place.is_dir()} == {
+        0.02
+    }
 
 
 def test_a_run_that_diverges_is_a_result(base: TrainConfig, tmp_path: Path) -> None:
     broken = replace(base, lr=1e38, on_spike="stop")
     assert done(broken, tmp_path, seeds=1).count("diverged (at step ") == 2
-    assert [row["diverged"] for row in json.loads((tmp_path / "compare.json").read_text())] == [True, True]
+    assert [row["diverged"] for row in json.loads((tmp_path / "compare.json").read_text())] == [
+        True,
+        True,
+    ]
     assert done(broken, tmp_path, seeds=1).count("earlier") == 2
 
 
-def test_an_error_before_the_first_run_leaves_nothing(base: TrainConfig, place: Path, tmp_path: Path) -> None:
+def test_an_error_before_the_first_run_leaves_nothing(
+    base: TrainConfig, place: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RecipeError, match="bfloat16-word-seed0: "):
         done(replace(base, sequence_length=65), tmp_path / "deep" / "out")
     assert not any(tmp_path.iterdir())
@@ -229,10 +273,15 @@ def test_another_definition_is_refused(first: tuple[Path, str], base: TrainConfi
         done(replace(base, lr=1e-3), first[0])
 
 
-def test_contradictions_are_refused_before_anything_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradictions_are_refused_before_anything_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     overrides = [[{"pattern": "*", "compute": compute}] for compute in ("mxfp8", "mxfp4")]
-    alike = [parse({"recipe": "bfloat16/word", "name": "A", "override": override}) for override in overrides]
+    alike = [
+        parse({"recipe": "bfloat16/word", "name": "A", "override": override})
+        for override in overrides
+    ]
     for recipes, says in (([], "no recipe was named"), (alike, r"called bfloat16/word \(A\)")):
         with pytest.raises(RecipeError, match=says):
             define(recipes, {})

@@ -51,16 +51,21 @@ def test_the_learning_rate_follows_the_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "steps", "compiled"), [("llama-1m", 999, False), ("llama-1m", 1000, True), ("llama-8m", 1, True)]
+    ("model", "steps", "compiled"),
+    [("llama-1m", 999, False), ("llama-1m", 1000, True), ("llama-8m", 1, True)],
 )
-def test_compilation_follows_size(model: str, steps: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_follows_size(
+    model: str, steps: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for missing in ("", "no compiler is here"):
         monkeypatch.setattr(config_module, "_compiler_missing", lambda said=missing: said)
         filled = TrainConfig(model=model, steps=steps).filled()
         assert filled.compile is (compiled and not missing)
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (400, 40), (1000, 100), (100_000, 100)])
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (400, 40), (1000, 100), (100_000, 100)]
+)
 def test_the_warm_up_follows_the_length(steps: int, warmup: int) -> None:
     assert TrainConfig(steps=steps).filled().warmup_steps == warmup
 
@@ -70,7 +75,10 @@ def test_the_warm_up_follows_the_length(steps: int, warmup: int) -> None:
     [
         # Warm-up over 10 of 110 steps, then from 1 down to a tenth over 100.
         ("linear", {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.775, 60: 0.55, 110: 0.1}),
-        ("cosine", {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 60: 0.55, 110: 0.1}),
+        (
+            "cosine",
+            {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 60: 0.55, 110: 0.1},
+        ),
         ("constant", {1: 0.1, 5: 0.5, 10: 1.0, 11: 1.0, 60: 1.0, 110: 1.0}),
     ],
 )
@@ -96,7 +104,10 @@ INVENTED = Recipe(dataclasses.replace(COMPUTES["float8-row"], keep=()), STORAGES
         ({"max_grad_norm": 0.0}, "max_grad_norm = 0.0: it must be above 0"),
         ({"min_lr_ratio": 1.5}, "at least 0 and below 1"),
         ({"schedule": "cosin"}, "must be one of cosine, linear, constant"),
-        ({"batch_size": 8, "gradient_accumulation_steps": 3}, "a batch of 8 sequences cannot be split into 3"),
+        (
+            {"batch_size": 8, "gradient_accumulation_steps": 3},
+            "a batch of 8 sequences cannot be split into 3",
+        ),
         ({"warmup_steps": 11, "steps": 10}, "a warm-up of 11 steps is longer than the run of 10"),
         ({"out": ""}, "out is empty"),
         ({"activation_checkpointing": 1}, "must be true or false"),
@@ -115,7 +126,9 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], word: str) ->
     assert word in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("settings", [{"max_grad_norm": math.inf}, {"eps": 0.0}, {"weight_decay": 0}, {"lr": 1}])
+@pytest.mark.parametrize(
+    "settings", [{"max_grad_norm": math.inf}, {"eps": 0.0}, {"weight_decay": 0}, {"lr": 1}]
+)
 def test_settings_at_the_edge_are_taken(settings: dict[str, Any], data: str) -> None:
     taken = TrainConfig(**settings, data=data).validated()
     assert all(getattr(taken, name) == value for name, value in settings.items())
@@ -135,13 +148,24 @@ def test_a_folder_in_use_is_refused_and_an_empty_one_is_not(elsewhere: Path) -> 
         run_to_continue(TrainConfig(out="run"))
 
 
-OVERRIDDEN = {"recipe": "bfloat16/word", "name": "mine", "override": [{"pattern": "lm_head", "compute": "mxfp8"}]}
+OVERRIDDEN = {
+    "recipe": "bfloat16/word",
+    "name": "mine",
+    "override": [{"pattern": "lm_head", "compute": "mxfp8"}],
+}
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        TrainConfig(model="llama-35m", lr=0.1 + 0.2, eps=1e-300, max_grad_norm=math.inf, compile=True, stop_after=3),
+        TrainConfig(
+            model="llama-35m",
+            lr=0.1 + 0.2,
+            eps=1e-300,
+            max_grad_norm=math.inf,
+            compile=True,
+            stop_after=3,
+        ),
         TrainConfig(recipe=parse(OVERRIDDEN), out="some where/é"),
     ],
 )
@@ -161,7 +185,9 @@ def test_the_way_through_toml_changes_nothing(config: TrainConfig, data: str) ->
         ("steps = 5\n[config]\nsteps = 6", "unknown key 'config'"),
     ],
 )
-def test_wrong_settings_files_are_refused_in_one_line(text: str, word: str, elsewhere: Path) -> None:
+def test_wrong_settings_files_are_refused_in_one_line(
+    text: str, word: str, elsewhere: Path
+) -> None:
     (elsewhere / "mine.toml").write_text(text)
     with pytest.raises(NarrowgaugeError) as caught:
         TrainConfig.from_toml("mine.toml")
@@ -170,7 +196,9 @@ def test_wrong_settings_files_are_refused_in_one_line(text: str, word: str, else
 
 
 def test_settings_of_a_run_are_read_without_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('schema_version = 2\n[config]\nsteps = 7\nout = "runs/a"\n[data]\nseed = 3\n')
+    (tmp_path / "run.toml").write_text(
+        'schema_version = 2\n[config]\nsteps = 7\nout = "runs/a"\n[data]\nseed = 3\n'
+    )
     assert TrainConfig.from_toml(tmp_path / "run.toml") == TrainConfig(steps=7)
 
 

@@ -22,38 +22,56 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def hidden(*_: Any, **__: Any) -> None:
     """As safetensors says it."""
-    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    raise SafetensorError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )
 
 
 def assert_refused(*words: str) -> None:
     refused = call(*words)
-    assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (1, "", 1), refused.exception
+    assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (1, "", 1), (
+        refused.exception
+    )
     assert "the disk is full" in refused.stderr
     assert "give the same command again" in refused.stderr and "resume" not in refused.stderr
 
 
-def test_in_the_preparation_of_data(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_preparation_of_data(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync", full)
     assert_refused("tokenize", str(place / "text"), str(tmp_path / "tokens"))
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("fault", [full, hidden])
-def test_in_an_export(fault: Any, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_an_export(
+    fault: Any, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = loop.train(settings(place, tmp_path / "run", **CASES["naive"], steps=1))
     monkeypatch.setattr(export, "_write_tokenizer", fault)
     assert_refused("export", str(run), str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == [run]
 
 
-def test_at_a_checkpoint_the_ones_before_stay(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_a_checkpoint_the_ones_before_stay(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = settings(place, tmp_path / "run", **CASES["naive"])
-    folder, whole = loop.train(replace(config, stop_after=2)), loop.train(replace(config, out=str(tmp_path / "whole")))
+    folder, whole = (
+        loop.train(replace(config, stop_after=2)),
+        loop.train(replace(config, out=str(tmp_path / "whole"))),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(saving, "_publish", full)
         refused = call("resume", str(folder))
-    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1) and "disk is full" in refused.stderr
-    assert [path.name for path in (folder / "checkpoints").iterdir() if any(path.iterdir())] == ["step-00000002"]
+    assert (refused.exit_code, refused.stderr.count("\n")) == (
+        1,
+        1,
+    ) and "disk is full" in refused.stderr
+    assert [path.name for path in (folder / "checkpoints").iterdir() if any(path.iterdir())] == [
+        "step-00000002"
+    ]
     loop.resume(folder)
     assert_same_run(read_run(folder), read_run(whole))
 

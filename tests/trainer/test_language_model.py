@@ -13,7 +13,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError
-from narrowgauge.trainer.language_model import build, compiled_loss, enable_activation_checkpointing, loss_sum
+from narrowgauge.trainer.language_model import (
+    build,
+    compiled_loss,
+    enable_activation_checkpointing,
+    loss_sum,
+)
 from tensors import gradients, largest_relative_error, random_tokens
 
 SMALL = {
@@ -26,7 +31,9 @@ TOKENS = random_tokens(3, 17, 96)
 def small(seed: int = 0, **changes: object) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**{**SMALL, "attention_dropout": 0.0, **changes})).train()
+        return LlamaForCausalLM(
+            LlamaConfig(**{**SMALL, "attention_dropout": 0.0, **changes})
+        ).train()
 
 
 def narrowed(model: PreTrainedModel) -> PreTrainedModel:
@@ -38,7 +45,12 @@ def narrowed(model: PreTrainedModel) -> PreTrainedModel:
 
 def write_config(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", **SMALL}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        **SMALL,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -88,22 +100,36 @@ class Own(LlamaConfig):
 """
 
 
-@pytest.mark.parametrize(("command", "model_type"), [("train", "own"), ("profile", "llama"), ("build", "own")])
-def test_model_code_never_runs(model_type: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "model_type"), [("train", "own"), ("profile", "llama"), ("build", "own")]
+)
+def test_model_code_never_runs(
+    model_type: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even where somebody answers yes to whatever is asked."""
     folder, mark = tmp_path / "model", tmp_path / "was run"
     folder.mkdir()
     (folder / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
-    given = {"model_type": model_type, "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    given = {
+        "model_type": model_type,
+        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"},
+    }
     (folder / "config.json").write_text(json.dumps({**SMALL, **given}))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     if command == "build":
-        with pytest.raises(DataError, match=r"has code of its own \(auto_map in config\.json: own\.Own"):
+        with pytest.raises(
+            DataError, match=r"has code of its own \(auto_map in config\.json: own\.Own"
+        ):
             build(str(folder), seed=0)
     else:
-        given_words = {"train": ["--out", str(tmp_path / "run")], "profile": ["--recipes", "bfloat16/word"]}[command]
-        refused = CliRunner().invoke(main, [command, "--model", str(folder), *given_words], input="y\n")
+        given_words = {
+            "train": ["--out", str(tmp_path / "run")],
+            "profile": ["--recipes", "bfloat16/word"],
+        }[command]
+        refused = CliRunner().invoke(
+            main, [command, "--model", str(folder), *given_words], input="y\n"
+        )
         assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
         assert "has code of its own" in refused.stderr
     assert not mark.exists() and not (tmp_path / "run").exists()
@@ -117,7 +143,9 @@ def test_damaged_weights_say_so(tmp_path: Path) -> None:
         build(str(tmp_path), seed=0)
 
 
-def pickled(model: PreTrainedModel, folder: Path, *, sharded: bool = False, prefix: str = "") -> Path:
+def pickled(
+    model: PreTrainedModel, folder: Path, *, sharded: bool = False, prefix: str = ""
+) -> Path:
     """A folder as transformers wrote it before safetensors; ``sharded`` in two files with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
@@ -128,7 +156,9 @@ def pickled(model: PreTrainedModel, folder: Path, *, sharded: bool = False, pref
     parts = [f"pytorch_model-0000{k}-of-00002.bin" for k in (1, 2)]
     places = {name: parts[k % 2] for k, name in enumerate(weights)}
     for part in parts:
-        torch.save({name: weights[name] for name, place in places.items() if place == part}, folder / part)
+        torch.save(
+            {name: weights[name] for name, place in places.items() if place == part}, folder / part
+        )
     index = {"metadata": {}, "weight_map": places}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     return folder
@@ -137,22 +167,40 @@ def pickled(model: PreTrainedModel, folder: Path, *, sharded: bool = False, pref
 @pytest.mark.parametrize(("sharded", "prefix"), [(False, ""), (True, "transformer.")])
 def test_pickled_weights_are_loaded(sharded: bool, prefix: str, tmp_path: Path) -> None:
     """Also those of a base model, whose names lack the prefix, and of a tied head."""
-    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=96,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     saved = narrowed(GPT2LMHeadModel(config))
     model = build(str(pickled(saved, tmp_path, sharded=sharded, prefix=prefix)), seed=0)
     for name, value in saved.state_dict().items():
         assert torch.equal(model.state_dict()[name], value.float()), name
 
 
-@pytest.mark.parametrize("name", ["tf_model.h5", "model-00001-of-00002.safetensors", "model.fp16.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["tf_model.h5", "model-00001-of-00002.safetensors", "model.fp16.safetensors"]
+)
 def test_weights_that_are_not_read_are_refused(name: str, tmp_path: Path) -> None:
     """They are the user's model; random weights in their place would train without a word."""
     folder = write_config(tmp_path / "model")
     (folder / name).write_bytes(b"weights")
-    with pytest.raises(DataError, match=rf"not read here: {name}\. Weights are read from model\.safetensors or "):
+    with pytest.raises(
+        DataError, match=rf"not read here: {name}\. Weights are read from model\.safetensors or "
+    ):
         build(str(folder), seed=0)
     (folder / name).unlink()
-    for beside in ("training_args.bin", "optimizer.pt", "rng_state.pth", "tokenizer.json", "scheduler.pt"):
+    for beside in (
+        "training_args.bin",
+        "optimizer.pt",
+        "rng_state.pth",
+        "tokenizer.json",
+        "scheduler.pt",
+    ):
         (folder / beside).write_bytes(b"no weights")
     build(str(folder), seed=0)
 
@@ -180,7 +228,10 @@ def test_the_loss_is_the_sum_of_the_models_own_mean(tied: bool) -> None:
 def test_layers_beside_body_and_head_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has layers between body and head, one scales the logits; the loss is the model's own."""
     names = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
-    shape, kind = {name: SMALL[name] for name in names} | {"num_hidden_layers": 1}, getattr(transformers, name)
+    shape, kind = (
+        {name: SMALL[name] for name in names} | {"num_hidden_layers": 1},
+        getattr(transformers, name),
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = kind(kind.config_class(**shape, is_decoder=True, pad_token_id=0)).eval()
@@ -211,5 +262,7 @@ def test_compiled_equals_eager(kind: str, light: bool) -> None:
     assert list(model.state_dict()) == names
     tolerance = 1e-5 if kind == "float32" else 3e-2
     assert found_loss.dtype == torch.float32
-    assert found_loss.item() == pytest.approx(wanted_loss.item(), rel=1e-5 if kind == "float32" else 1e-3)
+    assert found_loss.item() == pytest.approx(
+        wanted_loss.item(), rel=1e-5 if kind == "float32" else 1e-3
+    )
     assert largest_relative_error(found, wanted) < tolerance

@@ -38,8 +38,14 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--sequence-length", "10000", "--batch-size", "1"), "sequence_length 10000 needs 10001 tokens"),
-        (("--sequence-length", "65", "--batch-size", "1"), "has 64 positions, and sequences have 65 tokens"),
+        (
+            ("--sequence-length", "10000", "--batch-size", "1"),
+            "sequence_length 10000 needs 10001 tokens",
+        ),
+        (
+            ("--sequence-length", "65", "--batch-size", "1"),
+            "has 64 positions, and sequences have 65 tokens",
+        ),
         (("--model", ""), "model is empty"),
         (("--model", "{nonsense}"), "nonsense"),
         (("--model", "{headless}"), "Cannot build a causal language model"),
@@ -48,21 +54,32 @@ pytestmark = [
         (("--recipe", "{recipe}"), "matches no linear layer"),
     ],
 )
-def test_bad_input_writes_nothing(words: tuple[str, ...], says: str, place: Path, tmp_path: Path) -> None:
+def test_bad_input_writes_nothing(
+    words: tuple[str, ...], says: str, place: Path, tmp_path: Path
+) -> None:
     names = {name: tmp_path / name for name in ("nonsense", "headless", "sighted", "picture")}
     for path in names.values():
         path.mkdir()
     (names["nonsense"] / "config.json").write_text('{"model_type": "nonsense"}')
     (names["headless"] / "config.json").write_text(json.dumps({**SHAPE, "num_attention_heads": 0}))
-    bert = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     (names["sighted"] / "config.json").write_text(json.dumps({"model_type": "bert", **bert}))
     (names["picture"] / "config.json").write_text('{"model_type": "vit"}')
     (tmp_path / "recipe.toml").write_text(
         'recipe = "bfloat16/word"\n[[override]]\npattern = "nothing"\ncompute = "mxfp8"\n'
     )
-    named = {name: str(path) for name, path in {**names, "recipe": tmp_path / "recipe.toml"}.items()}
+    named = {
+        name: str(path) for name, path in {**names, "recipe": tmp_path / "recipe.toml"}.items()
+    }
     before = sorted(tmp_path.rglob("*"))
-    refused = call(*words_of(settings(place, tmp_path / "run")), *(word.format(**named) for word in words))
+    refused = call(
+        *words_of(settings(place, tmp_path / "run")), *(word.format(**named) for word in words)
+    )
     assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
     assert says in refused.stderr
     assert sorted(tmp_path.rglob("*")) == before
@@ -81,24 +98,35 @@ def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None
     assert 11.9 < summary["bytes_per_param"] < 13
     assert summary["tokens_per_second"] > 0 and summary["wall_seconds"] > 0
     assert summary["step_memory_bytes"] == run.steps[1]["step_memory_bytes"]
-    assert abs(summary["edq"] - 1) < 0.01 and 0 <= summary["noise"] < 0.5 and 0 <= summary["lost_fraction"] < 0.2
+    assert (
+        abs(summary["edq"] - 1) < 0.01
+        and 0 <= summary["noise"] < 0.5
+        and 0 <= summary["lost_fraction"] < 0.2
+    )
     assert len(summary["weights_fingerprint"]) == 16 and int(summary["weights_fingerprint"], 16)
     assert [row["step"] for row in run.evals] == [3, 6, 8]
     assert summary["val_loss"] == run.evals[-1]["val_loss"]
     for number, row in enumerate(run.steps, 1):
         assert row["step"] == number and row["tokens"] == number * 64
-        assert row["loss"] > 0 and row["lr"] > 0 and row["grad_norm"] > 0 and row["skipped"] is False
+        assert (
+            row["loss"] > 0 and row["lr"] > 0 and row["grad_norm"] > 0 and row["skipped"] is False
+        )
         assert row["tokens_per_second"] > 0 and 0 <= row["loader_seconds"] < row["seconds"]
         assert ("edq" in row) == (number % 2 == 0)
     assert run.steps[-1]["loss"] < run.steps[0]["loss"]
-    assert run.run["config"]["recipe"] == "bfloat16/word" and run.run["versions"]["torch"] == torch.__version__
+    assert (
+        run.run["config"]["recipe"] == "bfloat16/word"
+        and run.run["versions"]["torch"] == torch.__version__
+    )
     assert run.run["model"]["num_parameters"] > 0 and run.run["data"]["tokens"] > 0
 
 
 def test_micro_batches_add_up_to_the_batch(place: Path, tmp_path: Path) -> None:
     changes = {"recipe": "float32", "steps": 3}
     parts = [
-        read_run(loop.train(settings(place, tmp_path / str(k), gradient_accumulation_steps=k, **changes))).steps
+        read_run(
+            loop.train(settings(place, tmp_path / str(k), gradient_accumulation_steps=k, **changes))
+        ).steps
         for k in (1, 4)
     ]
     for one, other in zip(*parts, strict=True):
@@ -111,10 +139,14 @@ def test_a_micro_batch_has_the_random_bits_of_its_place(place: Path, tmp_path: P
     layer, places = next(iter(run.linears.layers.values())), []
     run.model.register_forward_pre_hook(lambda *_: places.append(layer.clock_words.tolist()[1:]))
     train_step(run)
-    assert len(places) == 2 and sum(places[0]) == 0 and sum(places[1]) == 2 * 16  # two sequences before it
+    assert (
+        len(places) == 2 and sum(places[0]) == 0 and sum(places[1]) == 2 * 16
+    )  # two sequences before it
 
 
-def test_the_validation_loss_is_the_mean_over_the_tokens_that_are_predicted(place: Path, tmp_path: Path) -> None:
+def test_the_validation_loss_is_the_mean_over_the_tokens_that_are_predicted(
+    place: Path, tmp_path: Path
+) -> None:
     """Those of a sequence but its first."""
     run = built(place, tmp_path, recipe="float32/float32")
     tokens = torch.from_numpy(run.data.validation(8, 16))
@@ -124,19 +156,31 @@ def test_the_validation_loss_is_the_mean_over_the_tokens_that_are_predicted(plac
     assert loop.evaluate(run) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_validation_sequences_are_the_same_for_any_number_of_micro_batches(place: Path, tmp_path: Path) -> None:
+def test_the_validation_sequences_are_the_same_for_any_number_of_micro_batches(
+    place: Path, tmp_path: Path
+) -> None:
     losses = []
     for parts in (1, 2, 4):
-        run = built(place, tmp_path, recipe="float32/float32", gradient_accumulation_steps=parts, eval_sequences=7)
+        run = built(
+            place,
+            tmp_path,
+            recipe="float32/float32",
+            gradient_accumulation_steps=parts,
+            eval_sequences=7,
+        )
         losses.append(loop.evaluate(run))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
-def test_a_row_has_the_rate_of_the_optimizer_and_not_of_the_plan(place: Path, tmp_path: Path) -> None:
+def test_a_row_has_the_rate_of_the_optimizer_and_not_of_the_plan(
+    place: Path, tmp_path: Path
+) -> None:
     run = built(place, tmp_path)
     reader = StepReader(run.model, run.optimizer)
     reader.peak_tokens_per_second = 1e6
-    run.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.param_groups[0].update(lr=0.125))
+    run.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: optimizer.param_groups[0].update(lr=0.125)
+    )
     row = reader.row(1, train_step(run) | {"tokens": 64})
     assert row["lr"] == 0.125
     assert row["mfu"] == row["tokens_per_second"] / 1e6
@@ -151,11 +195,16 @@ def built(place: Path, folder: Path, **changes: Any) -> session.Session:
 
 
 def test_overrides_choose_the_row_of_each_layer(place: Path, tmp_path: Path) -> None:
-    overridden = {"recipe": "float8-row/word", "override": [{"pattern": "*.down_proj", "compute": "int8-row"}]}
+    overridden = {
+        "recipe": "float8-row/word",
+        "override": [{"pattern": "*.down_proj", "compute": "int8-row"}],
+    }
     run = built(place, tmp_path / "run", recipe=overridden)
     rows = {name: layer.compute.name for name, layer in run.linears.layers.items()}
     assert {row for name, row in rows.items() if name.endswith("down_proj")} == {"int8-row"}
-    assert {row for name, row in rows.items() if not name.endswith(("down_proj", "lm_head"))} == {"float8-row"}
+    assert {row for name, row in rows.items() if not name.endswith(("down_proj", "lm_head"))} == {
+        "float8-row"
+    }
     assert rows.get("lm_head", "bfloat16") == "bfloat16"  # the row's own `keep`
 
 
@@ -172,39 +221,64 @@ def test_saved_bytes_count_each_storage_once_and_no_parameter() -> None:
     assert counted.saved_bytes == 4 * (8 * 16 + 8 * 4)
 
 
-def test_the_memory_of_a_step_tells_float32_from_mixed_from_sixteen_bits(place: Path, tmp_path: Path) -> None:
+def test_the_memory_of_a_step_tells_float32_from_mixed_from_sixteen_bits(
+    place: Path, tmp_path: Path
+) -> None:
     counted = {}
     for name in ("float32/float32", "bfloat16/float32", "bfloat16/naive", "float16/naive"):
-        run = loop.train(settings(place, tmp_path / name.replace("/", "-"), recipe=name, steps=2, sequence_length=48))
+        run = loop.train(
+            settings(
+                place, tmp_path / name.replace("/", "-"), recipe=name, steps=2, sequence_length=48
+            )
+        )
         counted[name] = read_run(run).steps[1]["step_memory_bytes"]
-    assert counted["float32/float32"] > 1.1 * counted["bfloat16/float32"] > 1.21 * counted["bfloat16/naive"]
+    assert (
+        counted["float32/float32"]
+        > 1.1 * counted["bfloat16/float32"]
+        > 1.21 * counted["bfloat16/naive"]
+    )
     assert counted["bfloat16/naive"] == pytest.approx(counted["float16/naive"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("name", "tflops"), [("NVIDIA H200", 989), ("Tesla V100-SXM2-32GB", 125), ("NVIDIA H2000", None)]
+    ("name", "tflops"),
+    [("NVIDIA H200", 989), ("Tesla V100-SXM2-32GB", 125), ("NVIDIA H2000", None)],
 )
-def test_an_mfu_needs_a_known_chip(monkeypatch: pytest.MonkeyPatch, name: str, tflops: float | None) -> None:
+def test_an_mfu_needs_a_known_chip(
+    monkeypatch: pytest.MonkeyPatch, name: str, tflops: float | None
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     for device in ("cuda", "cpu"):
         run = SimpleNamespace(
-            device=torch.device(device), here=Ranks(0, 4), config=TrainConfig(model="llama-1m", sequence_length=128)
+            device=torch.device(device),
+            here=Ranks(0, 4),
+            config=TrainConfig(model="llama-1m", sequence_length=128),
         )
         peak = Session.peak_tokens_per_second(run)  # type: ignore[arg-type]
         flops = 4 * tflops * 1e12 if tflops and device == "cuda" else None
-        assert peak == (flops and pytest.approx(flops / read_model("llama-1m").flops_per_token(128)))
+        assert peak == (
+            flops and pytest.approx(flops / read_model("llama-1m").flops_per_token(128))
+        )
 
 
-def test_a_lost_update_is_an_event(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_update_is_an_event(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     often = {"audit_every": 1, "gauges_every": 1}
-    config = settings(place, tmp_path / "run", recipe="bfloat16/naive", lr=1e-6, schedule="constant", **often)
+    config = settings(
+        place, tmp_path / "run", recipe="bfloat16/naive", lr=1e-6, schedule="constant", **often
+    )
     run = read_run(loop.train(config))
     warnings = [e for e in run.events if e["kind"] == "lost_updates"]
     assert any("mlp.down_proj.weight" in e["tensor"] for e in warnings)
     assert all(e["advice"] == "storage 'word'" and e["value"] < 0.9 for e in warnings)
     assert all("'bfloat16'" not in e["message"] and e["tensor"] in e["message"] for e in warnings)
     # The gauges' detector reads the same updates, and does not raise the event a second time.
-    assert len({(e["step"], e["tensor"]) for e in warnings}) == len(warnings) == len({e["tensor"] for e in warnings})
+    assert (
+        len({(e["step"], e["tensor"]) for e in warnings})
+        == len(warnings)
+        == len({e["tensor"] for e in warnings})
+    )
     assert "warning: " in capsys.readouterr().out
     assert run.summary is not None and run.summary["lost_fraction"] > 0.5
 
@@ -257,7 +331,9 @@ def test_matrices_alone_decay(place: Path, tmp_path: Path) -> None:
 # ── compilers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_a_compiler_a_run_is_eager(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_a_run_is_eager(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     monkeypatch.setattr(config, "COMPILE_STEPS", 2)
     run = read_run(loop.train(settings(place, tmp_path / "run", steps=2)))
@@ -281,19 +357,26 @@ class Output(io.StringIO):
 
 
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC])
-def test_output_that_cannot_be_written_ends_the_run_at_a_checkpoint(number: int, place: Path, tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_ends_the_run_at_a_checkpoint(
+    number: int, place: Path, tmp_path: Path
+) -> None:
     config = settings(place, tmp_path / "run", **CASES["naive"], checkpoint_every=0)
     with pytest.raises(OSError) as failure:
         loop.train(config, console=Console(config.steps, 1, Output(number)))
     assert failure.value.errno == number
     steps = len(read_run(tmp_path / "run").steps)
     assert 0 < steps < config.steps
-    assert loop.resume(tmp_path / "run") and (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}").is_dir()
+    assert (
+        loop.resume(tmp_path / "run")
+        and (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}").is_dir()
+    )
 
 
 def test_ranks_share_the_batch_unless_the_settings_say_how() -> None:
     config = TrainConfig(batch_size=6)
     assert [config.on_ranks(ranks).gradient_accumulation_steps for ranks in (1, 3)] == [1, 3]
-    assert replace(config, gradient_accumulation_steps=2).on_ranks(2).gradient_accumulation_steps == 2
+    assert (
+        replace(config, gradient_accumulation_steps=2).on_ranks(2).gradient_accumulation_steps == 2
+    )
     with pytest.raises(NarrowgaugeError, match="6 sequences cannot be split into 4"):
         config.on_ranks(4)

@@ -33,7 +33,11 @@ def train_here(rank: int, place: Path, runs: dict[Path, dict[str, Any]]) -> list
     said: list[Any] = []
     for out, changes in runs.items():
         stream = io.StringIO()
-        with warnings.catch_warnings(), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(stream),
+            contextlib.redirect_stderr(stream),
+        ):
             warnings.simplefilter("ignore")
             try:
                 if (out / "run.toml").exists():
@@ -59,7 +63,9 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     size = 4
     said = run_ranks(train_here, size, tmp_path / "ranks", place, {tmp_path / "run": BASE})
     run = read_run(tmp_path / "run")
-    assert [row["step"] for row in run.steps] == [1, 2, 3, 4] and run.run["machine"]["ranks"] == size
+    assert [row["step"] for row in run.steps] == [1, 2, 3, 4] and run.run["machine"][
+        "ranks"
+    ] == size
     for row in run.steps:
         assert 0 <= row["wait_seconds"] < row["communication_seconds"] < row["seconds"]
     assert "communication_seconds" not in alone.steps[0]
@@ -92,7 +98,11 @@ def test_ranks_with_other_tokens_are_refused(place: Path, tmp_path: Path) -> Non
     content = (copies[1] / "tokens.bin").read_bytes()
     (copies[1] / "tokens.bin").write_bytes(content[2:] + content[:2])
     said = run_ranks(train_on_a_copy, 2, tmp_path / "ranks", place, copies, tmp_path / "run")
-    assert "rank 1 has other tokens" in said[0] and said[0] == said[1] and not (tmp_path / "run").exists()
+    assert (
+        "rank 1 has other tokens" in said[0]
+        and said[0] == said[1]
+        and not (tmp_path / "run").exists()
+    )
 
 
 def train_with_a_bad_rank(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
@@ -142,11 +152,27 @@ def train_with_a_flipped_bit(rank: int, place: Path, out: Path) -> Any:
         return train_here(rank, place, {out: {**VERIFIED, "verify_every": 4}})[0]
 
 
-def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(place: Path, tmp_path: Path) -> None:
-    first, *others = run_ranks(train_with_a_flipped_bit, 3, tmp_path / "ranks", place, tmp_path / "run")
+def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(
+    place: Path, tmp_path: Path
+) -> None:
+    first, *others = run_ranks(
+        train_with_a_flipped_bit, 3, tmp_path / "ranks", place, tmp_path / "run"
+    )
     message, rank, tensor = first
-    assert others == [first] * 2 and rank == 1 and tensor.startswith("exp_avg_sq of") and "rank 1" in message
+    assert (
+        others == [first] * 2
+        and rank == 1
+        and tensor.startswith("exp_avg_sq of")
+        and "rank 1" in message
+    )
     event = read_run(tmp_path / "run").events[-1]
-    assert (event["kind"], event["rank"], event["tensor"]) == ("corruption", 1, tensor) and 5 <= event["step"] <= 9
-    saved = sorted(int(folder.name.partition("-")[2]) for folder in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert (event["kind"], event["rank"], event["tensor"]) == (
+        "corruption",
+        1,
+        tensor,
+    ) and 5 <= event["step"] <= 9
+    saved = sorted(
+        int(folder.name.partition("-")[2])
+        for folder in (tmp_path / "run" / "checkpoints").glob("step-*")
+    )
     assert saved and saved[-1] <= 5

@@ -24,7 +24,11 @@ QUIET = {"log_every": 100, "eval_every": 0, "eval_sequences": 4, "audit_every": 
 SPIKE_STEP = 27
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def spoil(
+    monkeypatch: pytest.MonkeyPatch,
+    batches: set[int],
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     """Change the loss of some batches of the data, by their place in it."""
     true_loss, true_batch, is_bad = language_model.loss_sum, Session.batch, [False]
 
@@ -42,7 +46,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[
 
 def run_with(place: Path, folder: Path, **changes: Any) -> Run:
     """A run of 34 steps; the detectors know enough after 20."""
-    return read_run(loop.train(settings(place, folder, **{**QUIET, "steps": 34, "checkpoint_every": 10, **changes})))
+    return read_run(
+        loop.train(
+            settings(place, folder, **{**QUIET, "steps": 34, "checkpoint_every": 10, **changes})
+        )
+    )
 
 
 def kinds(run: Run, *wanted: str) -> list[tuple[str, int]]:
@@ -59,11 +67,19 @@ def test_a_spike_is_reported_at_its_step_and_skipped_before_it_changes_a_weight(
         reported = run_with(place, tmp_path / "reported")
     finally:
         stop()
-    assert kinds(reported, "loss_spike", "skip") == [("loss_spike", SPIKE_STEP)] and "loss_spike" in told
-    assert not any(row["skipped"] for row in reported.steps) and "loss spike: " in capsys.readouterr().out
+    assert (
+        kinds(reported, "loss_spike", "skip") == [("loss_spike", SPIKE_STEP)]
+        and "loss_spike" in told
+    )
+    assert (
+        not any(row["skipped"] for row in reported.steps)
+        and "loss spike: " in capsys.readouterr().out
+    )
     run = run_with(place, tmp_path / "run", on_spike="skip")
     assert [row["step"] for row in run.steps if row["skipped"]] == [SPIKE_STEP]
-    assert run.steps[SPIKE_STEP - 1]["spike"]["what"] == "loss" and kinds(run, "skip") == [("skip", SPIKE_STEP)]
+    assert run.steps[SPIKE_STEP - 1]["spike"]["what"] == "loss" and kinds(run, "skip") == [
+        ("skip", SPIKE_STEP)
+    ]
     assert run.summary["weights_fingerprint"] != reported.summary["weights_fingerprint"]
 
 
@@ -81,12 +97,18 @@ def test_one_jump_is_skipped(
     run = run_with(place, tmp_path / "run", on_spike="skip")
     assert [row["step"] for row in run.steps if row["skipped"]] == [SPIKE_STEP]
     assert run.steps[SPIKE_STEP - 1]["spike"]["what"] == what
-    assert rounding_places(run.path, SPIKE_STEP + 1).mismatch == ""  # repeated without the update, too
+    assert (
+        rounding_places(run.path, SPIKE_STEP + 1).mismatch == ""
+    )  # repeated without the update, too
 
 
-def test_a_stop_leaves_a_run_that_can_go_on(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_leaves_a_run_that_can_go_on(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
-    with pytest.raises(NarrowgaugeError, match=f"stopped after step {SPIKE_STEP}: the loss jumped to"):
+    with pytest.raises(
+        NarrowgaugeError, match=f"stopped after step {SPIKE_STEP}: the loss jumped to"
+    ):
         run_with(place, tmp_path / "run", on_spike="stop", eval_every=9)
     loop.resume(tmp_path / "run")
     run = read_run(tmp_path / "run")
@@ -96,15 +118,21 @@ def test_a_stop_leaves_a_run_that_can_go_on(place: Path, tmp_path: Path, monkeyp
     assert [row["step"] for row in run.steps if row["skipped"]] == [SPIKE_STEP]
 
 
-def test_a_nan_is_skipped_and_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_is_skipped_and_named(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoil(monkeypatch, {4}, lambda loss: loss * math.nan)
     run = run_with(place, tmp_path / "run", steps=8)
     (skip,) = [event for event in run.events if event["kind"] == "skip"]
     assert skip["step"] == 5 and "gradients are not finite in 'model." in skip["message"]
-    assert kinds(run, "nonfinite") == [("nonfinite", 5)] and [r["step"] for r in run.steps if r["skipped"]] == [5]
+    assert kinds(run, "nonfinite") == [("nonfinite", 5)] and [
+        r["step"] for r in run.steps if r["skipped"]
+    ] == [5]
 
 
-def test_a_run_that_goes_nowhere_is_said_to(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_nowhere_is_said_to(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoil(monkeypatch, set(range(3, 99)), lambda loss: loss * math.nan)
     run = run_with(place, tmp_path / "run", gauges_every=0)
     assert kinds(run, "divergence") == [("divergence", 28)]

@@ -92,7 +92,11 @@ class Nursery:
     def __init__(self, folder: Path) -> None:
         self.output = folder / "output.txt"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+            [sys.executable, "-c", NURSERY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
         )
 
     def __call__(self, *words: str, at: dict[str, signal.Signals] | None = None) -> int:
@@ -123,7 +127,9 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stopped_and_resumed_is_the_same_run(name: str, place: Path, whole: dict[str, Run], tmp_path: Path) -> None:
+def test_stopped_and_resumed_is_the_same_run(
+    name: str, place: Path, whole: dict[str, Run], tmp_path: Path
+) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES[name], stop_after=3))
     assert read_run(folder).summary is None and len(read_run(folder).steps) == 3
     loop.resume(folder, stop_after=5)
@@ -133,7 +139,9 @@ def test_stopped_and_resumed_is_the_same_run(name: str, place: Path, whole: dict
     assert kinds == ["start", "stop", "resume", "stop", "resume", "finish"]
 
 
-def test_a_killed_run_is_the_same(place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_run_is_the_same(
+    place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
+) -> None:
     name = "word, accumulated"
     config = settings(place, tmp_path / "counted", **CASES[name])
     assert nursery(*words_of(config)) == 0, nursery.said
@@ -180,7 +188,9 @@ def test_an_interruption_saves_and_says_how_to_go_on(
 ) -> None:
     name, folder = "naive", tmp_path / "run"
     config = settings(place, folder, **CASES[name], checkpoint_every=0)
-    assert nursery(*words_of(config), at={'{"step":3,"loss"': number}) == (130 if number == signal.SIGINT else 143)
+    assert nursery(*words_of(config), at={'{"step":3,"loss"': number}) == (
+        130 if number == signal.SIGINT else 143
+    )
     lines = nursery.said.splitlines()
     assert f"narrowgauge resume {folder}" in lines[-2] and lines[-1].startswith("Interrupted: ")
     assert sum("Stopping after this step" in line for line in lines) == 1
@@ -196,10 +206,15 @@ def test_a_second_interruption_ends_at_once(place: Path, nursery: Nursery, tmp_p
     at = {'{"step":3,"loss"': signal.SIGINT, "Ctrl-C again": signal.SIGINT}
     assert nursery(*words_of(config), at=at) == -signal.SIGINT
     assert "Traceback" not in nursery.said
-    assert not (tmp_path / "run" / "checkpoints").exists() and len(read_run(tmp_path / "run").steps) == 2
+    assert (
+        not (tmp_path / "run" / "checkpoints").exists()
+        and len(read_run(tmp_path / "run").steps) == 2
+    )
 
 
-def test_an_interruption_before_the_first_step_leaves_nothing(place: Path, nursery: Nursery, tmp_path: Path) -> None:
+def test_an_interruption_before_the_first_step_leaves_nothing(
+    place: Path, nursery: Nursery, tmp_path: Path
+) -> None:
     assert nursery(*words_of(settings(place, tmp_path / "run")), at={"8": signal.SIGINT}) == 130
     assert "Traceback" not in nursery.said and not (tmp_path / "run").exists()
 
@@ -212,7 +227,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
 ) -> None:
     name = "word, accumulated"
     folder = loop.train(settings(place, tmp_path / "run", **CASES[name], stop_after=4))
-    flip_a_bit(folder / "checkpoints" / "step-00000004" / "shard-00001-model-00001-of-00001.safetensors")
+    flip_a_bit(
+        folder / "checkpoints" / "step-00000004" / "shard-00001-model-00001-of-00001.safetensors"
+    )
     capsys.readouterr()
     loop.resume(folder)
     said = capsys.readouterr().out
@@ -224,7 +241,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_lost_run_restarts_if_asked(lost: bool, place: Path, whole: dict[str, Run], tmp_path: Path) -> None:
+def test_a_lost_run_restarts_if_asked(
+    lost: bool, place: Path, whole: dict[str, Run], tmp_path: Path
+) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=3))
     if lost:
         shutil.rmtree(folder / "checkpoints")
@@ -236,16 +255,26 @@ def test_a_lost_run_restarts_if_asked(lost: bool, place: Path, whole: dict[str, 
     before = (folder / "steps.jsonl").read_bytes()
     for words in (["resume", str(folder)], words_of(settings(place, folder, **CASES["naive"]))):
         refused = call(*words)
-        assert refused.exit_code == 2 and "--restart" in refused.stderr and refused.stderr.count("\n") == 1
+        assert (
+            refused.exit_code == 2
+            and "--restart" in refused.stderr
+            and refused.stderr.count("\n") == 1
+        )
     assert (folder / "steps.jsonl").read_bytes() == before
     assert call("resume", str(folder), "--restart").exit_code == 0
     assert_same_run(read_run(folder), whole["naive"])
 
 
-def test_its_command_resumes_a_run(place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path) -> None:
+def test_its_command_resumes_a_run(
+    place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
+) -> None:
     """As torchrun and Slurm give it again: after a kill before and behind the first checkpoint, a stop, and the end."""
     words = words_of(settings(place, tmp_path / "run", **CASES["naive"]))
-    for written, kill in (('{"step":1,"loss"', signal.SIGKILL), ('{"step":5,"loss"', signal.SIGKILL), ("", None)):
+    for written, kill in (
+        ('{"step":1,"loss"', signal.SIGKILL),
+        ('{"step":5,"loss"', signal.SIGKILL),
+        ("", None),
+    ):
         assert nursery(*words, at={written: kill} if kill else {}) == -(kill or 0), nursery.said
     assert_same_run(read_run(tmp_path / "run"), whole["naive"])
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
@@ -291,11 +320,15 @@ def test_what_has_changed_since_the_run_began_is_told(
     (folder / "run.toml").write_text(tomli_w.dumps(record))
     capsys.readouterr()
     loop.resume(folder)
-    notes = [e["message"] for e in read_run(folder).events if e["kind"] == "note" and e["step"] == 2]
+    notes = [
+        e["message"] for e in read_run(folder).events if e["kind"] == "note" and e["step"] == 2
+    ]
     ends = ": bits may differ from an uninterrupted run"
     assert notes[0] == f"the run started with torch 2.0.1 and resumes with {now}{ends}"
     assert len(notes) == 4 and "started with num_threads 64 and resumes with 1" in notes[2]
     assert "ABACUS" in notes[1] and "NVIDIA H200" in notes[3]
     said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line.startswith("note: ")] == [f"note: {message}." for message in notes]
+    assert [line for line in said if line.startswith("note: ")] == [
+        f"note: {message}." for message in notes
+    ]
     assert_same_run(read_run(folder), whole["naive"])

@@ -47,7 +47,13 @@ def found(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
     for name, changes in CASES.items():
         for part, more in (("whole", {}), ("one", {"stop_after": 2})):
             go_on(0, place, {folder / part / name: {**changes, **more}})
-    run_ranks(go_on, 2, folder / "a", place, {folder / "two" / n: {**c, "stop_after": 2} for n, c in CASES.items()})
+    run_ranks(
+        go_on,
+        2,
+        folder / "a",
+        place,
+        {folder / "two" / n: {**c, "stop_after": 2} for n, c in CASES.items()},
+    )
     stopped = {start: {name: folder / start / name for name in CASES} for start in ("one", "two")}
     go_on(0, place, copies(stopped["two"], folder, "two, then one"))
     run_ranks(go_on, 3, folder / "b", place, copies(stopped["two"], folder, "two, then three"))
@@ -61,14 +67,20 @@ def found(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
 def test_it_is_the_same_run(way: str, case: str, found: dict[str, dict[str, Run]]) -> None:
     run, whole = found[way][case], found["whole"][case]
     assert run.summary["weights_fingerprint"] == whole.summary["weights_fingerprint"]
-    assert [(row["loss"], row["grad_norm"]) for row in run.steps] == [(r["loss"], r["grad_norm"]) for r in whole.steps]
+    assert [(row["loss"], row["grad_norm"]) for row in run.steps] == [
+        (r["loss"], r["grad_norm"]) for r in whole.steps
+    ]
     assert [lasting(row) for row in run.evals] == [lasting(row) for row in whole.evals]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_process_exports_what_three_wrote(case: str, found: dict[str, dict[str, Run]], tmp_path: Path) -> None:
+def test_one_process_exports_what_three_wrote(
+    case: str, found: dict[str, dict[str, Run]], tmp_path: Path
+) -> None:
     one, three = (found[way][case].path for way in ("whole", "two, then three"))
     assert any((three / "checkpoints").glob("*/shard-00003-*.safetensors"))
     out = [export.export(folder, tmp_path / str(k)) for k, folder in enumerate((one, three))]
-    assert_same_bits(*(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()) for folder in out))
+    assert_same_bits(
+        *(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()) for folder in out)
+    )
     assert session.load(three).weights_fingerprint() == session.load(one).weights_fingerprint()

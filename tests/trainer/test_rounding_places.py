@@ -31,15 +31,21 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_most_costly_place_is_named(case: str, place: Path, tmp_path: Path) -> None:
     recipe, changes, names = CASES[case]
-    places = rounding_places(loop.train(settings(place, tmp_path / "run", recipe=recipe, **SHORT, **changes)), 3)
+    places = rounding_places(
+        loop.train(settings(place, tmp_path / "run", recipe=recipe, **SHORT, **changes)), 3
+    )
     assert not places.mismatch and places.started == 2
     rows = {row["name"]: row for row in places.rows}
-    assert max(places.rows, key=lambda row: row["share"] or 0.0)["name"] in names.split(), str(places)
+    assert max(places.rows, key=lambda row: row["share"] or 0.0)["name"] in names.split(), str(
+        places
+    )
     assert rows["all"]["gradient"] == pytest.approx(rows["run"]["gradient"], rel=0.4), str(places)
     assert 0.7 < sum(row["share"] or 0.0 for row in places.rows) < 1.4, str(places)
 
 
-def test_a_step_in_float32_differs_by_nothing_and_another_model_from_the_record(place: Path, tmp_path: Path) -> None:
+def test_a_step_in_float32_differs_by_nothing_and_another_model_from_the_record(
+    place: Path, tmp_path: Path
+) -> None:
     folder = loop.train(settings(place, tmp_path / "run", recipe="float32/float32", **SHORT))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     plain, true_build = rounding_places(folder, 3), module.build
@@ -47,7 +53,9 @@ def test_a_step_in_float32_differs_by_nothing_and_another_model_from_the_record(
     def build(*arguments: Any) -> Session:
         session = true_build(*arguments)
         module = session.model.get_submodule("model.layers.1.mlp.down_proj")
-        module.register_forward_pre_hook(lambda _, args: args[0].to(torch.float8_e4m3fn).to(args[0].dtype))
+        module.register_forward_pre_hook(
+            lambda _, args: args[0].to(torch.float8_e4m3fn).to(args[0].dtype)
+        )
         return session
 
     with pytest.MonkeyPatch.context() as patch:
@@ -63,8 +71,14 @@ def test_a_step_in_float32_differs_by_nothing_and_another_model_from_the_record(
     assert json.loads(result.stdout)["replay"]["mismatch"] == "", result.output
 
 
-def test_the_operation_that_made_the_first_infinity_of_a_step_is_named(place: Path, tmp_path: Path) -> None:
-    folder = loop.train(settings(place, tmp_path / "run", recipe="float32/float32", lr=1e25, warmup_steps=0, **SHORT))
+def test_the_operation_that_made_the_first_infinity_of_a_step_is_named(
+    place: Path, tmp_path: Path
+) -> None:
+    folder = loop.train(
+        settings(
+            place, tmp_path / "run", recipe="float32/float32", lr=1e25, warmup_steps=0, **SHORT
+        )
+    )
     assert rounding_places(folder, 1).bad_value == ""
     bad = rounding_places(folder, 2)
     assert "model." in bad.bad_value and bad.bad_value in str(bad), str(bad)

@@ -21,7 +21,11 @@ SHAPE = {
 TIMINGS = {
     "tokens_per_second", "seconds", "wall_seconds", "step_seconds", "loader_seconds", "communication_seconds", "wait_seconds",
 }  # fmt: skip
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1]),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def settings(place: Path, out: Path, **changes: Any) -> TrainConfig:
@@ -39,7 +43,11 @@ def words_of(config: TrainConfig) -> list[str]:
     words = ["train"]
     for name, value in config.to_dict().items():
         flag = name.replace("_", "-")
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        words += (
+            [f"--{flag}" if value else f"--no-{flag}"]
+            if isinstance(value, bool)
+            else [f"--{flag}", str(value)]
+        )
     return words
 
 
@@ -62,7 +70,10 @@ def told(run: Run) -> list[str]:
 
 def read_again(run: Run) -> list[str]:
     """What gauges read in any sitting: the shadow that moments are held against begins anew with each."""
-    return [repr({name: table for name, table in lasting(row).items() if name != "moments"}) for row in run.gauges]
+    return [
+        repr({name: table for name, table in lasting(row).items() if name != "moments"})
+        for row in run.gauges
+    ]
 
 
 def assert_same_run(one: Run, other: Run, *, gauges: bool = True) -> None:

@@ -52,7 +52,9 @@ def tiny(family: str, folder: Path, dtype: torch.dtype = torch.float64) -> PreTr
     for name, parameter in made.named_parameters():
         # What starts as zeros or ones would hide a wrong rule.
         if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name or "ln_" in name else 0.0, std=0.02)
+            torch.nn.init.normal_(
+                parameter, mean=1.0 if "norm" in name or "ln_" in name else 0.0, std=0.02
+            )
     return made.to(dtype)
 
 
@@ -62,7 +64,9 @@ def scalified(model: nn.Module) -> Any:
     return other
 
 
-def loss_and_gradients(model: PreTrainedModel, factor: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_gradients(
+    model: PreTrainedModel, factor: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
     loss = loss_sum(model, TOKENS)
     return loss.detach(), gradients(model, loss * factor)
 
@@ -95,9 +99,15 @@ def scaled(data: list[float], scale: float) -> Tensor:
         (torch.add, oracle.add),
         (torch.sub, lambda a, b: oracle.add(a, b, -1)),
         (lambda a, b: torch.cat([a, b]), oracle.concatenate),
-        (lambda a, b: torch.cat([a, b]).sum(1), lambda a, b: oracle.total(oracle.concatenate(a, b), 4)),
+        (
+            lambda a, b: torch.cat([a, b]).sum(1),
+            lambda a, b: oracle.total(oracle.concatenate(a, b), 4),
+        ),
         (lambda a, b: (a + b).sum(), lambda a, b: oracle.total(oracle.add(a, b), 1)),
-        (lambda a, b: -a * 0.75 * b, lambda a, b: oracle.multiply(oracle.multiply(a, oracle.pair([-1.5] * 6, 0.5)), b)),
+        (
+            lambda a, b: -a * 0.75 * b,
+            lambda a, b: oracle.multiply(oracle.multiply(a, oracle.pair([-1.5] * 6, 0.5)), b),
+        ),
     ],
 )
 def test_arithmetic_hands_on_data_and_scale_by_its_rule(
@@ -110,7 +120,11 @@ def test_arithmetic_hands_on_data_and_scale_by_its_rule(
 
 @pytest.mark.parametrize("scales", [(2.0**-30, 2.0**-20), (2.0**4, 2.0**-3)])
 def test_gradients_follow_the_same_rules_and_meet_by_addition(scales: tuple[float, float]) -> None:
-    x, a, b = scaled(A, 2.0**-3), scaled(B, scales[0]), scaled([3.0, 1.0, -0.5, 2.0, 1.0, -4.0], scales[1])
+    x, a, b = (
+        scaled(A, 2.0**-3),
+        scaled(B, scales[0]),
+        scaled([3.0, 1.0, -0.5, 2.0, 1.0, -4.0], scales[1]),
+    )
     (x * a - x * b).backward(Scaled(torch.full((2, 3), 1.5, dtype=torch.float64), 2.0**-40))
     gradient = oracle.pair([1.5] * 6, 2.0**-40)
     assert pair_of(x.grad) == oracle.add(
@@ -156,14 +170,19 @@ def test_a_linear_layer_obeys_the_rule_for_dot_products_in_all_three_matmuls() -
     product = oracle.dot(pair_of(x), oracle.transpose(weight, 5), 3)
     assert (y.scale.item(), y.data.shape) == (product.scale, (2, 5))
     bias = [Fraction(value) for value in layer.bias.tolist()]
-    assert pair_of(y).values == tuple(value + bias[place % 5] for place, value in enumerate(product.values))
+    assert pair_of(y).values == tuple(
+        value + bias[place % 5] for place, value in enumerate(product.values)
+    )
 
     gradient = oracle.pair([float(place) for place in range(-4, 6)], 2.0**-35)
     y.backward(Scaled(torch.arange(-4.0, 6.0, dtype=torch.float64).view(2, 5), 2.0**-35))
     assert pair_of(x.grad) == oracle.dot(gradient, weight, 5)
     by_weight = oracle.dot(oracle.transpose(gradient, 2), pair_of(x), 2).values
     assert oracle.pair(layer.weight.grad.flatten().tolist(), 1).values == by_weight
-    assert oracle.pair(layer.bias.grad.tolist(), 1).values == oracle.total(oracle.transpose(gradient, 2), 5).values
+    assert (
+        oracle.pair(layer.bias.grad.tolist(), 1).values
+        == oracle.total(oracle.transpose(gradient, 2), 5).values
+    )
 
 
 def test_padding_gets_no_gradient_and_zeros_have_no_size() -> None:
@@ -176,7 +195,10 @@ def test_padding_gets_no_gradient_and_zeros_have_no_size() -> None:
 
 
 def function_case(
-    plain: Callable[..., Tensor], ruled: Callable[..., Tensor], *inputs: Tensor, parameters: tuple[Tensor, ...] = ()
+    plain: Callable[..., Tensor],
+    ruled: Callable[..., Tensor],
+    *inputs: Tensor,
+    parameters: tuple[Tensor, ...] = (),
 ) -> tuple[Any, list[Any]]:
     """Output and input gradients of a rule, its values and all gradients equal to those of the plain function."""
     reals = [x.clone().requires_grad_() for x in inputs]
@@ -216,7 +238,10 @@ def test_attention_guesses_within_what_the_formats_forgive(options: dict[str, An
 def test_a_model_computes_what_it_computed(model: PreTrainedModel) -> None:
     other = scalified(model)
     assert list(other.state_dict()) == list(model.state_dict())
-    (loss, wanted), (found_loss, found) = loss_and_gradients(model, SMALL), loss_and_gradients(other, SMALL)
+    (loss, wanted), (found_loss, found) = (
+        loss_and_gradients(model, SMALL),
+        loss_and_gradients(other, SMALL),
+    )
     assert distance(found_loss, loss) < 1e-12
     assert max(distance(found[name], wanted[name]) for name in wanted) < 1e-12
     with torch.no_grad():
@@ -253,8 +278,14 @@ def recorded(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def operands(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, RecordedLinear)}
-    return {(name, kind): x.float() for name, module in layers.items() for kind, x in module.seen.items()}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, RecordedLinear)
+    }
+    return {
+        (name, kind): x.float()
+        for name, module in layers.items()
+        for kind, x in module.seen.items()
+    }
 
 
 def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model: PreTrainedModel) -> None:
@@ -285,7 +316,9 @@ def float16_case(model: nn.Module, factor: float, wanted: dict[str, Tensor]) -> 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 @pytest.mark.parametrize("family", CONFIGS)
-def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str, tmp_path: Path) -> None:
+def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(
+    family: str, tmp_path: Path
+) -> None:
     base = tiny(family, tmp_path, torch.float32)
     _, wanted = loss_and_gradients(copy.deepcopy(base).double())
     plain, near = copy.deepcopy(base).half(), {}

@@ -78,7 +78,11 @@ class _Trip:
         kind = (self.tensor or "").partition(":")[0]
         order = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
         # One non-finite value is as bad as many, so the first tensor with one is the worst.
-        excess = 1.0 if self.detector.kind == "nonfinite" else self.detector.excess(self.value, self.limit)
+        excess = (
+            1.0
+            if self.detector.kind == "nonfinite"
+            else self.detector.excess(self.value, self.limit)
+        )
         return -excess, order
 
 
@@ -104,7 +108,9 @@ class Alarms:
         keeps what this one rounds away.
     """
 
-    def __init__(self, recipe: str | Path | Recipe | None = None, *, is_audited: bool = False) -> None:
+    def __init__(
+        self, recipe: str | Path | Recipe | None = None, *, is_audited: bool = False
+    ) -> None:
         parsed = None if recipe is None else parse(recipe)
         scales_loss = parsed is not None and any(compute.scales_loss for compute in parsed.computes)
         self.facts = Facts(parsed, scales_loss, is_audited)
@@ -125,9 +131,13 @@ class Alarms:
         trips = self._trips("steps", None, self._step_metrics(row))
         spikes = {"loss-spike": self.judge.loss(loss), "gradient-spike": self.judge.norm(norm)}
         for name, spike in spikes.items():
-            begins = self._state(DETECTORS[name], None).update(DETECTORS[name], spike is not None, spike is None)
+            begins = self._state(DETECTORS[name], None).update(
+                DETECTORS[name], spike is not None, spike is None
+            )
             if begins and spike is not None:
-                trips.append(_Trip(DETECTORS[name], None, spike.value, spike.threshold, spike.message))
+                trips.append(
+                    _Trip(DETECTORS[name], None, spike.value, spike.threshold, spike.message)
+                )
         self.judge.add(loss, norm, spiked=any(spikes.values()))
         return self._events(int(row.get("step", 0)), trips)
 
@@ -138,11 +148,18 @@ class Alarms:
         is_searching = scale is not None and bool(row.get("skipped"))
         values = [value for value in (loss, None if is_searching else norm) if value is not None]
         is_wrong = not all(map(math.isfinite, values))
-        metrics: dict[str, float | None] = {"nonfinite": float(is_wrong), "zero_norm": float(norm == 0)}
+        metrics: dict[str, float | None] = {
+            "nonfinite": float(is_wrong),
+            "zero_norm": float(norm == 0),
+        }
         if scale is not None:
             if row.get("step", 0) > SETTLING_STEPS:
                 self._loss_scales.append(scale)
-            falls = [math.log2(before / after) for before, after in pairwise(self._loss_scales) if before > after > 0]
+            falls = [
+                math.log2(before / after)
+                for before, after in pairwise(self._loss_scales)
+                if before > after > 0
+            ]
             metrics |= {"loss_scale": scale, "halvings": sum(falls, 0.0)}
         return metrics
 
@@ -173,7 +190,9 @@ class Alarms:
             self._states[key] = _State(deque(maxlen=detector.window if detector.relative else 0))
         return self._states[key]
 
-    def _read(self, detector: Detector, name: str | None, value: float, metrics: Metrics) -> list[_Trip]:
+    def _read(
+        self, detector: Detector, name: str | None, value: float, metrics: Metrics
+    ) -> list[_Trip]:
         """Pass one value to one detector. Return the trip that begins with it, or an empty list."""
         state = self._state(detector, name)
         limit = detector.limit(state.baseline(detector))
@@ -182,25 +201,46 @@ class Alarms:
         if limit is None:
             return []
         applies = detector.applies(metrics, self.facts)
-        trips, recovers = applies and detector.trips(value, limit), not applies or detector.recovers(value, limit)
+        trips, recovers = (
+            applies and detector.trips(value, limit),
+            not applies or detector.recovers(value, limit),
+        )
         begins = state.update(detector, trips, recovers)
-        return [_Trip(detector, name, value, limit)] if begins and not self._is_known(detector, name) else []
+        return (
+            [_Trip(detector, name, value, limit)]
+            if begins and not self._is_known(detector, name)
+            else []
+        )
 
     def _is_known(self, detector: Detector, name: str | None) -> bool:
         """Return whether another detector is active for the same tensor and kind of event."""
-        rivals = (row.name for row in DETECTORS.values() if row.kind == detector.kind and row is not detector)
-        return any((rival, name) in self._states and self._states[rival, name].is_active for rival in rivals)
+        rivals = (
+            row.name
+            for row in DETECTORS.values()
+            if row.kind == detector.kind and row is not detector
+        )
+        return any(
+            (rival, name) in self._states and self._states[rival, name].is_active
+            for rival in rivals
+        )
 
     def _events(self, step: int, trips: list[_Trip]) -> list[Event]:
         by_kind: dict[str, list[_Trip]] = {}
         for trip in trips:
             by_kind.setdefault(trip.detector.kind, []).append(trip)
-        return [self._event(step, min(group, key=lambda trip: trip.rank), group) for group in by_kind.values()]
+        return [
+            self._event(step, min(group, key=lambda trip: trip.rank), group)
+            for group in by_kind.values()
+        ]
 
     def _event(self, step: int, worst: _Trip, group: list[_Trip]) -> Event:
         detector, name = worst.detector, worst.tensor
         num_others = len({trip.tensor for trip in group}) - 1
-        more = f"; the same holds for {num_others} more tensor{'s' if num_others > 1 else ''}" if num_others else ""
+        more = (
+            f"; the same holds for {num_others} more tensor{'s' if num_others > 1 else ''}"
+            if num_others
+            else ""
+        )
         recipe, parameter = self.facts.recipe, (name or "").rpartition(":")[2]
         values: dict[str, object] = {
             "value": worst.value, "limit": worst.limit, "spike": worst.spike, "tensor": name or "the tensor",
@@ -217,5 +257,6 @@ class Alarms:
 
 
 _BY_TABLE: dict[str, tuple[Detector, ...]] = {
-    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "steps")
+    table: tuple(row for row in DETECTORS.values() if row.table == table)
+    for table in (*METRICS, "steps")
 }

@@ -130,7 +130,8 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
         and not facts.is_audited
     ),
     # Rounding error dominates the operand.
-    "drowned": lambda metrics, facts: (sqnr := metrics.get("sqnr_db")) is not None and sqnr < MIN_SQNR_DB,
+    "drowned": lambda metrics, facts: (sqnr := metrics.get("sqnr_db")) is not None
+    and sqnr < MIN_SQNR_DB,
     # A low-precision cast feeds this tensor to its matmul.
     "cast": lambda metrics, facts: metrics.get("sqnr_db") is not None,
     # Under dynamic loss scaling, gradients overflow now and then.

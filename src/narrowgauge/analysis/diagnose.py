@@ -77,10 +77,18 @@ class Diagnosis(Readings):
         """Return the verdict in one sentence."""
         number = len(self.readings)
         if number:
-            skipped = next((reading for reading in self.readings if reading.what == "skipped-steps"), None)
+            skipped = next(
+                (reading for reading in self.readings if reading.what == "skipped-steps"), None
+            )
             first = f"{skipped.value:,} of {self._rows} were skipped; " if skipped else ""
-            readings = "1 reading is beyond its" if number == 1 else f"{number} readings are beyond their"
-            since = f"at step {self.readings[0].step}" if number == 1 else f"from step {self.readings[0].step} on"
+            readings = (
+                "1 reading is beyond its" if number == 1 else f"{number} readings are beyond their"
+            )
+            since = (
+                f"at step {self.readings[0].step}"
+                if number == 1
+                else f"from step {self.readings[0].step} on"
+            )
             return f"{first}{readings} bound, {since}."
         if not self.areas:
             return f"Nothing was looked at: {self._rows} without a value that is read."
@@ -138,7 +146,9 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
         [(60, 'loss', 'loss-spike')]
     """
-    runs = [one if isinstance(one, Run) else read_run(one) for one in (run, other) if one is not None]
+    runs = [
+        one if isinstance(one, Run) else read_run(one) for one in (run, other) if one is not None
+    ]
     return Diagnosis(*runs) if other is None else TwoRuns(*runs)
 
 
@@ -177,15 +187,22 @@ def areas_of(run: Run, skipped: list[int] | None) -> tuple[list[str], dict[str, 
     compared = [row["recomputed"] for row in run.steps if isinstance(row.get("recomputed"), dict)]
     reasons = (compared[-1].get("unseen") if compared else None) or {}
     if moved := _moved(run):
-        share = sum(share * count for _, share, count, _ in moved) / max(1, sum(count for _, _, count, _ in moved))
-        shown.append(f"{counted(len(moved), 'trained tensor')} of which {share:.0%} of the elements moved")
+        share = sum(share * count for _, share, count, _ in moved) / max(
+            1, sum(count for _, _, count, _ in moved)
+        )
+        shown.append(
+            f"{counted(len(moved), 'trained tensor')} of which {share:.0%} of the elements moved"
+        )
     return shown, unseen | {f"{part} of the compared steps": why for part, why in reasons.items()}
 
 
 def _is_shown(run: Run, area: Row) -> bool:
     places = (place.split(".") for place in area["reads"])
     values = (row.get(name) for table, name in places for row in rows_of(run, table))
-    return any(value is not None and (not isinstance(value, dict) or value.get("compared", True)) for value in values)
+    return any(
+        value is not None and (not isinstance(value, dict) or value.get("compared", True))
+        for value in values
+    )
 
 
 # ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -198,14 +215,26 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     out = skipped or []
     counts = (_steps(run, skipped), _losses(run, out), _scale(run, out), _ranks(run), _resumes(run), _audits(run, recipe),
               _unmoved(run, out), _slower(run))  # fmt: skip
-    for reading in (*(reading for group in counts for reading in group), *map(_of_event, alarms_of(run, recipe))):
+    for reading in (
+        *(reading for group in counts for reading in group),
+        *map(_of_event, alarms_of(run, recipe)),
+    ):
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
     readings = [_first(group) for group in groups.values()]
-    lost = min((r.step for r in readings if (r.what, r.stage) == ("nonfinite-step", "loss")), default=math.inf)
+    lost = min(
+        (r.step for r in readings if (r.what, r.stage) == ("nonfinite-step", "loss")),
+        default=math.inf,
+    )
     # After a loss that is not finite every tensor is NaN, so later ones tell nothing of the origin.
     causes = [r for r in readings if r.step <= lost or "nonfinite" not in r.what]
-    more = f" Later readings that follow from it: {len(readings) - len(causes)}." if len(causes) < len(readings) else ""
-    return in_order(replace(r, advice=r.advice + more) if r.what == "nonfinite-step" else r for r in causes)
+    more = (
+        f" Later readings that follow from it: {len(readings) - len(causes)}."
+        if len(causes) < len(readings)
+        else ""
+    )
+    return in_order(
+        replace(r, advice=r.advice + more) if r.what == "nonfinite-step" else r for r in causes
+    )
 
 
 def _first(readings: list[Reading]) -> Reading:
@@ -220,9 +249,15 @@ def _first(readings: list[Reading]) -> Reading:
 
 def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
     """Return the recorded alarms of a run. If no detector ran, compute the alarms from the rows."""
-    recorded = [e for e in run.events if e.get("detector") in CHANGES or e.get("kind") not in (*NOT_ALARMS, None)]
+    recorded = [
+        e
+        for e in run.events
+        if e.get("detector") in CHANGES or e.get("kind") not in (*NOT_ALARMS, None)
+    ]
     config = run.run.get("config")
-    had_detectors = "recorder" in run.run or (isinstance(config, dict) and config.get("on_spike") is not None)
+    had_detectors = "recorder" in run.run or (
+        isinstance(config, dict) and config.get("on_spike") is not None
+    )
     if had_detectors and run.events:
         return recorded
     alarms = Alarms(recipe, is_audited=any(row.get("edq") is not None for row in run.steps))
@@ -232,15 +267,32 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
 
 
 def _of_event(event: Row) -> Reading:
-    kind, detector, step = str(event.get("kind") or ""), str(event.get("detector") or ""), step_of(event)
+    kind, detector, step = (
+        str(event.get("kind") or ""),
+        str(event.get("detector") or ""),
+        step_of(event),
+    )
     reading_name = "lost-updates" if detector == "audit" else detector or kind
-    value, expected, bound = (number(event.get(name)) for name in ("value", "expected", "threshold"))
+    value, expected, bound = (
+        number(event.get(name)) for name in ("value", "expected", "threshold")
+    )
     if reading_name == "lost-updates":
         expected, bound = 1.0, 1.0 - MIN_EDQ
     # The audit's message names the storage already.
-    advice = sentences(str(event.get("message") or ""), "" if detector == "audit" else str(event.get("advice") or ""))
-    stage = str(event["stage"]) if event.get("stage") in STAGES else "between steps" if step else "start"
-    return Reading(step, stage, str(event.get("tensor") or ""), reading_name, value, expected, bound, advice)
+    advice = sentences(
+        str(event.get("message") or ""),
+        "" if detector == "audit" else str(event.get("advice") or ""),
+    )
+    stage = (
+        str(event["stage"])
+        if event.get("stage") in STAGES
+        else "between steps"
+        if step
+        else "start"
+    )
+    return Reading(
+        step, stage, str(event.get("tensor") or ""), reading_name, value, expected, bound, advice
+    )
 
 
 # ── counts ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -249,7 +301,11 @@ def _of_event(event: Row) -> Reading:
 def skipped_steps(run: Run) -> list[int] | None:
     """Return the steps whose update was not applied, by the column ``skipped``; ``None`` if no row has it."""
     flags = column(run, "steps", "skipped")
-    return [int(step) for step, flag in zip(flags.x, flags.y, strict=True) if flag > 0] if len(flags) else None
+    return (
+        [int(step) for step, flag in zip(flags.x, flags.y, strict=True) if flag > 0]
+        if len(flags)
+        else None
+    )
 
 
 def rows_per_step(run: Run, skipped: list[int]) -> int:
@@ -270,22 +326,44 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
     if out and rows_per_step(run, skipped or []) == 1:
         kind, steps = KINDS["skipped-steps"], list(map(step_of, run.steps))
         leading = next((place for place, step in enumerate(steps) if step not in out), total)
-        bound = 0 if leading == total else min(leading, int(kind.bound)) + _SKIPPED + int(MAX_SKIPPED * total)
+        bound = (
+            0
+            if leading == total
+            else min(leading, int(kind.bound)) + _SKIPPED + int(MAX_SKIPPED * total)
+        )
         if len(out) > bound:
             spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
             more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
-            words = (str(event.get("message")).rstrip(".") for event in run.events if event.get("kind") == "skip")
+            words = (
+                str(event.get("message")).rstrip(".")
+                for event in run.events
+                if event.get("kind") == "skip"
+            )
             more += f": {next(words, 'no weight changed in them')}"
             yield kind.reading("", len(out), 0, bound, min(out), count=total, more=more)
-    losses, norms = (set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm"))
+    losses, norms = (
+        set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm")
+    )
     if failed := losses | norms:
         unit, since = "rows" if run.is_foreign else "steps", min(failed)
-        before = max((step for row in run.steps if (step := step_of(row)) < since), default=since - 1)
-        began = f" They began after step {before}, at the latest at {since}." if before < since - 1 else ""
-        unknown = "" if skipped is not None else " The log does not tell whether their steps were skipped."
+        before = max(
+            (step for row in run.steps if (step := step_of(row)) < since), default=since - 1
+        )
+        began = (
+            f" They began after step {before}, at the latest at {since}."
+            if before < since - 1
+            else ""
+        )
+        unknown = (
+            ""
+            if skipped is not None
+            else " The log does not tell whether their steps were skipped."
+        )
         advice = f"{len(failed)} of {total} {unit} have a loss or a gradient norm that is not finite.{began}{unknown} {_ORIGIN}"
         # A loss scaler skips such norms, as long as they pass.
-        severity = "note" if unknown and not losses and step_of(run.steps[-1]) not in failed else "error"
+        severity = (
+            "note" if unknown and not losses and step_of(run.steps[-1]) not in failed else "error"
+        )
         stage = "loss" if since in losses else "gradient"
         yield Reading(since, stage, "", "nonfinite-step", len(failed), 0, 0, advice, severity)
 
@@ -307,11 +385,15 @@ def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """Detect restarts of the loss scale: from step to step it at most doubles, unless a resume forgets it."""
     scales = column(run, "steps", "loss_scale")
-    for (before, low), (step, high) in pairwise(zip(map(int, scales.x), scales.y.tolist(), strict=True)):
+    for (before, low), (step, high) in pairwise(
+        zip(map(int, scales.x), scales.y.tolist(), strict=True)
+    ):
         if step > before and low > 0 and high > low * 2.0 ** min(step - before, 60):
             after = [s for s in skipped if step <= s < step + 20]
             more = f"; then steps {', '.join(map(str, after))} were skipped" if after else ""
-            yield KINDS["loss-scale-anew"].reading("", high, low, low, step, before=before, more=more)
+            yield KINDS["loss-scale-anew"].reading(
+                "", high, low, low, step, before=before, more=more
+            )
 
 
 def _ranks(run: Run) -> Iterator[Reading]:
@@ -326,7 +408,9 @@ def _resumes(run: Run) -> Iterator[Reading]:
     """Compare hashes around a resume: it hashes the loaded state, which must equal the saved state bit for bit."""
     for before, row in pairwise(rows_of(run, "fingerprints")):
         first, second = before.get("tensors") or {}, row.get("tensors") or {}
-        key = next((key for key in first if key in second and first[key][0] != second[key][0]), None)
+        key = next(
+            (key for key in first if key in second and first[key][0] != second[key][0]), None
+        )
         if key is not None and step_of(row) == step_of(before):
             norms = number(second[key][1]), number(first[key][1])
             yield KINDS["changed-by-resume"].reading(key, *norms, step=step_of(row) + 1)
@@ -362,11 +446,21 @@ def _slower(run: Run) -> Iterator[Reading]:
             end = first + size * int(np.argmin([*is_slow, False]))
             while rates[first - 1] < usual * (1 - kind.bound):
                 first -= 1
-            value, begun, last = float(np.median(rates[first:end])), int(steps[first]), int(steps[end - 1])
+            value, begun, last = (
+                float(np.median(rates[first:end])),
+                int(steps[first]),
+                int(steps[end - 1]),
+            )
             lost = seconds.y[(seconds.x >= begun) & (seconds.x <= last)].sum() * (1 - value / usual)
             if lost >= _LEAST_SECONDS or not len(seconds):
-                words = {"last": last, "factor": usual / value, "more": "".join(_changes(run, begun, last))}
-                yield kind.reading("", value, usual, kind.bound * usual, begun, first=begun, **words)
+                words = {
+                    "last": last,
+                    "factor": usual / value,
+                    "more": "".join(_changes(run, begun, last)),
+                }
+                yield kind.reading(
+                    "", value, usual, kind.bound * usual, begun, first=begun, **words
+                )
                 return
 
 
@@ -383,7 +477,10 @@ def _changes(run: Run, first: int, last: int) -> Iterator[str]:
 def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
     """Return each trained tensor: the moved fraction of its elements since the start, their number, and if it is 16-bit."""
     moved = (run.summary or {}).get("moved") or {}
-    return [(name, float(share), int(count), bool(narrow)) for name, (share, count, narrow) in moved.items()]
+    return [
+        (name, float(share), int(count), bool(narrow))
+        for name, (share, count, narrow) in moved.items()
+    ]
 
 
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
@@ -392,8 +489,14 @@ def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
     if applied < FEWEST_STEPS:
         return
     is_reported = any(event.get("detector") == "never-moved" for event in run.events)
-    rows = [row for row in _moved(run) if row[1] < kind.bound and row[3] and (row[1] or not is_reported)]
+    rows = [
+        row for row in _moved(run) if row[1] < kind.bound and row[3] and (row[1] or not is_reported)
+    ]
     if rows:
-        share = sum(share * count for _, share, count, _ in rows) / sum(count for _, _, count, _ in rows)
+        share = sum(share * count for _, share, count, _ in rows) / sum(
+            count for _, _, count, _ in rows
+        )
         names, step = of_all(row[0] for row in rows), max(map(step_of, run.steps))
-        yield kind.reading(names, share, step=step, steps=applied, tensors=counted(len(rows), "tensor"))
+        yield kind.reading(
+            names, share, step=step, steps=applied, tensors=counted(len(rows), "tensor")
+        )

@@ -110,7 +110,8 @@ def _roundoff(run: Run) -> float:
     recorded = str(model.get("formats", "")).split(", ") if isinstance(model, dict) else []
     names = recorded if recipe is None else [recipe.compute.dtype, recipe.storage.visible]
     return max(
-        (FORMATS[name].epsilon / 2 for name in names if name in FORMATS), default=FORMATS["bfloat16"].epsilon / 2
+        (FORMATS[name].epsilon / 2 for name in names if name in FORMATS),
+        default=FORMATS["bfloat16"].epsilon / 2,
     )
 
 
@@ -122,19 +123,34 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
     runs = first_run, second_run
     tables = [(_by_step(run.steps), _by_step(run.evals)) for run in runs]
     rows = [
-        {n: {**evals.get(n, {}), **steps.get(n, {})} for n in steps.keys() | evals.keys()} for steps, evals in tables
+        {n: {**evals.get(n, {}), **steps.get(n, {})} for n in steps.keys() | evals.keys()}
+        for steps, evals in tables
     ]
     prints = [_by_step(rows_of(run, "fingerprints")) for run in runs]
     common, hashed = rows[0].keys() & rows[1].keys(), prints[0].keys() & prints[1].keys()
-    num_common = len({step_of(row) for row in first_run.steps} & {step_of(row) for row in second_run.steps})
+    num_common = len(
+        {step_of(row) for row in first_run.steps} & {step_of(row) for row in second_run.steps}
+    )
     u, first, first_bound = max(map(_roundoff, runs)), None, 0.0
     levels: dict[bool, tuple[int, float]] = {}
     for step in sorted(common | hashed):
         differences = _columns(step, rows, prints) if step in common else []
-        differences += _without_clip(_tensors(step, rows, prints), prints[0][step], u) if step in hashed else []
+        differences += (
+            _without_clip(_tensors(step, rows, prints), prints[0][step], u)
+            if step in hashed
+            else []
+        )
         named = {difference.stage for difference in differences if difference.tensor}
-        differences = [row for row in differences if row.tensor or not row.ranks or row.stage not in named]
-        differences.sort(key=lambda row: (_KINDS.index(row.kind), row.relative <= _rounding(row, u), not row.tensor))
+        differences = [
+            row for row in differences if row.tensor or not row.ranks or row.stage not in named
+        ]
+        differences.sort(
+            key=lambda row: (
+                _KINDS.index(row.kind),
+                row.relative <= _rounding(row, u),
+                not row.tensor,
+            )
+        )
         if not differences and first is None:
             continue
         bounds = [_bound(difference, u, levels, first is not None) for difference in differences]
@@ -146,11 +162,16 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
             at, bound = beyond[0]
             if at is not first:  # rounding came before, so the order within the step means little
                 alike = [pair for pair in beyond if pair[0].stage == at.stage]
-                at, bound = max(alike, key=lambda pair: pair[0].relative / pair[1] if pair[1] else math.inf)
+                at, bound = max(
+                    alike, key=lambda pair: pair[0].relative / pair[1] if pair[1] else math.inf
+                )
             return Parting(first, at, bound, num_common, step in hashed)
         for source, is_read in ((True, step in hashed), (False, step in common)):
             if is_read:
-                levels[source] = step, max((d.relative for d in differences if bool(d.tensor) is source), default=0.0)
+                levels[source] = (
+                    step,
+                    max((d.relative for d in differences if bool(d.tensor) is source), default=0.0),
+                )
     ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
     if first is None and None not in ends and ends[0] != ends[1]:
         first = Difference(max(common, default=0), "weight", "weights_fingerprint")
@@ -158,7 +179,9 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
     return Parting(first, None, first_bound, num_common, first is not None and first.step in hashed)
 
 
-def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, float]], is_later: bool) -> float:
+def _bound(
+    difference: Difference, u: float, levels: Mapping[bool, tuple[int, float]], is_later: bool
+) -> float:
     """Return the relative difference that rounding explains, including growth since the last recorded step.
 
     ``levels`` hold that step and its largest difference, for tensors and for columns.
@@ -170,7 +193,9 @@ def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, fl
         return rounding
     step, level = levels.get(bool(difference.tensor), (-1, 0.0))
     if step < 0 or (difference.tensor and step != difference.step - 1):
-        return math.inf if math.isfinite(difference.relative) else rounding  # the growth of rounding is unknown
+        return (
+            math.inf if math.isfinite(difference.relative) else rounding
+        )  # the growth of rounding is unknown
     gap = difference.step - step
     return max(rounding, math.inf if gap * math.log(GROWTH) > 700 else GROWTH**gap * level)
 
@@ -182,12 +207,20 @@ def _rounding(difference: Difference, u: float) -> float:
 
 def _without_clip(differences: list[Difference], prints: Row, u: float) -> list[Difference]:
     """Set the common factor of all gradients aside if some depart from it: a clip spreads one fault over all of them."""
-    grads = [row for row in differences if row.kind == "grad" and math.isfinite(row.relative) and all(row.values)]
+    grads = [
+        row
+        for row in differences
+        if row.kind == "grad" and math.isfinite(row.relative) and all(row.values)
+    ]
     if len(grads) < max(3, sum(key.startswith("grad:") for key in prints["tensors"])):
         return differences
     common = median(row.values[1] / row.values[0] for row in grads)
     aside = [replace(row, common=common) if row in grads else row for row in differences]
-    return aside if any(row.kind == "grad" and row.relative > _rounding(row, u) for row in aside) else differences
+    return (
+        aside
+        if any(row.kind == "grad" and row.relative > _rounding(row, u) for row in aside)
+        else differences
+    )
 
 
 def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
@@ -195,28 +228,49 @@ def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
     return {step_of(row): row for row in reversed(rows)}
 
 
-def _columns(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> list[Difference]:
-    first, second, prints_of = rows[0][step], rows[1][step], prints[0].get(step, {}).get("tensors", {})
+def _columns(
+    step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]
+) -> list[Difference]:
+    first, second, prints_of = (
+        rows[0][step],
+        rows[1][step],
+        prints[0].get(step, {}).get("tensors", {}),
+    )
     tokens = int((number(first.get("tokens")) or 0) // max(1, step))
-    tokens = tokens or sum(int(entry[2]) for key, entry in prints_of.items() if key.startswith("tokens:"))
+    tokens = tokens or sum(
+        int(entry[2]) for key, entry in prints_of.items() if key.startswith("tokens:")
+    )
     differences = []
     for column in COLUMNS:
         first_value, second_value = first.get(column), second.get(column)
         are_nan = first_value != first_value and second_value != second_value
-        if first_value is not None and second_value is not None and first_value != second_value and not are_nan:
-            values = (math.nan, math.nan) if isinstance(first_value, str) else (float(first_value), float(second_value))
+        if (
+            first_value is not None
+            and second_value is not None
+            and first_value != second_value
+            and not are_nan
+        ):
+            values = (
+                (math.nan, math.nan)
+                if isinstance(first_value, str)
+                else (float(first_value), float(second_value))
+            )
             differences.append(Difference(step, column, column, values=values, numel=tokens))
     return differences
 
 
-def _tensors(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> list[Difference]:
+def _tensors(
+    step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]
+) -> list[Difference]:
     """Compare the norms of tensors whose hashes differ, those of gradients at loss scale 1."""
     first, second = (prints[run][step]["tensors"] for run in (0, 1))
     ranks = [*_ranks(step, prints[0][step], prints[1][step])]
     odd = {row.stage: row.ranks for row in reversed(ranks) if row.ranks}
     differences = [*_lacking(step, first, second), *ranks]
     # A row holds the loss scale after its step.
-    known = [[number(table.get(at, {}).get("loss_scale")) for at in (step - 1, step)] for table in rows]
+    known = [
+        [number(table.get(at, {}).get("loss_scale")) for at in (step - 1, step)] for table in rows
+    ]
     scales = [next(filter(None, values), 1.0) for values in known]
     for key, entry in first.items():
         if key in second and entry[0] != second[key][0]:
@@ -230,10 +284,14 @@ def _tensors(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapp
     return [replace(row, ranks=row.ranks or odd.get(row.stage, ())) for row in differences]
 
 
-def _lacking(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
+def _lacking(
+    step: int, first: Mapping[str, Any], second: Mapping[str, Any]
+) -> Iterator[Difference]:
     """Yield the first tensor of each kind that only one run has, if both recorded most of that kind."""
     for kind in _KINDS:
-        names = [[key for key in tensors if key.startswith(f"{kind}:")] for tensors in (first, second)]
+        names = [
+            [key for key in tensors if key.startswith(f"{kind}:")] for tensors in (first, second)
+        ]
         shared = set(names[0]) & set(names[1])
         lacking = [key for key in dict.fromkeys([*names[0], *names[1]]) if key not in shared]
         if lacking and (kind == "held" or len(shared) >= SHARED * (len(shared) + len(lacking))):
@@ -248,12 +306,20 @@ def _ranks(step: int, first_row: Row, second_row: Row) -> Iterator[Difference]:
         mine, its = first.get(kind), second.get(kind)
         if mine is None or its is None or len(mine) != len(its):
             continue
-        odd = tuple(rank for rank, (here, there) in enumerate(zip(mine, its, strict=True)) if here != there)
+        odd = tuple(
+            rank for rank, (here, there) in enumerate(zip(mine, its, strict=True)) if here != there
+        )
         if odd:
             # If all ranks differ, the layouts may differ too. Then ranks hold other shards.
             if len(odd) < len(mine):
-                values = (float(mine[odd[0]]), float(its[odd[0]])) if kind == "clip" else (math.nan, math.nan)
-                yield Difference(step, kind, "factor" if kind == "clip" else "bits", values=values, ranks=odd)
+                values = (
+                    (float(mine[odd[0]]), float(its[odd[0]]))
+                    if kind == "clip"
+                    else (math.nan, math.nan)
+                )
+                yield Difference(
+                    step, kind, "factor" if kind == "clip" else "bits", values=values, ranks=odd
+                )
             break
     parted = [parted_in(row) for row in (first_row, second_row)]
     if bool(parted[0][0]) != bool(parted[1][0]):

@@ -49,10 +49,14 @@ class Kind:
         """Return a reading of this kind; ``values`` fill the advice."""
         bound = self.bound if bound is None else bound
         advice = self.advice.format(value=value, expected=expected, bound=bound, **values)
-        return Reading(step, self.stage, tensor, self.name, value, expected, bound, advice, self.severity)
+        return Reading(
+            step, self.stage, tensor, self.name, value, expected, bound, advice, self.severity
+        )
 
 
-KINDS: dict[str, Kind] = {name: Kind(name, **row) for name, row in load_data("kinds", "analysis").items()}
+KINDS: dict[str, Kind] = {
+    name: Kind(name, **row) for name, row in load_data("kinds", "analysis").items()
+}
 
 
 def kind_rows() -> list[Row]:
@@ -61,8 +65,15 @@ def kind_rows() -> list[Row]:
     rows: list[Row] = [{name: getattr(kind, name) for name in names} for kind in KINDS.values()]
     calls = {"updates": "ng.audit", "moments": "gauges_every", "steps": "recorder.step"}
     for d in DETECTORS.values():
-        value = d.metric + (" over its lowest" if d.lowest else " over its median" if d.relative else "")
-        row = {"name": d.name, "by": calls.get(d.table, "gauges_every"), "value": value, "bound": d.threshold}
+        value = d.metric + (
+            " over its lowest" if d.lowest else " over its median" if d.relative else ""
+        )
+        row = {
+            "name": d.name,
+            "by": calls.get(d.table, "gauges_every"),
+            "value": value,
+            "bound": d.threshold,
+        }
         rows.append(row | {"source": d.source})
     return rows
 

@@ -83,7 +83,13 @@ def in_order(readings: Iterable[Reading]) -> list[Reading]:
     """Sort readings: notes last, then by step, stage, and largest excess."""
 
     def place(r: Reading) -> tuple[float, ...]:
-        return r.severity == "note", r.step, STAGES.index(r.stage), SEVERITIES.index(r.severity), -r.excess
+        return (
+            r.severity == "note",
+            r.step,
+            STAGES.index(r.stage),
+            SEVERITIES.index(r.severity),
+            -r.excess,
+        )
 
     return sorted(readings, key=place)
 
@@ -106,7 +112,11 @@ def reading_table(readings: Sequence[Reading]) -> Table:
         step  stage    tensor    what          value  expected  bound
           40  storage  a.weight  lost-updates    0.5         1    0.1
     """
-    place = *number_columns(step="step"), *text_columns(stage="stage"), *name_columns(tensor="tensor", what="what")
+    place = (
+        *number_columns(step="step"),
+        *text_columns(stage="stage"),
+        *name_columns(tensor="tensor", what="what"),
+    )
     numbers = number_columns(value="value", expected="expected", bound="bound")
     return Table((*place, *numbers), [reading.to_dict() for reading in readings])
 
@@ -153,8 +163,12 @@ class Readings(Sequence[Reading]):
         """
         serious = [reading for reading in self.readings if reading.severity != "note"]
         if serious:
-            words = " ".join(f"{reading.what} ({reading.tensor}): {reading.advice}" for reading in serious)
-            raise RecipeError(f"Cannot train as set up because {len(serious)} readings are beyond their bound. {words}")
+            words = " ".join(
+                f"{reading.what} ({reading.tensor}): {reading.advice}" for reading in serious
+            )
+            raise RecipeError(
+                f"Cannot train as set up because {len(serious)} readings are beyond their bound. {words}"
+            )
         return self
 
     def to_dict(self) -> dict[str, Any]:

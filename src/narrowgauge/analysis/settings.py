@@ -54,7 +54,11 @@ def recipe_of(run: Run) -> Recipe | None:
 def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference]:
     """Yield the differences of two ``run.toml``, including the arithmetic. Skip entries that only one has."""
     first_run, second_run = ({**run, "config": config_of(run)} for run in (first_run, second_run))
-    same = {table for table in _PLACES if first_run.get(table) and first_run[table] == second_run.get(table)}
+    same = {
+        table
+        for table in _PLACES
+        if first_run.get(table) and first_run[table] == second_run.get(table)
+    }
     named = {name for run in (first_run, second_run) for name in (run.get("config") or {})}
     for table in TABLES:
         first, second = (run.get(table) for run in (first_run, second_run))
@@ -102,12 +106,18 @@ ACTS: list[Row] = load_data("acts", "analysis")["acts"]
 """Settings (``table.name`` or ``table.*``), the first ``stages`` where they show, and ``only_rounds`` if they only round."""
 
 
-def acting_at(differences: Iterable[SettingDifference], stage: str, is_rounding: bool) -> tuple[SettingDifference, ...]:
+def acting_at(
+    differences: Iterable[SettingDifference], stage: str, is_rounding: bool
+) -> tuple[SettingDifference, ...]:
     """Return the differences that can act at a stage. Include rounding-only differences if ``is_rounding``.
 
     A setting that :data:`ACTS` does not name, such as one of a user's loop, can act at any stage.
     """
-    rows = [row for row in ACTS if stage in row["stages"] and (is_rounding or not row.get("only_rounds"))]
+    rows = [
+        row
+        for row in ACTS
+        if stage in row["stages"] and (is_rounding or not row.get("only_rounds"))
+    ]
     settings = {setting for row in rows for setting in row["settings"]}
     known = {setting for row in ACTS for setting in row["settings"]}
     named = [(d, {f"{d.table}.{d.name}", f"{d.table}.*"}) for d in differences]

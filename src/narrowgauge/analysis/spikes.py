@@ -45,7 +45,9 @@ class Spike:
     def message(self) -> str:
         """Return value, threshold and z in a sentence without a full stop."""
         name = "the loss" if self.what == "loss" else "the gradient norm"
-        return f"{name} jumped to {self.value:.4g} (threshold {self.threshold:.4g}, z = {self.z:.0f})"
+        return (
+            f"{name} jumped to {self.value:.4g} (threshold {self.threshold:.4g}, z = {self.z:.0f})"
+        )
 
 
 class SpikeJudge:
@@ -83,7 +85,11 @@ class SpikeJudge:
             return None
         middle, scale = self._scale("gradient", math.log(value))
         limit = math.exp(min(middle + Z * scale, 700.0))
-        return Spike("gradient", value, limit, (math.log(value) - middle) / scale) if value > limit else None
+        return (
+            Spike("gradient", value, limit, (math.log(value) - middle) / scale)
+            if value > limit
+            else None
+        )
 
     def norm_limit(self) -> float:
         """Return the largest gradient norm that is not a spike; infinite after too few steps."""
@@ -101,10 +107,14 @@ class SpikeJudge:
             self._losses.clear()
             self._norms.clear()
         self._losses += [loss for loss, _ in self._rejected if math.isfinite(loss)]
-        self._norms += [math.log(norm) for _, norm in self._rejected if norm is not None and 0 < norm < math.inf]
+        self._norms += [
+            math.log(norm) for _, norm in self._rejected if norm is not None and 0 < norm < math.inf
+        ]
         self._rejected.clear()
 
-    def _scale(self, metric: Literal["loss", "gradient"], value: float = math.inf) -> tuple[float, float]:
+    def _scale(
+        self, metric: Literal["loss", "gradient"], value: float = math.inf
+    ) -> tuple[float, float]:
         """Return the median of the recent values and their robust standard deviation.
 
         If a ``value`` is below a spike at the smallest deviation, return that deviation: most steps need no other.
@@ -114,8 +124,12 @@ class SpikeJudge:
             highest = max(values)
             return highest, max(1.0, 0.2 * abs(highest)) / Z
         middle = median(values[-RECENT:])
-        floor = LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
+        floor = (
+            LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
+        )
         if value <= middle + Z * floor:
             return middle, floor
-        deviation = _DISTANCE_TO_DEVIATION * median(abs(after - before) for before, after in pairwise(values))
+        deviation = _DISTANCE_TO_DEVIATION * median(
+            abs(after - before) for before, after in pairwise(values)
+        )
         return middle, max(deviation, floor)

@@ -10,31 +10,45 @@ EVALUATIONS_APART = 4  # steps for each evaluation: a loop with passes in traini
 LOSS_APART = 1.0  # nats: a rank's loss above twice the median and this, since small losses differ by large factors
 TWICE = 2.0  # factor: a fault is told again when it is this many times as far beyond its bound
 REPEATED = 0.01  # share of the intended change: largest distance between a step and its copy in the stored formats
-FAILURES = 25  # steps in a row: a run whose loss or gradient norm is not finite for so long has diverged
+FAILURES = (
+    25  # steps in a row: a run whose loss or gradient norm is not finite for so long has diverged
+)
 
 # ── detectors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-SETTLING_STEPS = 100  # steps: at first the loss scale settles, so halvings and skips are not counted
+SETTLING_STEPS = (
+    100  # steps: at first the loss scale settles, so halvings and skips are not counted
+)
 FEWEST_VALUES = 3  # values: fewer earlier ones make no baseline
 MIN_SQNR_DB = 8.0  # dB: below, rounding error exceeds a sixth of an operand's energy; healthy casts stay above 12
-MAX_NEAREST_NOISE = 1.05  # ratio: rounding to nearest has noise of at most 1, stochastic rounding has more
+MAX_NEAREST_NOISE = (
+    1.05  # ratio: rounding to nearest has noise of at most 1, stochastic rounding has more
+)
 
 # ── spikes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 WINDOW, RECENT = 100, 30  # steps: for the estimate of the noise, and for the level
 FEWEST, FEWEST_EARLY = 20, 3  # steps: before medians, and before any spike of the loss
 Z = 8.0  # robust standard deviations above the level; healthy calibration runs reach 5 for the loss
 LOSS_FLOOR = 0.01  # fraction of the median, and nats: least standard deviation of the loss
-NORM_FACTOR = 10.0  # factor over the median: least spike of the gradient norm; healthy runs reach 6.6
+NORM_FACTOR = (
+    10.0  # factor over the median: least spike of the gradient norm; healthy runs reach 6.6
+)
 PATIENCE = 50  # spikes in a row: they become the new level
 
 # ── the first difference of two runs ────────────────────────────────────────────────────────────────────────────────────
-ENVELOPE = 32.0  # multiples of a norm's expected rounding error: rounding errors are not independent
-LEAST = 2.0**-20  # relative: 8 ulps of float32; another order of a float32 model's sums moved norms by up to 1.4e-7
+ENVELOPE = (
+    32.0  # multiples of a norm's expected rounding error: rounding errors are not independent
+)
+LEAST = (
+    2.0**-20
+)  # relative: 8 ulps of float32; another order of a float32 model's sums moved norms by up to 1.4e-7
 GROWTH = 30.0  # factor a step: of the largest difference; measured on tiny models: below 6
 SHARED = 0.5  # fraction of a kind's tensors in both runs: below, the runs name tensors differently
 
 # ── the comparison and the diagnosis of runs ────────────────────────────────────────────────────────────────────────────
 NEGLIGIBLE = 1e-3  # fraction of the baseline's loss: a difference whose whole interval lies within does not matter
 ACCEPTABLE = 0.01  # fraction of the baseline's loss: a certain increase up to this is a price, a larger one a fault
-MAX_SKIPPED = 0.05  # fraction of steps: more skipped ones are a fault; a loss scale settles within fewer
+MAX_SKIPPED = (
+    0.05  # fraction of steps: more skipped ones are a fault; a loss scale settles within fewer
+)
 MAX_LOSS_RISE = 0.2  # fraction of the first loss: a run that ends higher has diverged
 FEWEST_STEPS = 50  # applied steps: only then is an unmoved weight a reading

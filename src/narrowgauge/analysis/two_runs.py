@@ -57,7 +57,13 @@ class TwoRuns(Readings):
             if not self.parting.num_common:
                 return "Cannot compare the records because they have no step in common."
             return f"The same in all that both recorded ({common})."
-        size = " by rounding" if self.is_rounding else " beyond rounding" if at is not self.parting.first else ""
+        size = (
+            " by rounding"
+            if self.is_rounding
+            else " beyond rounding"
+            if at is not self.parting.first
+            else ""
+        )
         ranks = f" of {in_words(at.ranks)}" if at.ranks else ""
         return f"The runs first differ{size} at step {at.step}, in {at.place}{ranks}."
 
@@ -72,13 +78,17 @@ class TwoRuns(Readings):
             "ranks": list(at.ranks) if at else [],
             "is_rounding": self.is_rounding,
             "rounding_since": first.step if first is not None and first is not at else None,
-            "settings": [asdict(setting) | {"acts": setting in self.acting} for setting in self.settings],
+            "settings": [
+                asdict(setting) | {"acts": setting in self.acting} for setting in self.settings
+            ],
             "num_common": self.parting.num_common,
             "notes": self.notes,
         }
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *self._sentences(), *(f"Note: {note}." for note in self.notes)])
+        return "\n".join(
+            [super().__str__(), *self._sentences(), *(f"Note: {note}." for note in self.notes)]
+        )
 
     def _sentences(self) -> Iterator[str]:
         at, first, bound = self.difference, self.parting.first, self.parting.bound
@@ -89,8 +99,14 @@ class TwoRuns(Readings):
         if at.only_in is not None:
             yield f"Only {self.names[at.only_in]} has {at.tensor}."
         if math.isfinite(at.relative) and at.values[0] != at.values[1]:
-            reach = f"rounding reaches {bound:.2g}" if math.isfinite(bound) else "the step before was not hashed"
-            shared = "" if at.common == 1 else f", beside the factor {at.common:.6g} of all gradients"
+            reach = (
+                f"rounding reaches {bound:.2g}"
+                if math.isfinite(bound)
+                else "the step before was not hashed"
+            )
+            shared = (
+                "" if at.common == 1 else f", beside the factor {at.common:.6g} of all gradients"
+            )
             yield f"The relative difference is {at.relative:.2g}{shared}; {reach}."
         if first is not None and first is not at:
             yield f"By rounding they differ since step {first.step}, first in {first.place}."
@@ -109,7 +125,9 @@ class TwoRuns(Readings):
             yield "one of them has neither settings nor versions in its record"
         if at is not None and at.what in ("loss", "grad_norm") and not self.parting.is_hashed:
             is_ours = all(loop_of(run) == "trainer" for run in runs)
-            flag = "--fingerprints-every 1" if is_ours else "ng.RunRecorder(…, fingerprints_every=1)"
+            flag = (
+                "--fingerprints-every 1" if is_ours else "ng.RunRecorder(…, fingerprints_every=1)"
+            )
             yield f"the tensor is not recorded: repeat both up to step {at.step} with {flag}"
 
 

@@ -114,13 +114,18 @@ def prepare(
     extra_options = {name: _extra_options(name, options_of) for name in trained}
     require_trainable(model, policy, mesh, shard)
     if narrow_gather and mesh is None:
-        raise RecipeError("Cannot use narrow_gather without a mesh.", "Leave it out, or pass mesh=init_device_mesh(…).")
+        raise RecipeError(
+            "Cannot use narrow_gather without a mesh.",
+            "Leave it out, or pass mesh=init_device_mesh(…).",
+        )
     if loss_scaler is None and any(compute.scales_loss for compute in policy.computes):
         loss_scaler = LossScaler()
 
     def built(is_trial: bool = False) -> OptimizerT:
         groups = _groups(model, policy, decays, extra_options, is_trial)
-        return optimizer(groups, storage=policy.storage.name, seed=seed, loss_scaler=loss_scaler, **options)
+        return optimizer(
+            groups, storage=policy.storage.name, seed=seed, loss_scaler=loss_scaler, **options
+        )
 
     # What the optimizer refuses is refused before the model is rounded.
     _check_extra_options(built(is_trial=True), extra_options)
@@ -145,7 +150,9 @@ def prepare(
     if narrow_gather:
         gather_codes(model)
     if mesh is not None or policy.reduction.name != "native":
-        stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, mesh=mesh)
+        stepper.reduction = reduce_gradients_with(
+            model, policy.reduction, average=average, mesh=mesh
+        )
     carry_state(stepper, model)
     return model, stepper
 
@@ -158,7 +165,9 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
     if recipe.compute.transform == "scalify":
         from narrowgauge.transforms import scalify
 
-        scalify.scalify(model, getattr(torch, recipe.dtype) if recipe.storage.visible != "float32" else None)
+        scalify.scalify(
+            model, getattr(torch, recipe.dtype) if recipe.storage.visible != "float32" else None
+        )
 
 
 def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers | None:
@@ -181,11 +190,19 @@ def _compute_of_torch(recipe: Recipe, device: torch.device) -> str:
     return recipe.dtype if is_plain else ""
 
 
-def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, offload: bool) -> dict[Tensor, Tensor]:
+def _shard(
+    model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, offload: bool
+) -> dict[Tensor, Tensor]:
     """Shard a rounded model. Return the float32 values of this rank's shards."""
-    by_name = {name: values[parameter] for name, parameter in model.named_parameters() if parameter in values}
+    by_name = {
+        name: values[parameter]
+        for name, parameter in model.named_parameters()
+        if parameter in values
+    }
     sharding.shard(model, mesh, offload=offload)
-    return {p: own_part(p, by_name[name]) for name, p in model.named_parameters() if name in by_name}
+    return {
+        p: own_part(p, by_name[name]) for name, p in model.named_parameters() if name in by_name
+    }
 
 
 # ── the optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,14 +213,25 @@ def _check_class(optimizer: type[Any], options: Mapping[str, Any]) -> None:
     if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):  # type: ignore[redundant-expr]
         name = getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
         raise RecipeError(
-            f"optimizer = {name} is not an optimizer class of narrowgauge.", "Take a class such as ng.AdamW or ng.SGD."
+            f"optimizer = {name} is not an optimizer class of narrowgauge.",
+            "Take a class such as ng.AdamW or ng.SGD.",
         )
     if "storage" in options:
         raise RecipeError(
-            f"Cannot use storage '{options['storage']}' beside a recipe, which has a storage.", "Name it in the recipe."
+            f"Cannot use storage '{options['storage']}' beside a recipe, which has a storage.",
+            "Name it in the recipe.",
         )
-    declared = [name for base in optimizer.__mro__ for name in inspect.signature(base).parameters if base is not object]
-    allowed = [name for name in (*declared, *FLAGS) if name not in ("params", "rule", "defaults", "keep_float32")]
+    declared = [
+        name
+        for base in optimizer.__mro__
+        for name in inspect.signature(base).parameters
+        if base is not object
+    ]
+    allowed = [
+        name
+        for name in (*declared, *FLAGS)
+        if name not in ("params", "rule", "defaults", "keep_float32")
+    ]
     for name in options:
         if name not in allowed:
             raise RecipeError(
@@ -217,7 +245,10 @@ def _check_class(optimizer: type[Any], options: Mapping[str, Any]) -> None:
 def _extra_options(name: str, options_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
     extra = options_of(name)
     if not isinstance(extra, Mapping):
-        raise RecipeError(f"options_of gave {extra!r} for '{name}', which is not a dict.", "Give {} for no options.")
+        raise RecipeError(
+            f"options_of gave {extra!r} for '{name}', which is not a dict.",
+            "Give {} for no options.",
+        )
     for key, advice in (("storage", "Name it in the recipe."), ("params", "Leave it out.")):
         if key in extra:
             raise RecipeError(f"options_of gave {key} for '{name}', which prepare decides.", advice)
@@ -237,14 +268,23 @@ def _groups(
         if not parameter.requires_grad:
             continue
         name = plain_name(full_name)
-        options = extra_options[name] if decays(name, parameter) else extra_options[name] | {"weight_decay": 0.0}
+        options = (
+            extra_options[name]
+            if decays(name, parameter)
+            else extra_options[name] | {"weight_decay": 0.0}
+        )
         # A tensor option may change, so it equals only itself.
-        key = tuple((option, id(x) if isinstance(x, Tensor) else repr(x)) for option, x in sorted(options.items()))
+        key = tuple(
+            (option, id(x) if isinstance(x, Tensor) else repr(x))
+            for option, x in sorted(options.items())
+        )
         # The optimizer derives the storage of vectors from the storage of their group.
         group = groups.setdefault(key, {"params": [], "storage": recipe.storage.name, **options})
         if is_trial:
             dtype = getattr(torch, recipe.storage.visible)
-            parameter = nn.Parameter(torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape))
+            parameter = nn.Parameter(
+                torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+            )
         group["params"].append((name, parameter))
     return list(groups.values())
 

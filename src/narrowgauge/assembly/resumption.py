@@ -47,10 +47,16 @@ def _announce(optimizer: Optimizer, model: nn.Module) -> None:
 
 def _add(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     groups, state = state_dict["param_groups"], carried(optimizer, model)
-    return {**state_dict, "param_groups": [{**groups[0], KEY: state}, *groups[1:]]} if state else state_dict
+    return (
+        {**state_dict, "param_groups": [{**groups[0], KEY: state}, *groups[1:]]}
+        if state
+        else state_dict
+    )
 
 
-def _take(loaded: dict[str, Any], optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _take(
+    loaded: dict[str, Any], optimizer: Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
     groups = state_dict["param_groups"]
     loaded.clear()
     loaded.update(groups[0].get(KEY, {}))

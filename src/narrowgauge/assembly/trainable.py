@@ -67,7 +67,9 @@ def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
             f"Cannot step '{name}', a {kind} with sparse gradients, by recipe '{recipe.name}'.",
             "Build it with sparse=False.",
         )
-    has_statistics = isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+    has_statistics = (
+        isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+    )
     if recipe.reduction.order_invariant and has_statistics:
         raise RecipeError(
             f"Cannot give the same bits on any number of ranks by recipe '{recipe.name}' because '{name}' is a {kind}, whose "

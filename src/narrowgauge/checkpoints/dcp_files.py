@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -72,7 +75,11 @@ def write(copy: TakenCopy, folder: Path, ranks: Ranks) -> None:
 def described(path: Path) -> dict[str, TensorStorageMetadata]:
     """Return the dtype (``properties.dtype``) and shape (``size``) of each tensor of a checkpoint, by name."""
     metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    return {name: tensor for name, tensor in metadata.items() if isinstance(tensor, TensorStorageMetadata)}
+    return {
+        name: tensor
+        for name, tensor in metadata.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
 
 
 def fill(path: Path, targets: Mapping[str, Tensor]) -> None:
@@ -80,4 +87,9 @@ def fill(path: Path, targets: Mapping[str, Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        load(dict(targets), storage_reader=HuggingFaceStorageReader(str(path)), planner=planner, no_dist=True)
+        load(
+            dict(targets),
+            storage_reader=HuggingFaceStorageReader(str(path)),
+            planner=planner,
+            no_dist=True,
+        )

@@ -27,7 +27,15 @@ from typing import Any
 
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.runs.atomic_io import TEMPORARY, digest, disk_error, disk_errors, load_json, sync, system_error
+from narrowgauge.runs.atomic_io import (
+    TEMPORARY,
+    digest,
+    disk_error,
+    disk_errors,
+    load_json,
+    sync,
+    system_error,
+)
 
 SCHEMA_VERSION = 4
 _FOLDER, _STATE, _MANIFEST = "checkpoints", "state.json", "manifest.json"
@@ -53,7 +61,10 @@ class Checkpoint:
 
 
 def latest_checkpoint(
-    folder: Path, on_damaged: Callable[[Path, str], None], ranks: Ranks = ALONE, at_most: int | None = None
+    folder: Path,
+    on_damaged: Callable[[Path, str], None],
+    ranks: Ranks = ALONE,
+    at_most: int | None = None,
 ) -> Checkpoint | None:
     """Return the newest checkpoint of a run that matches its manifest, or ``None``.
 
@@ -82,7 +93,9 @@ def damage(path: Path, ranks: Ranks = ALONE) -> str:
     if reason:
         return reason
     names = list(files)[ranks.rank :: ranks.size]
-    mine = ranks.together(lambda: next(filter(None, (_file_damage(path / name, **files[name]) for name in names)), ""))
+    mine = ranks.together(
+        lambda: next(filter(None, (_file_damage(path / name, **files[name]) for name in names)), "")
+    )
     return next(filter(None, ranks.gather(mine)), "")
 
 
@@ -100,7 +113,9 @@ def _read_manifest(path: Path) -> tuple[str, dict[str, Any]]:
         files, folder = manifest["files"], f"step-{manifest['step']:08d}"
         if _STATE not in files or any(Path(name).name != name for name in files):
             raise ValueError("it lacks state.json, or a file is not in this folder")
-        if {(type(entry["bytes"]), type(entry["blake2b"]), len(entry)) for entry in files.values()} != {(int, str, 2)}:
+        if {
+            (type(entry["bytes"]), type(entry["blake2b"]), len(entry)) for entry in files.values()
+        } != {(int, str, 2)}:
             raise ValueError("sizes must be integers and checksums text")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest.json is damaged ({error})", {}
@@ -118,7 +133,10 @@ def _file_damage(file: Path, bytes: int, blake2b: str) -> str:
 def _listed(place: Path) -> list[Checkpoint]:
     """Return the checkpoints by name, newest first."""
     with disk_errors(place):
-        matches = ((entry, _NAME.fullmatch(entry.name)) for entry in (place.iterdir() if place.is_dir() else ()))
+        matches = (
+            (entry, _NAME.fullmatch(entry.name))
+            for entry in (place.iterdir() if place.is_dir() else ())
+        )
         checkpoints = [Checkpoint(entry, int(match[1])) for entry, match in matches if match]
     return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
 
@@ -154,7 +172,9 @@ class Saver:
         self._error: BaseException | None = None
         self._final = self._place
 
-    def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int = 2) -> Path:
+    def save(
+        self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int = 2
+    ) -> Path:
         """Copy a checkpoint's tensors, start to write it, and return its folder.
 
         Args:
@@ -170,7 +190,10 @@ class Saver:
         final = self._final = self._place / f"step-{step:08d}"
         temporary = self._place / f"{TEMPORARY}{final.name}"
         limit, self.resumed_from = step if self.resumed_from is None else self.resumed_from, None
-        manifest, text = {"schema_version": SCHEMA_VERSION, "step": step}, json.dumps(state, indent=1)
+        manifest, text = (
+            {"schema_version": SCHEMA_VERSION, "step": step},
+            json.dumps(state, indent=1),
+        )
         self.ranks.of_first(lambda: self._clean(temporary))
         copy = self.ranks.together(lambda: dcp_files.TakenCopy(tensors))
 
@@ -232,17 +255,30 @@ def _synced(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def _publish(temporary: Path, final: Path, state: str, manifest: dict[str, Any], shards: list[dict[str, Any]]) -> None:
+def _publish(
+    temporary: Path, final: Path, state: str, manifest: dict[str, Any], shards: list[dict[str, Any]]
+) -> None:
     """Write the state, and the manifest with the files of every rank, and rename the folder."""
-    unseen = [rank for rank, files in enumerate(shards) for name in files if not (temporary / name).is_file()]
+    unseen = [
+        rank
+        for rank, files in enumerate(shards)
+        for name in files
+        if not (temporary / name).is_file()
+    ]
     if unseen:
         raise RecordError(
             f"Cannot write {final} because the files of rank {unseen[0]} are not there.",
             "Put the run folder on a disk that all ranks share.",
         )
     (temporary / _STATE).write_text(state, encoding="utf-8")
-    files = {name: entry for files in [*shards, _synced([temporary / _STATE])] for name, entry in files.items()}
-    (temporary / _MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1), encoding="utf-8")
+    files = {
+        name: entry
+        for files in [*shards, _synced([temporary / _STATE])]
+        for name, entry in files.items()
+    }
+    (temporary / _MANIFEST).write_text(
+        json.dumps({**manifest, "files": files}, indent=1), encoding="utf-8"
+    )
     sync(temporary / _MANIFEST)
     sync(temporary)
     if final.exists():  # damaged, or equal: the run has returned to this step from an earlier one
@@ -265,10 +301,14 @@ def _save_error(path: Path, error: BaseException) -> NarrowgaugeError:
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     rank, cause = min(((rank, pair[0]) for rank, pair in failures.items()), default=(0, error))
     cause = system_error(cause) or cause
-    reported = RecordError(f"Cannot write {path}: {cause}.", "Older checkpoints are intact: narrowgauge resume.")
+    reported = RecordError(
+        f"Cannot write {path}: {cause}.", "Older checkpoints are intact: narrowgauge resume."
+    )
     if isinstance(cause, OSError):
         reported = disk_error(path, cause)
     elif isinstance(cause, NarrowgaugeError):
         reported = RecordError(cause.message, cause.advice, status=cause.status)
     where = f" (rank {rank})" if rank else ""
-    return RecordError(f"{reported.message.removesuffix('.')}{where}.", reported.advice, status=reported.status)
+    return RecordError(
+        f"{reported.message.removesuffix('.')}{where}.", reported.advice, status=reported.status
+    )

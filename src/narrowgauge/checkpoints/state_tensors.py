@@ -26,21 +26,28 @@ from narrowgauge.optim.optimizer import Optimizer
 T = TypeVar("T")
 
 
-def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:
+def state_tensors(
+    named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer
+) -> dict[str, Tensor]:
     """Return weights, states and audits by name, without copying. Sharded parameters give DTensors."""
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in named_parameters}
     names = optimizer.parameter_names()
     optimizer.settle()
     for parameter, name in names.items():
         if (state := optimizer.state_of(parameter)) is not None:
-            tensors.update({f"optimizer.{name}.{key}": value for key, value in state.saved().items()})
+            tensors.update(
+                {f"optimizer.{name}.{key}": value for key, value in state.saved().items()}
+            )
     for parameter, window in optimizer.auditor.windows.items():
         tensors[f"audit.{names[parameter]}"] = window
     return tensors
 
 
 def load_tensors(
-    path: Path, named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, model: str = "the model"
+    path: Path,
+    named_parameters: Iterable[tuple[str, Tensor]],
+    optimizer: Optimizer,
+    model: str = "the model",
 ) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint with verified checksums. For sharded parameters, each rank reads its own shards.
 
@@ -54,7 +61,11 @@ def load_tensors(
     for name, parameter in named_parameters:
         tensor = saved.get(f"model.{name}")
         if tensor is None or tuple(tensor.size) != tuple(parameter.shape):
-            of = "" if tensor is None else f" of shape {tuple(parameter.shape)} (it is {tuple(tensor.size)} there)"
+            of = (
+                ""
+                if tensor is None
+                else f" of shape {tuple(parameter.shape)} (it is {tuple(tensor.size)} there)"
+            )
             raise RecordError(
                 f"checkpoint {path.name} of {path.parents[1]} holds no '{name}'{of}.",
                 f"The model has changed: restore {model} as it was when the run started.",
@@ -64,7 +75,11 @@ def load_tensors(
     for parameter, name in optimizer.parameter_names().items():
         unsharded = ("step", *whole_states(optimizer, parameter))
         of_parameter = states.get(f"optimizer.{name}", {})
-        owners |= {f"optimizer.{name}.{state}": parameter for state in of_parameter if state not in unsharded}
+        owners |= {
+            f"optimizer.{name}.{state}": parameter
+            for state in of_parameter
+            if state not in unsharded
+        }
     targets = {
         name: _empty(name, tuple(tensor.size), tensor.properties.dtype, owners.get(name))
         for name, tensor in saved.items()
@@ -93,11 +108,15 @@ def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) ->
         return torch.empty(shape, dtype=dtype, device="cpu")
     shard = local_of(owner)
     local = (*shard.shape[:-1], 1) if is_by_rows else tuple(shard.shape)
-    return placed_like(owner, torch.empty(local, dtype=dtype, device=shard.device), is_per_row=is_by_rows)
+    return placed_like(
+        owner, torch.empty(local, dtype=dtype, device=shard.device), is_per_row=is_by_rows
+    )
 
 
 def restore_tensors(
-    tensors: Mapping[str, Tensor], named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer
+    tensors: Mapping[str, Tensor],
+    named_parameters: Iterable[tuple[str, Tensor]],
+    optimizer: Optimizer,
 ) -> None:
     """Set weights, states and audits to the result of :func:`load_tensors`."""
     with torch.no_grad():

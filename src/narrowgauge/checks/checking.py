@@ -22,7 +22,12 @@ from narrowgauge.runs.finding import counted
 
 
 def check(
-    model: nn.Module, optimizer: Any, *, batch: Any = None, loss: Loss | None = None, backward: Backward | None = None
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    batch: Any = None,
+    loss: Loss | None = None,
+    backward: Backward | None = None,
 ) -> Readings:
     """Find the losses and errors of a training set-up before it trains.
 
@@ -55,7 +60,10 @@ def check(
         ['stands-still', 'frozen-moments', 'swallowed-decay']
     """
     if (batch is None) != (loss is None):
-        raise RecipeError("Cannot compare gradients because batch= needs loss=, and loss= needs batch=.", "Pass both.")
+        raise RecipeError(
+            "Cannot compare gradients because batch= needs loss=, and loss= needs batch=.",
+            "Pass both.",
+        )
     set_up = set_up_of(model, optimizer)
     readings, unseen, done = static_readings(set_up), set_up.unseen, list[str]()
     lines = manifest(set_up) + grid_lines(set_up)

@@ -43,7 +43,11 @@ def float32_copy(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if type(module).__name__.startswith("FSDP") and len(type(module).__mro__) > 2:
             classes[module] = type(module)
-            names = [name for name in vars(module) if "_hooks" in name or name.startswith("__composable_api_state")]
+            names = [
+                name
+                for name in vars(module)
+                if "_hooks" in name or name.startswith("__composable_api_state")
+            ]
             memo |= {id(vars(module)[name]): OrderedDict() for name in names}
     try:
         for module, kind in classes.items():
@@ -56,13 +60,18 @@ def float32_copy(model: nn.Module) -> nn.Module:
         choose("eager")  # the grouped products of transformers take no float64
     for module in twin.modules():
         if isinstance(module, NarrowLayer):
-            module.register_forward_hook(lambda module, args, output: output * 1.0)  # a result that can be rounded
+            module.register_forward_hook(
+                lambda module, args, output: output * 1.0
+            )  # a result that can be rounded
     return twin
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
     """Return values with their tensors of narrower formats cast to float32 or float64."""
-    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.dtype in _NARROWER[dtype] else x, values)
+    return tree_map(
+        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.dtype in _NARROWER[dtype] else x,
+        values,
+    )
 
 
 class Widened(TorchDispatchMode):
@@ -73,7 +82,9 @@ class Widened(TorchDispatchMode):
         unit: the largest relative rounding of a result; 0 rounds nothing.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, unit: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, unit: float = 0.0, seed: int = 0
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.unit, self.seed = dtype, unit, seed
         self.generators = dict[torch.device, torch.Generator]()
@@ -85,8 +96,12 @@ class Widened(TorchDispatchMode):
         if kwargs.get("dtype") in _NARROWER[self.dtype] and not is_ours:
             kwargs["dtype"] = self.dtype
         is_fresh = not is_ours and all(value.alias_info is None for value in func._schema.returns)
-        if is_fresh and any(isinstance(x, Tensor) and x.dtype is self.dtype for x in tree_leaves((args, kwargs))):
-            args, kwargs = cast((args, kwargs), self.dtype)  # such as a plain attribute beside the weights
+        if is_fresh and any(
+            isinstance(x, Tensor) and x.dtype is self.dtype for x in tree_leaves((args, kwargs))
+        ):
+            args, kwargs = cast(
+                (args, kwargs), self.dtype
+            )  # such as a plain attribute beside the weights
         result = func(*args, **kwargs)
         return tree_map(self._rounded, result) if self.unit and is_fresh else result
 
@@ -95,14 +110,18 @@ class Widened(TorchDispatchMode):
             return x
         if x.device not in self.generators:
             self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
-        noise = torch.rand(x.shape, generator=self.generators[x.device], device=x.device, dtype=torch.float32)
+        noise = torch.rand(
+            x.shape, generator=self.generators[x.device], device=x.device, dtype=torch.float32
+        )
         return x * (1 + self.unit * (2 * noise - 1)).to(x.dtype)
 
 
 def is_called_from(file: str | None, function: str = "") -> bool:
     """Return whether a function of a file, or any, is among the callers."""
     frame: Any = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename != file or function not in ("", frame.f_code.co_name)):
+    while frame is not None and (
+        frame.f_code.co_filename != file or function not in ("", frame.f_code.co_name)
+    ):
         frame = frame.f_back
     return frame is not None
 
@@ -115,7 +134,9 @@ def gradients_of(
         value = scalar(loss(model, batch))
         value.backward()
         gradients = {
-            name: torch.zeros_like(p, dtype=torch.float64) if p.grad is None else p.grad.detach().to_dense().double()
+            name: torch.zeros_like(p, dtype=torch.float64)
+            if p.grad is None
+            else p.grad.detach().to_dense().double()
             for name, p in leaves.items()
         }
     return gradients, float(value.detach())
@@ -124,8 +145,14 @@ def gradients_of(
 def scalar(result: Any) -> Tensor:
     """Return what the user's ``loss`` returned, if a backward pass can begin there."""
     if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
-        kind = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-        kind += ", without a graph" if isinstance(result, Tensor) and not result.requires_grad else ""
+        kind = (
+            f"shape {tuple(result.shape)}"
+            if isinstance(result, Tensor)
+            else f"a {type(result).__name__}"
+        )
+        kind += (
+            ", without a graph" if isinstance(result, Tensor) and not result.requires_grad else ""
+        )
         raise RecipeError(
             f"Cannot compare gradients because loss(model, batch) returned {kind}.",
             "Return the mean loss over the batch, a tensor of one element.",

@@ -30,7 +30,15 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.analysis.thresholds import LEAST
-from narrowgauge.checks.float32_copy import Gradients, Loss, Widened, cast, float32_copy, gradients_of, scalar
+from narrowgauge.checks.float32_copy import (
+    Gradients,
+    Loss,
+    Widened,
+    cast,
+    float32_copy,
+    gradients_of,
+    scalar,
+)
 from narrowgauge.checks.resume import generators
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
 from narrowgauge.checks.slope import slope_readings
@@ -89,7 +97,9 @@ def gradient_readings(
         unseen["the gradient"] = "complex parameters"
         return [], [], []
     inside = set(map(id, model.parameters()))
-    outside: dict[str, Any] = {p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside}
+    outside: dict[str, Any] = {
+        p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside
+    }
     reference, versions = float32_copy(model), [p._version for p in model.parameters()]
     parts = _micro_batches(reference, batch, loss)
     run = partial(_configured, set_up, outside, batch, parts, loss, backward, unseen)
@@ -97,7 +107,9 @@ def gradient_readings(
     if ranks.largest(int(configured.draws)):
         configured = run(False)
     stepped = []
-    for (name, p), values, version in zip(model.named_parameters(), reference.parameters(), versions, strict=True):
+    for (name, p), values, version in zip(
+        model.named_parameters(), reference.parameters(), versions, strict=True
+    ):
         if not is_sharded(p) and p._version != version:  # FSDP2 writes its shards itself
             stepped.append(inner_name(name))
             p.data.copy_(values.data)
@@ -122,13 +134,19 @@ def gradient_readings(
             done.append("the slope of the loss")
         with _reason_for_none("the gradient", reasons):
             _set_training(reference, configured.is_training)
-            exact = _Reference(reference, leaves, outside, whole_batch, all_parts, loss, unit, ranks.size)
+            exact = _Reference(
+                reference, leaves, outside, whole_batch, all_parts, loss, unit, ranks.size
+            )
             more, line = _compared(exact, configured.gradients, differing, reasons)
-            if configured.draws and any(reading.what in ("gradient", "gradient-factor") for reading in more):
+            if configured.draws and any(
+                reading.what in ("gradient", "gradient-factor") for reading in more
+            ):
                 raise ArithmeticError("the loss draws random numbers in evaluation mode too")
             readings += more
             lines.append(
-                line + "; in evaluation mode, since training draws random numbers" * (not configured.is_training)
+                line
+                + "; in evaluation mode, since training draws random numbers"
+                * (not configured.is_training)
             )
             done.append(f"gradients of {counted(len(exact.exact), 'tensor')}")
         return readings, lines, done, reasons
@@ -172,7 +190,10 @@ def _micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
     if not isinstance(batch, list):
         return [batch]
     if not batch:
-        raise RecipeError("Cannot compare gradients because batch= is an empty list.", "Pass a batch or micro-batches.")
+        raise RecipeError(
+            "Cannot compare gradients because batch= is an empty list.",
+            "Pass a batch or micro-batches.",
+        )
     if any(isinstance(item, Tensor) for item in batch):
         try:
             with put_back(reference), torch.no_grad(), Widened():
@@ -192,14 +213,21 @@ def _configured(
     value: Tensor | None = None
     ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
     reduction = next((optimizer.reduction for optimizer in ours), None)
-    requests = [(scaler, scaler.request) for optimizer in ours if (scaler := optimizer.loss_scaler) is not None]
+    requests = [
+        (scaler, scaler.request)
+        for optimizer in ours
+        if (scaler := optimizer.loss_scaler) is not None
+    ]
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         dtypes.update(graph_dtypes(_items(output) if is_dataclass(output) else output))
 
     states, parameters = generators(), _trainable(model) | dict(outside)
     handle = model.register_forward_hook(OwnHook(note))
-    with put_back(model, parameters.values(), set_up.optimizers) as unrestored, _scalers_put_back() as calls:
+    with (
+        put_back(model, parameters.values(), set_up.optimizers) as unrestored,
+        _scalers_put_back() as calls,
+    ):
         _set_training(model, is_training)
         if not is_training:
             for module in model.modules():  # many a loop's backward= begins with model.train()
@@ -209,7 +237,9 @@ def _configured(
                 backward(model, batch)
             for place, part in enumerate(parts) if backward is None else ():
                 last = place == len(parts) - 1
-                waits: AbstractContextManager[Any] = nullcontext() if last else getattr(model, "no_sync", nullcontext)()
+                waits: AbstractContextManager[Any] = (
+                    nullcontext() if last else getattr(model, "no_sync", nullcontext)()
+                )
                 with waits if reduction is None else reduction.micro_batch(is_last=last):
                     value = scalar(loss(model, part))
                     dtypes |= graph_dtypes([value])
@@ -220,7 +250,9 @@ def _configured(
         # A scaler's step would still divide gradients that were scaled last.
         scale: Any = calls[-1][1].get_scale() if calls and calls[-1][0] == "scale" else 1.0
         for scaler, request in requests:
-            if scaler.request is not request:  # this pass scaled its loss; the optimizer would divide
+            if (
+                scaler.request is not request
+            ):  # this pass scaled its loss; the optimizer would divide
                 scale, scaler.request = scaler.scale_tensor, request
         gradients = {}
         for name, p in parameters.items():
@@ -232,7 +264,9 @@ def _configured(
                 dtypes.add(p.dtype)
         known = {id(p) for p in (*model.parameters(), *outside.values())}
         leaves = [(name, x) for name, x in objects_of(model) if isinstance(x, Tensor) and x.is_leaf]
-        unstepped = [inner_name(name) for name, x in leaves if x.grad is not None and id(x) not in known]
+        unstepped = [
+            inner_name(name) for name, x in leaves if x.grad is not None and id(x) not in known
+        ]
     unseen |= unrestored
     return _Configured(gradients, dtypes, value, is_training, draws, unstepped)
 
@@ -261,8 +295,12 @@ def _scalers_put_back() -> Iterator[list[tuple[str, GradScaler]]]:
 
 def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
     """Return the number of ranks whose gradient has other bits than rank 0's, by tensor, without equal tensors."""
-    first, *hashes = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
-    counts = {name: sum(prints.get(name) != bits for prints in hashes) for name, bits in first.items()}
+    first, *hashes = ranks.gather(
+        {name: fingerprint(gradient) for name, gradient in gradients.items()}
+    )
+    counts = {
+        name: sum(prints.get(name) != bits for prints in hashes) for name, bits in first.items()
+    }
     return {name: count for name, count in counts.items() if count}
 
 
@@ -274,7 +312,11 @@ def vocabulary_of(model: nn.Module) -> int:
         65
     """
     sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    outputs = [m.out_features for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes]
+    outputs = [
+        m.out_features
+        for m in model.modules()
+        if isinstance(m, nn.Linear) and m.out_features in sizes
+    ]
     return outputs[-1] if outputs else 0
 
 
@@ -285,7 +327,9 @@ def has_own_batches(model: nn.Module) -> bool:
 
 
 def _equal_batches(model: nn.Module, of_ranks: Sequence[Any]) -> Iterator[Reading]:
-    hashes = [[fingerprint(x) for x in tree_leaves(parts) if isinstance(x, Tensor)] for parts in of_ranks]
+    hashes = [
+        [fingerprint(x) for x in tree_leaves(parts) if isinstance(x, Tensor)] for parts in of_ranks
+    ]
     is_equal = len(hashes) > 1 and all(of_rank == hashes[0] != [] for of_rank in hashes)
     if is_equal and has_own_batches(model):
         words = "hold the same batch: give each rank its share of the data (DistributedSampler)"
@@ -316,7 +360,9 @@ def coarse_loss(loss: Any) -> list[str]:
     """
     if not isinstance(loss, Tensor) or loss.dtype not in NARROW or not loss.isfinite():
         return []
-    spacing = torch.finfo(loss.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(float(loss)), 2.0**-14)))
+    spacing = torch.finfo(loss.dtype).eps * 2.0 ** math.floor(
+        math.log2(max(abs(float(loss)), 2.0**-14))
+    )
     return [
         f"loss in {dtype_name(loss.dtype)}: near {float(loss):.3g} its values lie {spacing:.3g} apart; take the loss of "
         "logits.float()"
@@ -350,9 +396,16 @@ def concatenated(parts: Sequence[Any]) -> Any:
         items = [concatenated(items) for items in zip(*parts, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if is_dataclass(first) and not isinstance(first, type):
-        return replace(first, **{name: concatenated([getattr(part, name) for part in parts]) for name in _items(first)})
+        return replace(
+            first,
+            **{
+                name: concatenated([getattr(part, name) for part in parts])
+                for name in _items(first)
+            },
+        )
     raise RecipeError(
-        f"Cannot join micro-batches of type {type(first).__name__}.", "Pass tensors, in tuples, dicts or dataclasses."
+        f"Cannot join micro-batches of type {type(first).__name__}.",
+        "Pass tensors, in tuples, dicts or dataclasses.",
     )
 
 
@@ -378,21 +431,36 @@ class _Reference:
         self, model: nn.Module, leaves: Mapping[str, Any], outside: Collection[str], batch: Any, parts: Sequence[Any],
         loss: Loss, unit: float, num_ranks: int,
     ) -> None:  # fmt: skip
-        self.model, self.leaves, self.loss, self.unit, self.num_ranks = model, leaves, loss, unit, num_ranks
+        self.model, self.leaves, self.loss, self.unit, self.num_ranks = (
+            model,
+            leaves,
+            loss,
+            unit,
+            num_ranks,
+        )
         self.batch, *self.parts = cast([batch, *parts], torch.float32)
         exact = self.gradients(self.batch)
         self.exact = {name: r for name, r in exact.items() if name not in outside or r.any()}
-        self.distances, self.factor_errors = dict.fromkeys(self.exact, 0.0), dict.fromkeys(self.exact, 0.0)
+        self.distances, self.factor_errors = (
+            dict.fromkeys(self.exact, 0.0),
+            dict.fromkeys(self.exact, 0.0),
+        )
         self.num_roundings, self.is_sum = 0, True
         self.round_until(FEW_ROUNDINGS)
 
     def gradients(self, batch: Any, unit: float = 0.0, seed: int = 0) -> Gradients:
-        return gradients_of(self.model, self.leaves, batch, self.loss, Widened(torch.float32, unit, seed))[0]
+        return gradients_of(
+            self.model, self.leaves, batch, self.loss, Widened(torch.float32, unit, seed)
+        )[0]
 
     @cached_property
     def terms(self) -> list[Gradients]:
         """Return the gradients of each micro-batch, if there are several and not too many."""
-        return [self.gradients(part) for part in self.parts] if 1 < len(self.parts) <= MOST_TERMS else []
+        return (
+            [self.gradients(part) for part in self.parts]
+            if 1 < len(self.parts) <= MOST_TERMS
+            else []
+        )
 
     def round_until(self, number: int) -> None:
         """Measure by this number of roundings in all. Keep the largest distances, and not the gradients."""
@@ -423,7 +491,9 @@ class _Reference:
                 self.is_sum = False
                 return self.judge(name, g, columns.mean(1).view_as(r))
             if rest <= 2 * bound and min(map(abs, right)) >= 1e-6:
-                times = ", ".join(f"{round(a / b, 4) + 0.0:.3g}" for a, b in zip(weights, right, strict=True))
+                times = ", ".join(
+                    f"{round(a / b, 4) + 0.0:.3g}" for a, b in zip(weights, right, strict=True)
+                )
                 words = f"Micro-batches count {times} times, rank after rank."
         return KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words)
 
@@ -431,18 +501,25 @@ class _Reference:
 def _distance_and_factor(g: Tensor, r: Tensor) -> tuple[float, float]:
     """Return the relative distance of a gradient from the exact one, and its component along that one."""
     length = float(r.norm())
-    return float((g - r).norm()) / (length or 1.0), float((g * r).sum()) / length**2 if length else 1.0
+    return float((g - r).norm()) / (length or 1.0), float(
+        (g * r).sum()
+    ) / length**2 if length else 1.0
 
 
 def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
     """Return the weights of columns by least squares, and the relative length that they do not explain."""
     columns, target = columns.cpu(), target.flatten().cpu()
     weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-    return weights.tolist(), float((target - columns @ weights).norm()) / (float(target.norm()) or 1.0)
+    return weights.tolist(), float((target - columns @ weights).norm()) / (
+        float(target.norm()) or 1.0
+    )
 
 
 def _compared(
-    reference: _Reference, gradients: Gradients, differing: Mapping[str, int], reasons: dict[str, str]
+    reference: _Reference,
+    gradients: Gradients,
+    differing: Mapping[str, int],
+    reasons: dict[str, str],
 ) -> tuple[list[Reading], str]:
     """Return the readings and a line. Before a tensor near its bound is accused, measure by more random roundings."""
     readings, zero, results = dict[str, Reading](), list[str](), dict[str, Reading | float]()
@@ -457,21 +534,31 @@ def _compared(
             readings[name] = KINDS["not-reduced"].reading(name, differing[name], 0)
         elif bad := int((~g.isfinite()).sum()):
             wide = (
-                "float32's are" if bool(r.isfinite().all()) else "nor are float32's, so look at weights, data and loss"
+                "float32's are"
+                if bool(r.isfinite().all())
+                else "nor are float32's, so look at weights, data and loss"
             )
-            readings.setdefault("nonfinite", KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide))
+            readings.setdefault(
+                "nonfinite", KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide)
+            )
         elif not bool(g.any()) and (bool(r.any()) or name not in gradients):
             zero.append(name)
         else:
             results[name] = reference.judge(name, g, r)
     if any(isinstance(result, Reading) and result.excess <= MARGIN for result in results.values()):
         reference.round_until(MANY_ROUNDINGS)
-        results = {name: reference.judge(name, gradient(name), reference.exact[name]) for name in results}
+        results = {
+            name: reference.judge(name, gradient(name), reference.exact[name]) for name in results
+        }
     readings |= {name: result for name, result in results.items() if isinstance(result, Reading)}
     if zero:
-        readings["zero"] = KINDS["no-gradient"].reading(of_all(zero), len(zero), 0, count=len(reference.exact))
+        readings["zero"] = KINDS["no-gradient"].reading(
+            of_all(zero), len(zero), 0, count=len(reference.exact)
+        )
     if not reference.is_sum:
-        reasons["the weights of micro-batches"] = "the loss over all of them is no weighted sum of their losses"
+        reasons["the weights of micro-batches"] = (
+            "the loss over all of them is no weighted sum of their losses"
+        )
     equal = [result for result in results.values() if not isinstance(result, Reading)]
     line = f"gradients: {len(equal)} of {counted(len(reference.exact), 'tensor')} equal to float32's in one process"
     if equal:
@@ -489,7 +576,9 @@ def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
     counts = {"the number of ranks": num_ranks, "the number of micro-batches": num_parts}
     if min(num_parts, num_ranks) > 1:
         counts["micro-batches times ranks"] = num_parts * num_ranks
-    numbers = [(n, name) for name, n in counts.items()] + [(1 / n, f"1 / {name}") for name, n in counts.items()]
+    numbers = [(n, name) for name, n in counts.items()] + [
+        (1 / n, f"1 / {name}") for name, n in counts.items()
+    ]
     names = [name for number, name in numbers if number != 1 and abs(factor / number - 1) < _NEAR]
     power = round(math.log2(abs(factor)))
     if not names and power and abs(factor / 2.0**power - 1) < _NEAR:

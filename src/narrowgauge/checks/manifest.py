@@ -26,7 +26,9 @@ def manifest(set_up: SetUp) -> list[str]:
     """Return the lines of the manifest: the table of parameters first."""
     stepped, rows = {id(p.parameter): p for p in set_up.stepped}, dict[tuple[Any, ...], Row]()
     kinds = {id(p): kind for p, kind in _kinds(set_up.model)}
-    tensors = {id(p): p for p in (*set_up.model.parameters(), *(p.parameter for p in set_up.stepped))}
+    tensors = {
+        id(p): p for p in (*set_up.model.parameters(), *(p.parameter for p in set_up.stepped))
+    }
     for key, p in tensors.items():
         row = _row(kinds.get(key, "beside the model"), p, stepped.get(key))
         total = rows.setdefault(tuple(row.values()), {"count": 0, "elements": 0, **row})
@@ -37,17 +39,34 @@ def manifest(set_up: SetUp) -> list[str]:
         *text_columns(dtype="dtype", trains="trains"), *number_columns(decay="decay", lr="lr"),
         *text_columns(optimizer_and_states="states"),
     )  # fmt: skip
-    return [*Table(columns, list(rows.values())).plain().splitlines(), *_stacks(set_up), *_lines(set_up, kinds)]
+    return [
+        *Table(columns, list(rows.values())).plain().splitlines(),
+        *_stacks(set_up),
+        *_lines(set_up, kinds),
+    ]
 
 
 def _row(kind: str, p: Tensor, stepped: SteppedParameter | None) -> Row:
-    row: Row = {"kind": kind, "dtype": dtype_name(p.dtype), "trains": "no", "decay": None, "lr": None, "states": ""}
+    row: Row = {
+        "kind": kind,
+        "dtype": dtype_name(p.dtype),
+        "trains": "no",
+        "decay": None,
+        "lr": None,
+        "states": "",
+    }
     if stepped is None:
         return row | {"trains": "in no optimizer" if p.requires_grad else "no"}
     if not p.requires_grad:
         return row
-    formats = {dtype_name(x.dtype): None for x in stepped.state.values() if isinstance(x, Tensor) and x.ndim}
-    states = stepped.storage.name if isinstance(stepped.optimizer, Optimizer) else ", ".join(formats)
+    formats = {
+        dtype_name(x.dtype): None
+        for x in stepped.state.values()
+        if isinstance(x, Tensor) and x.ndim
+    }
+    states = (
+        stepped.storage.name if isinstance(stepped.optimizer, Optimizer) else ", ".join(formats)
+    )
     return row | {
         "trains": "yes", "decay": float(stepped.group.get("weight_decay") or 0.0), "lr": stepped.rate,
         "states": f"{type(stepped.optimizer).__name__} {states}",
@@ -81,19 +100,32 @@ def _stacks(set_up: SetUp) -> Iterator[str]:
     """Yield a line for the parameters that a matrix rule steps as stacks."""
     stacks: dict[str, list[str]] = {}
     for p in set_up.stepped:
-        rule = p.optimizer.rule_in(p.group, p.parameter) if isinstance(p.optimizer, Optimizer) else None
+        rule = (
+            p.optimizer.rule_in(p.group, p.parameter)
+            if isinstance(p.optimizer, Optimizer)
+            else None
+        )
         if isinstance(rule, MatrixRule) and len(matrix_shape(p.parameter.shape)) == 3:
             stacks.setdefault(rule.name, []).append(p.name)
     for kind, names in stacks.items():
         yield f"{kind} steps each matrix of {of_all(names)} alone (3 dims)"
-    weights = {f"{name}.weight" for name, module in set_up.model.named_modules() if isinstance(module, nn.Conv1d)}
+    weights = {
+        f"{name}.weight"
+        for name, module in set_up.model.named_modules()
+        if isinstance(module, nn.Conv1d)
+    }
     if convolutions := [name for names in stacks.values() for name in names if name in weights]:
         yield f'{of_all(convolutions)} belongs to a convolution: put it into a param group with "rule": "adamw"'
 
 
 def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
-    model, trained = set_up.model, [p.parameter for p in set_up.stepped if p.parameter.requires_grad]
-    if formats := Counter(dtype_name(buffer.dtype) for buffer in model.buffers() if buffer.is_floating_point()):
+    model, trained = (
+        set_up.model,
+        [p.parameter for p in set_up.stepped if p.parameter.requires_grad],
+    )
+    if formats := Counter(
+        dtype_name(buffer.dtype) for buffer in model.buffers() if buffer.is_floating_point()
+    ):
         rounded = [f"{name} {turns}".strip() for name, turns in rounded_buffers(model).items()]
         words = f"; rounded: {of_all(rounded)}" if rounded else ""
         yield f"buffers: {', '.join(f'{count} {name}' for name, count in formats.items())}{words}"
@@ -119,9 +151,15 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
         turns = next((f" {name} is {turns} then." for name, turns in buffers.items() if turns), "")
         yield KINDS["rounded-buffers"].reading(of_all(buffers), len(buffers), 0, turns=turns)
     # A frozen mask may hold infinities.
-    values = {name: p for name, p in set_up.parameters.items() if p.dtype in NAIVE and not p.is_meta}
+    values = {
+        name: p for name, p in set_up.parameters.items() if p.dtype in NAIVE and not p.is_meta
+    }
     largest = {name: largest_magnitude(local_of(p)) for name, p in values.items()}
-    if names := [name for name, x in largest.items() if x.isnan() or (values[name].requires_grad and x.isinf())]:
+    if names := [
+        name
+        for name, x in largest.items()
+        if x.isnan() or (values[name].requires_grad and x.isinf())
+    ]:
         yield KINDS["nonfinite-weights"].reading(of_all(names), len(names), 0)
     counts = Counter(id(p.parameter) for p in set_up.stepped)
     if names := [p.name for p in set_up.stepped if counts[id(p.parameter)] > 1]:
@@ -129,7 +167,11 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
     trained = {p.name: p.parameter for p in set_up.trained}
     # TransformerEngine and Megatron store gradients elsewhere.
     places = ("grad", "main_grad", "decoupled_grad")
-    lost = [name for name, p in trained.items() if all(getattr(p, place, None) is None for place in places)]
+    lost = [
+        name
+        for name, p in trained.items()
+        if all(getattr(p, place, None) is None for place in places)
+    ]
     if lost and len(lost) < len(trained):
         yield KINDS["no-gradient"].reading(of_all(lost), len(lost), 0, count=len(trained))
 
@@ -140,7 +182,11 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
     stepped_ids = {id(p.parameter) for p in stepped}
     if not in_model & stepped_ids and all(p.parameter.ndim == 1 for p in stepped):
         return  # flat partitions of the weights, as of DeepSpeed and Megatron
-    lost = {name: p for name, p in set_up.parameters.items() if p.requires_grad and id(p) not in stepped_ids}
+    lost = {
+        name: p
+        for name, p in set_up.parameters.items()
+        if p.requires_grad and id(p) not in stepped_ids
+    }
     shapes = {p.parameter.shape for p in stepped if id(p.parameter) not in in_model}
     if replaced := [name for name, p in lost.items() if p.shape in shapes]:
         yield KINDS["replaced-parameters"].reading(of_all(replaced), len(replaced), 0)
@@ -166,7 +212,9 @@ def equal_pairs(model: nn.Module) -> Iterator[tuple[str, str]]:
         sample = spread(p).view(torch.uint8).view(-1, p.element_size())
         other = first.setdefault((p.shape, p.dtype, sample.numpy().tobytes()), name)
         if other != name and bool((sample != sample[0]).any()):
-            a, b = (x.detach().contiguous().view(torch.uint8) for x in (p, model.get_parameter(other)))
+            a, b = (
+                x.detach().contiguous().view(torch.uint8) for x in (p, model.get_parameter(other))
+            )
             if torch.equal(a, b):
                 yield other, name
 
@@ -179,7 +227,11 @@ def rounded_buffers(model: nn.Module) -> dict[str, str]:
         if any(not b.is_floating_point() and b.dtype is not torch.bool for b in buffers.values()):
             continue  # statistics of a batch norm beside their count; scales beside their codes
         for name, buffer in buffers.items():
-            if buffer.dtype not in NARROW or buffer.is_meta or not _is_rounded(values := spread(buffer)):
+            if (
+                buffer.dtype not in NARROW
+                or buffer.is_meta
+                or not _is_rounded(values := spread(buffer))
+            ):
                 continue
             turns = ""
             if name == "inv_freq":

@@ -34,7 +34,10 @@ class Moved(Readings):
     """
 
     def __init__(self, rows: list[Row], readings: list[Reading]) -> None:
-        self.rows, total, differ = rows, *(sum(row[key] for row in rows) for key in ("values", "differ"))
+        self.rows, total, differ = (
+            rows,
+            *(sum(row[key] for row in rows) for key in ("values", "differ")),
+        )
         line = f"{differ / max(1, total):.2%} of {counted(total, 'value')} in {counted(len(rows), 'tensor')} differ"
         super().__init__(readings, [line, *(self.table().plain().splitlines() if rows else ())])
 
@@ -88,18 +91,28 @@ def moved(before: Weights, after: Weights) -> Moved:
     for name in (name for name in second if name in first):
         a, b = first[name](), second[name]()
         rows.append(_compared(name, a, b)) if a.shape == b.shape else other.append(name)
-    lacking = [[name for name in one if name not in two] for one, two in ((first, second), (second, first))]
+    lacking = [
+        [name for name in one if name not in two] for one, two in ((first, second), (second, first))
+    ]
     equal = [row["name"] for row in rows if not row["differ"]]
-    has_moved, sides = len(equal) < len(rows), f"{len(lacking[0])} only before, {len(lacking[1])} only after"
+    has_moved, sides = (
+        len(equal) < len(rows),
+        f"{len(lacking[0])} only before, {len(lacking[1])} only after",
+    )
     names_of = {
         "nothing-moved": [] if has_moved else equal,
         "equal-tensors": equal if has_moved else [],
-        "exactly-one": [r["name"] for r in rows if has_moved and r["constant"] == 1 and len(r["shape"]) == 1],
+        "exactly-one": [
+            r["name"] for r in rows if has_moved and r["constant"] == 1 and len(r["shape"]) == 1
+        ],
         "nonfinite-values": [row["name"] for row in rows if row["nonfinite"]],
         "other-shapes": other,
         "other-tensors": lacking[0] + lacking[1],
     }
-    return Moved(rows, [KINDS[k].reading(of_all(n), len(n), 0, sides=sides) for k, n in names_of.items() if n])
+    return Moved(
+        rows,
+        [KINDS[k].reading(of_all(n), len(n), 0, sides=sides) for k, n in names_of.items() if n],
+    )
 
 
 def _compared(name: str, a: Tensor, b: Tensor) -> Row:
@@ -109,11 +122,18 @@ def _compared(name: str, a: Tensor, b: Tensor) -> Row:
         x, y = x.to(b.device, b.dtype).double(), y.double()  # which compares values of every format
         differ += int(torch.count_nonzero(x != y))
         if bad := int(torch.count_nonzero(~y.isfinite())):
-            nonfinite, differ = nonfinite + bad, differ - int(torch.count_nonzero(x.isnan() & y.isnan()))
+            nonfinite, differ = (
+                nonfinite + bad,
+                differ - int(torch.count_nonzero(x.isnan() & y.isnan())),
+            )
         distance += float(torch.linalg.vector_norm(y - x)) ** 2
         length += float(torch.linalg.vector_norm(x)) ** 2
         constant = None if constant is None or bool((y != constant).any()) else constant
-    parts = [part for part in name.split(".") if part not in ("weight", "bias", "default") and not part.isdigit()]
+    parts = [
+        part
+        for part in name.split(".")
+        if part not in ("weight", "bias", "default") and not part.isdigit()
+    ]
     return {
         "name": name,
         "group": (parts[-1] if parts else name) + ".bias" * (bool(parts) and name.endswith(".bias")),
@@ -129,13 +149,17 @@ def _tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
         firsts = {*dict(weights.named_parameters()), *dict(weights.named_buffers())}
         weights = {name: value for name, value in weights.state_dict().items() if name in firsts}
     if isinstance(weights, Mapping):
-        tensors = {inner_name(name): value for name, value in weights.items() if isinstance(value, Tensor)}
+        tensors = {
+            inner_name(name): value for name, value in weights.items() if isinstance(value, Tensor)
+        }
         return {name: partial(whole, t.detach()) for name, t in tensors.items()}
     path, functions = Path(weights), dict[str, Callable[[], Tensor]]()
     try:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         for index in path.glob("*.safetensors.index.json"):
-            files = sorted({path / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+            files = sorted(
+                {path / name for name in json.loads(index.read_bytes())["weight_map"].values()}
+            )
         for opened in (safe_open(file, "pt") for file in files):
             names = {inner_name(name): name for name in opened.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
             if names.keys() & functions.keys():
@@ -144,5 +168,7 @@ def _tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
         if not functions:
             raise ValueError("it holds no safetensors file")
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise RecordError(f"Cannot read weights from {path}: {error}.", "Name another file or folder.") from error
+        raise RecordError(
+            f"Cannot read weights from {path}: {error}.", "Name another file or folder."
+        ) from error
     return functions

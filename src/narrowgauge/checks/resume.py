@@ -97,12 +97,17 @@ def check_resume(
         there = {name for name, value in objects.items() if value is not None} | {"generators"}
         before = {name: entry for name, entry in before.items() if name.partition("|")[0] in there}
         when = "after the load" if number == 0 else f"after load {number + 1}"
-        if readings := differences(before, snapshot(objects, unseen) | generators(), when, "", lines):
+        if readings := differences(
+            before, snapshot(objects, unseen) | generators(), when, "", lines
+        ):
             return Readings(readings, lines, unseen=unseen)
         if number == 0:
             fresh = snapshot(_not_returned(fresh_step, objects), {})
             held = {name: entry for name, entry in held.items() if name in fresh}
-            notes = [replace(r, severity="note") for r in differences(held, fresh, when, " Return it too.", [])]
+            notes = [
+                replace(r, severity="note")
+                for r in differences(held, fresh, when, " Return it too.", [])
+            ]
         before = now = snapshot(_last_of(fresh_step, steps), unseen)
         if number + 1 < len(after):
             saved, states = fresh_save[0](), generators()
@@ -128,7 +133,9 @@ def _not_returned(step: Step, returned: Objects) -> Objects:
         cells = zip(step.__code__.co_freevars, step.__closure__ or (), strict=True)
         held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
     known = {id(x) for x in returned.values() if not isinstance(x, PLAIN)} | {id(None)}
-    unknown = {name: x for name, x in held.items() if id(x) not in known and not isinstance(x, np.ndarray)}
+    unknown = {
+        name: x for name, x in held.items() if id(x) not in known and not isinstance(x, np.ndarray)
+    }
     return {f"{name} (not returned)": x for name, x in unknown.items()}
 
 
@@ -141,15 +148,24 @@ def differences(
         kinds.setdefault(name.split("|")[1], []).append(name)
     readings, number = [], 0
     for kind, members in kinds.items():
-        names = [name for name in members if name not in now or before[name]["bits"] != now[name]["bits"]]
+        names = [
+            name for name in members if name not in now or before[name]["bits"] != now[name]["bits"]
+        ]
         number += len(members) - len(names)
         if names:
-            entry, loaded = before[names[0]], now.get(names[0], {"shown": "nothing", "number": None})
+            entry, loaded = (
+                before[names[0]],
+                now.get(names[0], {"shown": "nothing", "number": None}),
+            )
             first = names[0].split("|", 2)[2]
             label = f"{len(names)} of {len(members)}: {first}: " if first else ""
             message = f"{label}{entry['shown']} was saved, {loaded['shown']} is there {when}."
             message += hint
-            readings.append(KINDS["not-restored"].reading(kind, loaded["number"], entry["number"], message=message))
+            readings.append(
+                KINDS["not-restored"].reading(
+                    kind, loaded["number"], entry["number"], message=message
+                )
+            )
     lines.append(f"{when}: {number} of {len(before)} states have the same bits")
     return readings
 
@@ -157,7 +173,10 @@ def differences(
 def _rank(name: str) -> int:
     _, kind, state = name.lower().split("|", 2)
     text = f"{state} {kind.rpartition('.')[2]}" if "." in kind else kind
-    return next((place for place, words in enumerate(CAUSES) if any(word in text for word in words)), len(CAUSES))
+    return next(
+        (place for place, words in enumerate(CAUSES) if any(word in text for word in words)),
+        len(CAUSES),
+    )
 
 
 # ── the state of a loop ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -168,13 +187,26 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
 
     Fill ``unseen`` with the kinds of states that cannot be read.
     """
-    states = {f"{key}|{kind}|{name}": x for key, value in objects.items() for kind, name, x in _states_of(key, value)}
-    of_modules = {id(p) for value in objects.values() if isinstance(value, nn.Module) for p in value.parameters()}
+    states = {
+        f"{key}|{kind}|{name}": x
+        for key, value in objects.items()
+        for kind, name, x in _states_of(key, value)
+    }
+    of_modules = {
+        id(p)
+        for value in objects.values()
+        if isinstance(value, nn.Module)
+        for p in value.parameters()
+    }
     for key, value in objects.items():
         if isinstance(value, torch.optim.Optimizer):
             stepped = [p for group in value.param_groups for p in group["params"]]
-            states[f"{key}|{key}.parameters in the modules|"] = sum(id(p) in of_modules for p in stepped)
-    tensors = {k: x for k, x in states.items() if isinstance(x, Tensor) and x.layout is torch.strided}
+            states[f"{key}|{key}.parameters in the modules|"] = sum(
+                id(p) in of_modules for p in stepped
+            )
+    tensors = {
+        k: x for k, x in states.items() if isinstance(x, Tensor) and x.layout is torch.strided
+    }
     bits, _ = fingerprints_whole_and_own(tensors)
     entries: dict[str, Entry] = {}
     for key, value in states.items():
@@ -203,11 +235,15 @@ def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield kind, name and value of each state of an object. An optimizer's states are kinds of their own."""
     for name, item in _leaves(value):
         place = name.split(".")
-        if isinstance(value, torch.optim.Optimizer) and len(place) > 2:  # state.0.exp_avg, param_groups.0.lr
+        if (
+            isinstance(value, torch.optim.Optimizer) and len(place) > 2
+        ):  # state.0.exp_avg, param_groups.0.lr
             yield f"{key}.{place[2]}", ".".join((*place[:2], *place[3:])), item
         else:
             yield key, inner_name(name), item
-    if (scaler := getattr(value, "loss_scaler", None)) is not None:  # of our optimizers, which do not save it
+    if (
+        scaler := getattr(value, "loss_scaler", None)
+    ) is not None:  # of our optimizers, which do not save it
         yield f"{key}.loss scale", "", float(scaler.scale_tensor)
 
 
@@ -240,9 +276,14 @@ def generators() -> dict[str, Entry]:
     """Return entries for the random generators of this process."""
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     numpy_state: Any = np.random.get_state()
-    numpy_words = np.append(numpy_state[1].astype(np.int64), numpy_state[2])  # the position counts, too
+    numpy_words = np.append(
+        numpy_state[1].astype(np.int64), numpy_state[2]
+    )  # the position counts, too
     states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_words)}
     states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in devices}
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu")
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
-    return {f"generators|generators|{name}": _entry(p, None, f"state {p[:8]}") for name, p in prints.items()}
+    return {
+        f"generators|generators|{name}": _entry(p, None, f"state {p[:8]}")
+        for name, p in prints.items()
+    }

@@ -26,7 +26,12 @@ from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.torch_names import plain_name
 
 NARROW = (torch.bfloat16, torch.float16)
-NAIVE = {torch.bfloat16: "naive", torch.float16: "float16/naive", torch.float32: "float32", torch.float64: "float32"}
+NAIVE = {
+    torch.bfloat16: "naive",
+    torch.float16: "float16/naive",
+    torch.float32: "float32",
+    torch.float64: "float32",
+}
 MASTER = {torch.bfloat16: "master", torch.float16: "float16/master"}
 KNOWN = {
     "torch", "narrowgauge", "torchao", "bitsandbytes", "apex", "transformer_engine", "transformers", "optimi", "heavyball",
@@ -59,7 +64,9 @@ def _orthogonal(p: SteppedParameter) -> float:
 def _relative(p: SteppedParameter) -> float:
     """Return the root mean square of the weights, to which the steps are relative."""
     is_relative = p.group.get("scale_parameter", True)
-    return max(1e-3, float(spread(p.parameter).float().square().mean().sqrt())) if is_relative else 1.0
+    return (
+        max(1e-3, float(spread(p.parameter).float().square().mean().sqrt())) if is_relative else 1.0
+    )
 
 
 TYPICAL = 0.23
@@ -116,9 +123,15 @@ class SteppedParameter:
     @property
     def decays_alone(self) -> bool:
         """Return whether the decay is rounded on its own, before the step is added."""
-        if isinstance(self.optimizer, Optimizer) or self.group.get("fused") or self.group.get("triton"):
+        if (
+            isinstance(self.optimizer, Optimizer)
+            or self.group.get("fused")
+            or self.group.get("triton")
+        ):
             return False
-        is_decoupled = bool(self.step_rule and self.step_rule[1]) or bool(self.group.get("decoupled_weight_decay"))
+        is_decoupled = bool(self.step_rule and self.step_rule[1]) or bool(
+            self.group.get("decoupled_weight_decay")
+        )
         is_alone = self.is_short and self.library in ROUNDS_DECAY_ALONE
         return is_decoupled and (is_alone or self.storage is STORAGES["kahan"])
 
@@ -152,7 +165,11 @@ class SteppedParameter:
     def keeps_nothing(self) -> bool:
         """Return whether the visible weight is all that is kept; float32 is too."""
         row = self.storage
-        return not row.beside and row.weight.rounding == "nearest" and self.parameter.dtype is not torch.float64
+        return (
+            not row.beside
+            and row.weight.rounding == "nearest"
+            and self.parameter.dtype is not torch.float64
+        )
 
 
 @dataclass
@@ -184,7 +201,11 @@ class SetUp:
     def trained(self) -> list[SteppedParameter]:
         """Return the stepped parameters that have values of a known format and are not frozen."""
         tensors = [(stepped, stepped.parameter) for stepped in self.stepped]
-        return [stepped for stepped, p in tensors if p.requires_grad and not p.is_meta and p.dtype in NAIVE]
+        return [
+            stepped
+            for stepped, p in tensors
+            if p.requires_grad and not p.is_meta and p.dtype in NAIVE
+        ]
 
     @property
     def predicted(self) -> list[SteppedParameter]:
@@ -204,12 +225,17 @@ class SetUp:
 def set_up_of(model: Any, optimizer: Any) -> SetUp:
     """Return the set-up. Refuse anything but a model and optimizers."""
     if not isinstance(model, nn.Module):
-        raise RecipeError(f"Cannot check {type(model).__name__} as a model.", "Pass the torch.nn.Module.")
+        raise RecipeError(
+            f"Cannot check {type(model).__name__} as a model.", "Pass the torch.nn.Module."
+        )
     require_float64(model.parameters())
     optimizers = []
     for outer in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         inner = outer
-        while isinstance(deeper := getattr(inner, "optimizer", None), torch.optim.Optimizer) and deeper is not inner:
+        while (
+            isinstance(deeper := getattr(inner, "optimizer", None), torch.optim.Optimizer)
+            and deeper is not inner
+        ):
             inner = deeper  # of Accelerate and Lightning
         if not isinstance(inner, torch.optim.Optimizer):
             raise RecipeError(
@@ -220,14 +246,18 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
     return SetUp(model, optimizers)
 
 
-def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Storage:
+def storage_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
+) -> Storage:
     """Return the row of ``STORAGES`` that an optimizer amounts to, for one parameter."""
     if isinstance(optimizer, Optimizer):
         return optimizer.storage_of(parameter)
     if parameter.dtype in NARROW:
         # Apex copies each weight, but steps bfloat16 weights without the copy (fused_adam.py at 6424da3, lines 274 to 288).
         is_unused = hasattr(optimizer, "param_groups_master") and parameter.dtype is torch.bfloat16
-        says_master = group.get("master_weights", getattr(optimizer, "master_weights", None)) is True
+        says_master = (
+            group.get("master_weights", getattr(optimizer, "master_weights", None)) is True
+        )
         if (says_master and not is_unused) or _has_master(optimizer, parameter):
             return STORAGES[MASTER[parameter.dtype]]
         for option, values, name in KEEPERS:
@@ -242,7 +272,9 @@ def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     for x in dict(optimizer.state.get(parameter, {})).values():
         if isinstance(x, Tensor) and x.dtype is torch.float32 and x.shape == parameter.shape:
             weight = spread(parameter).float()
-            if weight.any() and bool(((spread(x) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30).all()):
+            if weight.any() and bool(
+                ((spread(x) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30).all()
+            ):
                 return True
     return False
 

@@ -23,7 +23,14 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.float32_copy import Loss, Widened, cast, gradients_of, is_called_from, scalar
+from narrowgauge.checks.float32_copy import (
+    Loss,
+    Widened,
+    cast,
+    gradients_of,
+    is_called_from,
+    scalar,
+)
 from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.put_back import objects_of, put_back
 
@@ -46,7 +53,10 @@ def slope_readings(
     Raises:
         ArithmeticError: no slope exists, since the loss is not smooth or not the same in each pass.
     """
-    default, layers = torch.get_default_dtype(), [m for m in model.modules() if isinstance(m, NarrowLayer)]
+    default, layers = (
+        torch.get_default_dtype(),
+        [m for m in model.modules() if isinstance(m, NarrowLayer)],
+    )
     plain_dtypes = [layer.plain_dtype for layer in layers]
     tensors = [x for _, x in objects_of(model) if isinstance(x, Tensor)] + list(leaves.values())
     data = {x: x.data for x in tensors if x.is_floating_point()}
@@ -75,13 +85,21 @@ def slope_readings(
         for layer, dtype in zip(layers, plain_dtypes, strict=True):
             layer.plain_dtype = dtype
     if differs and not wrong:
-        raise ArithmeticError("the slope along all tensors is not the gradient's, and no single tensor differs")
+        raise ArithmeticError(
+            "the slope along all tensors is not the gradient's, and no single tensor differs"
+        )
     if not wrong:
         line = f"slope: the loss changes as the gradient of {len(leaves)} tensors says, within {slope.largest:.0e}"
         return [], [f"{line}, in training mode"], slope.loss_value
     first, (product, expected, bound) = next(iter(wrong.items()))
-    stops = "An output is detached or rounded; if that is on purpose, all is well." if slope.stops else ""
-    reading = KINDS["slope"].reading(of_all(wrong), product, expected, bound, first=first, stops=stops)
+    stops = (
+        "An output is detached or rounded; if that is on purpose, all is well."
+        if slope.stops
+        else ""
+    )
+    reading = KINDS["slope"].reading(
+        of_all(wrong), product, expected, bound, first=first, stops=stops
+    )
     return [replace(reading, severity="note") if slope.stops else reading], [], slope.loss_value
 
 
@@ -94,7 +112,13 @@ class _Slope:
     """
 
     def __init__(self, model: nn.Module, leaves: Mapping[str, Any], batch: Any, loss: Loss) -> None:
-        self.model, self.leaves, self.batch, self.loss, self.largest = model, leaves, batch, loss, 0.0
+        self.model, self.leaves, self.batch, self.loss, self.largest = (
+            model,
+            leaves,
+            batch,
+            loss,
+            0.0,
+        )
         self.start = {name: p.detach().clone() for name, p in leaves.items()}
         self.seeds = {name: seed for seed, name in enumerate(leaves)}
         stops = _Stops()
@@ -103,8 +127,14 @@ class _Slope:
             with stops:
                 return loss(model, batch)
 
-        gradients, self.loss_value = gradients_of(model, leaves, batch, watched, Widened(torch.float64))
-        self.stops, self.products, self.squares = stops.count, dict[str, float](), dict[str, float]()
+        gradients, self.loss_value = gradients_of(
+            model, leaves, batch, watched, Widened(torch.float64)
+        )
+        self.stops, self.products, self.squares = (
+            stops.count,
+            dict[str, float](),
+            dict[str, float](),
+        )
         for name, gradient in gradients.items():
             direction = self._direction(name)
             self.products[name] = float((gradient * direction).sum())
@@ -129,7 +159,10 @@ class _Slope:
 
     def difference(self, names: Sequence[str]) -> tuple[float, float, float] | None:
         """Return the gradient's product with a direction, the slope along it, and the bound; ``None`` within the bound."""
-        product, size = sum(self.products[n] for n in names), math.sqrt(sum(self.squares[n] for n in names))
+        product, size = (
+            sum(self.products[n] for n in names),
+            math.sqrt(sum(self.squares[n] for n in names)),
+        )
         slopes, slope, bound = list[float](), math.nan, 0.0
         for step in STEPS:
             slope = (self._loss_at(names, step) - self._loss_at(names, -step)) / (2 * step)
@@ -140,7 +173,9 @@ class _Slope:
                 self.largest = max(self.largest, abs(slope - product) / scale)
                 return None
         if not abs(slopes[0] - slope) <= abs(slope - product) / 4 < math.inf:
-            raise ArithmeticError("the loss is not smooth, differs from pass to pass, or is computed in float32")
+            raise ArithmeticError(
+                "the loss is not smooth, differs from pass to pass, or is computed in float32"
+            )
         return product, slopes[0], bound
 
 
@@ -156,5 +191,7 @@ class _Stops(TorchFunctionMode):
             needs = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(args))
             is_rounded = func.__name__ in ("round", "sign") or result.element_size() == 1
             # A custom autograd function computes its forward pass without gradients.
-            self.count += needs and (is_rounded or not is_called_from(torch.autograd.function.__file__, "apply"))
+            self.count += needs and (
+                is_rounded or not is_called_from(torch.autograd.function.__file__, "apply")
+            )
         return result

@@ -72,7 +72,9 @@ class StepCheck:
                     suggestion(name, NAMES) or f"Known are {', '.join(NAMES)}.",
                 )
         self.optimizer, self.every, self.num_steps = optimizer, every, 0
-        self._names = {id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()}
+        self._names = {
+            id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()
+        }
         self._report, self._limit, self._ignored = report, max_grad_norm, frozenset(ignore)
         self._step: SampledStep | None = None  # the last step, if it is compared
         self._is_loaded = False
@@ -106,10 +108,18 @@ class StepCheck:
         readings: list[Reading] = []
         try:
             with torch.no_grad():
-                readings = [replace(reading, step=step) for reading in read() if reading.what not in self._ignored]
+                readings = [
+                    replace(reading, step=step)
+                    for reading in read()
+                    if reading.what not in self._ignored
+                ]
         except Exception as error:
             message = str(error).splitlines()[0] if str(error) else ""
-            row = {**row, "compared": 0, "unseen": {"the step": f"{type(error).__name__}: {message}"[:200]}}
+            row = {
+                **row,
+                "compared": 0,
+                "unseen": {"the step": f"{type(error).__name__}: {message}"[:200]},
+            }
         self._report(self.num_steps, readings, {**row, "beyond": len(readings)} if row else row)
 
 
@@ -121,14 +131,22 @@ def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
         groups.append([reading]) if alike is None else alike.append(reading)
     results = []
     for members in sorted(groups, key=len, reverse=True):
-        worst, names = max(members, key=lambda r: r.excess), list(dict.fromkeys(r.tensor for r in members))
+        worst, names = (
+            max(members, key=lambda r: r.excess),
+            list(dict.fromkeys(r.tensor for r in members)),
+        )
         results.append(replace(worst, tensor="" if len(names) == number > 1 else of_all(names)))
     return results
 
 
 def _are_alike(first: Reading, second: Reading) -> bool:
     """Return whether two readings are of one kind, with values within 2 % or their bound where a value is expected."""
-    if first.what != second.what or not first.expected or first.value is None or second.value is None:
+    if (
+        first.what != second.what
+        or not first.expected
+        or first.value is None
+        or second.value is None
+    ):
         return first.what == second.what
     near = max(0.02 * abs(first.value), first.bound or 0.0)
     return first.expected == second.expected and abs(second.value - first.value) <= near
@@ -145,28 +163,44 @@ def step_readings(
     return [*clip_readings(step, limit, unseen), *update_readings(step, optimizer, unseen)]
 
 
-def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]) -> Iterator[Reading]:
+def clip_readings(
+    step: SampledStep, limit: float | None, unseen: dict[str, str]
+) -> Iterator[Reading]:
     """Compare the norm of the gradients after clipping with the declared limit."""
     if limit is None or step.why_not:
         return
     if step.grad_norm is None or not math.isfinite(step.grad_norm):
         is_sharded = step.grad_norm is None
-        unseen["the clip"] = "gradients are sharded over ranks" if is_sharded else "a gradient is not finite"
+        unseen["the clip"] = (
+            "gradients are sharded over ranks" if is_sharded else "a gradient is not finite"
+        )
         return
     norm, kind = step.grad_norm * step.clip, KINDS["clip-norm"]
-    epsilons = [torch.finfo(s.parameter.dtype).eps for s in step.samples.values() if s.gradient is not None]
+    epsilons = [
+        torch.finfo(s.parameter.dtype).eps for s in step.samples.values() if s.gradient is not None
+    ]
     bound = (kind.bound + 2 * max(epsilons, default=0.0)) * limit
     # Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves limit / 2^power.
     power = round(math.log2(limit / norm)) if norm > 0 else 0
     is_clipped_scaled = power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5
     if norm > limit + bound or is_clipped_scaled:
-        cause = f", 2^{power} times as large: they were clipped before they were unscaled" if is_clipped_scaled else ""
+        cause = (
+            f", 2^{power} times as large: they were clipped before they were unscaled"
+            if is_clipped_scaled
+            else ""
+        )
         yield kind.reading("", norm, limit, bound, cause=cause)
 
 
-def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]) -> list[Reading]:
+def update_readings(
+    step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]
+) -> list[Reading]:
     """Recompute the update of every sampled parameter."""
-    stepped = [s for s in step.samples.values() if s.gradient is not None and s.after and s.gradient.numel()]
+    stepped = [
+        s
+        for s in step.samples.values()
+        if s.gradient is not None and s.after and s.gradient.numel()
+    ]
     reasons = [step.why_not, *(sample.why_not for sample in stepped)]
     if not stepped:
         reasons.append("no parameter had a gradient")
@@ -192,7 +226,9 @@ def _count_readings(sample: Sample) -> Iterator[Reading]:
         return
     if sample.count != before + 1:
         yield kind.reading(sample.name, sample.count, before + 1, more=" and one more step")
-    elif sample.count == 1 and any(bool(value.any()) for name, value in sample.before.items() if name != "weight"):
+    elif sample.count == 1 and any(
+        bool(value.any()) for name, value in sample.before.items() if name != "weight"
+    ):
         more = " at least: its moments hold older gradients, and are corrected as if they had just begun"
         yield kind.reading(sample.name, 1, 2, more=more)
 
@@ -205,14 +241,21 @@ def inputs_of(sample: Sample) -> Values:
     assert sample.gradient is not None
     gradient = sample.gradient.double() * (-1.0 if sample.settings.get("maximize") else 1.0)
     states = dict.fromkeys(state_factors(sample), torch.zeros_like(gradient))
-    return states | {name: value.double() for name, value in sample.before.items()} | {"gradient": gradient}
+    return (
+        states
+        | {name: value.double() for name, value in sample.before.items()}
+        | {"gradient": gradient}
+    )
 
 
 def state_factors(sample: Sample) -> dict[str, tuple[float, float]]:
     """Return for each state the factor of its old value and the factor of its new term."""
     settings = sample.settings
     if sample.rule == "sgd":
-        momentum, is_first = float(settings.get("momentum") or 0.0), "momentum_buffer" not in sample.before
+        momentum, is_first = (
+            float(settings.get("momentum") or 0.0),
+            "momentum_buffer" not in sample.before,
+        )
         take = 1.0 if is_first else 1.0 - float(settings.get("dampening") or 0.0)
         return {"momentum_buffer": (momentum, take)} if momentum else {}
     beta1, beta2 = map(float, settings["betas"])
@@ -241,10 +284,17 @@ def direction(sample: Sample, values: Values) -> Tensor:
     """Return the tensor that the learning rate multiplies, from the inputs and the new states (``new_exp_avg``)."""
     settings = sample.settings
     if sample.rule == "sgd":
-        gradient, momentum = new_term(sample, "momentum_buffer", values), values.get("new_momentum_buffer")
+        gradient, momentum = (
+            new_term(sample, "momentum_buffer", values),
+            values.get("new_momentum_buffer"),
+        )
         if momentum is None:
             return gradient
-        return gradient + float(settings["momentum"]) * momentum if settings.get("nesterov") else momentum
+        return (
+            gradient + float(settings["momentum"]) * momentum
+            if settings.get("nesterov")
+            else momentum
+        )
     (beta1, beta2), count = map(float, settings["betas"]), max(1, sample.count or 0)
     first, second = values["new_exp_avg"], values["new_exp_avg_sq"]
     divisor = (second / (1 - beta2**count)).sqrt() + float(settings["eps"])
@@ -281,7 +331,9 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
         yield from _count_readings(sample)
     errors, readings = dict[str, Tensor](), list[Reading]()
     if not decouples(sample):
-        errors["gradient"] = _unit(sample) * (values["gradient"].abs() + (decay_of(sample) * values["weight"]).abs())
+        errors["gradient"] = _unit(sample) * (
+            values["gradient"].abs() + (decay_of(sample) * values["weight"]).abs()
+        )
     for name in state_factors(sample):
         if name not in sample.after:  # a step that left the parameter out
             values[f"new_{name}"] = sum_of(terms_of(sample, name, values))
@@ -290,7 +342,9 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
         readings += _readings(sample, name, written)
         values[f"new_{name}"] = written.expected
         # Optimizers of torch may compute with the rounded state.
-        errors[f"new_{name}"] = written.slack + (0.0 if name in sample.roundings else written.spacing / 2)
+        errors[f"new_{name}"] = written.slack + (
+            0.0 if name in sample.roundings else written.spacing / 2
+        )
     if not readings:  # with a wrong state the step is wrong, too
         written = _written(sample, "weight", values, errors)
         readings += _readings(sample, "weight", written)
@@ -313,11 +367,18 @@ def _written(sample: Sample, name: str, values: Values, errors: Values) -> Writt
     count, betas = max(1, sample.count or 0), map(float, sample.settings.get("betas", ()))
     corrections = sum((1 + count * beta**count) / (1 - beta**count) for beta in betas)
     for key, (term, number) in terms.items():
-        relative = _OPERATIONS * _unit(sample) + corrections * 2.0**-24 if key == "step" else 4 * _unit(sample)
+        relative = (
+            _OPERATIONS * _unit(sample) + corrections * 2.0**-24
+            if key == "step"
+            else 4 * _unit(sample)
+        )
         slack += relative * (number * term).abs()
     # Errors of the inputs move the sum, for some elements without a bound.
     for key, error in errors.items():
-        ends = [sum_of(terms_of(sample, name, values | {key: values[key] + sign * error})) for sign in (1, -1)]
+        ends = [
+            sum_of(terms_of(sample, name, values | {key: values[key] + sign * error}))
+            for sign in (1, -1)
+        ]
         slack += (torch.stack(ends) - sum_of(terms)).abs().nan_to_num(math.inf).amax(0)
     rounding = sample.roundings.get(name) or Rounding(CODES[dtype_name(after.dtype)])
     return Written(after.double(), fixed, terms, rounding, slack)
@@ -338,7 +399,11 @@ def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
     difference = written.difference(_UNEXPLAINED_SHARE * length if name == "weight" else 0.0)
     if difference is None:
         return
-    more, rate, rule = _rounded_to(sample.after[name], written.expected), float(sample.settings["lr"]), written.rule
+    more, rate, rule = (
+        _rounded_to(sample.after[name], written.expected),
+        float(sample.settings["lr"]),
+        written.rule,
+    )
     numbers, wrong = difference.numbers, dict[str, float]()
     for key, value in numbers.items():
         bound = max(difference.errors[key], KINDS[_MEANING[key][0]].bound * abs(rule[key]))
@@ -353,24 +418,44 @@ def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
         label, words = _MEANING[key]
         words = words.format(numbers[key], rule[key])
         yield KINDS[label].reading(
-            sample.name, numbers[key], rule[key], bound, state=name, words=words, rate=rate, more=more
+            sample.name,
+            numbers[key],
+            rule[key],
+            bound,
+            state=name,
+            words=words,
+            rate=rate,
+            more=more,
         )
     if not wrong:
-        spacing = torch.finfo(sample.after[name].dtype).eps * written.expected.abs().clamp_min(1e-30)
+        spacing = torch.finfo(sample.after[name].dtype).eps * written.expected.abs().clamp_min(
+            1e-30
+        )
         share = float(((sample.after[name] - written.expected).abs() > 4 * spacing).double().mean())
-        distance, bound = (x / length if length else x and math.inf for x in (difference.distance, difference.bound))
+        distance, bound = (
+            x / length if length else x and math.inf
+            for x in (difference.distance, difference.bound)
+        )
         words = f"differs from its rule's by {distance:.2g} of its length"
         kind = KINDS["weight" if name == "weight" else "state"]
-        yield kind.reading(sample.name, distance, 0.0, bound, state=name, words=words, share=share, more=more)
+        yield kind.reading(
+            sample.name, distance, 0.0, bound, state=name, words=words, share=share, more=more
+        )
 
 
 def _rounded_to(values: Tensor, expected: Tensor) -> str:
     """Name the smaller format that holds all values, if rounding the expected ones gives them; empty otherwise."""
-    if values.dtype not in (torch.float32, torch.float64) or values.numel() < 8 or not bool(values.any()):
+    if (
+        values.dtype not in (torch.float32, torch.float64)
+        or values.numel() < 8
+        or not bool(values.any())
+    ):
         return ""
     for dtype in _FORMATS:
         # A few values lie near a tie.
-        is_rounded = float((expected.float().to(dtype).to(values.dtype) == values).double().mean()) >= 0.95
+        is_rounded = (
+            float((expected.float().to(dtype).to(values.dtype) == values).double().mean()) >= 0.95
+        )
         if is_rounded and bool((values.to(dtype).to(values.dtype) == values).all()):
             return f"; it was rounded to {dtype_name(dtype)}"
     return ""
@@ -392,7 +477,10 @@ def between_readings(step: SampledStep) -> list[Reading]:
 
 def _written_between(sample: Sample, name: str, now: Tensor | None) -> Iterator[Reading]:
     """Read a weight or state that the loop wrote after the step."""
-    before, kind = sample.after[name], KINDS["weights-written" if name == "weight" else "states-written"]
+    before, kind = (
+        sample.after[name],
+        KINDS["weights-written" if name == "weight" else "states-written"],
+    )
     if now is None:
         yield kind.reading(sample.name, 1.0, 0.0, 0.0, state=name, share=1.0, more=": it is lost")
         return
@@ -400,7 +488,9 @@ def _written_between(sample: Sample, name: str, now: Tensor | None) -> Iterator[
         return
     x, y = now.double(), before.double()
     length = float(y.norm())
-    distance, factor = (float((x - y).norm()) / length, float(x @ y) / length**2) if length else (math.inf, 0.0)
+    distance, factor = (
+        (float((x - y).norm()) / length, float(x @ y) / length**2) if length else (math.inf, 0.0)
+    )
     # Averages that are swapped in and back out leave a rounding error.
     slack = 4 * torch.finfo(now.dtype).eps
     if now.dtype in (torch.float32, torch.float64) and distance <= slack:

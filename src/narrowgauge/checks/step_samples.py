@@ -82,7 +82,11 @@ class Sample:
         stored = {"weight": self.parameter} | stored_by(self.optimizer, self.parameter)
         tensors = {name: stored.get(name) for name in ("weight", *STATES)}
         shape = self.parameter.shape
-        return {name: spread(t) for name, t in tensors.items() if isinstance(t, Tensor) and t.shape == shape}
+        return {
+            name: spread(t)
+            for name, t in tensors.items()
+            if isinstance(t, Tensor) and t.shape == shape
+        }
 
     def num_steps(self) -> int | None:
         """Return the optimizer's count of steps for the parameter, or ``None`` without a count."""
@@ -96,7 +100,10 @@ class Sample:
         self.after, self.count = self.values(), self.num_steps()
         if self.gradient is not None:
             self.gradient = _times(self.optimizer, self.gradient, factor)
-        if not isinstance(self.optimizer, Optimizer) or (state := self.optimizer.state_of(self.parameter)) is None:
+        if (
+            not isinstance(self.optimizer, Optimizer)
+            or (state := self.optimizer.state_of(self.parameter)) is None
+        ):
             return
         for name in self.after:
             code = state.storage.weight if name == "weight" else state.code(name)
@@ -105,8 +112,12 @@ class Sample:
             elif code.mantissa_bits < 23:
                 ends = None
                 if code.scaled:
-                    back = codes.multipliers(code, state.bounds[name])[1].double().log2() - (code.lowest + 126)
-                    ends = spread(back.reshape(*self.parameter.shape[:-1], 1).expand(self.parameter.shape))
+                    back = codes.multipliers(code, state.bounds[name])[1].double().log2() - (
+                        code.lowest + 126
+                    )
+                    ends = spread(
+                        back.reshape(*self.parameter.shape[:-1], 1).expand(self.parameter.shape)
+                    )
                 self.roundings[name] = Rounding(code, ends)
 
 
@@ -130,13 +141,21 @@ def rule_of(optimizer: torch.optim.Optimizer) -> str:
     for place, kind in enumerate(kinds):
         if kind.__name__ in RULES and kind.__module__.partition(".")[0] in ("torch", "narrowgauge"):
             is_renamed = kind.__name__ != kinds[0].__name__
-            return "" if is_renamed and any(map(_replaces_step, kinds[:place])) else RULES[kind.__name__]
+            return (
+                ""
+                if is_renamed and any(map(_replaces_step, kinds[:place]))
+                else RULES[kind.__name__]
+            )
     return ""
 
 
 def _replaces_step(kind: type) -> bool:
     """Return whether a class has a step of its own that does not call its parent's."""
-    code = getattr(inspect.unwrap(vars(kind)["step"]), "__code__", None) if "step" in vars(kind) else None
+    code = (
+        getattr(inspect.unwrap(vars(kind)["step"]), "__code__", None)
+        if "step" in vars(kind)
+        else None
+    )
     return code is not None and "super" not in code.co_names
 
 
@@ -156,7 +175,9 @@ def stored_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, 
     return stored
 
 
-def sampled_step(number: int, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> SampledStep:
+def sampled_step(
+    number: int, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> SampledStep:
     """Sample a step that is about to be taken.
 
     Args:
@@ -165,10 +186,15 @@ def sampled_step(number: int, optimizer: torch.optim.Optimizer, names: Mapping[i
     """
     step, rule = SampledStep(number), rule_of(optimizer)
     # GradScaler sets these two during a step. Our optimizers report skips and factors afterwards.
-    found_inf, grad_scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    found_inf, grad_scale = (
+        getattr(optimizer, "found_inf", None),
+        getattr(optimizer, "grad_scale", None),
+    )
     if found_inf is not None and bool(found_inf):
         step.why_not = "a gradient is not finite: the step is skipped"
-    loss_scale = 1.0 if grad_scale is None or isinstance(optimizer, Optimizer) else float(grad_scale)
+    loss_scale = (
+        1.0 if grad_scale is None or isinstance(optimizer, Optimizer) else float(grad_scale)
+    )
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key != "params"}
         for place, p in enumerate(group["params"]):
@@ -180,7 +206,11 @@ def sampled_step(number: int, optimizer: torch.optim.Optimizer, names: Mapping[i
                 gradient = None
             if name not in step.samples:
                 step.samples[name] = Sample(name, p, optimizer, settings, rule, gradient)
-    gradients = [g for s in step.samples.values() if s.gradient is not None and (g := s.parameter.grad) is not None]
+    gradients = [
+        g
+        for s in step.samples.values()
+        if s.gradient is not None and (g := s.parameter.grad) is not None
+    ]
     if not any(map(is_sharded, gradients)):
         squares = (float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)
         step.grad_norm = math.sqrt(sum(squares)) / loss_scale

@@ -38,11 +38,15 @@ class Rounding:
     def spacings(self, values: Tensor) -> Tensor:
         """Return the distance from each value to the next larger magnitude; infinite where a code does not simply round."""
         code = self.code
-        lowest = torch.full_like(values, float(code.lowest)) + (0.0 if self.ends is None else self.ends)
+        lowest = torch.full_like(values, float(code.lowest)) + (
+            0.0 if self.ends is None else self.ends
+        )
         exponents = torch.frexp(values.abs())[1].double() - 1
         above = 2.0 ** (exponents.where(values != 0, lowest).maximum(lowest) - code.mantissa_bits)
         is_held = (values.abs() < 2.0 ** (lowest - code.mantissa_bits + 1)) & code.hold
-        is_saturated = (values.abs() >= 2.0 ** (lowest + code.highest - code.lowest)) & code.is_window
+        is_saturated = (
+            values.abs() >= 2.0 ** (lowest + code.highest - code.lowest)
+        ) & code.is_window
         return above.masked_fill(is_held | is_saturated, math.inf)
 
 
@@ -65,7 +69,12 @@ class Written:
     """
 
     def __init__(
-        self, after: Tensor, fixed: Tensor, terms: dict[str, tuple[Tensor, float]], rounding: Rounding, slack: Tensor
+        self,
+        after: Tensor,
+        fixed: Tensor,
+        terms: dict[str, tuple[Tensor, float]],
+        rounding: Rounding,
+        slack: Tensor,
     ) -> None:
         self.after, self.fixed, self.terms, self.slack = after, fixed, terms, slack
         self.rule = {name: number for name, (_, number) in terms.items()}
@@ -73,12 +82,17 @@ class Written:
         # An infinite spacing takes an element out of the comparison.
         unknown = ~slack.isfinite() | rounding.spacings(self.expected).isinf()
         self.spacing = rounding.spacings(after).masked_fill(unknown, math.inf)
-        self.is_known, self.is_stochastic = self.spacing.isfinite(), rounding.code.rounding == "stochastic"
+        self.is_known, self.is_stochastic = (
+            self.spacing.isfinite(),
+            rounding.code.rounding == "stochastic",
+        )
         self.reach = (1.0 if self.is_stochastic else 0.5) * self.spacing + slack
 
     def value(self, numbers: Mapping[str, float]) -> Tensor:
         """Return what the rule computes with other numbers."""
-        return self.fixed + torch.stack([numbers[name] * term for name, (term, _) in self.terms.items()]).sum(0)
+        return self.fixed + torch.stack(
+            [numbers[name] * term for name, (term, _) in self.terms.items()]
+        ).sum(0)
 
     def difference(self, share: float = 0.0) -> Difference | None:
         """Compare the stored values with the rule; ``None`` if they agree.
@@ -87,12 +101,16 @@ class Written:
             share: numbers that leave at most this length explain the values too.
         """
         outside, fitted = self._outside(self.expected), self.fitted()
-        is_off = self.is_stochastic and any(abs(x - self.rule[name]) > fitted[1][name] for name, x in fitted[0].items())
+        is_off = self.is_stochastic and any(
+            abs(x - self.rule[name]) > fitted[1][name] for name, x in fitted[0].items()
+        )
         if not outside and not is_off:
             return None
         bound, distance = float(self.reach[self.is_known].norm()), self._distance(self.expected)
         factor, error = (fit["all"] for fit in self._fit({"all": self.expected - self.fixed}))
-        all_times = [{name: x * abs(number) for name, number in self.rule.items()} for x in (factor, error)]
+        all_times = [
+            {name: x * abs(number) for name, number in self.rule.items()} for x in (factor, error)
+        ]
         for (numbers, errors), left in ((all_times, 0.0), (fitted, share)):
             computed = self.value(numbers)
             if self._outside(computed) <= _FEWER * outside or self._distance(computed) <= left:
@@ -101,20 +119,32 @@ class Written:
 
     def fitted(self) -> tuple[dict[str, float], dict[str, float]]:
         """Fit each number. Return the numbers and four of their standard errors. A zero term keeps its number."""
-        fit, errors = self._fit({name: term for name, (term, _) in self.terms.items() if bool(term.any())})
+        fit, errors = self._fit(
+            {name: term for name, (term, _) in self.terms.items() if bool(term.any())}
+        )
         return self.rule | fit, dict.fromkeys(self.rule, math.inf) | errors
 
     def _fit(self, terms: Mapping[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
         if not terms:
             return {}, {}
-        inverse = torch.linalg.pinv(torch.stack(list(terms.values()), 1) / self.spacing[:, None], rtol=1e-14)
-        solution, errors = inverse @ ((self.after - self.fixed) / self.spacing), 4 * inverse.norm(dim=1)
-        return dict(zip(terms, solution.tolist(), strict=True)), dict(zip(terms, errors.tolist(), strict=True))
+        inverse = torch.linalg.pinv(
+            torch.stack(list(terms.values()), 1) / self.spacing[:, None], rtol=1e-14
+        )
+        solution, errors = (
+            inverse @ ((self.after - self.fixed) / self.spacing),
+            4 * inverse.norm(dim=1),
+        )
+        return dict(zip(terms, solution.tolist(), strict=True)), dict(
+            zip(terms, errors.tolist(), strict=True)
+        )
 
     def _distance(self, computed: Tensor) -> float:
         return float((self.after - computed)[self.is_known].norm())
 
     def _outside(self, computed: Tensor) -> float:
         """Return the fraction of known values that a sum excludes; 0 for as few as rounding near a tie explains."""
-        number, count = int(((self.after - computed).abs() > self.reach).sum()), int(self.is_known.sum())
+        number, count = (
+            int(((self.after - computed).abs() > self.reach).sum()),
+            int(self.is_known.sum()),
+        )
         return number / count if number > max(2, _MOST_OUTSIDE * count) else 0.0

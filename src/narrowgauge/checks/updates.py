@@ -51,16 +51,34 @@ def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
     state, rate = stepped.state, stepped.rate
     mean, square = state.get("exp_avg"), state.get("exp_avg_sq")
     shape = stepped.parameter.shape
-    if isinstance(mean, Tensor) and isinstance(square, Tensor) and mean.shape == square.shape == shape and square.any():
-        betas, count = stepped.group.get("betas", (0.9, 0.999)), max(1.0, float(state.get("step", 1)))
-        first, second = spread(mean).float() / (1 - betas[0] ** count), spread(square).float() / (1 - betas[1] ** count)
+    if (
+        isinstance(mean, Tensor)
+        and isinstance(square, Tensor)
+        and mean.shape == square.shape == shape
+        and square.any()
+    ):
+        betas, count = (
+            stepped.group.get("betas", (0.9, 0.999)),
+            max(1.0, float(state.get("step", 1))),
+        )
+        first, second = (
+            spread(mean).float() / (1 - betas[0] ** count),
+            spread(square).float() / (1 - betas[1] ** count),
+        )
         step: Tensor = first / (second.sqrt() + float(stepped.group.get("eps", 1e-8)))
         return -rate * step
     if (size := stepped.size) is None:
         direction = state.get("momentum_buffer", stepped.parameter.grad)
         return None if direction is None else -rate * spread(direction).float()
-    share = (torch.arange(len(weight), dtype=torch.float64, device=weight.device) * 0.6180339887498949 + 0.5) % 1.0
-    draw = math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1) if size < 1 else (share - 0.5).sign()
+    share = (
+        torch.arange(len(weight), dtype=torch.float64, device=weight.device) * 0.6180339887498949
+        + 0.5
+    ) % 1.0
+    draw = (
+        math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1)
+        if size < 1
+        else (share - 0.5).sign()
+    )
     return (-rate * (size * draw).clamp(-1, 1)).float()
 
 
@@ -89,7 +107,9 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
     for p in still:
         weight = spread(p.parameter).float().abs()
         typical = float(weight.median()) or float(weight.max())
-        groups.setdefault((p.rate, p.storage.visible, 2.0 ** (math.frexp(typical)[1] - 1)), []).append(p)
+        groups.setdefault(
+            (p.rate, p.storage.visible, 2.0 ** (math.frexp(typical)[1] - 1)), []
+        ).append(p)
     for (rate, visible, typical), members in groups.items():
         members.sort(key=lambda p: p.parameter.ndim)  # norms first
         # Moving up needs 0.5 ulp. Moving down from a power of two needs 0.25 ulp.
@@ -97,8 +117,12 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
         are_ones = all(bool((spread(p.parameter) == typical).all()) for p in members)
         needed = spacing / 4 if are_ones else spacing / 2
         is_flat = all(p.parameter.ndim < 2 for p in members)
-        things = counted(len(members), "norm weight" if are_ones else "vector" if is_flat else "tensor")
-        things, them = (f"{things} stays", "it") if len(members) == 1 else (f"{things} stay", "them")
+        things = counted(
+            len(members), "norm weight" if are_ones else "vector" if is_flat else "tensor"
+        )
+        things, them = (
+            (f"{things} stays", "it") if len(members) == 1 else (f"{things} stay", "them")
+        )
         yield KINDS["stands-still"].reading(
             of_all(p.name for p in members), rate, None, needed, things=things, them=them, typical=typical, rate=rate,
             format=visible, needed=needed, fallback=members[0].storage.fallback,
@@ -116,7 +140,10 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
         if (quality := float(update_metrics(total)["edq"])) < MIN_EDQ:
             groups.setdefault((p.rate, p.storage), []).append((quality, p.name, total))
     for (rate, row), members in groups.items():
-        worst, total = min(member[:2] for member in members), torch.stack([sums for *_, sums in members]).sum(0)
+        worst, total = (
+            min(member[:2] for member in members),
+            torch.stack([sums for *_, sums in members]).sum(0),
+        )
         value, lost = (float(update_metrics(total)[name]) for name in ("edq", "lost_fraction"))
         advice = (
             f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}; {value:.2f} of the update is stored, "
@@ -128,8 +155,14 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
 
 
 def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
-    steps = [(p, p.rate * float(p.group.get("weight_decay") or 0.0)) for p in set_up.trained if p.decays_alone]
-    if lost := [(p, step) for p, step in steps if 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2)]:
+    steps = [
+        (p, p.rate * float(p.group.get("weight_decay") or 0.0))
+        for p in set_up.trained
+        if p.decays_alone
+    ]
+    if lost := [
+        (p, step) for p, step in steps if 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2)
+    ]:
         row, step = lost[0][0].storage, lost[0][1]
         names, bits = of_all(p.name for p, _ in lost), row.weight.mantissa_bits + 2
         yield KINDS["swallowed-decay"].reading(
@@ -152,7 +185,10 @@ def grid_lines(set_up: SetUp) -> list[str]:
             members.setdefault(dtype, []).append(p)
     lines = []
     for dtype, stepped in members.items():
-        parts = [visible_part(spread(p.parameter), dtype, NUM_UPDATES * p.rate) * p.parameter.numel() for p in stepped]
+        parts = [
+            visible_part(spread(p.parameter), dtype, NUM_UPDATES * p.rate) * p.parameter.numel()
+            for p in stepped
+        ]
         share = sum(parts) / sum(p.parameter.numel() for p in stepped)
         is_narrow = any(p.parameter.dtype is dtype for p in set_up.trained)
         lines.append(
@@ -166,7 +202,9 @@ def grid_lines(set_up: SetUp) -> list[str]:
 def visible_part(weights: Tensor, dtype: torch.dtype, update: float) -> float:
     """Return the mean visible change of weights on a format's grid, relative to ``update``: 0 if no weight moves."""
     magnitude = weights.double().abs()
-    ulp = torch.finfo(dtype).eps * torch.exp2(magnitude.clamp(min=torch.finfo(dtype).tiny).log2().floor())
+    ulp = torch.finfo(dtype).eps * torch.exp2(
+        magnitude.clamp(min=torch.finfo(dtype).tiny).log2().floor()
+    )
     moved = torch.where(magnitude == 0, update, (update / ulp + 0.5).floor() * ulp)
     return float(moved.mean()) / update
 
@@ -179,9 +217,16 @@ def _grid(p: SteppedParameter) -> torch.dtype | None:
         weights = spread(p.parameter)
         fits = (dtype for dtype in NARROW if torch.equal(weights.to(dtype).float(), weights))
         return next(fits, None) if bool(weights.any()) else None
-    if p.parameter.dtype not in NARROW or not p.storage.beside or p.group.get("low_bits") == "random":
+    if (
+        p.parameter.dtype not in NARROW
+        or not p.storage.beside
+        or p.group.get("low_bits") == "random"
+    ):
         return None
-    if isinstance(p.optimizer, Optimizer) and (state := p.optimizer.state_of(p.parameter)) is not None:
+    if (
+        isinstance(p.optimizer, Optimizer)
+        and (state := p.optimizer.state_of(p.parameter)) is not None
+    ):
         stored, weight = state.leading(ELEMENTS, "weight"), state.parameter.detach().reshape(-1)
         if stored is not None and not torch.equal(stored, weight[: len(stored)].to(stored.dtype)):
             return None
@@ -205,7 +250,9 @@ def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
                 f'the gap between two values. Take beta2 below {1 - least:.4g}, or storage "{fallback}".'
             )
             name = f"{p.name} and all of its group" if len(p.group["params"]) > 1 else p.name
-            yield Reading(0, "storage", name, "frozen-moments", 1 - float(betas[1]), None, least, advice)
+            yield Reading(
+                0, "storage", name, "frozen-moments", 1 - float(betas[1]), None, least, advice
+            )
             return
 
 
@@ -213,10 +260,20 @@ def _second_moment_bits(stepped: SteppedParameter) -> int | None:
     """Return the mantissa bits of a second moment rounded to nearest; ``None`` for a wider one or an unknown rounding."""
     code, state = stepped.storage.exp_avg_sq, stepped.state.get("exp_avg_sq")
     if isinstance(stepped.optimizer, Optimizer):
-        is_near = "exp_avg_sq" in dict(stepped.storage.states) and code.parts == 1 and code.rounding == "nearest"
+        is_near = (
+            "exp_avg_sq" in dict(stepped.storage.states)
+            and code.parts == 1
+            and code.rounding == "nearest"
+        )
         return code.mantissa_bits if is_near else None
     is_torch = type(stepped.optimizer).__module__.startswith("torch.optim")
-    dtype = state.dtype if isinstance(state, Tensor) else stepped.parameter.dtype if is_torch else torch.float32
+    dtype = (
+        state.dtype
+        if isinstance(state, Tensor)
+        else stepped.parameter.dtype
+        if is_torch
+        else torch.float32
+    )
     return {torch.bfloat16: 7, torch.float16: 10}.get(dtype)
 
 
@@ -224,8 +281,15 @@ def _truncated(set_up: SetUp) -> Iterator[Reading]:
     """Report the first epsilon that the denominator's format rounds to zero. Fused kernels and ours compute in float32."""
     for p in set_up.trained:
         eps, dtype = p.group.get("eps"), p.parameter.dtype
-        is_narrow = p.is_short and not p.group.get("fused") and not isinstance(p.optimizer, Optimizer)
-        if is_narrow and isinstance(eps, float) and eps > 0 and not torch.tensor(eps, dtype=dtype, device="cpu"):
+        is_narrow = (
+            p.is_short and not p.group.get("fused") and not isinstance(p.optimizer, Optimizer)
+        )
+        if (
+            is_narrow
+            and isinstance(eps, float)
+            and eps > 0
+            and not torch.tensor(eps, dtype=dtype, device="cpu")
+        ):
             cure = "Where the second moment is zero too, the step divides by zero. Take eps=1e-4, or fused=True."
             yield KINDS["truncated-setting"].reading(
                 p.name, 0.0, eps, setting="eps", format=dtype_name(dtype), cure=cure
@@ -236,7 +300,10 @@ def _truncated(set_up: SetUp) -> Iterator[Reading]:
 def _no_matrix(set_up: SetUp) -> Iterator[Reading]:
     """Report rules for matrices whose parameters are all flat."""
     for optimizer in set_up.optimizers:
-        kind, stepped = type(optimizer).__name__, [p for p in set_up.trained if p.optimizer is optimizer]
+        kind, stepped = (
+            type(optimizer).__name__,
+            [p for p in set_up.trained if p.optimizer is optimizer],
+        )
         is_for_matrices = any(name in kind.lower() for name in ("muon", "shampoo", "soap", "dion"))
         if is_for_matrices and stepped and max(p.parameter.ndim for p in stepped) < 2:
             yield KINDS["no-matrix"].reading(of_all(p.name for p in stepped), 0, None, 1, rule=kind)

@@ -16,18 +16,26 @@ import click
 from narrowgauge.distributed import job
 from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated, suggestion
 
-_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")  # of PyTorch, on a GPU and on a CPU
+_OUT_OF_MEMORY = re.compile(
+    "out of memory|can't allocate memory"
+)  # of PyTorch, on a GPU and on a CPU
 
 
 class CommandGroup(click.Group):
     """Exits with status 2 for invalid input, 1 for a machine that fails, 130 after Ctrl-C, 143 after SIGTERM."""
 
     def main(
-        self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: object, **extra: Any
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        *_: object,
+        **extra: Any,
     ) -> NoReturn:
         """Run a command and exit."""
         for output in (sys.stdout, sys.stderr):
-            if isinstance(output, io.TextIOWrapper):  # a terminal that shows only ASCII ends no command
+            if isinstance(
+                output, io.TextIOWrapper
+            ):  # a terminal that shows only ASCII ends no command
                 output.reconfigure(errors="replace")
         extra["standalone_mode"] = False
         # The command line, for commands that start other processes with it.
@@ -42,7 +50,9 @@ class CommandGroup(click.Group):
             if (explained := _explained(error)) is None:
                 raise  # a bug
             kind, message, status = explained
-            if kind and job.rank() == 0:  # all ranks have it; of one rank's own, torchrun prints the first
+            if (
+                kind and job.rank() == 0
+            ):  # all ranks have it; of one rank's own, torchrun prints the first
                 with contextlib.suppress(OSError):  # its reader has left
                     click.echo(f"{kind}: {' '.join(message.split())}", err=True)
         sys.exit(status if isinstance(status, int) else 0)
@@ -74,21 +84,44 @@ def _recorded(main: Callable[..., Any]) -> Callable[..., Any]:
 def _explained(error: Exception) -> tuple[str, str, int] | None:
     """Return the kind, the line and the exit status of an error; no kind if another process has printed it."""
     if isinstance(error, NarrowgaugeError):
-        return "" if isinstance(error, ReportedError) else type(error).__name__, str(error), error.status
+        return (
+            "" if isinstance(error, ReportedError) else type(error).__name__,
+            str(error),
+            error.status,
+        )
     if isinstance(error, click.Abort):
         status = 143 if isinstance(error.__cause__, Terminated) else 130
         return "Interrupted", str(error) or "the command was stopped.", status
     if isinstance(error, click.ClickException):
         return "UsageError", _with_advice(error), 2
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
+    ):
         first = (str(error) or "out of memory.").splitlines()[0]
-        return "OutOfMemoryError", f"{first} Take smaller batches or recipes; narrowgauge plan run says what fits.", 1
+        return (
+            "OutOfMemoryError",
+            f"{first} Take smaller batches or recipes; narrowgauge plan run says what fits.",
+            1,
+        )
     if isinstance(error, OSError):
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT):
+        if error.filename is None and error.errno in (
+            errno.ENOSPC,
+            errno.EFBIG,
+            errno.EIO,
+            errno.EDQUOT,
+        ):
             sys.stdout = io.StringIO()
-            return "OSError", f"Cannot write to standard output: {error.strerror}. Redirect it to another place.", 1
+            return (
+                "OSError",
+                f"Cannot write to standard output: {error.strerror}. Redirect it to another place.",
+                1,
+            )
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            return "OSError", f"Cannot open '{error.filename}': {error.strerror}. Name another path.", 2
+            return (
+                "OSError",
+                f"Cannot open '{error.filename}': {error.strerror}. Name another path.",
+                2,
+            )
     return None
 
 
@@ -98,6 +131,12 @@ def _with_advice(error: click.ClickException) -> str:
         return message
     # click suggests too many names.
     if isinstance(error, click.NoSuchOption):
-        names = [flag for option in context.command.params for flag in (*option.opts, *option.secondary_opts)]
-        message = f"No such option '{error.option_name}'. {suggestion(error.option_name, names)}".rstrip()
+        names = [
+            flag
+            for option in context.command.params
+            for flag in (*option.opts, *option.secondary_opts)
+        ]
+        message = (
+            f"No such option '{error.option_name}'. {suggestion(error.option_name, names)}".rstrip()
+        )
     return f"{message} (See {context.command_path} --help.)"

@@ -58,7 +58,9 @@ def _ranks_to_start(nproc: int | None) -> int:
 
     size = job.world_size()
     if nproc is not None and size not in (1, nproc):
-        raise RankError(f"Cannot start {nproc} ranks in one of torchrun's {size}.", "Leave --nproc out.")
+        raise RankError(
+            f"Cannot start {nproc} ranks in one of torchrun's {size}.", "Leave --nproc out."
+        )
     return nproc if nproc is not None and nproc > size else 0
 
 
@@ -67,7 +69,9 @@ def _run(config: TrainConfig, function: Callable[[], Path]) -> None:
     from narrowgauge.distributed import job
 
     keep_pages()
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # PyTorch's own, at every step
+    warnings.filterwarnings(
+        "ignore", "FSDP2-wrapped module", UserWarning
+    )  # PyTorch's own, at every step
     with job.joined(), job.threads_of(config.threads, config.recipe.reduction.order_invariant):
         job.require_same(config.to_dict())
         folder = function()
@@ -80,7 +84,9 @@ def _require_one_process(command: str) -> None:
     from narrowgauge.distributed import job
 
     if (size := job.world_size()) > 1:
-        raise RankError(f"Cannot run narrowgauge {command} on {size} ranks.", "Start it once, without torchrun.")
+        raise RankError(
+            f"Cannot run narrowgauge {command} on {size} ranks.", "Start it once, without torchrun."
+        )
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True)
@@ -96,11 +102,17 @@ def main(context: click.Context) -> None:
     narrowgauge plan run --model llama-8b --chip H100-SXM5 --chips 8
     narrowgauge diagnose trainer_state.json
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch's own warnings to its developers
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # PyTorch's own warnings to its developers
     help_without_command(context)
 
 
-@main.group("show", short_help="Tables, recipes, and this machine's arithmetic.", invoke_without_command=True)
+@main.group(
+    "show",
+    short_help="Tables, recipes, and this machine's arithmetic.",
+    invoke_without_command=True,
+)
 @click.pass_context
 def show_group(context: click.Context) -> None:
     """Print a table (formats, recipes, storages, chips, …), a recipe, or this machine's arithmetic."""
@@ -149,11 +161,16 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
     from narrowgauge.gauges.arithmetic import measure_arithmetic
 
     if cuda and not torch.cuda.is_available():
-        raise ChipError("Cannot measure a GPU because PyTorch sees none here.", "Leave --cuda out to measure this CPU.")
+        raise ChipError(
+            "Cannot measure a GPU because PyTorch sees none here.",
+            "Leave --cuda out to measure this CPU.",
+        )
     table = measure_arithmetic(torch.device("cuda" if cuda else "cpu"))
     if as_json:
         return tables.write_json(table)
-    return click.echo("\n".join(f"{name}: {text}" for part in table.values() for name, text in part.items()))
+    return click.echo(
+        "\n".join(f"{name}: {text}" for part in table.values() for name, text in part.items())
+    )
 
 
 @main.command("tokenize", short_help="Make a token map from text, for train and compare.")
@@ -205,7 +222,9 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
 @main.command("resume", short_help="Resume a run, on one or more ranks.")
 @_run_folder
 @click.option("--stop-after", type=_count, metavar="N", help="Stop again after this step.")
-@click.option("--restart", is_flag=True, help="Begin again at step 0 if the run has lost its checkpoints.")
+@click.option(
+    "--restart", is_flag=True, help="Begin again at step 0 if the run has lost its checkpoints."
+)
 @_nproc
 def resume(folder: Path, stop_after: int | None, restart: bool, nproc: int | None) -> None:
     """Resume the run in DIR, on at most as many ranks as a step has micro-batches.
@@ -217,7 +236,9 @@ def resume(folder: Path, stop_after: int | None, restart: bool, nproc: int | Non
     from narrowgauge.trainer import resume_checks
     from narrowgauge.trainer.config import TrainConfig
 
-    config = TrainConfig.from_dict(resume_checks.unfinished_run(folder).config, str(folder / "run.toml"))
+    config = TrainConfig.from_dict(
+        resume_checks.unfinished_run(folder).config, str(folder / "run.toml")
+    )
     if num_ranks := _ranks_to_start(nproc):
         config.require_agreement(num_ranks)
         job.launch(num_ranks, click.get_current_context().obj)
@@ -227,18 +248,28 @@ def resume(folder: Path, stop_after: int | None, restart: bool, nproc: int | Non
 
 
 @main.command(
-    "compare", short_help="What several recipes cost, trained alike.", params=flags.of_settings(compared=True)
+    "compare",
+    short_help="What several recipes cost, trained alike.",
+    params=flags.of_settings(compared=True),
 )
-@click.option("--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes or .toml files.")
 @click.option(
-    "--seeds", type=_count, metavar="N", default=1, help="Seeds per recipe; 3 give useful intervals.  [default: 1]"
+    "--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes or .toml files."
+)
+@click.option(
+    "--seeds",
+    type=_count,
+    metavar="N",
+    default=1,
+    help="Seeds per recipe; 3 give useful intervals.  [default: 1]",
 )
 @click.option(
     "--out", metavar="DIR", type=_path,
     help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL-N, the first free N]",
 )  # fmt: skip
 @flags.json_list
-def compare(recipes: list[Recipe], seeds: int, out: Path | None, as_json: bool, **settings: Any) -> None:
+def compare(
+    recipes: list[Recipe], seeds: int, out: Path | None, as_json: bool, **settings: Any
+) -> None:
     """Train with several recipes from the same initial weights on the same tokens, and report what each costs.
 
     The same command with --out DIR continues a stopped comparison; with more --recipes or --seeds it adds their runs.
@@ -258,9 +289,14 @@ def compare(recipes: list[Recipe], seeds: int, out: Path | None, as_json: bool, 
 @main.command("report", short_help="Write one HTML page about runs.")
 @click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=_path)
 @click.option(
-    "--out", metavar="FILE", type=_path, help="The page to write.  [default: report.html in the one folder named]"
+    "--out",
+    metavar="FILE",
+    type=_path,
+    help="The page to write.  [default: report.html in the one folder named]",
 )
-@click.option("--table", is_flag=True, help="Print the table of costs as markdown instead of writing a page.")
+@click.option(
+    "--table", is_flag=True, help="Print the table of costs as markdown instead of writing a page."
+)
 def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, or the log of
     another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, TensorBoard event files, or their folder;
@@ -289,27 +325,38 @@ def export(folder: Path, out: Path) -> None:
 
 @main.command("profile", short_help="Measure what recipes cost a model here.")
 @click.option(
-    "--model", required=True, metavar="TEXT", help="A preset (narrowgauge show models) or a folder with a config.json."
+    "--model",
+    required=True,
+    metavar="TEXT",
+    help="A preset (narrowgauge show models) or a folder with a config.json.",
 )
 @click.option(
     "--recipe", "--recipes", "recipes", required=True, metavar="A,B,…", type=flags.RECIPES,
     help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
 )  # fmt: skip
 @click.option("--batch-size", type=_count, default=8, show_default=True, help="Sequences per step.")
-@click.option("--sequence-length", type=_count, default=256, show_default=True, help="Tokens per sequence.")
+@click.option(
+    "--sequence-length", type=_count, default=256, show_default=True, help="Tokens per sequence."
+)
 @flags.json_list
 def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
     """Measure what recipes cost a model here: whole steps, and each kind of linear layer."""
     from narrowgauge.profiling import profile as profiling
 
-    rows = profiling.profile(model, recipes, **options, say=lambda line: click.echo(f"{line} …", err=True))
+    rows = profiling.profile(
+        model, recipes, **options, say=lambda line: click.echo(f"{line} …", err=True)
+    )
     _print(as_json, rows, profiling.tables_of(rows))
 
 
 @main.command("watch", short_help="A live page on runs that are being written.")
 @click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=_path)
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="Port on 127.0.0.1.  [default: a free one]"
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    metavar="N",
+    help="Port on 127.0.0.1.  [default: a free one]",
 )
 def watch(runs: tuple[Path, ...], port: int) -> None:
     """Show the report of runs that are being written, rendered again as they grow.
@@ -323,7 +370,10 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
 
     for path in runs:
         if not path.is_dir():
-            raise RecordError(f"No run in {path}: there is no such folder.", "Name a run folder, or a folder of runs.")
+            raise RecordError(
+                f"No run in {path}: there is no such folder.",
+                "Name a run folder, or a folder of runs.",
+            )
     if not stamp_of(runs):
         click.echo("note: no run is here yet; the address follows when one begins.", err=True)
     with contextlib.suppress(AttributeError, OSError):
@@ -339,7 +389,9 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
             page.poll()
 
 
-@main.command("diagnose", short_help="What a run shows beyond its bounds, or where two runs first differ.")
+@main.command(
+    "diagnose", short_help="What a run shows beyond its bounds, or where two runs first differ."
+)
 @click.argument("run", metavar="RUN", type=_path)
 @click.argument("other", metavar="[OTHER]", required=False, type=_path)
 @flags.json_object
@@ -358,7 +410,9 @@ def diagnose(run: Path, other: Path | None, as_json: bool, step: int | None) -> 
     from narrowgauge.analysis import diagnose as diagnosing
 
     if other is not None and step is not None:
-        raise click.UsageError("--replay repeats a step of one run, and two were named.", click.get_current_context())
+        raise click.UsageError(
+            "--replay repeats a step of one run, and two were named.", click.get_current_context()
+        )
     record = _record(run)
     diagnosis: Any = diagnosing.diagnose(record, *([] if other is None else [_record(other)]))
     row, text = diagnosis.to_dict(), str(diagnosis)

@@ -31,7 +31,9 @@ def _amount(least: float) -> flags.Parsed:
         except ValueError:
             number = math.nan
         if not least <= number < 1e18:
-            raise click.BadParameter(f"'{text}' is not a number of at least {least:g}, such as 10e9 or 10B.")
+            raise click.BadParameter(
+                f"'{text}' is not a number of at least {least:g}, such as 10e9 or 10B."
+            )
         return number
 
     return flags.Parsed(read)
@@ -49,7 +51,9 @@ def _names(text: str) -> list[str]:
     return [name for name in map(str.strip, text.split(",")) if name]
 
 
-@click.group("plan", short_help="What fits, how fast, on which machines.", invoke_without_command=True)
+@click.group(
+    "plan", short_help="What fits, how fast, on which machines.", invoke_without_command=True
+)
 @click.pass_context
 def plan_group(context: click.Context) -> None:
     """Say what fits, how fast, on which machines, and why; nothing is trained.
@@ -67,9 +71,14 @@ _recipe = click.option(
     "--recipe", "recipes", metavar="A,B,…|all", type=flags.RECIPES_OR_ALL,
     help="Recipes or .toml files; all: every one that the chips multiply natively.  [default: the usual six]",
 )  # fmt: skip
-_chip = click.option("--chip", metavar="A,B,…", type=flags.Parsed(_names), help="Chips (narrowgauge show chips).")
+_chip = click.option(
+    "--chip", metavar="A,B,…", type=flags.Parsed(_names), help="Chips (narrowgauge show chips)."
+)
 _chips = click.option(
-    "--chips", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips; several are compared.  [default: 1]"
+    "--chips",
+    metavar="N,M,…",
+    type=flags.Parsed(_counts),
+    help="Numbers of chips; several are compared.  [default: 1]",
 )
 _layout = click.option(
     "--layout", metavar="FIELD=N,…", type=flags.Parsed(read_layout),
@@ -86,7 +95,9 @@ _optimizer = click.option(
     "run", short_help="What fits, how fast, on which machines.",
     epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
 )  # fmt: skip
-@click.option("--model", metavar="TEXT", required=True, help="A preset, or a Hugging Face config.json.")
+@click.option(
+    "--model", metavar="TEXT", required=True, help="A preset, or a Hugging Face config.json."
+)
 @_recipe
 @_chip
 @_chips
@@ -99,12 +110,22 @@ _optimizer = click.option(
     help="A TOML file of chips, nodes and links, instead of --chip; several are compared.",
 )  # fmt: skip
 @click.option(
-    "--sequence-length", type=click.IntRange(min=1), metavar="N", help="Tokens per sequence.  [default: 4096 at most]"
+    "--sequence-length",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens per sequence.  [default: 4096 at most]",
 )
-@click.option("--tokens-per-step", type=_amount(1), metavar="X", help="Tokens per step.  [default: by chips]")
-@click.option("--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days.")
 @click.option(
-    "--days", type=_amount(1e-3), metavar="X", help="Days of the whole run, instead of --chips: the fewest chips."
+    "--tokens-per-step", type=_amount(1), metavar="X", help="Tokens per step.  [default: by chips]"
+)
+@click.option(
+    "--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days."
+)
+@click.option(
+    "--days",
+    type=_amount(1e-3),
+    metavar="X",
+    help="Days of the whole run, instead of --chips: the fewest chips.",
 )
 @click.option(
     "--software", type=click.Choice(list(SOFTWARE)),
@@ -114,11 +135,24 @@ _optimizer = click.option(
     "--program", metavar="NAME,FIELD=X,…", type=flags.Parsed(read_program),
     help=f"The training loop: {', '.join(PROGRAMS)}; fields such as loss=chunked, kernels=eager, release=true, offload=true.",
 )  # fmt: skip
-@click.option("--lora", type=click.IntRange(min=1), metavar="R", help="Train adapters of rank R over frozen weights.")
-@click.option("--base", type=click.Choice(list(BASE_BITS)), help="Format of frozen weights.  [default: bfloat16]")
+@click.option(
+    "--lora",
+    type=click.IntRange(min=1),
+    metavar="R",
+    help="Train adapters of rank R over frozen weights.",
+)
+@click.option(
+    "--base",
+    type=click.Choice(list(BASE_BITS)),
+    help="Format of frozen weights.  [default: bfloat16]",
+)
 @_optimizer
 @_layout
-@click.option("--explain", is_flag=True, help="Print every term of the best option: formula, interval, source.")
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Print every term of the best option: formula, interval, source.",
+)
 @flags.json_object
 def run_command(as_json: bool, explain: bool, days: float | None, **asked: Any) -> None:
     """Say whether a model fits, how fast it trains, on which machines, and why.
@@ -136,7 +170,9 @@ def run_command(as_json: bool, explain: bool, days: float | None, **asked: Any) 
 
 
 @plan_group.command("state", short_help="Bytes of weights, gradients and optimizer states.")
-@click.option("--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9).")
+@click.option(
+    "--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9)."
+)
 @click.option(
     "--recipe", "recipes", metavar="A,B,…", type=flags.RECIPES_OR_ALL,
     help="Recipes or .toml files.  [default: every storage of bfloat16 weights]",
@@ -158,7 +194,11 @@ def state_command(as_json: bool, **asked: Any) -> None:
 
 
 def _show(
-    row: Any, parts: list[tables.Table], sentences: Sequence[str], as_json: bool, first: Sequence[str] = ()
+    row: Any,
+    parts: list[tables.Table],
+    sentences: Sequence[str],
+    as_json: bool,
+    first: Sequence[str] = (),
 ) -> None:
     """Print an answer as JSON, or as sentences, tables, and further sentences."""
     if as_json:
@@ -171,7 +211,12 @@ def _show(
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")
 @click.argument("measured", metavar="N:TIME,…")
-@click.option("--at", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips to say the time for.")
+@click.option(
+    "--at",
+    metavar="N,M,…",
+    type=flags.Parsed(_counts),
+    help="Numbers of chips to say the time for.",
+)
 @flags.json_object
 def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
     """Say what does not scale, from measured times of one job on several numbers of chips.

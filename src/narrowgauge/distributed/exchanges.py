@@ -35,7 +35,9 @@ class RankGrid:
     group: Any = None  # all of them; None for a single process
     shard_group: Any = None  # this rank's row, in the order of the pieces
     replica_group: Any = None  # this rank's column
-    places: tuple[tuple[int, int], ...] = ((0, 0),)  # row and column of each rank of the group, in its order
+    places: tuple[tuple[int, int], ...] = (
+        (0, 0),
+    )  # row and column of each rank of the group, in its order
 
     @property
     def size(self) -> int:
@@ -56,15 +58,26 @@ def replicated(group: Any = None) -> RankGrid:
 
 def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
     """Return the ranks of a DeviceMesh. ``replicate_dim`` is ``None`` without replicas."""
-    table = mesh.mesh.reshape(1, -1) if replicate_dim is None else mesh.mesh.permute(replicate_dim, shard_dim)
+    table = (
+        mesh.mesh.reshape(1, -1)
+        if replicate_dim is None
+        else mesh.mesh.permute(replicate_dim, shard_dim)
+    )
     replicas, shards = table.shape
     place_of = {int(table[r, s]): (r, s) for r in range(replicas) for s in range(shards)}
     # Without replicas FSDP2's own group: on CUDA each group has a communicator, and queues of its own.
-    group = mesh.get_group(shard_dim) if replicate_dim is None else group_of(table.flatten().tolist())
+    group = (
+        mesh.get_group(shard_dim) if replicate_dim is None else group_of(table.flatten().tolist())
+    )
     ranks = dist.get_process_group_ranks(group)
     replica_group = None if replicate_dim is None else mesh.get_group(replicate_dim)
     return RankGrid(
-        shards, replicas, group, mesh.get_group(shard_dim), replica_group, tuple(place_of[rank] for rank in ranks)
+        shards,
+        replicas,
+        group,
+        mesh.get_group(shard_dim),
+        replica_group,
+        tuple(place_of[rank] for rank in ranks),
     )
 
 

@@ -42,7 +42,9 @@ def launch(num_ranks: int, words: Sequence[str]) -> NoReturn:
 
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))  # torchrun's is 1
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks))
+    )  # torchrun's is 1
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     logging.disable()  # torchrun's report of the ranks, whose own error is on the console
     torchrun = ["--standalone", "--nproc-per-node", str(num_ranks)]
@@ -70,7 +72,9 @@ def joined() -> Iterator[None]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device is None else "cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
+    dist.init_process_group(
+        "gloo" if device is None else "cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device
+    )
     try:
         with warnings.catch_warnings():
             if rank():

@@ -52,7 +52,9 @@ def follow_forwards(model: nn.Module, check: Callable[[], None]) -> list[Callabl
             check()
 
     modules = dict.fromkeys([model, *_called(model), *fsdp_modules(model)])
-    return [module.register_forward_pre_hook(OwnHook(enter), prepend=True).remove for module in modules]
+    return [
+        module.register_forward_pre_hook(OwnHook(enter), prepend=True).remove for module in modules
+    ]
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

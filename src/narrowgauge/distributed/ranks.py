@@ -102,7 +102,9 @@ class Ranks:
 
     def apart(self) -> Ranks:
         """Return the same ranks in a separate process group on the CPU, with two hours for large files."""
-        group = dist.new_group(backend="gloo", timeout=timedelta(hours=2)) if self.size > 1 else None
+        group = (
+            dist.new_group(backend="gloo", timeout=timedelta(hours=2)) if self.size > 1 else None
+        )
         return Ranks(self.rank, self.size, group)
 
 

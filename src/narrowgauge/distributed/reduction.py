@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import torch_names
-from narrowgauge.distributed.exchanges import ONE_RANK, ExactExchange, Exchange, RankGrid, group_of, of_mesh, replicated
+from narrowgauge.distributed.exchanges import (
+    ONE_RANK,
+    ExactExchange,
+    Exchange,
+    RankGrid,
+    group_of,
+    of_mesh,
+    replicated,
+)
 from narrowgauge.distributed.order_invariance import follow_forwards, generator_state, refuse_norms
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import settle
@@ -29,7 +37,9 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.torch_hooks import OwnHook
 
-_installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = weakref.WeakKeyDictionary()
+_installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = (
+    weakref.WeakKeyDictionary()
+)
 _IN_MICRO_BATCHES = (
     "Surround each forward and backward pass with reduction.micro_batch(is_last=…), which sums them; prepare() returns it as "
     "optimizer.reduction."
@@ -74,7 +84,9 @@ def reduce_gradients_with(
             f"reduction '{row.name}' was requested for a model whose gradients are summed by '{installed.row.name}' already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
-    reduction = (ExactReduction if row.order_invariant else GradientReduction)(model, row, average, mesh)
+    reduction = (ExactReduction if row.order_invariant else GradientReduction)(
+        model, row, average, mesh
+    )
     _installed[inner_of(model)] = weakref.ref(reduction)
     return reduction
 
@@ -82,7 +94,9 @@ def reduce_gradients_with(
 def reduction_of(model: nn.Module) -> GradientReduction | None:
     """Return the reduction that takes part in a model's backward passes, if there is one."""
     reference = _installed.get(inner_of(model))
-    return reduction if reference and (reduction := reference()) and reduction.is_installed else None
+    return (
+        reduction if reference and (reduction := reference()) and reduction.is_installed else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +117,12 @@ class _GroupSum:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         """Sum ``input_tensor`` of all ranks, shape [shards * n], into this rank's piece, shape [n]."""
         micro_batch = self.reduction.require_open()
@@ -153,21 +172,29 @@ class GradientReduction:
             self.close()
             raise
 
-    def _take_over(self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]) -> None:
+    def _take_over(
+        self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]
+    ) -> None:
         sharded_ids, grid = self._take_over_shards(register)
         whole_params = [p for p in self._trainable if id(p) not in sharded_ids]
         self._sharded = [p for p in self._trainable if id(p) in sharded_ids]
         grid = grid or _grid_of(model, mesh)
         self.size, self.group = grid.size, grid.group
         _require_whole(model, whole_params, grid)
-        self._replicated = Replicated(whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register)
+        self._replicated = Replicated(
+            whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register
+        )
         if self._ddp is not None:
             self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
         if self.size > 1 or self.row.order_invariant:
             # The model keeps the reduction. A strong reference in a parameter's hook would keep both forever.
             arrive: Any = weakref.WeakMethod(self._arrive)
-            hooks = [p.register_post_accumulate_grad_hook(lambda p: arrive()(p)) for p in self._trainable]
-            holder = inner_of(model).register_state_dict_pre_hook(OwnHook(functools.partial(_do_nothing, self)))
+            hooks = [
+                p.register_post_accumulate_grad_hook(lambda p: arrive()(p)) for p in self._trainable
+            ]
+            holder = inner_of(model).register_state_dict_pre_hook(
+                OwnHook(functools.partial(_do_nothing, self))
+            )
             self._undo += [hook.remove for hook in (*hooks, holder)]
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,7 +216,9 @@ class GradientReduction:
                 keep gradients on a rank.
         """
         if self.current is not None or self._is_closed:
-            place = "within another" if self.current is not None else "of a reduction that is closed"
+            place = (
+                "within another" if self.current is not None else "of a reduction that is closed"
+            )
             raise RuntimeError(f"micro_batch was entered {place}")
         self._begin()
         if self._ddp is not None:
@@ -310,7 +339,9 @@ class GradientReduction:
     def _require_known(self) -> None:
         """Refuse trainable parameters that were frozen or missing at the start: their replicas would drift."""
         groups = [group for _, group in torch_names.fsdp_groups(self._model)]
-        known_ids = {id(p) for p in self._trainable} | {id(p) for g in groups for p in torch_names.fsdp_gathered(g)}
+        known_ids = {id(p) for p in self._trainable} | {
+            id(p) for g in groups for p in torch_names.fsdp_gathered(g)
+        }
         sharded = [p for group in groups for p in torch_names.fsdp_parameters(group)]
         for parameter in [*sharded, *self._model.parameters()]:
             if parameter.requires_grad and id(parameter) not in known_ids:
@@ -320,7 +351,9 @@ class GradientReduction:
                     "Call close() of the reduction, and install it anew.",
                 )
 
-    def _take_over_shards(self, register: Callable[[RankGrid], Exchange]) -> tuple[set[int], RankGrid | None]:
+    def _take_over_shards(
+        self, register: Callable[[RankGrid], Exchange]
+    ) -> tuple[set[int], RankGrid | None]:
         """Give FSDP2's parameter groups their exchanges. Return the ids of the sharded parameters, and the ranks."""
         sharded_ids: set[int] = set()
         grids: dict[tuple[int, ...], RankGrid] = {}
@@ -339,7 +372,9 @@ class GradientReduction:
             if grid.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
                 sharded_ids |= {id(p) for p in torch_names.fsdp_parameters(group)}
         if len(grids) > 1:
-            raise RecipeError(f"a model is sharded over {len(grids)} meshes of other ranks.", "Shard it over one.")
+            raise RecipeError(
+                f"a model is sharded over {len(grids)} meshes of other ranks.", "Shard it over one."
+            )
         return sharded_ids, next(iter(grids.values()), None)
 
 
@@ -348,7 +383,9 @@ class ExactReduction(GradientReduction):
 
     exchange = ExactExchange
 
-    def _take_over(self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]) -> None:
+    def _take_over(
+        self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]
+    ) -> None:
         super()._take_over(model, mesh, register)
         self._require_own_dtypes()
         if self._trainable:
@@ -362,7 +399,11 @@ class ExactReduction(GradientReduction):
                 "set_requires_all_reduce(False).",
                 "Leave both True: the sum takes each micro-batch by itself.",
             )
-        device = self._fsdp[0][1].device if self._fsdp else next(iter(self._trainable), torch.empty(0)).device
+        device = (
+            self._fsdp[0][1].device
+            if self._fsdp
+            else next(iter(self._trainable), torch.empty(0)).device
+        )
         return generator_state(device)
 
     def _after_pass(self, micro_batch: _MicroBatch, before: Any) -> None:
@@ -416,13 +457,19 @@ def _do_nothing(*_: object) -> None:
 
 
 def inner_of(model: nn.Module) -> nn.Module:
-    inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    inner: nn.Module = (
+        model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    )
     return inner
 
 
 def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
     ids = {id(gradient) for gradient in gradients}
-    exact = [r for reference in _installed.values() if isinstance(r := reference(), ExactReduction) and r.is_installed]
+    exact = [
+        r
+        for reference in _installed.values()
+        if isinstance(r := reference(), ExactReduction) and r.is_installed
+    ]
     return any(id(p.grad) in ids for reduction in exact for p in reduction._trainable)
 
 
@@ -432,7 +479,9 @@ def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGri
     for groups, members in by_group(parameters):
         ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
         if len(ranks & summing) > 1:
-            name = next(name for name, parameter in model.named_parameters() if parameter is members[0])
+            name = next(
+                name for name, parameter in model.named_parameters() if parameter is members[0]
+            )
             raise RecipeError(
                 f"parameter '{name}' is a DTensor of which each rank holds a part, and it is not FSDP2 that gathers it.",
                 "Shard it with fully_shard, or keep it whole on every rank.",
@@ -464,7 +513,9 @@ class Replicated:
         make: makes the exchange of a bucket.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], grid: RankGrid, make: Callable[[RankGrid], Exchange]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], grid: RankGrid, make: Callable[[RankGrid], Exchange]
+    ) -> None:
         self.parameters, self.grid = list(parameters), grid
         self.buckets = [(bucket, make(grid)) for bucket in _in_buckets(parameters)]
         self._used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
@@ -475,7 +526,9 @@ class Replicated:
         if not self.parameters:
             return
         gradients = {p: None if is_absent else p.grad for p in self.parameters}
-        self._used |= torch.tensor([g is not None for g in gradients.values()], dtype=torch.uint8, device="cpu")
+        self._used |= torch.tensor(
+            [g is not None for g in gradients.values()], dtype=torch.uint8, device="cpu"
+        )
         if is_last and self.grid.size > 1:  # on any rank, in any micro-batch
             anywhere = self._used.to(self.parameters[0].device)
             dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.grid.group)

@@ -38,7 +38,9 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
     for name, tensor, owner in tensors:
         for group in replica_groups(owner):
             replicas.setdefault(group, []).append((name, tensor_hash(tensor)))
-    errors = [error for group, hashes in replicas.items() for error in _compare(group, dict(hashes), step)]
+    errors = [
+        error for group, hashes in replicas.items() for error in _compare(group, dict(hashes), step)
+    ]
     ranks = all_ranks()
     if not ranks.largest(len(errors)):
         return
@@ -73,7 +75,10 @@ def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[Corruptio
             message = f"{name} of {who} differs from that of {len(ranks) - len(wrong)} other ranks after step {step}."
             advice = f"Take the machine of rank {wrong[0]} out of service"
         else:
-            message, advice = f"{name} differs between {who} after step {step}.", "Test the memory of these machines"
+            message, advice = (
+                f"{name} differs between {who} after step {step}.",
+                "Test the memory of these machines",
+            )
         advice += ", and resume: the last checkpoint was saved before the damage."
         errors.append(CorruptionError(message, advice, wrong[0] if has_majority else None, name))
     return errors

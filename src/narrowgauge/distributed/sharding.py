@@ -40,7 +40,11 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
 
     require_mesh(mesh)
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    layers = [layer for layer in _layers_of(model) if layer is not model and _owns_its_parameters(layer, model)]
+    layers = [
+        layer
+        for layer in _layers_of(model)
+        if layer is not model and _owns_its_parameters(layer, model)
+    ]
     separate, whole_params = _exceptions(model)
     for module in dict.fromkeys([*separate, *reversed(layers), model]):
         fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=whole_params)
@@ -108,7 +112,9 @@ def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
     return fingerprint_all(fingerprints_whole_and_own(named)[0])
 
 
-def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
+def fingerprints_whole_and_own(
+    named: Mapping[str, Tensor],
+) -> tuple[dict[str, int], dict[str, int]]:
     """Return the fingerprints of whole tensors, and of this rank's parts, from one read. All ranks pass the same names in order.
 
     Cost: one read of this rank's parts, and one sum over the ranks of 8 bytes for each tensor.
@@ -123,11 +129,15 @@ def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, i
     for group, names in names_of.items():
         # As signed numbers, whose sums wrap modulo 2^64 like the fingerprints'.
         signed = torch.tensor(
-            [local[name] - (local[name] >> 63 << 64) for name in names], dtype=torch.int64, device="cpu"
+            [local[name] - (local[name] >> 63 << 64) for name in names],
+            dtype=torch.int64,
+            device="cpu",
         )
         total = signed.to(named[names[0]].device)
         torch.distributed.all_reduce(total, group=group)
-        totals.update({name: number % (1 << 64) for name, number in zip(names, total.tolist(), strict=True)})
+        totals.update(
+            {name: number % (1 << 64) for name, number in zip(names, total.tolist(), strict=True)}
+        )
     return totals, local
 
 
@@ -135,7 +145,9 @@ def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
     """Return the fingerprint of this rank's part of a tensor, and the group over which it must be added up."""
     if not is_sharded(tensor):
         return fingerprint(tensor), None
-    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    axes = [
+        axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    ]
     if not axes:
         return fingerprint(tensor.to_local()), None
     if len(axes) > 1 or not tensor.placements[axes[0]].is_shard(0):
@@ -150,7 +162,9 @@ def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
 def require_mesh(mesh: Any, sharding: str = "full") -> None:
     """Refuse a mesh of over two axes or of two without names, and an unknown ``sharding``."""
     if sharding not in SHARDINGS:
-        raise RecipeError(f"shard = {sharding!r} was requested, and it is one of {', '.join(SHARDINGS)}.")
+        raise RecipeError(
+            f"shard = {sharding!r} was requested, and it is one of {', '.join(SHARDINGS)}."
+        )
     if mesh.ndim > 2:
         raise RecipeError(
             f"a mesh of {mesh.ndim} axes was given, and a model is sharded over one, or over replicas and shards.",
@@ -167,7 +181,9 @@ def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
     """Return whether no module outside a layer uses its parameters. FSDP2 needs tied parameters in one group."""
     inner_params, inner_modules = set(layer.parameters()), set(layer.modules())
     outer = [module for module in model.modules() if module not in inner_modules]
-    return not any(p in inner_params for module in outer for p in module._parameters.values() if p is not None)
+    return not any(
+        p in inner_params for module in outer for p in module._parameters.values() if p is not None
+    )
 
 
 def _exceptions(model: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
@@ -182,8 +198,15 @@ def _exceptions(model: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
     for module in model.modules():
         parameters = list(module.parameters(recurse=False))
         ignored = {p for p in parameters if p.dtype is not usual or not p.ndim}
-        is_single = all(users[id(p)] == 1 and p.ndim for p in parameters) and len({p.dtype for p in parameters}) == 1
-        if is_single and any(p.ndim > 1 for p in ignored) and not any(True for _ in module.children()):
+        is_single = (
+            all(users[id(p)] == 1 and p.ndim for p in parameters)
+            and len({p.dtype for p in parameters}) == 1
+        )
+        if (
+            is_single
+            and any(p.ndim > 1 for p in ignored)
+            and not any(True for _ in module.children())
+        ):
             separate.append(module)
         else:
             whole_params |= ignored

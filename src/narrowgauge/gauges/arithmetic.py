@@ -41,7 +41,9 @@ def fixed_numbers() -> Tensor:
 def _multiply_add(x: Tensor) -> Tensor:
     x = _odd(x)
     y = x.flip(0)
-    return torch.stack([torch.addcmul(y, x, x), torch.addcdiv(y, x, y.abs() + 0.75), torch.lerp(y, x, x)])
+    return torch.stack(
+        [torch.addcmul(y, x, x), torch.addcdiv(y, x, y.abs() + 0.75), torch.lerp(y, x, x)]
+    )
 
 
 def _attention(x: Tensor) -> Tensor:

@@ -24,7 +24,15 @@ from narrowgauge.gauges import hooks
 from narrowgauge.gauges.attention import heads_of
 from narrowgauge.gauges.moment_shadow import MomentShadow, leading_states
 from narrowgauge.gauges.sampling import RECORDERS, SAMPLING, Recorder, recorder_of
-from narrowgauge.gauges.tensor_metrics import SHARED, exponents, fetch, join_shards, measure, rounded, row_of
+from narrowgauge.gauges.tensor_metrics import (
+    SHARED,
+    exponents,
+    fetch,
+    join_shards,
+    measure,
+    rounded,
+    row_of,
+)
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
 from narrowgauge.numerics.widening import matmul
@@ -62,7 +70,9 @@ class Gauges:
         self.last: Row | None = None
         self._warned = False
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
-        self.parameters = {plain_name(name): p for name, p in model.named_parameters() if p in stepped}
+        self.parameters = {
+            plain_name(name): p for name, p in model.named_parameters() if p in stepped
+        }
         if not self.parameters:
             raise NarrowgaugeError(
                 f"Cannot attach gauges because the optimizer steps no parameter of this {type(model).__name__}.",
@@ -73,10 +83,14 @@ class Gauges:
         for kind in SHARED:
             for name in self.parameters:
                 self.recorder.watch(kind, name)
-        if isinstance(optimizer, Optimizer) and any(map(is_split_over_ranks, self.parameters.values())):
+        if isinstance(optimizer, Optimizer) and any(
+            map(is_split_over_ranks, self.parameters.values())
+        ):
             optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
         self.shadow = MomentShadow(optimizer, self.parameters if every else {})
-        self._undo.callback(optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove)
+        self._undo.callback(
+            optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove
+        )
         self._undo.callback(Follower(optimizer, self._before_step, self._after_step).remove)
         self.step = 0
 
@@ -113,10 +127,14 @@ class Gauges:
         modules = hooks.named_modules(self.model)
         for name, module in modules.items():
             # Entries of a copied module have no gauges.
-            if not any(e is not None and recorder_of(e) is not None for e in getattr(module, "gauge_entries", ())):
+            if not any(
+                e is not None and recorder_of(e) is not None
+                for e in getattr(module, "gauge_entries", ())
+            ):
                 continue
             raise NarrowgaugeError(
-                f"gauges were requested for '{name}', which already has gauges.", "Call detach() of those first."
+                f"gauges were requested for '{name}', which already has gauges.",
+                "Call detach() of those first.",
             )
         entries = dict[Any, list[Tensor | None]]()
         for name, module in modules.items():
@@ -124,16 +142,27 @@ class Gauges:
                 self._layers[name] = module
                 # Layers with the same input are measured once.
                 first = first_of_input(name)
-                input_entry = None if first != name and first in self._layers else self.recorder.watch("input", name)
-                entries.setdefault(module, [None, None])[:2] = input_entry, self.recorder.watch("output_grad", name)
+                input_entry = (
+                    None
+                    if first != name and first in self._layers
+                    else self.recorder.watch("input", name)
+                )
+                entries.setdefault(module, [None, None])[:2] = (
+                    input_entry,
+                    self.recorder.watch("output_grad", name),
+                )
             elif (heads := heads_of(module)) is not None:
                 for kind, child in zip(("query", "key"), heads[:2], strict=True):
                     entries.setdefault(child, [None, None]).append(self.recorder.watch(kind, name))
                     self.recorder.heads[kind, name] = heads
         for module, of_module in entries.items():
-            module.gauge_entries = tuple(of_module)  # an attribute, not a closure, so that equal layers share code
+            module.gauge_entries = tuple(
+                of_module
+            )  # an attribute, not a closure, so that equal layers share code
             self._undo.callback(module.__dict__.pop, "gauge_entries", None)
-            self._undo.callback(module.register_forward_hook(hooks.record_module, with_kwargs=True).remove)
+            self._undo.callback(
+                module.register_forward_hook(hooks.record_module, with_kwargs=True).remove
+            )
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         self._head = next((name for name, layer in self._layers.items() if layer is head), "")
 
@@ -173,9 +202,13 @@ class Gauges:
             row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
         if "moments" in fetched:
             biases = zip(self.shadow.parameters, fetched["moments"].tolist(), strict=True)
-            row["moments"] = {name: [value] for name, bias in biases if (value := rounded(bias)) is not None}
+            row["moments"] = {
+                name: [value] for name, bias in biases if (value := rounded(bias)) is not None
+            }
         if "logits" in fetched:
-            row["logits"] = {self._head: [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]}
+            row["logits"] = {
+                self._head: [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]
+            }
         row["seconds"] = rounded(time.perf_counter() - began)
         self._warn_if_nothing_recorded(row)
         self.last = row
@@ -189,7 +222,11 @@ class Gauges:
         """
         head: Any = self._layers.get(self._head)
         sample = self.recorder.samples.get(("input", self._head)) if head is not None else None
-        if sample is None or is_split_over_ranks(head.weight) or sample.shape[1] != head.weight.shape[1]:
+        if (
+            sample is None
+            or is_split_over_ranks(head.weight)
+            or sample.shape[1] != head.weight.shape[1]
+        ):
             return None
         logits = matmul(sample[:8].to(head.weight.dtype), head.weight.detach().t()).float()
         if head.bias is not None:
@@ -198,7 +235,9 @@ class Gauges:
 
     def _warn_if_nothing_recorded(self, row: Row) -> None:
         """Warn once if no linear layer was recorded, e.g. because the code was compiled before attaching the gauges."""
-        is_recorded = any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ()))
+        is_recorded = any(
+            key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ())
+        )
         if self._warned or is_recorded or not self._layers:
             return
         self._warned = True
@@ -207,7 +246,11 @@ class Gauges:
             if self.model.training
             else "The model is in eval mode, and only training is watched; call model.train()."
         )
-        warnings.warn(f"gauges recorded no linear layer at step {row['step']}. {reason}", GaugeNotice, stacklevel=2)
+        warnings.warn(
+            f"gauges recorded no linear layer at step {row['step']}. {reason}",
+            GaugeNotice,
+            stacklevel=2,
+        )
 
 
 def _update_metrics(reading: AuditedUpdates) -> list[float | int | None]:
@@ -261,7 +304,9 @@ def attach_gauges(
         1.0
     """
     if type(every) is not int or every < 0:
-        raise NarrowgaugeError(f"gauges every {every!r} steps were requested; every must be an integer of at least 0.")
+        raise NarrowgaugeError(
+            f"gauges every {every!r} steps were requested; every must be an integer of at least 0."
+        )
     inner = unwrapped(optimizer)
     if isinstance(inner, Optimizer):
         inner.name_parameters(model)

@@ -50,9 +50,21 @@ def heads_of(module: Any) -> Heads | None:
     pairs = [(children[q], children[k]) for q, k in PAIRS if q in children and k in children]
     pairs += [(children[name], children[name]) for name in FUSED if name in children]
     width = next(
-        (n for name in ("head_dim", "attention_head_size") if isinstance(n := getattr(module, name, None), int)), 0
+        (
+            n
+            for name in ("head_dim", "attention_head_size")
+            if isinstance(n := getattr(module, name, None), int)
+        ),
+        0,
     )
-    heads = next((n for name in ("num_heads", "n_head") if isinstance(n := getattr(module, name, None), int)), 0)
+    heads = next(
+        (
+            n
+            for name in ("num_heads", "n_head")
+            if isinstance(n := getattr(module, name, None), int)
+        ),
+        0,
+    )
     if pairs and not width and heads and hasattr(pairs[0][0], "out_features"):
         query, key = pairs[0]
         width = query.out_features // heads // (3 if query is key else 1)

@@ -30,7 +30,9 @@ def record_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     input_entry, gradient_entry, *output_entries = module.gauge_entries
     if input_entry is not None:
         x = args[0] if args else kwargs["input"]
-        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):  # as the matmul reads it
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(
+            x.device.type
+        ):  # as the matmul reads it
             x = x.to(torch.get_autocast_dtype(x.device.type))
         record_tensor(x, input_entry)
     for entry in output_entries if type(output) is Tensor else ():
@@ -41,22 +43,31 @@ def record_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 def multiplies(module: nn.Module) -> bool:
     """Return whether a module is a linear layer, transformers' ``Conv1D`` or a projection of low-precision experts."""
     kinds = type(module).__mro__
-    if isinstance(module, NonDynamicallyQuantizableLinear):  # nn.MultiheadAttention reads its weight and never calls it
+    if isinstance(
+        module, NonDynamicallyQuantizableLinear
+    ):  # nn.MultiheadAttention reads its weight and never calls it
         return False
-    return isinstance(module, (nn.Linear, GroupedLinear)) or any(kind.__name__ == "Conv1D" for kind in kinds)
+    return isinstance(module, (nn.Linear, GroupedLinear)) or any(
+        kind.__name__ == "Conv1D" for kind in kinds
+    )
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model by name. Projections of low-precision experts are named like their weights."""
     names = {id(module): name for name, module in grouped_layers_of(model).items()}
-    return {plain_name(names.get(id(module), name)): module for name, module in model.named_modules()}
+    return {
+        plain_name(names.get(id(module), name)): module for name, module in model.named_modules()
+    }
 
 
 # ── outputs and gradients ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def follow_outputs(
-    stack: ExitStack, model: nn.Module, see: Callable[[str, Tensor], object], names: Collection[str] = ()
+    stack: ExitStack,
+    model: nn.Module,
+    see: Callable[[str, Tensor], object],
+    names: Collection[str] = (),
 ) -> None:
     """Call a function with the first output of each module of these names that has parameters, until the stack closes.
 
@@ -66,13 +77,19 @@ def follow_outputs(
     def hook(name: str) -> Any:
         def take(module: nn.Module, args: Any, output: Any) -> None:
             first = output[0] if isinstance(output, (tuple, list)) and output else output
-            if type(first) is Tensor and first.is_floating_point() and not torch.compiler.is_compiling():
+            if (
+                type(first) is Tensor
+                and first.is_floating_point()
+                and not torch.compiler.is_compiling()
+            ):
                 see(name, first.detach())
 
         return OwnHook(take)
 
     for name, module in model.named_modules():
-        if (not names or name in names) and any(True for _ in module.parameters(recurse=bool(names))):
+        if (not names or name in names) and any(
+            True for _ in module.parameters(recurse=bool(names))
+        ):
             stack.callback(module.register_forward_hook(hook(plain_name(name))).remove)
 
 

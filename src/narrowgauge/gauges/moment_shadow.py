@@ -23,12 +23,18 @@ NUM_VALUES = 64
 """Number of values measured per parameter."""
 
 
-def leading_states(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], name: str) -> dict[Tensor, Tensor]:
+def leading_states(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], name: str
+) -> dict[Tensor, Tensor]:
     """Return at most ``NUM_VALUES`` float32 values of a state, of each parameter that has it."""
     states = dict[Tensor, Tensor]()
     for p in parameters:
         if isinstance(optimizer, Optimizer):
-            values = None if (state := optimizer.state_of(p)) is None else state.leading(NUM_VALUES, name)
+            values = (
+                None
+                if (state := optimizer.state_of(p)) is None
+                else state.leading(NUM_VALUES, name)
+            )
         else:
             stored = optimizer.state.get(p, {}).get(name)
             values = leading_of(stored) if isinstance(stored, Tensor) else None
@@ -58,20 +64,30 @@ class MomentShadow:
         if not self._has_begun:
             self._begin()
         elif self.parameters:
-            grads = [p.grad if p.grad is None else local_of(p.grad) for p in self.parameters.values()]
+            grads = [
+                p.grad if p.grad is None else local_of(p.grad) for p in self.parameters.values()
+            ]
             parts = [leading_of(g) for g in grads if g is not None and g.layout is torch.strided]
             is_stepped = [g is not None and g.layout is torch.strided for g in grads]
             weight = self._weight * torch.tensor(is_stepped, device=self._weight.device)
             squares = torch.zeros_like(self._exact)
             if parts:
-                squares[weight != 0] = torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square()
+                squares[weight != 0] = torch.stack(
+                    torch._foreach_norm(parts, dtype=torch.float64)
+                ).square()
             # Our optimizers say by what they multiplied the gradients, and whether they skipped the step. A fused torch
             # optimizer writes the gradients back unscaled, and torch.amp.GradScaler sets found_inf on it.
             control = getattr(self.optimizer, "last_control", None)
-            scale, skip = (1.0, getattr(self.optimizer, "found_inf", None)) if control is None else control[:2]
+            scale, skip = (
+                (1.0, getattr(self.optimizer, "found_inf", None))
+                if control is None
+                else control[:2]
+            )
             weight = weight if skip is None else torch.where(skip != 0, 0.0, weight)
             # A non-finite gradient times a weight of 0 would be NaN.
-            self._exact = torch.where(weight == 0, self._exact, torch.lerp(self._exact, squares * scale**2, weight))
+            self._exact = torch.where(
+                weight == 0, self._exact, torch.lerp(self._exact, squares * scale**2, weight)
+            )
 
     def _begin(self) -> None:
         """Choose the parameters and start from the stored moments."""
@@ -100,13 +116,21 @@ class MomentShadow:
         """
         name = type(self.optimizer).__name__
         is_decoupled = name.startswith("AdamW") or group.get("decoupled_weight_decay")
-        return name.startswith("Adam") and "betas" in group and bool(is_decoupled or not group.get("weight_decay"))
+        return (
+            name.startswith("Adam")
+            and "betas" in group
+            and bool(is_decoupled or not group.get("weight_decay"))
+        )
 
     def _stored(self) -> Tensor | None:
         """Return the sums of the stored second moments; ``None`` without any."""
         moments = leading_states(self.optimizer, self.parameters.values(), "exp_avg_sq")
         is_whole = moments and len(moments) == len(self.parameters)
-        return torch.stack([moment.double().sum() for moment in moments.values()]) if is_whole else None
+        return (
+            torch.stack([moment.double().sum() for moment in moments.values()])
+            if is_whole
+            else None
+        )
 
     def bias(self) -> Tensor | None:
         """Return the stored sum over the exact one of each of ``parameters``, float64."""

@@ -64,7 +64,9 @@ class Recorder:
 
     def watch(self, kind: str, name: str) -> Tensor:
         """Add a tensor. Return its entry, a CPU tensor, so that layers share a graph."""
-        self.entries.append(torch.tensor([self._number, len(self.keys)], dtype=torch.int64, device="cpu"))
+        self.entries.append(
+            torch.tensor([self._number, len(self.keys)], dtype=torch.int64, device="cpu")
+        )
         self.keys.append((kind, name))
         return self.entries[-1]
 

@@ -41,13 +41,20 @@ def join_shards(recorder: Recorder, parameters: Mapping[str, Any]) -> None:
         device = members[0].device_mesh.device_type
         nothing = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float32, device=device)
         here = torch.stack(
-            [torch.stack(recorder.stats[key]).to(device) if key in recorder.stats else nothing for key, _ in entries]
+            [
+                torch.stack(recorder.stats[key]).to(device) if key in recorder.stats else nothing
+                for key, _ in entries
+            ]
         )
         # Magnitudes in the order of their bits: NaN is above all, and -1 (nothing recorded) below.
         bits = torch.where(here[:, 0].isnan(), torch.nan, here[:, 0]).view(torch.int32)
         largest = add_up(bits, groups, "max").view(torch.float32)
         counts = here.new_tensor([local_of(p).numel() for _, p in entries], dtype=torch.float64)
-        sums = add_up(torch.stack([here[:, 1].double().square() * counts, here[:, 2].double()], 1), groups, "sum")
+        sums = add_up(
+            torch.stack([here[:, 1].double().square() * counts, here[:, 2].double()], 1),
+            groups,
+            "sum",
+        )
         rms = (sums[:, 0] / here.new_tensor([p.numel() for _, p in entries])).sqrt().float()
         for place, (key, _) in enumerate(entries):
             if key in recorder.stats or largest[place] != -1:
@@ -70,7 +77,10 @@ def measure(recorder: Recorder, layers: Mapping[str, nn.Module]) -> dict[str, Te
     for key, sample in recorder.samples.items():
         groups[sample.shape, cast_of(key, layers)].append(key)
     for (_, cast), members in groups.items():
-        samples, places = torch.stack([recorder.samples[key] for key in members]), [place_of[key] for key in members]
+        samples, places = (
+            torch.stack([recorder.samples[key] for key in members]),
+            [place_of[key] for key in members],
+        )
         finite = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0)
         flat = finite.flatten(1)
         table[places, 3] = (flat.abs().amax(1) / flat.square().mean(1).sqrt()).double()
@@ -79,7 +89,9 @@ def measure(recorder: Recorder, layers: Mapping[str, nn.Module]) -> dict[str, Te
             table[places, 4:] = cast_stats(finite, cast, amax).double()
     parts = {"tensors": table}
     for kind in TENSOR_KINDS:
-        if sampled := [x.reshape(-1)[::COUNTED] for key, x in recorder.samples.items() if key[0] == kind]:
+        if sampled := [
+            x.reshape(-1)[::COUNTED] for key, x in recorder.samples.items() if key[0] == kind
+        ]:
             parts[f"histogram {kind}"] = exponents(torch.cat(sampled))
     return parts
 
@@ -90,7 +102,10 @@ def fetch(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}
     vector = torch.cat([part.detach().double().reshape(-1) for part in parts.values()]).cpu()
     pieces = vector.split([part.numel() for part in parts.values()])
-    return {name: piece.view(part.shape) for (name, part), piece in zip(parts.items(), pieces, strict=True)}
+    return {
+        name: piece.view(part.shape)
+        for (name, part), piece in zip(parts.items(), pieces, strict=True)
+    }
 
 
 def exponents(values: Tensor) -> Tensor:
@@ -109,9 +124,18 @@ def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
         else:
             lost = list[float | None]([None] * 3)
             if row[-1]:  # without a cast all of its sums are zero
-                loss, has_values = metrics.cast_loss(row[4:]), bool(row[4 + metrics.CAST_SUMS.index("nonzero")])
-                lost = [loss.underflow if has_values else None, loss.overflow, loss.sqnr_db if has_values else None]
-            tensors[f"{kind}:{name}"] = [rounded(value) for value in (amax, rms, int(bad), *lost, outlier)]
+                loss, has_values = (
+                    metrics.cast_loss(row[4:]),
+                    bool(row[4 + metrics.CAST_SUMS.index("nonzero")]),
+                )
+                lost = [
+                    loss.underflow if has_values else None,
+                    loss.overflow,
+                    loss.sqnr_db if has_values else None,
+                ]
+            tensors[f"{kind}:{name}"] = [
+                rounded(value) for value in (amax, rms, int(bad), *lost, outlier)
+            ]
     assert all(len(values) == len(METRICS["tensors"]) for values in tensors.values())
     histograms = {
         name.removeprefix("histogram "): values.long().tolist()
@@ -170,8 +194,13 @@ def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     # Blocks of several rows, and channels, must not reach into the next tensor.
     if cast.block is not None:
         scales = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
-        sums = [metrics.cast_sums(x, cast, amax=scale).sum(0) for x, scale in zip(samples, scales, strict=True)]
+        sums = [
+            metrics.cast_sums(x, cast, amax=scale).sum(0)
+            for x, scale in zip(samples, scales, strict=True)
+        ]
         return torch.stack(sums)
     count, rows, columns = samples.shape
     scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
-    return metrics.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
+    return (
+        metrics.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
+    )

@@ -31,7 +31,9 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
     for before, parameter in zip(old, new, strict=False):
         is_same &= before.shape == parameter.shape and before.dtype is parameter.dtype
         shard = local_of(parameter.detach())
-        is_same = is_same and torch.equal(own_part(parameter, before.detach().to(shard.device)), shard)
+        is_same = is_same and torch.equal(
+            own_part(parameter, before.detach().to(shard.device)), shard
+        )
     if not is_same:
         raise RecipeError(
             f"Cannot pass on the states of {len(old)} parameters because the {len(new)} in their places have other shapes, "
@@ -43,6 +45,11 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
     for before, parameter in zip(old, new, strict=True):
         source, target = ours.state.pop(before), ours.state[parameter]
         unsharded = source.tensors_of_extras()
-        values = {name: value.to(target.parameter.device) for name, value in source.in_parameter_order().items()}
-        target.take({name: v if name in unsharded else own_part(parameter, v) for name, v in values.items()})
+        values = {
+            name: value.to(target.parameter.device)
+            for name, value in source.in_parameter_order().items()
+        }
+        target.take(
+            {name: v if name in unsharded else own_part(parameter, v) for name, v in values.items()}
+        )
         target.step = source.step

@@ -26,7 +26,12 @@ def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict
         (0.9, 0.95)
     """
     betas = args.adam_beta1, args.adam_beta2
-    taken = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
+    taken = {
+        "lr": args.learning_rate,
+        "betas": betas,
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
     return AdamW, {**taken, **options}
 
 
@@ -46,7 +51,9 @@ class NarrowgaugeCallback(TrainerCallback):
         >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP
     """
 
-    def __init__(self, folder: str | Path | None = None, *, gauges_every: int = 0, audit_every: int = 0) -> None:
+    def __init__(
+        self, folder: str | Path | None = None, *, gauges_every: int = 0, audit_every: int = 0
+    ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.recorder: RunRecorder | None = None
         self._rate = 0.0
@@ -69,7 +76,9 @@ class NarrowgaugeCallback(TrainerCallback):
         if resume:
             self.recorder.go_back(state.global_step)
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: Any, **named: Any
+    ) -> None:
         # The schedule steps before the step ends.
         self._rate = float(unwrapped(named["optimizer"]).param_groups[0]["lr"])
 
@@ -89,7 +98,11 @@ class NarrowgaugeCallback(TrainerCallback):
         if isinstance(optimizer, Optimizer):
             readings: dict[str, float] = {"num_skipped": optimizer.num_skipped}
             if reading := audit(optimizer).total:
-                readings |= {"edq": reading.edq, "update_noise": reading.noise, "lost_fraction": reading.lost_fraction}
+                readings |= {
+                    "edq": reading.edq,
+                    "update_noise": reading.noise,
+                    "lost_fraction": reading.lost_fraction,
+                }
             logs.update(readings)
             state.log_history[-1].update(readings)
 

@@ -70,7 +70,10 @@ class NarrowgaugeMonitor(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         optimizer, count = trainer.optimizers[0], len(trainer.optimizers)
         if count > 1:
-            warnings.warn(f"Of {count} optimizers, the record shows the rate and the audit of the first.", stacklevel=2)
+            warnings.warn(
+                f"Of {count} optimizers, the record shows the rate and the audit of the first.",
+                stacklevel=2,
+            )
         if getattr(optimizer, "max_grad_norm", None) and trainer.gradient_clip_val:
             warnings.warn(
                 f"Gradients are clipped twice: to {trainer.gradient_clip_val:g} by the Trainer and to "
@@ -79,15 +82,27 @@ class NarrowgaugeMonitor(Callback):
             )
         self._step, self._loss, self._tokens = trainer.global_step, None, 0
         resume = trainer.global_step > 0
-        names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "world_size")
+        names = (
+            "max_steps",
+            "max_epochs",
+            "accumulate_grad_batches",
+            "gradient_clip_val",
+            "world_size",
+        )
         self.recorder = RunRecorder(
-            folder_for(self.folder or Path(trainer.default_root_dir) / "narrowgauge", goes_on=resume),
+            folder_for(
+                self.folder or Path(trainer.default_root_dir) / "narrowgauge", goes_on=resume
+            ),
             pl_module,
             optimizer,
-            settings={name: value for name in names if (value := getattr(trainer, name, None)) is not None},
+            settings={
+                name: value for name in names if (value := getattr(trainer, name, None)) is not None
+            },
             resume=resume,
             called=_called_model(pl_module),
-            max_grad_norm=trainer.gradient_clip_val if trainer.gradient_clip_algorithm in (None, "norm") else None,
+            max_grad_norm=trainer.gradient_clip_val
+            if trainer.gradient_clip_algorithm in (None, "norm")
+            else None,
             on_row=partial(_log, trainer),
             **self._options,
         )
@@ -96,9 +111,13 @@ class NarrowgaugeMonitor(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if getattr(optimizer, "optimizer", optimizer) is trainer.optimizers[0]:
-            self._rate = float(optimizer.param_groups[0]["lr"])  # Lightning's schedules step before the batch ends
+            self._rate = float(
+                optimizer.param_groups[0]["lr"]
+            )  # Lightning's schedules step before the batch ends
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self.recorder is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -114,7 +133,9 @@ class NarrowgaugeMonitor(Callback):
                 f"Cannot record a fit whose training_step returns no loss and logs no '{self._loss_name}'.",
                 "Return the loss, or log it: self.log('loss', loss).",
             )
-        self.recorder.step(loss, lr=self._rate, tokens=None if self._count is None else self._tokens)
+        self.recorder.step(
+            loss, lr=self._rate, tokens=None if self._count is None else self._tokens
+        )
         self._loss, self._tokens = None, 0
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

@@ -46,7 +46,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: FrozenLinear) -> Tensor:
         ctx.layer = layer
-        return layer.multiply(rows).clone()  # PEFT adds to the output in place, which a view from here forbids
+        return layer.multiply(
+            rows
+        ).clone()  # PEFT adds to the output in place, which a view from here forbids
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -60,7 +62,11 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
 
     def forward(self, input: Tensor) -> Tensor:
         device = input.device.type
-        x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
+        x = (
+            input.to(torch.get_autocast_dtype(device))
+            if torch.is_autocast_enabled(device)
+            else input
+        )
         rows = x.reshape(-1, self.in_features)
         y = cast(Tensor, _Product.apply(rows, self))  # type: ignore[no-untyped-call]
         if self.bias is not None and self.bias.requires_grad:
@@ -74,7 +80,9 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
 
     def multiply(self, rows: Tensor) -> Tensor:
         codes, scales, name = self.weight_codes, self.weight_scales, self.registered_name
-        return cast(Tensor, inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name))
+        return cast(
+            Tensor, inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name)
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
@@ -117,7 +125,9 @@ class PackedLinear(FrozenLinear):
 
 
 def quantize_base(
-    model: nn.Module, compute: str | Compute = "int8-outlier-codes", keep: tuple[str, ...] | None = None
+    model: nn.Module,
+    compute: str | Compute = "int8-outlier-codes",
+    keep: tuple[str, ...] | None = None,
 ) -> nn.Module:
     """Store the frozen linear layers of a model with adapters as codes and scales, in place.
 
@@ -142,7 +152,11 @@ def quantize_base(
     is_packed = right.format == "float4_e2m1fn" and right.block is not None
     if not is_packed:
         inference.with_codes(chosen)
-    layers = {name: layer for name, layer in _frozen(model) if not any(fnmatch.fnmatchcase(name, p) for p in patterns)}
+    layers = {
+        name: layer
+        for name, layer in _frozen(model)
+        if not any(fnmatch.fnmatchcase(name, p) for p in patterns)
+    }
     if not layers:
         raise RecipeError(
             f"Cannot quantize this {type(model).__name__} because it has no frozen linear layer.",
@@ -184,5 +198,7 @@ def _frozen(model: nn.Module) -> list[tuple[str, Any]]:
     return [
         (name.removeprefix("base_model.model.").removesuffix(".base_layer"), module)
         for name, module in model.named_modules()
-        if is_linear(module) and module not in adapters and not cast(Tensor, module.weight).requires_grad
+        if is_linear(module)
+        and module not in adapters
+        and not cast(Tensor, module.weight).requires_grad
     ]

@@ -59,9 +59,15 @@ class NarrowgaugeConverter(ModelConfigConverter):
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Replace the linear layers of a model's config in place; return it."""
-        layers = [place for place in model_config.traverse(Linear.Config) if type(place[1]) is Linear.Config]
+        layers = [
+            place
+            for place in model_config.traverse(Linear.Config)
+            if type(place[1]) is Linear.Config
+        ]
         if not layers:
-            raise RecipeError(f"Cannot compute in '{self.compute}': the model has no linear layers of torchtitan's.")
+            raise RecipeError(
+                f"Cannot compute in '{self.compute}': the model has no linear layers of torchtitan's."
+            )
         for _, plain, parent, place in layers:
             swappable = derive(plain, SwappableLinear.Config, compute=self.compute)
             if isinstance(parent, list):
@@ -116,9 +122,14 @@ class NarrowgaugeOptimizers(OptimizersContainer):
             for group in saved["param_groups"]:
                 for number, name in zip(group["params"], group["param_names"], strict=True):
                     state = saved["state"].get(number, {})
-                    saved["state"][number] = {key: state_dict[f"state.{name}.{key}"] for key in state}
+                    saved["state"][number] = {
+                        key: state_dict[f"state.{name}.{key}"] for key in state
+                    }
                 options = group.keys() - {"params", "param_names"}
-                group |= {key: state_dict[f"param_groups.{group['param_names'][0]}.{key}"] for key in options}
+                group |= {
+                    key: state_dict[f"param_groups.{group['param_names'][0]}.{key}"]
+                    for key in options
+                }
             optimizer.load_state_dict(saved)
         for place, linears in self._layers().items():
             linears.step = int(state_dict[f"{_STEP}.{place}"])
@@ -145,6 +156,15 @@ def narrowgauge_adamw(
         max_grad_norm: clip here, in float32; then set ``training.max_norm`` to ``inf``. ``None`` leaves clipping to torchtitan.
         settings: ``betas``, ``eps`` and ``weight_decay``.
     """
-    options = {"storage": storage, "max_grad_norm": max_grad_norm, "seed": seed, "audit_every": audit_every}
-    group = ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={"lr": lr, **settings})
-    return NarrowgaugeOptimizers.Config(param_groups=[group], optimizer_factory_kwargs_by_name={"AdamW": options})
+    options = {
+        "storage": storage,
+        "max_grad_norm": max_grad_norm,
+        "seed": seed,
+        "audit_every": audit_every,
+    }
+    group = ParamGroupConfig(
+        pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={"lr": lr, **settings}
+    )
+    return NarrowgaugeOptimizers.Config(
+        param_groups=[group], optimizer_factory_kwargs_by_name={"AdamW": options}
+    )

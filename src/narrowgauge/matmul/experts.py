@@ -56,13 +56,19 @@ def grouped_linear(
             return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     name = register(compute)
     experts, ends = len(weights), offsets.tolist()
-    *groups, without_expert = x.split([end - start for start, end in zip([0, *ends], [*ends, len(x)], strict=True)])
+    *groups, without_expert = x.split(
+        [end - start for start, end in zip([0, *ends], [*ends, len(x)], strict=True)]
+    )
     biases = [None] * experts if bias is None else bias.unbind()
     outputs = []
     for expert, (group, weight) in enumerate(zip(groups, weights.unbind(), strict=True)):
         if len(group):
             expert_keys = None if keys is None else keys._replace(layer=keys.layer[expert])
-            outputs.append(multiply_layer(group, weight, biases[expert], Call(name, expert_keys, sequence_length)))
+            outputs.append(
+                multiply_layer(
+                    group, weight, biases[expert], Call(name, expert_keys, sequence_length)
+                )
+            )
     return torch.cat([*outputs, x.new_zeros(len(without_expert), weights.shape[1])])
 
 
@@ -86,12 +92,16 @@ class GroupedLinear(NarrowLayer):
     An expert's key, and so its random bits, comes from the name of its weights and its index.
     """
 
-    def __init__(self, num_experts: int, name: str, compute: Compute, device: torch.device | None = None) -> None:
+    def __init__(
+        self, num_experts: int, name: str, compute: Compute, device: torch.device | None = None
+    ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.begin([f"{name}.{expert}" for expert in range(num_experts)], device, compute)
 
-    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """Multiply ``[tokens, in]`` to ``[tokens, out]``, see :func:`grouped_linear`."""
         x = self.cast_stream(x)
         y: Tensor = grouped_linear(x, weights, offsets, self.compute, bias, self.keys(), x.shape[0])
@@ -139,13 +149,20 @@ class _Permuted(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (inverse,) = ctx.saved_tensors
         grad = grads[0][inverse]
-        return grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+        return (
+            grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1),
+            None,
+            None,
+            None,
+        )
 
 
 _permuted = cast(Callable[..., Tensor], _Permuted.apply)
 
 
-def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def multiply_experts(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Return the weighted sum of each token's experts, ``[tokens, hidden]``. Transformers calls it.
 
     ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: the experts of a token, and their weights.
@@ -155,7 +172,10 @@ def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
     chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
     inverse = torch.argsort(order)
     offsets = torch.searchsorted(
-        chosen, torch.arange(experts.num_experts, device=chosen.device, dtype=chosen.dtype), right=True, out_int32=True
+        chosen,
+        torch.arange(experts.num_experts, device=chosen.device, dtype=chosen.dtype),
+        right=True,
+        out_int32=True,
     )
     x = _permuted(hidden_states, order, inverse, top_k)
     if experts.has_gate:
@@ -180,17 +200,27 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
     return cast(Tensor, grouped_linear(x, weights, offsets, get_compute(dtype_name(x.dtype)), bias))
 
 
-def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
+def grouped_layers(
+    model: nn.Module, choose: Callable[[str], Compute | None]
+) -> dict[str, GroupedLinear]:
     """Swap the experts whose projections get a compute from ``choose``. Return the projections by name."""
     swapped: dict[str, GroupedLinear] = {}
-    for name, module in [(name, module) for name, module in model.named_modules() if is_experts(module)]:
+    for name, module in [
+        (name, module) for name, module in model.named_modules() if is_experts(module)
+    ]:
         names, experts = _full_names(name, module), cast(Any, module)
-        computes = {projection: compute for projection, full in names.items() if (compute := choose(full)) is not None}
+        computes = {
+            projection: compute
+            for projection, full in names.items()
+            if (compute := choose(full)) is not None
+        }
         if not computes:
             continue
         _require_reachable(name, module)
         layers = {
-            projection: GroupedLinear(experts.num_experts, names[projection], compute, experts.down_proj.device)
+            projection: GroupedLinear(
+                experts.num_experts, names[projection], compute, experts.down_proj.device
+            )
             for projection, compute in computes.items()
         }
         module.add_module(NARROW, _Projections(layers))
@@ -204,8 +234,15 @@ def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) ->
 
 def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
     """Return the projections that are already swapped, by the names that ``choose`` got."""
-    named = ((name, module) for name, module in model.named_modules() if isinstance(module, GroupedLinear))
-    return {".".join(part for part in name.split(".") if part != NARROW): module for name, module in named}
+    named = (
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, GroupedLinear)
+    )
+    return {
+        ".".join(part for part in name.split(".") if part != NARROW): module
+        for name, module in named
+    }
 
 
 def projections(model: nn.Module) -> list[str]:
@@ -222,14 +259,16 @@ def _full_names(name: str, module: nn.Module) -> dict[str, str]:
 
 def is_experts(module: nn.Module) -> bool:
     """Return whether a module stores the weights of several experts as 3-D parameters, swapped or not."""
-    return any(parameter.ndim == 3 for parameter in module._parameters.values() if parameter is not None) and any(
-        projection in module._parameters for projection in PROJECTIONS
-    )
+    return any(
+        parameter.ndim == 3 for parameter in module._parameters.values() if parameter is not None
+    ) and any(projection in module._parameters for projection in PROJECTIONS)
 
 
 def _require_reachable(name: str, module: Any) -> None:
     """Refuse experts that transformers' registry does not reach, or that are sharded."""
-    if not hasattr(module, "is_concatenated") or not hasattr(module.config, "_experts_implementation"):
+    if not hasattr(module, "is_concatenated") or not hasattr(
+        module.config, "_experts_implementation"
+    ):
         raise RecipeError(
             f"Cannot swap '{name}', a {type(module).__name__}, because its own code multiplies its experts.",
             f'Leave them as they are: keep=("lm_head", "{name}.*"), or compute "bfloat16" in an [[override]] of the recipe.',

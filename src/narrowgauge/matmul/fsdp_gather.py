@@ -42,8 +42,14 @@ def gather_codes(model: nn.Module) -> None:
     groups = torch_names.fsdp_groups(model)
     for module, _ in groups:
         module.reshard()  # a forward pass leaves gathered parameters in the root
-    users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    layers = [m for m in model.modules() if isinstance(m, Linear) and users[id(m.weight)] == 1 and _can_gather(m)]
+    users = Counter(
+        id(parameter) for module in model.modules() for parameter in module._parameters.values()
+    )
+    layers = [
+        m
+        for m in model.modules()
+        if isinstance(m, Linear) and users[id(m.weight)] == 1 and _can_gather(m)
+    ]
     if not layers:
         raise RecipeError(
             f"Cannot gather weights of this {type(model).__name__} as codes: no linear layer has a weight of its own, sharded by "
@@ -62,11 +68,15 @@ def _can_gather(layer: Linear) -> bool:
     compute, cast = layer.compute, layer.compute.casts[_SLOT]
     is_plain = cast.scaling == "current" and cast.block is None and not cast.is_wide
     has_other_weights = compute.transform or compute.output.left.outliers or layer.is_transposed
-    has_one_cast = is_plain and compute.cast_slots["grad_input.right"] == _SLOT and not has_other_weights
+    has_one_cast = (
+        is_plain and compute.cast_slots["grad_input.right"] == _SLOT and not has_other_weights
+    )
     if not has_one_cast or not is_sharded(weight):
         return False
     is_on_device = torch_names.local_shard(weight).device.type == weight.device_mesh.device_type
-    has_equal_rows = weight.placements[-1].is_shard(0) and weight.shape[0] % weight.device_mesh.shape[-1] == 0
+    has_equal_rows = (
+        weight.placements[-1].is_shard(0) and weight.shape[0] % weight.device_mesh.shape[-1] == 0
+    )
     return bool(is_on_device and has_equal_rows)
 
 
@@ -80,7 +90,12 @@ class _GatheredWeight:
         self.shard.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: Any,
+        module: nn.Module,
+        mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return this rank's shard to send, and metadata for the other method."""
         weight, amax = self.shard.to(mp_policy.param_dtype or self.shard.dtype), None
@@ -89,17 +104,31 @@ class _GatheredWeight:
             # A maximum may lose a NaN on its way. An infinity also makes the scale NaN.
             amax = torch.where(amax.isnan(), torch.inf, amax)
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
-        codes, outer, _ = cast_matrix(weight, self.cast, 1, getattr(torch, self.cast.format), amax=amax)
+        codes, outer, _ = cast_matrix(
+            weight, self.cast, 1, getattr(torch, self.cast.format), amax=amax
+        )
         assert outer is not None
         parts = [codes] if amax is not None else [codes, outer]
-        return tuple(part.view(torch.uint8) for part in parts), (None if amax is None else outer, outer_size)
+        return tuple(part.view(torch.uint8) for part in parts), (
+            None if amax is None else outer,
+            outer_size,
+        )
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Pass the codes of all rows to the cast cache. The parameter gets no values."""
         outer, shape = metadata
-        weight = out if out is not None else torch.empty(shape, dtype=param_dtype, device=gathered[0].device)
+        weight = (
+            out
+            if out is not None
+            else torch.empty(shape, dtype=param_dtype, device=gathered[0].device)
+        )
         # .data: autograd must not count it, since backward refills a tensor that forward saved
         weight.data.fill_(torch.nan)
         codes = gathered[0].view(getattr(torch, self.cast.format))

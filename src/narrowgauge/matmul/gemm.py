@@ -18,7 +18,13 @@ from narrowgauge.compile import fused
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul import native
 from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
-from narrowgauge.numerics.widening import INT32_TERMS, SCRATCH, float32_tiles, is_widened, sum_integers
+from narrowgauge.numerics.widening import (
+    INT32_TERMS,
+    SCRATCH,
+    float32_tiles,
+    is_widened,
+    sum_integers,
+)
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import Kernel, needs_kernel
 
@@ -27,7 +33,12 @@ _PANEL_ELEMENTS = 1 << 20
 
 
 def multiply(
-    lhs: Operand, rhs: Operand, dims: tuple[int, int], product: Product, dtype: torch.dtype, bias: Tensor | None = None
+    lhs: Operand,
+    rhs: Operand,
+    dims: tuple[int, int],
+    product: Product,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the matmul of two operands in ``dtype``: ``[rows, columns]``, padded like the operands.
 
@@ -40,10 +51,19 @@ def multiply(
     kernel = _kernel(lhs, rhs, product)
     if kernel is not None:
         # Add the bias before the result is rounded: in the kernel, or to float32 sums.
-        inside = bias if bias is not None and native.adds_bias(kernel, product, bias, dtype) else None
+        inside = (
+            bias if bias is not None and native.adds_bias(kernel, product, bias, dtype) else None
+        )
         after = bias if inside is None else None
-        result_dtype, fast = dtype if after is None else torch.float32, product.accumulation == "fast"
-        return _scaled(*native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, inside, fast=fast), after, dtype)
+        result_dtype, fast = (
+            dtype if after is None else torch.float32,
+            product.accumulation == "fast",
+        )
+        return _scaled(
+            *native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, inside, fast=fast),
+            after,
+            dtype,
+        )
     a, b = _widened(lhs, dims[0]), _widened(rhs, dims[1])
     a, b = a if dims[0] == 1 else a.t(), b.t() if dims[1] == 1 else b
     if a.dtype != b.dtype:  # only one is narrow, and perhaps padded
@@ -70,17 +90,23 @@ def is_opaque(lhs: Operand, rhs: Operand, product: Product) -> bool:
     """Return whether the product is opaque to compilers: a kernel that they do not know, or the CPU's products by tiles."""
     if (kernel := _kernel(lhs, rhs, product)) is not None:
         return kernel.name not in native.SCALED_MM
-    return lhs.data.is_cpu and (lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu"))
+    return lhs.data.is_cpu and (
+        lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu")
+    )
 
 
 def is_native(product: Product, device: torch.device) -> bool:
     """Return whether a kernel of this device multiplies the operands' own codes."""
     if needs_kernel(product):
         return native.kernel_here(product, device) is not None
-    return device.type != "cpu" or (multiplies(product.left.format) and multiplies(product.right.format))
+    return device.type != "cpu" or (
+        multiplies(product.left.format) and multiplies(product.right.format)
+    )
 
 
-def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_codes: bool = False) -> torch.dtype:
+def operand_dtype(
+    cast: Cast, product: Product, device: torch.device, *, as_codes: bool = False
+) -> torch.dtype:
     """Return the result dtype of a cast, one side of ``product``.
 
     With ``as_codes`` return the codes' dtype even if the matmul widens them, since they are saved for backward.
@@ -125,7 +151,11 @@ def describe_matmuls(compute: Compute, device: torch.device) -> str:
         return f"{compute.name} multiplies on {here} natively."
     names = " and ".join(emulated)
     is_plain = {"bfloat16", "float16", "int8"}.issuperset(emulated)
-    how = "by float32 products (same values, float32's speed)" if is_plain else "(exact values, no speed-up)"
+    how = (
+        "by float32 products (same values, float32's speed)"
+        if is_plain
+        else "(exact values, no speed-up)"
+    )
     return f"{compute.name} multiplies {names}, which {here} cannot; it is emulated here {how}."
 
 
@@ -133,7 +163,11 @@ def describe_matmuls(compute: Compute, device: torch.device) -> str:
 
 
 def _widened_dtype(operand: Operand) -> torch.dtype:
-    return torch.bfloat16 if operand.inner is not None or operand.data.dtype in CODES else operand.data.dtype
+    return (
+        torch.bfloat16
+        if operand.inner is not None or operand.data.dtype in CODES
+        else operand.data.dtype
+    )
 
 
 def _widened(operand: Operand, dim: int) -> Tensor:
@@ -151,7 +185,12 @@ def _to_bfloat16(x: Tensor) -> Tensor:
 
 
 def _multiply_widened(
-    a: Tensor, b: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    by_row: Tensor | None,
+    by_column: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return ``a [rows, contraction] @ b [contraction, columns]`` by float32 matmuls, scaled and rounded once."""
     result = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
@@ -163,11 +202,20 @@ def _multiply_widened(
 
 def _part(scale: Tensor | None, span: slice, dim: int) -> Tensor | None:
     """Return the scales of some rows or columns. A single scale applies to all."""
-    return scale if scale is None or scale.shape[dim] == 1 else scale.narrow(dim, span.start, span.stop - span.start)
+    return (
+        scale
+        if scale is None or scale.shape[dim] == 1
+        else scale.narrow(dim, span.start, span.stop - span.start)
+    )
 
 
 def _multiply_integers(
-    a: Tensor, b: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    by_row: Tensor | None,
+    by_column: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return the exact integer product, scaled. On a CPU, work in panels of rows and scale their sums in the cache."""
     if a.is_cuda:
@@ -212,7 +260,11 @@ def _row_major(x: Tensor) -> Tensor:
 
 
 def _scaled(
-    values: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    values: Tensor,
+    by_row: Tensor | None,
+    by_column: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     if by_row is by_column is bias is None:
         return values.to(dtype)
@@ -222,7 +274,11 @@ def _scaled(
 
 
 def _scale_into(
-    out: Tensor, values: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None
+    out: Tensor,
+    values: Tensor,
+    by_row: Tensor | None,
+    by_column: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     if by_row is by_column is bias is None:
         out.copy_(values)
@@ -230,7 +286,13 @@ def _scale_into(
         fused(values.numel(), _scale, values, by_row, by_column, bias, out)
 
 
-def _scale(values: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+def _scale(
+    values: Tensor,
+    by_row: Tensor | None,
+    by_column: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
     values = values.float() if by_row is None else values * by_row
     if by_column is not None:
         values = values * by_column

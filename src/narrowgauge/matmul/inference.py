@@ -19,7 +19,14 @@ from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.layer_matmuls import REGISTERED, Call, add_outliers, cast_to_slot, multiply_slots, register
+from narrowgauge.matmul.layer_matmuls import (
+    REGISTERED,
+    Call,
+    add_outliers,
+    cast_to_slot,
+    multiply_slots,
+    register,
+)
 from narrowgauge.matmul.linear import is_linear, keep_from_fused_kernels, matrix_of
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.swapping import chooser
@@ -85,12 +92,18 @@ class QuantizedLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
         device = input.device.type
-        x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
+        x = (
+            input.to(torch.get_autocast_dtype(device))
+            if torch.is_autocast_enabled(device)
+            else input
+        )
         if not x.numel():
             return x.new_zeros(*x.shape[:-1], self.out_features)
         rows = x.reshape(-1, self.in_features)
         weight = getattr(self, "weight", None)
-        y: Tensor = multiply_codes(rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name, weight)
+        y: Tensor = multiply_codes(
+            rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name, weight
+        )
         return y.view(*x.shape[:-1], self.out_features)
 
     @classmethod
@@ -139,7 +152,9 @@ class OutlierLinear(QuantizedLinear):
         return self.weight.float()
 
 
-def _check_formats(module: QuantizedLinear, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+def _check_formats(
+    module: QuantizedLinear, state_dict: dict[str, Tensor], prefix: str, *_: Any
+) -> None:
     """Refuse codes of another format: PyTorch would load them as numbers and round them to the layer's format."""
     for name in module.exact:
         saved, buffer = state_dict.get(prefix + name), cast(Tensor, module._buffers[name])
@@ -155,7 +170,9 @@ def _check_formats(module: QuantizedLinear, state_dict: dict[str, Tensor], prefi
 
 
 def quantize_for_inference(
-    model: nn.Module, compute: str | Compute = "int8-outlier-codes", keep: tuple[str, ...] | None = None
+    model: nn.Module,
+    compute: str | Compute = "int8-outlier-codes",
+    keep: tuple[str, ...] | None = None,
 ) -> nn.Module:
     """Replace the weights of a model's linear layers by one-byte codes, in place: 1 byte a parameter (3 in ``int8-outlier``).
 
@@ -189,7 +206,11 @@ def quantize_for_inference(
                 f"Cannot quantize '{name}', a {type(module).__name__}, because only linear layers are stored as codes.",
                 f'Leave the experts as they are with keep = ("lm_head", "{name}").',
             )
-    layers = [module for name, module in model.named_modules() if is_linear(module) and choose(name) is not None]
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if is_linear(module) and choose(name) is not None
+    ]
     if not layers:
         raise RecipeError(
             f"{type(model).__name__} has no linear layer to quantize.",
@@ -203,7 +224,12 @@ def quantize_for_inference(
     keep_from_fused_kernels(model)
     shared: dict[Tensor, tuple[Tensor, ...]] = {}
     for layer in layers:
-        quantize_layer(layer, compute, shared, OutlierLinear if keeps_outlier_weights(compute) else QuantizedLinear)
+        quantize_layer(
+            layer,
+            compute,
+            shared,
+            OutlierLinear if keeps_outlier_weights(compute) else QuantizedLinear,
+        )
     warn_if_emulated(compute, cast(QuantizedLinear, layers[0]).weight_codes.device)
     return model.eval()
 
@@ -235,7 +261,11 @@ def quantize_layer(
 
     ``module`` is ``nn.Linear`` or transformers' ``Conv1D``, ``kind`` its new class. Tied layers share one entry of ``shared``.
     """
-    weight, bias, matrix = module._parameters["weight"], module._parameters["bias"], matrix_of(module)
+    weight, bias, matrix = (
+        module._parameters["weight"],
+        module._parameters["bias"],
+        matrix_of(module),
+    )
     if weight not in shared:
         shared[weight] = kind.codes_of(matrix.detach(), compute.output.right)
     for entries in (module._parameters, module._buffers, module._non_persistent_buffers_set):

@@ -53,7 +53,9 @@ def register(compute: Compute) -> str:
             "Scale that weight per row, tensor or block.",
         )
     name, number = compute.name, 1
-    while (registered := REGISTERED.setdefault(name, compute)) is not compute and registered != compute:
+    while (
+        registered := REGISTERED.setdefault(name, compute)
+    ) is not compute and registered != compute:
         number += 1
         name = f"{compute.name} ({number})"
     return name
@@ -85,7 +87,9 @@ class Call(NamedTuple):
 def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype:
     # Codes saved for backward stay codes, even if this matmul widens them.
     as_codes = slot == "output.left" and compute.keeps_codes
-    return operand_dtype(compute.casts[slot], compute.products[SLOTS[slot].matmul], device, as_codes=as_codes)
+    return operand_dtype(
+        compute.casts[slot], compute.products[SLOTS[slot].matmul], device, as_codes=as_codes
+    )
 
 
 def cast_to_slot(x: Tensor, call: Call, slot: str, fold: Tensor | None = None) -> Operand:
@@ -96,7 +100,9 @@ def cast_to_slot(x: Tensor, call: Call, slot: str, fold: Tensor | None = None) -
         words = random_words(cast, x, slot_row.dim, call.keys, slot_row.random_key, length)
     if cast.outliers:
         x = without_outliers(x, cast.outliers)
-    return cast_matrix(x, cast, slot_row.dim, slot_dtype(call.compute, slot, x.device), words=words, fold=fold)
+    return cast_matrix(
+        x, cast, slot_row.dim, slot_dtype(call.compute, slot, x.device), words=words, fold=fold
+    )
 
 
 def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tensor | None:
@@ -145,19 +151,28 @@ def _(lhs: Tensor, *rest: Any) -> Tensor:
 def cast_weight_to_slot(weight: Tensor, call: Call, slot: str) -> Operand:
     """Call :func:`cast_to_slot` for a weight ``[out, in]``, or ``weight / unit``. Use the cached cast if there is one."""
     if is_traced() and cast_cache.is_in_use():
-        data, outer, inner = _cast_weight(weight, call.name, slot, *(call.keys or (None, None)), call.unit)
+        data, outer, inner = _cast_weight(
+            weight, call.name, slot, *(call.keys or (None, None)), call.unit
+        )
         return Operand(data, outer if outer.numel() else None, inner if inner.numel() else None)
     slot = call.compute.cast_slots[slot]
 
     def make() -> Operand:
-        return cast_to_slot(weight if call.unit is None else weight.detach() / call.unit, call, slot)
+        return cast_to_slot(
+            weight if call.unit is None else weight.detach() / call.unit, call, slot
+        )
 
     return cast_cache.cast_weight(weight, (call.compute.casts[slot], SLOTS[slot].dim), make)
 
 
 @torch.library.custom_op("narrowgauge::cast_weight", mutates_args=())
 def _cast_weight(
-    weight: Tensor, name: str, slot: str, clock: Tensor | None, layer: Tensor | None, unit: Tensor | None
+    weight: Tensor,
+    name: str,
+    slot: str,
+    clock: Tensor | None,
+    layer: Tensor | None,
+    unit: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys = None if clock is None or layer is None else Keys(clock, layer)
     operand = cast_weight_to_slot(weight, Call(name, keys, unit=unit), slot)
@@ -189,7 +204,9 @@ def without_outliers(x: Tensor, threshold: float) -> Tensor:
     return torch.where(outlier_columns(x, threshold), 0, x)
 
 
-def add_outliers(result: Tensor, x: Tensor, compute: Compute, weight: Tensor | None, codes: Operand) -> Tensor:
+def add_outliers(
+    result: Tensor, x: Tensor, compute: Compute, weight: Tensor | None, codes: Operand
+) -> Tensor:
     """Add the product of the outlier columns of ``x`` and the weights ``[out, in]``, in 16 bits or widened codes, to ``result``.
 
     Cost: a thin matmul; on CUDA one synchronization, for the number of columns, which would break a graph.
@@ -200,7 +217,12 @@ def add_outliers(result: Tensor, x: Tensor, compute: Compute, weight: Tensor | N
 
 
 def _add_outliers(
-    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None
+    result: Tensor,
+    x: Tensor,
+    threshold: float,
+    weight: Tensor | None,
+    codes: Tensor,
+    scales: Tensor | None,
 ) -> Tensor:
     outliers = outlier_columns(x, threshold).nonzero().view(-1)
     if not len(outliers):
@@ -212,7 +234,12 @@ def _add_outliers(
 
 @torch.library.custom_op("narrowgauge::add_outliers", mutates_args=())
 def _add_opaque(
-    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None
+    result: Tensor,
+    x: Tensor,
+    threshold: float,
+    weight: Tensor | None,
+    codes: Tensor,
+    scales: Tensor | None,
 ) -> Tensor:
     total = _add_outliers(result, x, threshold, weight, codes, scales)
     return total.clone() if total is result else total.contiguous()
@@ -231,7 +258,10 @@ def output(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the operand saved for backward: x's cast, or x itself."""
     compute = call.compute
-    lhs, rhs = cast_to_slot(x, call, "output.left"), cast_weight_to_slot(weight, call, "output.right")
+    lhs, rhs = (
+        cast_to_slot(x, call, "output.left"),
+        cast_weight_to_slot(weight, call, "output.right"),
+    )
     y = multiply_slots(lhs, rhs, call.name, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
     if compute.output.left.outliers:
         y = add_outliers(y, x, compute, weight, rhs)
@@ -253,7 +283,12 @@ def _restored(ctx: Any) -> tuple[Any, ...]:
     *operand, weight, clock, layer, unit = ctx.saved_tensors
     name, sequence_length = ctx.settings
     keys = None if clock is None else Keys(clock, layer)
-    return Operand(*operand), weight, Call(name, keys, sequence_length, unit), ctx.needs_input_grad[:3]
+    return (
+        Operand(*operand),
+        weight,
+        Call(name, keys, sequence_length, unit),
+        ctx.needs_input_grad[:3],
+    )
 
 
 def gradients(
@@ -265,12 +300,16 @@ def gradients(
     grad_input = grad_weight = lhs = None
 
     def cast_grad(slot: str, rhs: Operand) -> Operand:
-        return cast_to_slot(grad, call, slot, scales_to_fold(rhs.outer, compute, SLOTS[slot].matmul))
+        return cast_to_slot(
+            grad, call, slot, scales_to_fold(rhs.outer, compute, SLOTS[slot].matmul)
+        )
 
     if needs[0]:
         rhs = cast_weight_to_slot(weight, call, "grad_input.right")
         lhs = cast_grad("grad_input.left", rhs)
-        grad_input = multiply_slots(lhs, rhs, call.name, "grad_input", (grad.shape[0], weight.shape[1]), grad.dtype)
+        grad_input = multiply_slots(
+            lhs, rhs, call.name, "grad_input", (grad.shape[0], weight.shape[1]), grad.dtype
+        )
     if needs[1]:
         rhs = saved
         if slots["grad_weight.right"] == "grad_weight.right":
@@ -336,5 +375,7 @@ class _Gradients(_FirstOrder):
 def multiply_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """Return the product of :func:`output`, with gradients."""
     if is_transformed():
-        return cast(Callable[..., tuple[Tensor, ...]], _TransformedProduct.apply)(x, weight, bias, call)[0]
+        return cast(Callable[..., tuple[Tensor, ...]], _TransformedProduct.apply)(
+            x, weight, bias, call
+        )[0]
     return cast(Callable[..., Tensor], _Product.apply)(x, weight, bias, call)

@@ -100,7 +100,9 @@ class NarrowLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.registered_name = layer_matmuls.register(self.compute)  # another process does not know it yet
+        self.registered_name = layer_matmuls.register(
+            self.compute
+        )  # another process does not know it yet
         self.clock.count_every_step()  # no optimizer counts for a copy
         self.set_clock(self.clock)
 
@@ -124,7 +126,9 @@ class Linear(NarrowLayer, nn.Linear):
         """Return whether :meth:`multiply` takes the weight's size and divides by it, in a cast that is cached."""
         return not self.compute.is_wide
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, unit: Tensor | None = None) -> Tensor:
+    def multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, unit: Tensor | None = None
+    ) -> Tensor:
         """Return the layer's product with the caller's weight: ``[..., in]``, ``[out, in]`` to ``[..., out]``.
 
         With a ``unit`` (0-d, a power of two; not in wide computes), multiply by ``weight / unit``. The weight's gradient is
@@ -137,7 +141,12 @@ class Linear(NarrowLayer, nn.Linear):
         x = self.cast_stream(x)
         if not x.numel() or x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
-        if x.ndim < 3 and self.clock.first_sequence and self.compute.is_stochastic and torch.is_grad_enabled():
+        if (
+            x.ndim < 3
+            and self.clock.first_sequence
+            and self.compute.is_stochastic
+            and torch.is_grad_enabled()
+        ):
             raise RecipeError(
                 f"Cannot key the random bits of layer '{self.names[0]}' by sequence because its input is {list(x.shape)}.",
                 "Call linears.set_first_token(index) with the index of the micro-batch's first row in the whole batch.",
@@ -165,7 +174,11 @@ class DeferredLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``."""
-        return Linear.forward(self, input) if isinstance(self, Linear) else nn.Linear.forward(self, input)
+        return (
+            Linear.forward(self, input)
+            if isinstance(self, Linear)
+            else nn.Linear.forward(self, input)
+        )
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -174,7 +187,11 @@ def is_linear(module: nn.Module) -> bool:
     A subclass of ``nn.Linear`` counts if it has ``nn.Linear``'s own product: a framework's, or one that FSDP2 has wrapped.
     """
     if isinstance(module, nn.Linear):
-        inherits = type(module).forward in (nn.Linear.forward, Linear.forward, DeferredLinear.forward)
+        inherits = type(module).forward in (
+            nn.Linear.forward,
+            Linear.forward,
+            DeferredLinear.forward,
+        )
         return inherits and not isinstance(module, NonDynamicallyQuantizableLinear)
     return type(module).__name__ == "Conv1D"
 

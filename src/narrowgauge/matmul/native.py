@@ -58,7 +58,11 @@ def kernel_here(product: Product, device: torch.device) -> Kernel | None:
     if architecture is None:
         return None
     kernel = kernel_for(product, architecture)
-    return kernel if kernel is not None and _works(kernel, product.left, product.right, device) else None
+    return (
+        kernel
+        if kernel is not None and _works(kernel, product.left, product.right, device)
+        else None
+    )
 
 
 def adds_bias(kernel: Kernel, product: Product, bias: Tensor, dtype: torch.dtype) -> bool:
@@ -98,7 +102,9 @@ def _turned(operand: Operand, dim: int) -> Operand:
     """Return the operand as ``[side, contraction]``."""
     if dim == 1:
         return operand
-    return operand._replace(data=operand.data.t(), inner=None if operand.inner is None else operand.inner.t())
+    return operand._replace(
+        data=operand.data.t(), inner=None if operand.inner is None else operand.inner.t()
+    )
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -119,7 +125,9 @@ def _filled(x: Tensor, least_rows: int = 0, side: int = _SIDE) -> Tensor:
 # ── the kernels: operands [side, contraction], and the right one is transposed for them ────────────────────────────────
 
 
-def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None) -> Sums:
+def _float8(
+    lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None
+) -> Sums:
     """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
     (rows, _), (columns, _) = lhs.data.shape, rhs.data.shape
     a, b = _filled(lhs.data).contiguous(), _filled(rhs.data).contiguous()
@@ -138,7 +146,9 @@ def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool, bias: Te
         first = _padded(first.expand(rows, 1), len(a), 1).contiguous()
         second = _padded(second.expand(1, columns), 1, len(b)).contiguous()
     bias = None if bias is None else _padded(bias[None], 1, len(b))[0]
-    return Sums(torch._scaled_mm(a, b.t(), first, second, bias, out_dtype=dtype, use_fast_accum=fast))
+    return Sums(
+        torch._scaled_mm(a, b.t(), first, second, bias, out_dtype=dtype, use_fast_accum=fast)
+    )
 
 
 def _as_fnuz(operand: Operand) -> Operand:
@@ -146,7 +156,10 @@ def _as_fnuz(operand: Operand) -> Operand:
 
     Its only NaN is the other format's code for negative zero.
     """
-    bits, two = operand.data.view(torch.int8), torch.full((1, 1), 2.0, dtype=torch.float32, device=operand.data.device)
+    bits, two = (
+        operand.data.view(torch.int8),
+        torch.full((1, 1), 2.0, dtype=torch.float32, device=operand.data.device),
+    )
     is_e5m2 = operand.data.dtype == torch.float8_e5m2
     # Magnitudes above these are infinities and NaN.
     bad = (bits & _MAGNITUDE) > (0x7B if is_e5m2 else 0x7E)
@@ -167,10 +180,14 @@ def _scales_of_128(operand: Operand) -> tuple[Tensor, F.ScalingType]:
     inner = operand.inner.float()
     if len(inner) < len(operand.data):
         return square_scales_in_columns(inner), F.ScalingType.BlockWise128x128
-    return scales_in_columns(F.pad(inner, (0, 0, 0, -len(inner) % _SIDE))), F.ScalingType.BlockWise1x128
+    return scales_in_columns(
+        F.pad(inner, (0, 0, 0, -len(inner) % _SIDE))
+    ), F.ScalingType.BlockWise1x128
 
 
-def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, scale: torch.dtype) -> Sums:
+def _micro_scaled(
+    lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, scale: torch.dtype
+) -> Sums:
     """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if they have any.
 
     AMD takes sides of 32 and scales row by row, and writes no float32 (ROCm 7.0 to 7.12; later libraries fail their trial).
@@ -180,18 +197,32 @@ def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, scale
     num_blocks = a.shape[1] * (2 if a.dtype == PAIRS else 1) // 32
     if a.dtype == PAIRS:
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
-    block = F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
+    block = (
+        F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
+    )
     scales, recipe, swizzle = [], [block], [F.SwizzleType.SWIZZLE_32_4_4]
     for operand, codes in ((lhs, a), (rhs, b)):
         assert operand.inner is not None
-        outer, inner = [] if operand.outer is None else [operand.outer.reshape(1)], operand.inner.to(scale)
-        scales.append([_padded(inner, len(codes), num_blocks).contiguous() if is_amd else tiled_scales(inner), *outer])
+        outer, inner = (
+            [] if operand.outer is None else [operand.outer.reshape(1)],
+            operand.inner.to(scale),
+        )
+        scales.append(
+            [
+                _padded(inner, len(codes), num_blocks).contiguous()
+                if is_amd
+                else tiled_scales(inner),
+                *outer,
+            ]
+        )
     if is_amd:
         swizzle, dtype = [F.SwizzleType.NO_SWIZZLE], torch.bfloat16
     if lhs.outer is not None:
         recipe, swizzle = [*recipe, F.ScalingType.TensorWise], [*swizzle, F.SwizzleType.NO_SWIZZLE]
     first, second = scales
-    return Sums(F.scaled_mm(a, b.t(), first, recipe, second, recipe, swizzle, swizzle, output_dtype=dtype))
+    return Sums(
+        F.scaled_mm(a, b.t(), first, recipe, second, recipe, swizzle, swizzle, output_dtype=dtype)
+    )
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
@@ -212,7 +243,9 @@ _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool, Tensor | No
     "float8-fnuz": lambda lhs, rhs, *rest: _float8(_as_fnuz(lhs), _as_fnuz(rhs), *rest),
     "float8-blocks": _float8_blocks,
     "mxfp8": partial(_micro_scaled, scale=torch.float8_e8m0fnu),
-    "mxfp4": lambda lhs, rhs, *_: _micro_scaled(lhs, rhs, torch.bfloat16, scale=torch.float8_e8m0fnu),
+    "mxfp4": lambda lhs, rhs, *_: _micro_scaled(
+        lhs, rhs, torch.bfloat16, scale=torch.float8_e8m0fnu
+    ),
     "nvfp4": partial(_micro_scaled, scale=torch.float8_e4m3fn),
 }
 
@@ -225,7 +258,9 @@ _TERMS, _ROWS, _SQUARE_ROWS = 640, (137, 269), 256
 
 
 @lru_cache(None)
-def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device, with_bias: bool = False) -> bool:
+def _works(
+    kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device, with_bias: bool = False
+) -> bool:
     """Return whether a kernel multiplies two small matrices without error, and adds a bias.
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
@@ -237,15 +272,26 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device, with_bias
         if with_bias:
             bias = _scattered(1, len(b.data))[0].bfloat16()
             exactly, bias = exactly + bias.double(), bias.to(device)
-        there = [Operand(*(None if part is None else part.to(device) for part in operand)) for operand in (a, b)]  # type: ignore[arg-type]
+        there = []
+        for operand in (a, b):
+            parts = [None if part is None else part.to(device) for part in operand]
+            there.append(Operand(*parts))  # type: ignore[arg-type]
         try:
             dtypes = [torch.bfloat16] if with_bias else [torch.float32, torch.bfloat16]
-            results = [multiply_codes(kernel, there[0], there[1], (1, 1), dtype, bias) for dtype in dtypes]
+            results = [
+                multiply_codes(kernel, there[0], there[1], (1, 1), dtype, bias) for dtype in dtypes
+            ]
             # Read here: a device error is raised when its result is read.
-            return all(torch.equal(_finished(sums), exactly.to(sums.values.dtype)) for sums in results)
+            return all(
+                torch.equal(_finished(sums), exactly.to(sums.values.dtype)) for sums in results
+            )
         except torch.OutOfMemoryError:
             raise  # not the kernel's fault
-        except (RuntimeError, ValueError, AttributeError):  # an older PyTorch lacks the function itself
+        except (
+            RuntimeError,
+            ValueError,
+            AttributeError,
+        ):  # an older PyTorch lacks the function itself
             return False
 
 
@@ -257,7 +303,11 @@ def specimen(cast: Cast, rows: int, terms: int) -> Operand:
     rows = _SQUARE_ROWS if cast.granularity == "128x128" else rows
     values = (_scattered(rows, terms) % 9 - 4).float() / 2
     is_packed = cast.element.bits == 4
-    data = packed_pairs(four_bit_codes(values), 1) if is_packed else values.to(getattr(torch, cast.format))
+    data = (
+        packed_pairs(four_bit_codes(values), 1)
+        if is_packed
+        else values.to(getattr(torch, cast.format))
+    )
     two = torch.full((1, 1), 2.0, dtype=torch.float32, device="cpu")
     if cast.block is None:
         return Operand(data, two if cast.granularity == "tensor" else _powers(rows, 1))

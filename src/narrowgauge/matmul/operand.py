@@ -79,24 +79,38 @@ def cast_matrix(
     """
     if cast.is_wide:
         x = x.detach() if fold is None else x.detach() * fold
-        return Operand((x if cast.rotation == "none" else _rotate(dim, padded(x, cast, dim))).to(dtype))
+        return Operand(
+            (x if cast.rotation == "none" else _rotate(dim, padded(x, cast, dim))).to(dtype)
+        )
     x = padded(x.detach(), cast, dim)
     size = x.numel()
     if cast.block is None:
-        data, *scale = fused(size, _bound(_cast_whole, cast, dim, dtype), x, *(words or (None, None)), fold, amax)
+        data, *scale = fused(
+            size, _bound(_cast_whole, cast, dim, dtype), x, *(words or (None, None)), fold, amax
+        )
         return Operand(data, scale[0] if scale else None)
     if fold is not None:
         x = x.float() * fold
     if cast.rotation != "none":
         x = fused(size, _bound(_rotate, dim), x)
     sides = sides_of(cast, dim)
-    chances = (None, None) if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
-    data, inner, _, *scale = fused(size, _bound(_cast_blocks, cast, dtype), blocked(x, sides), *chances, amax)
+    chances = (
+        (None, None)
+        if words is None
+        else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
+    )
+    data, inner, _, *scale = fused(
+        size, _bound(_cast_blocks, cast, dtype), blocked(x, sides), *chances, amax
+    )
     data, outer = data.view(x.shape), scale[0] if scale else None
     if dtype not in CODES:
         return Operand(data, outer)
     data = _along_contraction(packed_pairs(data, dim) if dtype == PAIRS else data, dim)
-    return Operand(data, outer, inner.flatten(0, 1).flatten(1, 2).to(SCALE_DTYPES.get(cast.scale, torch.float32)))
+    return Operand(
+        data,
+        outer,
+        inner.flatten(0, 1).flatten(1, 2).to(SCALE_DTYPES.get(cast.scale, torch.float32)),
+    )
 
 
 def _along_contraction(codes: Tensor, dim: int) -> Tensor:
@@ -107,7 +121,11 @@ def _along_contraction(codes: Tensor, dim: int) -> Tensor:
 def block_values(operand: Operand, dim: int) -> Tensor:
     """Return ``data * inner`` in bfloat16, for codes of a cast in blocks. It is exact."""
     assert operand.inner is not None
-    codes = four_bit_values(unpacked_pairs(operand.data, dim)) if operand.data.dtype == PAIRS else operand.data.float()
+    codes = (
+        four_bit_values(unpacked_pairs(operand.data, dim))
+        if operand.data.dtype == PAIRS
+        else operand.data.float()
+    )
     return (codes * spread(operand.inner.float(), codes.shape)).to(torch.bfloat16)
 
 
@@ -141,10 +159,21 @@ def _rotate(dim: int, x: Tensor) -> Tensor:
 
 
 def _cast_blocks(
-    cast: Cast, dtype: torch.dtype, x: Tensor, by_row: Tensor | None, by_column: Tensor | None, amax: Tensor | None
+    cast: Cast,
+    dtype: torch.dtype,
+    x: Tensor,
+    by_row: Tensor | None,
+    by_column: Tensor | None,
+    amax: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, _words(by_row, by_column), amax)
-    data = four_bit_codes(codes) if dtype == PAIRS else (codes if dtype in CODES else codes * inner).to(dtype)
+    codes, inner, inverse, outer = quantization.quantize_blocks(
+        x, cast, _words(by_row, by_column), amax
+    )
+    data = (
+        four_bit_codes(codes)
+        if dtype == PAIRS
+        else (codes if dtype in CODES else codes * inner).to(dtype)
+    )
     return (data, inner, inverse) if outer is None else (data, inner, inverse, outer)
 
 
@@ -188,13 +217,18 @@ class Clock:
         if self._words and self._numbers() != before:
             with torch.inference_mode(False):
                 for words in self._words.values():
-                    words.copy_(torch.tensor(self._numbers(), dtype=torch.int32, device="cpu"), non_blocking=True)
+                    words.copy_(
+                        torch.tensor(self._numbers(), dtype=torch.int32, device="cpu"),
+                        non_blocking=True,
+                    )
 
     def words(self, device: torch.device) -> Tensor:
         """Return the tensor on a device that always holds these numbers, see :attr:`Keys.clock`."""
         if device not in self._words:
             with torch.inference_mode(False):
-                self._words[device] = torch.tensor(self._numbers(), dtype=torch.int32, device=device)
+                self._words[device] = torch.tensor(
+                    self._numbers(), dtype=torch.int32, device=device
+                )
         return self._words[device]
 
     def _numbers(self) -> list[int]:
@@ -233,15 +267,21 @@ def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tens
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
-def random_words(cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, length: int | None) -> Words | None:
+def random_words(
+    cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, length: int | None
+) -> Words | None:
     """Return the random words for a cast of ``x [rows, columns]``; ``None`` if it rounds to nearest.
 
     ``operand`` is the slot's ``random_key``. ``length`` is the number of rows per sequence; ``None`` for a weight.
     """
     if cast.rounding == "nearest":
         return None
-    rows, columns = (-(-size // side) * side for size, side in zip(x.shape, sides_of(cast, dim), strict=True))
-    first_row = 0 if length is None else keys.clock[FIRST_SEQUENCE] * length + keys.clock[FIRST_TOKEN]
+    rows, columns = (
+        -(-size // side) * side for size, side in zip(x.shape, sides_of(cast, dim), strict=True)
+    )
+    first_row = (
+        0 if length is None else keys.clock[FIRST_SEQUENCE] * length + keys.clock[FIRST_TOKEN]
+    )
     return quantization.random_words(rows, columns, key_of(keys, operand), first_row)
 
 

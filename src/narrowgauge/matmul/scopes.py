@@ -35,7 +35,9 @@ def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManage
 def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
     """Make a model with rounded weights and swapped linear layers compute in the recipe's dtype in every call."""
     for module in model.modules():
-        if isinstance(before := module.__dict__.get("forward"), _Forward):  # from an earlier prepare
+        if isinstance(
+            before := module.__dict__.get("forward"), _Forward
+        ):  # from an earlier prepare
             del module.forward
             if before.replaced is not None:
                 module.forward = before.replaced
@@ -43,7 +45,9 @@ def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
         dtype, visible = (getattr(torch, name) for name in (recipe.dtype, recipe.storage.visible))
         for module in model.modules():
             parameters = [] if _casts_itself(module) else list(module._parameters.values())
-            if module is model or any(parameter is not None and parameter.dtype is visible for parameter in parameters):
+            if module is model or any(
+                parameter is not None and parameter.dtype is visible for parameter in parameters
+            ):
                 module.forward = _Cast(module, dtype)
     if isinstance(compute_scope(recipe, next(model.parameters()).device), torch.autocast):
         model.forward = _Scoped(model, recipe)
@@ -55,13 +59,24 @@ def _casts_itself(module: nn.Module) -> bool:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Return the same structure with every floating-point tensor in ``dtype``."""
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+    return map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
+    )
 
 
 # Not __func__ and __wrapped__: a caller would use them to bypass the wrapper.
 _OF_FUNCTIONS = frozenset(
     f"__{name}__"
-    for name in ("annotations", "closure", "code", "defaults", "globals", "kwdefaults", "name", "qualname")
+    for name in (
+        "annotations",
+        "closure",
+        "code",
+        "defaults",
+        "globals",
+        "kwdefaults",
+        "name",
+        "qualname",
+    )
 )
 
 
@@ -110,12 +125,19 @@ class _Cast(_Forward):
         super().__init__(module)
         self.dtype = dtype
         # nn.MultiheadAttention reads the parameters of its output layer and never calls it.
-        read = (child for child in module.children() if isinstance(child, NonDynamicallyQuantizableLinear))
+        read = (
+            child
+            for child in module.children()
+            if isinstance(child, NonDynamicallyQuantizableLinear)
+        )
         self.owners = [module, *read]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = _cast(args, self.dtype)
-        kwargs = {name: value if "label" in name else _cast(value, self.dtype) for name, value in kwargs.items()}
+        kwargs = {
+            name: value if "label" in name else _cast(value, self.dtype)
+            for name, value in kwargs.items()
+        }
         if _casts_itself(self.module):
             return self._call(*args, **kwargs)
         before = [owner._parameters for owner in self.owners]

@@ -16,7 +16,13 @@ from narrowgauge.machine import require_float64
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, keep_from_fused_kernels, made_narrow
+from narrowgauge.matmul.linear import (
+    Linear,
+    NarrowLayer,
+    is_linear,
+    keep_from_fused_kernels,
+    made_narrow,
+)
 from narrowgauge.matmul.operand import Clock
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -79,7 +85,9 @@ class NarrowLayers:
         the compute keeps it wide, as it does routers.
         """
         readers: dict[str, str] = {}
-        choosers = [chooser(compute, None) for compute in {layer.compute for layer in self.layers.values()}]
+        choosers = [
+            chooser(compute, None) for compute in {layer.compute for layer in self.layers.values()}
+        ]
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
@@ -97,8 +105,15 @@ class NarrowLayers:
         readers = self.matrices()
         sizes = {name: self.model.get_parameter(name).numel() for name in readers}
         wide = [f"{name} ({reader})" for name, reader in readers.items() if reader != "narrow"]
-        total, narrow = sum(sizes.values()), sum(sizes[name] for name in readers if readers[name] == "narrow")
-        rest = f"; wide: {', '.join(wide[:4])}{f' and {len(wide) - 4} more' if len(wide) > 4 else ''}" if wide else ""
+        total, narrow = (
+            sum(sizes.values()),
+            sum(sizes[name] for name in readers if readers[name] == "narrow"),
+        )
+        rest = (
+            f"; wide: {', '.join(wide[:4])}{f' and {len(wide) - 4} more' if len(wide) > 4 else ''}"
+            if wide
+            else ""
+        )
         return f"{narrow:,} of {total:,} matrix weights are narrow ({narrow / max(total, 1):.0%}){rest}"
 
     def set_compute(self, choose: Callable[[str], Compute]) -> None:
@@ -167,7 +182,10 @@ def swap_linears(
     for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
         warn_if_emulated(used, device)
     linears = NarrowLayers(model, layers, Clock(seed))
-    if "narrow" in (readers := set(linears.matrices().values())) and not readers <= {"narrow", "kept"}:
+    if "narrow" in (readers := set(linears.matrices().values())) and not readers <= {
+        "narrow",
+        "kept",
+    }:
         warnings.warn(
             f"{linears}. linears.matrices() lists all. Only layers of nn.Linear's own forward are swapped.",
             stacklevel=2,
@@ -184,7 +202,9 @@ def keep_ranks_apart(model: nn.Module) -> None:
 
     Call it before wrapping, for the module that is wrapped: :func:`swap_linears` and ``prepare`` do it for their model.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NarrowLayer)}
+    layers = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, NarrowLayer)
+    }
     if layers:
         buffers = ("key", "clock_words")
         leave_out_of_ddp(model, [f"{name}.{buffer}" for name in layers for buffer in buffers])
@@ -201,14 +221,19 @@ def linears_of(model: nn.Module) -> NarrowLayers | None:
         >>> linears_of(nn.Linear(2, 2)) is None
         True
     """
-    layers: dict[str, Layer] = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    layers: dict[str, Layer] = {
+        name: module for name, module in model.named_modules() if isinstance(module, Linear)
+    }
     layers |= experts.grouped_layers_of(model)
     return NarrowLayers(model, layers, next(iter(layers.values())).clock) if layers else None
 
 
 def linear_names(model: nn.Module) -> list[str]:
     """Return the names of linear layers, and of the projections of mixtures' experts."""
-    return [*(name for name, module in model.named_modules() if is_linear(module)), *experts.projections(model)]
+    return [
+        *(name for name, module in model.named_modules() if is_linear(module)),
+        *experts.projections(model),
+    ]
 
 
 def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
@@ -217,7 +242,9 @@ def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Co
         compute = get_compute(compute)
         keep = compute.keep if keep is None else keep
     if isinstance(keep, str):
-        raise RecipeError(f"Cannot use keep = {keep!r} because it is not a tuple.", f'Give keep=("{keep}",).')
+        raise RecipeError(
+            f"Cannot use keep = {keep!r} because it is not a tuple.", f'Give keep=("{keep}",).'
+        )
 
     def choose(name: str) -> Compute | None:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep or ()):
@@ -238,4 +265,6 @@ def _swap_slow_layers(model: nn.Module) -> list[Linear]:
         and module.weight.dtype is torch.bfloat16
         and is_widened(torch.bfloat16, module.weight.device.type)
     }
-    return [made_narrow(plain_name(name), module, COMPUTES["bfloat16"]) for name, module in slow.items()]
+    return [
+        made_narrow(plain_name(name), module, COMPUTES["bfloat16"]) for name, module in slow.items()
+    ]

@@ -44,7 +44,9 @@ def split_groups(tensor: Any, *, columns: bool = False) -> list[Any]:
     """Return the process groups of the mesh axes that split a tensor's elements, or only its last dimension (``columns``)."""
     splits = _splits_columns if columns else lambda tensor, placement: _splits(placement)
     axes = enumerate(tensor.placements) if is_sharded(tensor) else ()
-    return [tensor.device_mesh.get_group(axis) for axis, placement in axes if splits(tensor, placement)]
+    return [
+        tensor.device_mesh.get_group(axis) for axis, placement in axes if splits(tensor, placement)
+    ]
 
 
 def _splits_columns(tensor: Any, placement: Any) -> bool:
@@ -89,7 +91,9 @@ def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
     pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], unsplit)}
     for tensor in tensors:
         if groups := split_groups(tensor):
-            pairs.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(tensor)
+            pairs.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(
+                tensor
+            )
         else:
             unsplit.append(tensor)
     return list(pairs.values())
@@ -115,7 +119,9 @@ def largest_over_ranks(values: Sequence[Tensor], groups: Sequence[Sequence[Any]]
             places.setdefault(tuple(group.group_name for group in members), []).append(place)
     for alike in places.values():
         joined = add_up(torch.cat([values[place] for place in alike]), groups[alike[0]], "max")
-        for place, part in zip(alike, joined.split([len(values[place]) for place in alike]), strict=True):
+        for place, part in zip(
+            alike, joined.split([len(values[place]) for place in alike]), strict=True
+        ):
             result[place] = part
     return result
 
@@ -137,4 +143,6 @@ def own_part(owner: Any, tensor: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return local_of(distribute_tensor(tensor, owner.device_mesh, owner.placements, src_data_rank=None))
+    return local_of(
+        distribute_tensor(tensor, owner.device_mesh, owner.placements, src_data_rank=None)
+    )

@@ -100,7 +100,9 @@ def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def exact_squares(tensors: Sequence[Tensor], *, compile: bool = True, table: SquaresTable | None = None) -> Tensor:
+def exact_squares(
+    tensors: Sequence[Tensor], *, compile: bool = True, table: SquaresTable | None = None
+) -> Tensor:
     """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a value is.
 
     For DTensors it is that of the whole, with the bits of one process that holds all. All ranks of their meshes pass the same
@@ -116,18 +118,28 @@ def exact_squares(tensors: Sequence[Tensor], *, compile: bool = True, table: Squ
     else:
         pieces = [_pieces([local_of(tensor) for tensor in members]) for _, members in groups]
         zero = torch.zeros((), dtype=torch.float32, device=device)
-        peaks_of_groups = [torch.stack([zero, *map(largest_magnitude, parts)]).amax() for parts in pieces]
-    maxima = [add_up(peak, ranks, "max") for (ranks, _), peak in zip(groups, peaks_of_groups, strict=True)]
+        peaks_of_groups = [
+            torch.stack([zero, *map(largest_magnitude, parts)]).amax() for parts in pieces
+        ]
+    maxima = [
+        add_up(peak, ranks, "max") for (ranks, _), peak in zip(groups, peaks_of_groups, strict=True)
+    ]
     largest = torch.stack(maxima).amax()
     scales = grid_scales(largest, max(1, sum(tensor.numel() for tensor in tensors)))
     if table is not None:
         sums = list(table.sums(scales))
     else:
         zeros = torch.zeros(2, dtype=torch.int64, device=device)
-        sums = [sum((_sum_steps(part, scales, compile) for part in parts), zeros) for parts in pieces]
-    total = torch.stack([add_up(part, ranks, "sum") for (ranks, _), part in zip(groups, sums, strict=True)]).sum(0)
+        sums = [
+            sum((_sum_steps(part, scales, compile) for part in parts), zeros) for parts in pieces
+        ]
+    total = torch.stack(
+        [add_up(part, ranks, "sum") for (ranks, _), part in zip(groups, sums, strict=True)]
+    ).sum(0)
     coarse, fine = total.double()
-    return torch.where(largest.isfinite(), (coarse + fine / scales[1]) / scales[0], largest.double())
+    return torch.where(
+        largest.isfinite(), (coarse + fine / scales[1]) / scales[0], largest.double()
+    )
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -136,7 +148,9 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
     small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if 0 < tensor.numel() <= JOINED_ELEMENTS:
-            small.setdefault(tensor.dtype, []).append(tensor.reshape(-1) if tensor.ndim != 1 else tensor)
+            small.setdefault(tensor.dtype, []).append(
+                tensor.reshape(-1) if tensor.ndim != 1 else tensor
+            )
         elif tensor.is_contiguous():
             pieces += [tensor.view(-1)] if tensor.numel() else []
         else:
@@ -155,7 +169,9 @@ def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
     place = place_of([flat])
     if compile and is_worth_compiling(len(flat), place) and can_compile(place):
         if flat.dtype is torch.bfloat16 and not (len(flat) % 2 or flat.data_ptr() % 4):
-            return torch.stack(compiled_for_pattern(grid_steps_of_words, flat.view(torch.int32), scales))
+            return torch.stack(
+                compiled_for_pattern(grid_steps_of_words, flat.view(torch.int32), scales)
+            )
         return torch.stack(compiled_for_pattern(grid_steps, flat, scales))
     sums = [torch.stack(grid_steps(chunk, scales)) for (chunk,) in flat_chunks(flat)]
     return torch.stack(sums).sum(0)
@@ -229,7 +245,9 @@ class ExactSums:
         Without ``output``, return a new float32 tensor.
         """
         if output is None:
-            output = torch.empty(self._words.shape[1], dtype=torch.float32, device=self._words.device)
+            output = torch.empty(
+                self._words.shape[1], dtype=torch.float32, device=self._words.device
+            )
         scratch = _scratch(self._words, 4)
         if self._num_addends == 0:
             self._words.zero_()
@@ -266,7 +284,10 @@ def _check(rows: Tensor, numel: int, num_addends: int) -> None:
             "They take bfloat16, float16 and float32.",
         )
     if num_addends > MOST_ADDENDS:
-        raise FormatError(f"Cannot add {num_addends} addends exactly: {MOST_ADDENDS} fit.", "Try larger micro-batches.")
+        raise FormatError(
+            f"Cannot add {num_addends} addends exactly: {MOST_ADDENDS} fit.",
+            "Try larger micro-batches.",
+        )
 
 
 def _on_cpu(tensor: Tensor) -> bool:

@@ -47,7 +47,8 @@ class NearestEven:
     def __post_init__(self) -> None:
         if not 13 <= self.dropped <= 21:
             raise FormatError(
-                f"Cannot compute in parts that are {self.dropped} bits shorter than float32.", "Drop 13 to 21 bits."
+                f"Cannot compute in parts that are {self.dropped} bits shorter than float32.",
+                "Drop 13 to 21 bits.",
             )
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -46,9 +46,13 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
     """Return :func:`fingerprint` as an int64 0-d tensor on the device of ``x``. Do not wait for the device."""
     size = x.element_size()
     if size not in _INTEGER_OF_SIZE:
-        raise FormatError(f"Cannot hash {x.dtype}: its elements have {size} bytes, not 1, 2, 4 or 8.")
+        raise FormatError(
+            f"Cannot hash {x.dtype}: its elements have {size} bytes, not 1, 2, 4 or 8."
+        )
     x = x.detach().resolve_conj().resolve_neg()
-    places = torch.arange(min(chunk_size(x.device), x.numel()), dtype=torch.int64, device=x.device) * _signed(GOLDEN)
+    places = torch.arange(
+        min(chunk_size(x.device), x.numel()), dtype=torch.int64, device=x.device
+    ) * _signed(GOLDEN)
     total, place = torch.zeros((), dtype=torch.int64, device=x.device), offset
     for (chunk,) in flat_chunks(x):
         bits = chunk.view(_INTEGER_OF_SIZE[size]).to(torch.int64)

@@ -79,7 +79,9 @@ def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
     for parts in flat_chunks(intended, stored, visible):
         d, e, v = (part.double() for part in parts)
         total += torch.stack([term.sum() for term in update_terms(d, e, v)])
-    host = torch.tensor([0.0, 0.0, intended.numel(), 0.0], dtype=torch.float64, device=intended.device)
+    host = torch.tensor(
+        [0.0, 0.0, intended.numel(), 0.0], dtype=torch.float64, device=intended.device
+    )
     return torch.cat([total, host])
 
 
@@ -104,7 +106,9 @@ UPDATE_METRICS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     # Collage's "imprecision percentage": fraction of all elements whose visible weight did not change, D = 0 included.
     "imprecision_share": lambda s: 1 - _ratio(s["nonzero"] - s["unseen"], s["elements"]),
     # 1 − ⟨C,T⟩/‖C‖²: the fraction of weight decay that is not stored. NaN over too few ulps for a reliable number.
-    "lost_decay": lambda s: torch.where(s["spacings"] >= FEWEST_SPACINGS, 1 - _ratio(s["ct"], s["cc"]), torch.nan),
+    "lost_decay": lambda s: torch.where(
+        s["spacings"] >= FEWEST_SPACINGS, 1 - _ratio(s["ct"], s["cc"]), torch.nan
+    ),
 }
 """By name, from the named sums. Each is NaN if nothing was intended: it can neither hide nor raise an alarm."""
 
@@ -194,7 +198,9 @@ def cast_sums(x: Tensor, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     values = padded(x, cast, 1).float()
     words = None
     if cast.rounding != "nearest":
-        words = random_words(values.shape[0], values.shape[1], torch.zeros((), dtype=torch.int32, device=x.device))
+        words = random_words(
+            values.shape[0], values.shape[1], torch.zeros((), dtype=torch.int32, device=x.device)
+        )
     quantized = quantize(values, cast, words=words, amax=amax)
     values = values if cast.rotation == "none" else rotate(values, 1)
     scaled = values if quantized.inner is None else values / spread(quantized.inner, values.shape)
@@ -215,7 +221,9 @@ def cast_sums(x: Tensor, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
 
 def _end(row: Format) -> float:
     """Return the largest magnitude that rounds to the format's largest: half an ulp beyond it."""
-    return row.max + (0.5 if row.kind == "int" else 2.0 ** (row.max_exponent - row.mantissa_bits - 1))
+    return row.max + (
+        0.5 if row.kind == "int" else 2.0 ** (row.max_exponent - row.mantissa_bits - 1)
+    )
 
 
 def sqnr_of_sums(sums: Tensor) -> Tensor:

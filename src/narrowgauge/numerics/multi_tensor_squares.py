@@ -98,7 +98,10 @@ def functions(interpret: bool) -> dict[str, Any]:
     """Return the Triton functions ``largest`` and ``squares``."""
     graph = trace(steps_of_squares, (torch.float32, (8,)), (torch.float64, (2,)))
     lines, (coarse, fine), _ = print_graph(graph, ["x", "v"], "x")
-    return load(_KERNELS.format(body="\n        ".join(lines), coarse=coarse, fine=fine), interpret=interpret)
+    return load(
+        _KERNELS.format(body="\n        ".join(lines), coarse=coarse, fine=fine),
+        interpret=interpret,
+    )
 
 
 class SquaresTable:
@@ -115,10 +118,15 @@ class SquaresTable:
         ``peaks`` holds the magnitudes of the tensors, in the groups' order.
         """
         self._ids = [id(tensor) for _, members in groups for tensor in members]
-        self._tensors = [local_of(tensor).contiguous() for _, members in groups for tensor in members]
+        self._tensors = [
+            local_of(tensor).contiguous() for _, members in groups for tensor in members
+        ]
         device, self._num_groups = self._tensors[0].device, len(groups)
         numbers = [number for number, (_, members) in enumerate(groups) for _ in members]
-        sizes = [(x.numel(), k, DTYPES.index(x.dtype)) for x, k in zip(self._tensors, numbers, strict=True)]
+        sizes = [
+            (x.numel(), k, DTYPES.index(x.dtype))
+            for x, k in zip(self._tensors, numbers, strict=True)
+        ]
         if sizes != self._sizes:
             counts = np.array([-(-numel // SPAN) for numel, *_ in sizes], np.int64)
             self._sizes, self._first, self._addresses = sizes, np.cumsum(counts) - counts, []
@@ -175,7 +183,9 @@ class SquaresTable:
 def sums_on(tensors: Sequence[Tensor]) -> bool:
     """Return whether a :class:`SquaresTable` sums the squares of tensors: on a GPU."""
     device = local_of(tensors[0]).device
-    is_possible = triton_printer.launches_on(device) and {tensor.dtype for tensor in tensors} <= {*DTYPES}
+    is_possible = triton_printer.launches_on(device) and {tensor.dtype for tensor in tensors} <= {
+        *DTYPES
+    }
     return is_possible and _is_proven(device)
 
 
@@ -184,11 +194,20 @@ def _is_proven(device: torch.device) -> bool:
     """Return whether the launches give the bits of the definition. Warn once if not."""
 
     def compare() -> bool:
-        kinds = [(dtype, size, edges) for dtype in DTYPES for size in (1, SPAN, SPAN + 9) for edges in (False, True)]
+        kinds = [
+            (dtype, size, edges)
+            for dtype in DTYPES
+            for size in (1, SPAN, SPAN + 9)
+            for edges in (False, True)
+        ]
         cases = [draw(dtype, (size,), edges=edges, seed=size) for dtype, size, edges in kinds]
         table = SquaresTable()
         actual = exact_squares([case.to(device) for case in cases], table=table).cpu()
         peaks = torch.stack([largest_magnitude(case) for case in cases])
-        return torch.equal(actual, exact_squares(cases, compile=False)) and torch.equal(table.peaks.cpu(), peaks)
+        return torch.equal(actual, exact_squares(cases, compile=False)) and torch.equal(
+            table.peaks.cpu(), peaks
+        )
 
-    return (device.type == "cpu" or can_compile("gpu")) and proves("the norm of all tensors", compare)
+    return (device.type == "cpu" or can_compile("gpu")) and proves(
+        "the norm of all tensors", compare
+    )

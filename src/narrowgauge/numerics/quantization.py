@@ -52,7 +52,9 @@ class Quantized(NamedTuple):
 
     def operand(self) -> Tensor:
         """Return ``codes * inner`` in float32, the operand for a matmul that cannot use codes."""
-        return self.codes if self.inner is None else self.codes * spread(self.inner, self.codes.shape)
+        return (
+            self.codes if self.inner is None else self.codes * spread(self.inner, self.codes.shape)
+        )
 
     def values(self) -> Tensor:
         """Return the matrix that this stands for, in float32."""
@@ -60,7 +62,12 @@ class Quantized(NamedTuple):
 
 
 def quantize(
-    x: Tensor, cast: Cast, dim: int = 1, *, words: tuple[Tensor, Tensor] | None = None, amax: Tensor | None = None
+    x: Tensor,
+    cast: Cast,
+    dim: int = 1,
+    *,
+    words: tuple[Tensor, Tensor] | None = None,
+    amax: Tensor | None = None,
 ) -> Quantized:
     """Cast a floating-point matrix ``[rows, columns]`` to codes and scales.
 
@@ -73,19 +80,30 @@ def quantize(
         FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
     """
     if cast.rounding != "nearest" and words is None:
-        raise FormatError(f"Cannot cast to {cast} without random words.", "Give words = random_words(…).")
+        raise FormatError(
+            f"Cannot cast to {cast} without random words.", "Give words = random_words(…)."
+        )
     values = x if cast.rotation == "none" else rotate(x, dim)
     if cast.block is None:
         codes, outer = quantize_whole(values, cast, dim, words, None, amax)
         return Quantized(codes, None, outer)
     sides = sides_of(cast, dim)
-    chances = None if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
+    chances = (
+        None
+        if words is None
+        else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
+    )
     codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, chances, amax)
     return Quantized(codes.reshape(x.shape), inner.flatten(0, 1).flatten(1, 2), outer)
 
 
 def quantize_whole(
-    x: Tensor, cast: Cast, dim: int, words: tuple[Tensor, Tensor] | None, fold: Tensor | None, amax: Tensor | None
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    words: tuple[Tensor, Tensor] | None,
+    fold: Tensor | None,
+    amax: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return :func:`quantize`'s codes and outer scale for a cast without blocks."""
     values = x.float() if fold is None else x.float() * fold
@@ -117,12 +135,16 @@ def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
     return sides if dim == 1 else sides[::-1]
 
 
-def _block_scales(blocks: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _block_scales(
+    blocks: Tensor, cast: Cast, amax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the multiplier of ``[row blocks, rows, column blocks, columns]``, and the scales of both levels."""
     largest = blocks.abs().amax((1, 3), keepdim=True)
     unbiased = cast.rounding == "stochastic"
     if cast.scale != "float8_e4m3fn":
-        inner = power_of_two_scale(largest, cast.element, up=unbiased or cast.scale == "power-of-two")
+        inner = power_of_two_scale(
+            largest, cast.element, up=unbiased or cast.scale == "power-of-two"
+        )
         return reciprocal(inner), inner, None
     peak = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(-1, 1, 1, 1)
     outer = _or_nan(peak.clamp_min(TINY) * (1 / (_E4M3.max * cast.element.max)), peak)
@@ -130,21 +152,29 @@ def _block_scales(blocks: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tens
     return reciprocal(inner * outer), inner, outer.view(-1, 1)
 
 
-def _codes(values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tensor, Tensor] | None) -> Tensor:
+def _codes(
+    values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tensor, Tensor] | None
+) -> Tensor:
     scaled = values if inverse is None else values * inverse
     if cast.rounding != "stochastic" or words is None:
         return round_nearest(scaled, cast.element)
     return round_stochastic(scaled, cast.element, uniform(words))
 
 
-def random_words(rows: int, columns: int, key: Tensor, first_row: Tensor | int = 0) -> tuple[Tensor, Tensor]:
+def random_words(
+    rows: int, columns: int, key: Tensor, first_row: Tensor | int = 0
+) -> tuple[Tensor, Tensor]:
     """Return random words for rows and columns, see :func:`uniform`: float32 in [0, 1), ``[rows, 1]`` and ``[1, columns]``.
 
     They depend only on the logical indices and on ``key``: 0-d int32, specific to the seed, the step, the layer and the operand,
     and well mixed. Keys that differ only in low bits give the same words in another order.
     """
-    row, column = (torch.arange(count, dtype=torch.int32, device=key.device) for count in (rows, columns))
-    return words_of(row, column, key, torch.as_tensor(first_row, dtype=torch.int32, device=key.device))
+    row, column = (
+        torch.arange(count, dtype=torch.int32, device=key.device) for count in (rows, columns)
+    )
+    return words_of(
+        row, column, key, torch.as_tensor(first_row, dtype=torch.int32, device=key.device)
+    )
 
 
 def words_of(row: Tensor, column: Tensor, key: Tensor, first_row: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,7 +292,14 @@ def four_bit_codes(values: Tensor) -> Tensor:
 
 def four_bit_values(codes: Tensor) -> Tensor:
     """Return the float32 numbers of e2m1 codes 0 … 15."""
-    table = torch.tensor([*_DOUBLED, *(-doubled for doubled in _DOUBLED)], dtype=torch.float32, device=codes.device) / 2
+    table = (
+        torch.tensor(
+            [*_DOUBLED, *(-doubled for doubled in _DOUBLED)],
+            dtype=torch.float32,
+            device=codes.device,
+        )
+        / 2
+    )
     return table[codes.to(torch.int32)]
 
 
@@ -295,7 +332,9 @@ def tiled_scales(scales: Tensor) -> Tensor:
         tensor([ 1, 33, 65, 97,  2], dtype=torch.uint8)
     """
     rows, blocks = scales.shape
-    tiles = F.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128)).view(-1, 4, 32, -(-blocks // 4), 4)
+    tiles = F.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128)).view(
+        -1, 4, 32, -(-blocks // 4), 4
+    )
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
 
 

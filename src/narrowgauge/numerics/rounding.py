@@ -174,7 +174,9 @@ def round_nearest(v: Tensor, row: Format) -> Tensor:
         return v
     if row.name in ("bfloat16", "tfloat32"):
         # Do not convert: a compiler drops a conversion that is undone at once.
-        return torch.where(v.isfinite(), float_of(cut_to_even(bits_of(v), 23 - row.mantissa_bits)), v)
+        return torch.where(
+            v.isfinite(), float_of(cut_to_even(bits_of(v), 23 - row.mantissa_bits)), v
+        )
     if row.kind == "int":
         return torch.round(v.clamp(-row.max, row.max))
     if row.name == "float16":
@@ -222,7 +224,10 @@ def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
     else:
         # Compare the few exponents: on a CPU bits are slow to read beside bfloat16 loads.
         magnitude = v.abs()
-        power, inverse = torch.full_like(v, 2.0**row.min_exponent), torch.full_like(v, 2.0**-row.min_exponent)
+        power, inverse = (
+            torch.full_like(v, 2.0**row.min_exponent),
+            torch.full_like(v, 2.0**-row.min_exponent),
+        )
         for exponent in range(row.min_exponent + 1, row.max_exponent + 1):
             power = torch.where(magnitude < 2.0**exponent, power, 2.0**exponent)
             inverse = torch.where(magnitude < 2.0**exponent, inverse, 2.0**-exponent)
@@ -292,7 +297,14 @@ def round_to(
         count = steps.floor()
         if rounding == "stochastic" and seed is not None:
             count = count + (steps - count >= 1 - _uniform(x, seed))
-    rounded = _fit(count * _power(step), magnitude, negative, row, saturate, finite_stays=rounding == "toward_zero")
+    rounded = _fit(
+        count * _power(step),
+        magnitude,
+        negative,
+        row,
+        saturate,
+        finite_stays=rounding == "toward_zero",
+    )
     rounded = torch.where(is_nan, math.nan if row.nans else 0.0, rounded)
     if row.signed:
         has_sign = negative & ~is_nan & ~rounded.isnan() & ((rounded > 0) | row.negative_zero)
@@ -309,7 +321,13 @@ def _power(exponent: Tensor) -> Tensor:
 
 
 def _fit(
-    rounded: Tensor, magnitude: Tensor, negative: Tensor, row: Format, saturate: bool, *, finite_stays: bool
+    rounded: Tensor,
+    magnitude: Tensor,
+    negative: Tensor,
+    row: Format,
+    saturate: bool,
+    *,
+    finite_stays: bool,
 ) -> Tensor:
     """Replace magnitudes outside the format's range."""
     limit = torch.where(negative, -row.min if row.signed else 0.0, row.max).double()
@@ -320,7 +338,9 @@ def _fit(
     rounded = torch.where(rounded > limit, outside, rounded)
     if not row.signed:
         nothing_below = negative | (magnitude == 0)
-        rounded = torch.where(nothing_below, row.min if saturate else math.nan, rounded.clamp(min=row.min))
+        rounded = torch.where(
+            nothing_below, row.min if saturate else math.nan, rounded.clamp(min=row.min)
+        )
     return rounded
 
 
@@ -346,13 +366,20 @@ def _low_word(x: Tensor) -> Tensor:
 
 def _check(x: Tensor, row: Format, rounding: str, seed: int | Tensor | None) -> None:
     if rounding not in get_args(Rounding):
-        raise FormatError(f"Cannot round by {rounding!r}.", f"Use one of {', '.join(get_args(Rounding))}.")
+        raise FormatError(
+            f"Cannot round by {rounding!r}.", f"Use one of {', '.join(get_args(Rounding))}."
+        )
     if not x.is_floating_point():
-        raise FormatError(f"Cannot round a tensor of {x.dtype}: it is not floating-point.", "Convert it first.")
+        raise FormatError(
+            f"Cannot round a tensor of {x.dtype}: it is not floating-point.", "Convert it first."
+        )
     single = get_format("float32")
     if row.finest_exponent < single.finest_exponent or row.max > single.max:
         raise FormatError(
-            f"Cannot round to {row.name}: the result is float32, which does not hold its values.", "Use x.double()."
+            f"Cannot round to {row.name}: the result is float32, which does not hold its values.",
+            "Use x.double().",
         )
     if rounding == "stochastic" and seed is None:
-        raise FormatError("Cannot round stochastically without a seed.", "Give seed=, new in each step.")
+        raise FormatError(
+            "Cannot round stochastically without a seed.", "Give seed=, new in each step."
+        )

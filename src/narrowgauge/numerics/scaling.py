@@ -52,18 +52,24 @@ class LossScaler:
         ``consecutive_hysteresis``.
     """
 
-    def __init__(self, initial: float = 2.0**16, *, growth_interval: int = 2000, hysteresis: int = 2) -> None:
+    def __init__(
+        self, initial: float = 2.0**16, *, growth_interval: int = 2000, hysteresis: int = 2
+    ) -> None:
         _require_scale("initial", initial)
         for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
             if type(count) is not int or not 1 <= count < 1 << 31:
-                raise RecipeError(f"Cannot take {name} = {count!r}: it must be a whole number, at least 1.")
+                raise RecipeError(
+                    f"Cannot take {name} = {count!r}: it must be a whole number, at least 1."
+                )
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self._waits_for_device = True
         self.request: object = None
         """Identifies the latest :meth:`scale`. An optimizer compares it to see whether a loss was scaled since its last step."""
         self.stepped: object = None
         """The request of the latest step."""
-        self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32, device="cpu")}
+        self._state: State = {
+            "scale": torch.full((), float(initial), dtype=torch.float32, device="cpu")
+        }
         for name in COUNTERS:
             value = hysteresis if name == "lives" else 0
             self._state[name] = torch.full((), value, dtype=torch.int32, device="cpu")
@@ -73,7 +79,9 @@ class LossScaler:
 
         A float16 loss can already overflow here: compute it in float32.
         """
-        self.request = object()  # written, never read here, so a compiled loss is not recompiled for it
+        self.request = (
+            object()
+        )  # written, never read here, so a compiled loss is not recompiled for it
         return loss * self._on(loss.device)["scale"].to(loss.device, non_blocking=True)
 
     @property

@@ -100,7 +100,9 @@ class _Scratch(threading.local):
         if buffer is None or buffer.numel() < rows * columns:
             # A tensor made in inference mode cannot be written outside it.
             with torch.inference_mode(False):
-                buffer = self.buffers[name, dtype] = torch.empty(rows * columns, dtype=dtype, device="cpu")
+                buffer = self.buffers[name, dtype] = torch.empty(
+                    rows * columns, dtype=dtype, device="cpu"
+                )
         return buffer[: rows * columns].view(rows, columns)
 
 
@@ -126,9 +128,13 @@ def _in_float32(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
     dtype = next(value.dtype for value in args if isinstance(value, Tensor))
     if dtype not in _NARROW:
         return kernel(*args, **options)
-    results = kernel(*map(_as_float32, args), **{name: _as_float32(value) for name, value in options.items()})
+    results = kernel(
+        *map(_as_float32, args), **{name: _as_float32(value) for name, value in options.items()}
+    )
     is_forward = len(results) == 2  # output and log-sums; backward gives three gradients
-    return tuple(value if is_forward and index else value.to(dtype) for index, value in enumerate(results))
+    return tuple(
+        value if is_forward and index else value.to(dtype) for index, value in enumerate(results)
+    )
 
 
 def _as_float32(value: Any) -> Any:

@@ -63,12 +63,18 @@ class GradientAccumulator:
 
     def __init__(self, parameters: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> None:
         if dtype not in (torch.float32, torch.float64):
-            raise RecipeError(f"Cannot sum gradients in {dtype!r}.", "Take torch.float32 or torch.float64.")
+            raise RecipeError(
+                f"Cannot sum gradients in {dtype!r}.", "Take torch.float32 or torch.float64."
+            )
         self.dtype, self.parameters = dtype, list(dict.fromkeys(parameters))
         require_float64(self.parameters)
         # The parameters whose gradients are summed here, not by autograd.
-        self._summed = [p for p in self.parameters if p.dtype in _DROPPED and p.dtype.itemsize < dtype.itemsize]
-        self._buffers: dict[Tensor, Tensor] = {}  # between the first micro-batch of a step and finish
+        self._summed = [
+            p for p in self.parameters if p.dtype in _DROPPED and p.dtype.itemsize < dtype.itemsize
+        ]
+        self._buffers: dict[
+            Tensor, Tensor
+        ] = {}  # between the first micro-batch of a step and finish
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -88,7 +94,9 @@ class GradientAccumulator:
                 for total, chunk in flat_chunks(self._buffers[parameter], gradient):
                     total += chunk
             else:
-                self._buffers[parameter] = gradient.to(self.dtype, memory_format=torch.contiguous_format)
+                self._buffers[parameter] = gradient.to(
+                    self.dtype, memory_format=torch.contiguous_format
+                )
             parameter.grad = None
 
     @torch.no_grad()
@@ -117,5 +125,7 @@ class GradientAccumulator:
 
     def bytes_per_param(self) -> float:
         """Return the bytes per parameter of the buffers."""
-        size = sum(self.dtype.itemsize * local_of(p).numel() for p in self._summed if p.requires_grad)
+        size = sum(
+            self.dtype.itemsize * local_of(p).numel() for p in self._summed if p.requires_grad
+        )
         return size / max(1, sum(local_of(p).numel() for p in self.parameters))

@@ -31,9 +31,7 @@ from narrowgauge.spec.storages import STATE_NAMES
 Entry = Mapping[str, Any]
 Moments = dict[str, Tensor | int]
 _8BIT = "__bnb_optimizer_quant_state__"
-_ADVICE = (
-    "Give the state of torch's SGD, or of an Adam or AdamW of torch, bitsandbytes, torchao, TransformerEngine or Apex."
-)
+_ADVICE = "Give the state of torch's SGD, or of an Adam or AdamW of torch, bitsandbytes, torchao, TransformerEngine or Apex."
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -67,22 +65,33 @@ def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         f"{name} {_shown(theirs)}, not {_shown(ours)}"
         for parameter, _, _, group in _matched(optimizer, state["param_groups"])
         for name, theirs in group.items()
-        if name in _OPTIONS and _shown(theirs) != _shown(ours := optimizer.group_of(parameter).get(name, theirs))
+        if name in _OPTIONS
+        and _shown(theirs) != _shown(ours := optimizer.group_of(parameter).get(name, theirs))
     }
     if differ:
-        warnings.warn(f"The state of {library} was trained with {'; '.join(sorted(differ))}.", stacklevel=2)
+        warnings.warn(
+            f"The state of {library} was trained with {'; '.join(sorted(differ))}.", stacklevel=2
+        )
     return library
 
 
 def _shown(option: Any) -> str:
-    return ", ".join(f"{float(number):g}" for number in (option if isinstance(option, tuple | list) else [option]))
+    return ", ".join(
+        f"{float(number):g}"
+        for number in (option if isinstance(option, tuple | list) else [option])
+    )
 
 
 def resume_from(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load weights, moments and options of another library. This is ``load_state_dict`` of its state."""
     groups = state["param_groups"]
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
-        raise DataError("The state's param groups have other sizes than the optimizer's.", "Call ng.load_states.")
+    if [len(group["params"]) for group in groups] != [
+        len(group["params"]) for group in optimizer.param_groups
+    ]:
+        raise DataError(
+            "The state's param groups have other sizes than the optimizer's.",
+            "Call ng.load_states.",
+        )
     _adopt(optimizer, state)
     for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
         ours |= {name: theirs[name] for name in (*_OPTIONS, "initial_lr") if name in theirs}
@@ -91,7 +100,9 @@ def resume_from(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def _adopt(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
     """Store the weights and moments of a foreign state. Return the name of its library."""
     if not {"state", "param_groups"} <= set(state):
-        raise DataError("The state has no 'state' and 'param_groups'.", "Give the optimizer's state_dict().")
+        raise DataError(
+            "The state has no 'state' and 'param_groups'.", "Give the optimizer's state_dict()."
+        )
     values: dict[Tensor, Tensor] = {}
     moments: dict[Tensor, Moments] = {}
     libraries = set()
@@ -99,21 +110,32 @@ def _adopt(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         entry = state["state"].get(key)
         if not entry or entry.get("momentum_buffer", entry) is None:  # SGD without momentum
             continue
-        entry = {**{name: value for name, value in entry.items() if name != _8BIT}, **entry.get(_8BIT, {})}
+        entry = {
+            **{name: value for name, value in entry.items() if name != _8BIT},
+            **entry.get(_8BIT, {}),
+        }
         library = _library(entry, group)
         libraries.add(library)
         if library == "narrowgauge":
-            values[parameter], moments[parameter] = _of_narrowgauge(entry, group, optimizer, parameter)
+            values[parameter], moments[parameter] = _of_narrowgauge(
+                entry, group, optimizer, parameter
+            )
         else:
             moments[parameter] = _moments(library, entry, group, parameter, name)
             values[parameter] = _weight(entry, optimizer, parameter)
     if state["state"] and not moments:
-        raise DataError("The keys of the state's 'state' are no numbers of its parameters.", _ADVICE)
+        raise DataError(
+            "The keys of the state's 'state' are no numbers of its parameters.", _ADVICE
+        )
     optimizer.adopt(values, moments)
-    return next(iter(libraries - {"torch.optim"}), "torch.optim")  # others leave small tensors to torch
+    return next(
+        iter(libraries - {"torch.optim"}), "torch.optim"
+    )  # others leave small tensors to torch
 
 
-def _of_narrowgauge(entry: Entry, group: Entry, optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, Moments]:
+def _of_narrowgauge(
+    entry: Entry, group: Entry, optimizer: Optimizer, parameter: Tensor
+) -> tuple[Tensor, Moments]:
     """Return the weight and the states of another storage. They are read over the same visible weight."""
     tensors, dtype = tensors_of(entry), getattr(torch, known_row(group["storage"]).visible)
     if tensors.keys() == {"step", *STATE_NAMES} and tensors["exp_avg"].dtype is torch.float32:
@@ -123,7 +145,10 @@ def _of_narrowgauge(entry: Entry, group: Entry, optimizer: Optimizer, parameter:
     seen = parameter.detach() if parameter.dtype is dtype else optimizer.stored(parameter).to(dtype)
     state = states_of(optimizer, group, {seen: tensors})[seen]
     weight = state.stored("weight") if state.storage.beside else optimizer.stored(parameter)
-    return weight, {"step": state.step, **{name: state.stored(name) for name in state.shapes_of_states}}
+    return weight, {
+        "step": state.step,
+        **{name: state.stored(name) for name in state.shapes_of_states},
+    }
 
 
 def to_torch_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -149,18 +174,26 @@ def to_torch_state(optimizer: Optimizer) -> dict[str, Any]:
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}.get(optimizer.rule.name)
     if kind is None:
         raise DataError(
-            f"Cannot give the states of rule '{optimizer.rule.name}' to torch.optim.", "Only Adam's have a counterpart."
+            f"Cannot give the states of rule '{optimizer.rule.name}' to torch.optim.",
+            "Only Adam's have a counterpart.",
         )
     saved = optimizer.state_dict()
     defaults = kind([torch.zeros(1)]).state_dict()["param_groups"][0]
     keys = {*defaults, "initial_lr", "param_names", "swa_lr"}
     groups = [
-        {**defaults, "maximize": optimizer.maximize, **{name: group[name] for name in keys & group.keys()}}
+        {
+            **defaults,
+            "maximize": optimizer.maximize,
+            **{name: group[name] for name in keys & group.keys()},
+        }
         for group in saved["param_groups"]
     ]
     numbers = [number for group in groups for number in group["params"]]
     states = {
-        number: {"step": saved["state"][number]["step"], **{name: optimizer.stored(p, name) for name in STATE_NAMES}}
+        number: {
+            "step": saved["state"][number]["step"],
+            **{name: optimizer.stored(p, name) for name in STATE_NAMES},
+        }
         for number, p in zip(numbers, optimizer.parameter_names(), strict=True)
         if number in saved["state"]
     }
@@ -188,7 +221,9 @@ def full_weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     stored = {parameter: optimizer.stored(parameter) for parameter in optimizer.parameter_names()}
     weights: dict[str, Tensor] = model.state_dict()
     named = dict(model.named_parameters(remove_duplicate=False))
-    return weights | {name: stored[p] for name, p in named.items() if p in stored and name in weights}
+    return weights | {
+        name: stored[p] for name, p in named.items() if p in stored and name in weights
+    }
 
 
 def _matched(optimizer: Optimizer, groups: list[Any]) -> list[tuple[Tensor, str, Any, Entry]]:
@@ -211,7 +246,9 @@ def _matched(optimizer: Optimizer, groups: list[Any]) -> list[tuple[Tensor, str,
                 "The state's parameters have other names than the optimizer's, or another order.",
                 "Make the optimizer with the same names, or save the state without 'param_names'.",
             )
-    return [(parameter, name, *key) for (parameter, name), key in zip(names.items(), keys, strict=True)]
+    return [
+        (parameter, name, *key) for (parameter, name), key in zip(names.items(), keys, strict=True)
+    ]
 
 
 def _library(entry: Entry, group: Entry) -> str:
@@ -227,7 +264,10 @@ def _library(entry: Entry, group: Entry) -> str:
 _ADAM = {"step", *STATE_NAMES}
 _KEYS = {
     "torch.optim": _ADAM | {"momentum_buffer"},
-    "bitsandbytes": {"step", *(f"{part}{n}" for part in ("state", "qmap", "absmax") for n in (1, 2))},
+    "bitsandbytes": {
+        "step",
+        *(f"{part}{n}" for part in ("state", "qmap", "absmax") for n in (1, 2)),
+    },
     "torchao": _ADAM,
     "FusedAdam": _ADAM | {"master_param"},
 }
@@ -272,7 +312,10 @@ def _weight(entry: Entry, optimizer: Optimizer, parameter: Tensor) -> Tensor:
     if master.dtype is not torch.int16:
         return master.float()
     # TransformerEngine, multi_tensor/adam.cu: the weight was rounded up where the remainder is negative.
-    upper = parameter.detach().to(torch.bfloat16).contiguous().view(torch.int16).int() - (master < 0).int()
+    upper = (
+        parameter.detach().to(torch.bfloat16).contiguous().view(torch.int16).int()
+        - (master < 0).int()
+    )
     return ((upper << 16) | (master.int() & 0xFFFF)).view(torch.float32)
 
 

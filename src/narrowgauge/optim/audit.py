@@ -136,7 +136,9 @@ class Auditor:
     fresh: list[Sums] = field(default_factory=list)
     join: Callable[[list[Sums]], list[Sums]] | None = None
     _rows: dict[Tensor, int] = field(default_factory=dict)
-    _sums: Tensor = field(default_factory=lambda: torch.zeros(0, WINDOW, NUM_SUMS, dtype=torch.float64, device="cpu"))
+    _sums: Tensor = field(
+        default_factory=lambda: torch.zeros(0, WINDOW, NUM_SUMS, dtype=torch.float64, device="cpu")
+    )
     _counts: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
     _alarmed: set[Tensor] = field(default_factory=set)
 
@@ -189,9 +191,15 @@ class Auditor:
         """Return the tensors whose window stalls, all at once."""
         counts = self._counts.clamp(max=WINDOW)
         edq, error = edq_and_error(self._sums, counts)
-        widths = torch.tensor([student_t(max(1, n - 1), CONFIDENCE) for n in range(WINDOW + 1)], device="cpu")[counts]
+        widths = torch.tensor(
+            [student_t(max(1, n - 1), CONFIDENCE) for n in range(WINDOW + 1)], device="cpu"
+        )[counts]
         low = (counts >= FEWEST) & (edq + widths * error < MIN_EDQ)
-        return [parameter for parameter, place in self._rows.items() if low[place]] if low.any() else []
+        return (
+            [parameter for parameter, place in self._rows.items() if low[place]]
+            if low.any()
+            else []
+        )
 
     def alarms(
         self, names_of: Callable[[], Mapping[Tensor, str]], storage_of: Callable[[Tensor], Storage]
@@ -216,7 +224,9 @@ def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Sums]], li
     """Return an ``Auditor.join`` for the optimizer's parameters. Every rank passes them in the same order."""
 
     def join(sums: list[Sums]) -> list[Sums]:
-        local = {p: row for members, table in sums for p, row in zip(members, table.cpu(), strict=True)}
+        local = {
+            p: row for members, table in sums for p, row in zip(members, table.cpu(), strict=True)
+        }
         joined: dict[Tensor, Tensor] = {}
         zeros = torch.zeros(NUM_SUMS, dtype=torch.float64, device="cpu")
         for groups, members in by_group(parameters):
@@ -224,8 +234,14 @@ def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Sums]], li
                 table = torch.stack([local.get(parameter, zeros) for parameter in members])
                 table = add_up(table.to(local_of(members[0]).device), groups, "sum").cpu()
                 joined.update(zip(members, table, strict=True))
-        audited = [parameter for parameter in parameters if joined[parameter][len(metrics.KERNEL_SUMS)] > 0]
-        return [(audited, torch.stack([joined[parameter] for parameter in audited]))] if audited else []
+        audited = [
+            parameter for parameter in parameters if joined[parameter][len(metrics.KERNEL_SUMS)] > 0
+        ]
+        return (
+            [(audited, torch.stack([joined[parameter] for parameter in audited]))]
+            if audited
+            else []
+        )
 
     return join
 
@@ -254,19 +270,24 @@ class Audit(dict[str, AuditedUpdates]):
     LINES = 20
     """Largest number of tensors to print."""
 
-    def __init__(self, readings: Mapping[str, AuditedUpdates], total: AuditedUpdates | None) -> None:
+    def __init__(
+        self, readings: Mapping[str, AuditedUpdates], total: AuditedUpdates | None
+    ) -> None:
         super().__init__(readings)
         self.total = total
 
     def __repr__(self) -> str:
         if self.total is None:
             return "No step has been audited yet."
-        worst = sorted(self.items(), key=lambda item: (math.isnan(item[1].edq), item[1].edq))[: self.LINES]
+        worst = sorted(self.items(), key=lambda item: (math.isnan(item[1].edq), item[1].edq))[
+            : self.LINES
+        ]
         rows = [*worst, (f"all {len(self)} tensors", self.total)] if len(self) > 1 else worst
         table = [
             {
                 "tensor": name,
-                "EDQ": _text(r.edq, ".3f") + ("" if math.isnan(r.edq_error) else f" ± {r.edq_error:.3f}"),
+                "EDQ": _text(r.edq, ".3f")
+                + ("" if math.isnan(r.edq_error) else f" ± {r.edq_error:.3f}"),
                 "updates lost": f"{r.lost_fraction:.1%}",
                 "decay lost": _text(r.lost_decay, ".1%"),
                 "noise": f"{r.noise:.3f}",
@@ -333,5 +354,8 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     readings = {names[p]: read(window) for p, window in windows.items()}
     longest = max(len(w) for w in windows.values())
     # Count steps from the latest: a tensor that joined late has no oldest ones.
-    steps = [torch.stack([w[-k] for w in windows.values() if len(w) >= k]).sum(0) for k in range(1, longest + 1)]
+    steps = [
+        torch.stack([w[-k] for w in windows.values() if len(w) >= k]).sum(0)
+        for k in range(1, longest + 1)
+    ]
     return Audit(readings, read(steps))

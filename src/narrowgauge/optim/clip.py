@@ -96,7 +96,9 @@ class StepControl:
             table.largest(by_group(gradients))
         finite = None if table is None else table.finite(gradients)
         if table is None and device.type != "cpu":
-            finite = torch.stack([local_of(gradient).isfinite().all() for gradient in gradients]).tolist
+            finite = torch.stack(
+                [local_of(gradient).isfinite().all() for gradient in gradients]
+            ).tolist
         decided = decide(options[0].new_zeros(()) if norm is None else norm, options)
         if is_ours and scaler is not None:
             scaler.update_(decided[3])

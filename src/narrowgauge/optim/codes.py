@@ -53,7 +53,9 @@ def value_dtype(storage: Storage) -> torch.dtype:
 # ── one code ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None) -> Tensor:
+def encode(
+    code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None
+) -> Tensor:
     """Round ``x`` to a code at ``shift`` in a word: int32, zero outside the code's bits. A float64 code gives int64.
 
     ``addend`` is added before cutting (:func:`narrowgauge.numerics.rounding.cut`). A scaled code takes as ``scale`` the first
@@ -62,11 +64,17 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tenso
     if code.bits == 64:
         return torch.where(x.isnan(), QUIET_NAN64, x.double().view(torch.int64))
     if code.is_window:
-        return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
+        return _encode_window(
+            code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale
+        )
     # The code is the upper bits of the float32, already in place if shift == dropped. Otherwise a mask clears the sign copies
     # of a right shift, or the sign that an unsigned code leaves out.
     moved = _moved(cut(x, dropped_bits(code), addend), shift - dropped_bits(code))
-    return moved if code.signed and shift == dropped_bits(code) else moved & (((1 << code.bits) - 1) << shift)
+    return (
+        moved
+        if code.signed and shift == dropped_bits(code)
+        else moved & (((1 << code.bits) - 1) << shift)
+    )
 
 
 def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
@@ -80,14 +88,20 @@ def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) ->
     return float_of(aligned & mask if code.bits < 32 else aligned)
 
 
-def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | float) -> Tensor:
+def _encode_window(
+    code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | float
+) -> Tensor:
     """Encode a small float with subnormals. Scale by a power of two, so that its exponent field begins at zero."""
     bits, dropped = bits_of(x * scale), dropped_bits(code)
-    magnitude = bits & MAGNITUDE  # also for unsigned codes: -0 and a negative NaN would fill the word
+    magnitude = (
+        bits & MAGNITUDE
+    )  # also for unsigned codes: -0 and a negative NaN would fill the word
     if code.signed and not code.hold and shift > dropped and shift + code.bits == 32:
         # The topmost code of a word needs one shift before the addition, and its sign is already in place.
         offset, steps = shift - dropped, _last_step(code) << shift
-        return (((magnitude.clamp(max=steps >> offset) << offset) + (addend << offset)) & steps) | _sign(bits)
+        return (
+            ((magnitude.clamp(max=steps >> offset) << offset) + (addend << offset)) & steps
+        ) | _sign(bits)
     step = (magnitude.clamp(max=_last_step(code) << dropped) + addend) >> dropped
     if code.hold:
         # Test the unscaled x: scaling flushes the smallest float32 subnormals to zero.
@@ -112,7 +126,9 @@ def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | float) 
     if not code.signed:
         return float_of(moved & steps) * scale
     if place == 31:
-        return float_of(moved & (steps | SIGN)) * scale  # a right shift of an int32 keeps its sign in place
+        return (
+            float_of(moved & (steps | SIGN)) * scale
+        )  # a right shift of an int32 keeps its sign in place
     return float_of((moved & steps) | ((word << (31 - place)) & SIGN)) * scale
 
 
@@ -180,7 +196,9 @@ def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
     return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
 
 
-def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Tensor, Tensor | None, Tensor]:
+def encode_weight(
+    storage: Storage, x: Tensor, addend: Tensor | int
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Split a weight of one part, not scaled by row, into the visible weight and its tail or master.
 
     Return the visible bits, the signed tail or the master's bits (or ``None``), and the value of both.
@@ -188,7 +206,11 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
     _, below, exponent = VISIBLE[storage.visible]
     if storage.master:
         bits = encode(storage.weight, x, 0, 0)
-        return encode_visible(storage, x.float(), half(below)), bits, decode(storage.weight, bits, 0)
+        return (
+            encode_visible(storage, x.float(), half(below)),
+            bits,
+            decode(storage.weight, bits, 0),
+        )
     if storage.visible == "float32":
         bits = cut(x, 0, 0)
         return bits, None, float_of(bits)
@@ -200,7 +222,11 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
         # Use the sum before rounding. Its lowest bits are never packed, and rounding to bfloat16 ignores them.
         total = canonical_bits(scaled) + addend
         visible = (total + half(below)) & -(1 << below)
-        return visible, total, visible_value(storage.visible, total & -(1 << dropped_bits(storage.weight)))
+        return (
+            visible,
+            total,
+            visible_value(storage.visible, total & -(1 << dropped_bits(storage.weight))),
+        )
     rounded = cut(scaled, dropped_bits(storage.weight), addend)
     # Find the nearest visible value and the signed rest. Adding half of the tail's range carries exactly if the rest is
     # negative. Only NaNs are large enough to wrap, and `cut` leaves none that does.
@@ -294,7 +320,9 @@ def gradient_mantissa(visible: str, bits: Tensor) -> Tensor:
     return (bits >> 16) & 0x7F if visible == "bfloat16" else bits & MANTISSA
 
 
-def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor) -> dict[str, Tensor | int]:
+def addends(
+    storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor
+) -> dict[str, Tensor | int]:
     """Return the addend of each code (weight and states) before the cut, from one hashed word per element.
 
     The hash key is the stored weight before the step and the gradient's unscaled *mantissa*. An exponent would make the
@@ -302,17 +330,27 @@ def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tenso
     code may drop more bits than it gets. Then it borrows its lower bits from its neighbour's upper bits. Without this, 12 bits
     for 18 would lose every chance below 2^-12: at beta2 = 0.9999 a second moment would stop 2 % short.
     """
-    table = {"weight": storage.weight, **{state: storage.code(state) for state, _ in storage.states}}
+    table = {
+        "weight": storage.weight,
+        **{state: storage.code(state) for state, _ in storage.states},
+    }
     result: dict[str, Tensor | int] = {n: half(dropped_bits(c)) for n, c in table.items()}
     stochastic = [(n, dropped_bits(c)) for n, c in table.items() if c.rounding == "stochastic"]
     if not stochastic:
         return result
-    random, start = random_bits(bits_of(weight) ^ gradient_mantissa(storage.visible, gradient_bits), seed), 0
+    random, start = (
+        random_bits(bits_of(weight) ^ gradient_mantissa(storage.visible, gradient_bits), seed),
+        0,
+    )
     for place, (name, dropped) in enumerate(stochastic):
         start += min(dropped, (32 - start) // (len(stochastic) - place))
         missing = max(0, dropped - start)
         # The first code has no neighbour below. It wraps around and borrows the last code's upper bits.
-        turned = random if not missing else (random << missing) | ((random >> (32 - missing)) & ((1 << missing) - 1))
+        turned = (
+            random
+            if not missing
+            else (random << missing) | ((random >> (32 - missing)) & ((1 << missing) - 1))
+        )
         result[name] = dither(turned, start + missing - dropped, dropped, dropped)
     return result
 
@@ -325,7 +363,12 @@ def read(storage: Storage, lane: Lane, states: Sequence[str]) -> Values:
 
 
 def write(
-    storage: Storage, lane: Lane, old: Values, change: Tensor, states: Mapping[str, Tensor], seed: Tensor
+    storage: Storage,
+    lane: Lane,
+    old: Values,
+    change: Tensor,
+    states: Mapping[str, Tensor],
+    seed: Tensor,
 ) -> Written:
     """Round the result of a step to the storage's formats.
 
@@ -342,7 +385,9 @@ def write(
         fields["weight_low"] = encode(storage.weight, total - moved, addend["weight"], shift)
         taken = moved + (decode(storage.weight, fields["weight_low"], shift) - old.low)
     else:
-        visible, fields, stored = _split_weight(storage, lane, old.weight + change, addend["weight"])
+        visible, fields, stored = _split_weight(
+            storage, lane, old.weight + change, addend["weight"]
+        )
         taken = stored - old.weight
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
@@ -372,7 +417,9 @@ def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tens
     word, shift = lane.fields[storage.beside[0]]
     if storage.weight.parts > 1 and not storage.master:
         return visible, decode(storage.weight, word, shift)
-    return decode_weight(storage, lane.visible, word if storage.master else take_tail(storage, word, shift)), None
+    return decode_weight(
+        storage, lane.visible, word if storage.master else take_tail(storage, word, shift)
+    ), None
 
 
 def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
@@ -380,7 +427,10 @@ def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
     code = storage.code(name)
     parts = [(k, part) for k, part in enumerate((name, *low_parts(name, code))) if part != "weight"]
     visible = (visible_value(storage.visible, lane.visible),) if name == "weight" else ()
-    return (*visible, *(decode(code, *lane.fields[part], _back(code, lane.scales, name, k)) for k, part in parts))
+    return (
+        *visible,
+        *(decode(code, *lane.fields[part], _back(code, lane.scales, name, k)) for k, part in parts),
+    )
 
 
 def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
@@ -396,12 +446,16 @@ def read_weight(storage: Storage, lane: Lane) -> Tensor:
     return _weight(storage, lane, visible_value(storage.visible, lane.visible))[0]
 
 
-def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int) -> tuple[Tensor, dict[str, Tensor]]:
+def write_weight(
+    storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the visible bits of a float32 weight, and its fields in place."""
     if storage.weight.parts > 1:
         fields = write_state(storage, lane, "weight", value, addend)
         into = _into(storage.weight, lane.scales, "weight", 0)
-        return encode_visible(storage, decode(storage.weight, fields.pop("weight"), 0, _inverse(into)), 0), fields
+        return encode_visible(
+            storage, decode(storage.weight, fields.pop("weight"), 0, _inverse(into)), 0
+        ), fields
     return _split_weight(storage, lane, value, addend)[:2]
 
 
@@ -412,13 +466,19 @@ def _split_weight(
     if storage.weight.scaled:
         # All of the few bits are visible: a value of the row's code is also one of the visible format.
         into = _into(storage.weight, lane.scales, "weight", 0)
-        stored = _stored(storage.weight, encode(storage.weight, value, addend, 0, into), 0, into, value)
+        stored = _stored(
+            storage.weight, encode(storage.weight, value, addend, 0, into), 0, into, value
+        )
         return encode_visible(storage, stored, 0), {}, stored
     visible, field, stored = encode_weight(storage, value, addend)
     if field is None:
         return visible, {}, stored
     name = storage.beside[0]
-    return visible, {name: field if storage.master else place_tail(storage, field, lane.fields[name][1])}, stored
+    return (
+        visible,
+        {name: field if storage.master else place_tail(storage, field, lane.fields[name][1])},
+        stored,
+    )
 
 
 def _stored(code: Code, bits: Tensor, shift: int, into: Tensor | None, value: Tensor) -> Tensor:
@@ -427,7 +487,9 @@ def _stored(code: Code, bits: Tensor, shift: int, into: Tensor | None, value: Te
     return torch.where(value.isnan(), value, stored) if code.is_window else stored
 
 
-def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: Tensor | int) -> dict[str, Tensor]:
+def write_state(
+    storage: Storage, lane: Lane, name: str, value: Tensor, addend: Tensor | int
+) -> dict[str, Tensor]:
     """Return a state's bits in place. Each part stores the remainder of the parts before it."""
     code, fields, rest = storage.code(name), {}, value
     names = (name, *low_parts(name, code))
@@ -444,7 +506,11 @@ def _shift(lane: Lane, part: str) -> int:
 
 
 def write_parts(
-    storage: Storage, lane: Lane, old: Sequence[Tensor], change: Tensor, parts: Mapping[str, Sequence[Tensor]]
+    storage: Storage,
+    lane: Lane,
+    old: Sequence[Tensor],
+    change: Tensor,
+    parts: Mapping[str, Sequence[Tensor]],
 ) -> Written:
     """Round a weight and states given in parts, each part to the nearest: the inverse of :func:`read_parts`.
 
@@ -455,7 +521,9 @@ def write_parts(
     stored: list[Tensor] = []
     for name, values in parts.items():
         code = storage.code(name)
-        for place, (part, value) in enumerate(zip((name, *low_parts(name, code)), values, strict=True)):
+        for place, (part, value) in enumerate(
+            zip((name, *low_parts(name, code)), values, strict=True)
+        ):
             shift, into = _shift(lane, part), _into(code, lane.scales, name, place)
             fields[part] = encode(code.part(place), value, half(dropped_bits(code)), shift, into)
             if name == "weight":
@@ -466,12 +534,16 @@ def write_parts(
     return Written(visible, fields, (change, sum(moved[1:], moved[0]), moved[0]))
 
 
-def _back(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int) -> Tensor | None:
+def _back(
+    code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int
+) -> Tensor | None:
     """Return the multiplier out of the window of a scaled code's part. Each part is finer by the bits of the one before."""
     return scales[name][1] * 2.0 ** -(place * (code.mantissa_bits + 1)) if code.scaled else None
 
 
-def _into(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int) -> Tensor | None:
+def _into(
+    code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int
+) -> Tensor | None:
     return scales[name][0] * 2.0 ** (place * (code.mantissa_bits + 1)) if code.scaled else None
 
 
@@ -486,7 +558,9 @@ def _inverse(into: Tensor | None) -> Tensor | None:
 
 def alone_dtype(code: Code) -> torch.dtype:
     """Return PyTorch's dtype with the same bits, if there is one."""
-    return {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}.get(code) or INTEGER[width_of([(code.name, code.bits)])]
+    return {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}.get(code) or INTEGER[
+        width_of([(code.name, code.bits)])
+    ]
 
 
 def saved_as(name: str, code: Code) -> str:
@@ -509,10 +583,14 @@ def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None 
     addend: Tensor | int = half(dropped)
     if code.rounding == "stochastic":
         rows, columns = math.prod(value.shape[-2:-1]), (1, *value.shape)[-1]
-        row, column = (torch.arange(count, dtype=torch.int32, device=value.device) for count in (rows, columns))
+        row, column = (
+            torch.arange(count, dtype=torch.int32, device=value.device) for count in (rows, columns)
+        )
         # Modulo 2^32: the numbers of a matrix of more elements begin again.
         place = (row[:, None] * columns + column).view(value.shape[-2:])
-        addend = dither(random_bits(place ^ (bits_of(value) & MANTISSA), seed), 32 - dropped, dropped, dropped)
+        addend = dither(
+            random_bits(place ^ (bits_of(value) & MANTISSA), seed), 32 - dropped, dropped, dropped
+        )
     dtype = alone_dtype(code)
     into = None if bound is None else multipliers(code, bound)[0]
     return encode(code, value, addend, 0, into).to(INTEGER[8 * dtype.itemsize]).view(dtype)

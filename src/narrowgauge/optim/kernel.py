@@ -60,19 +60,25 @@ def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: 
     return codes.write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
 
 
-def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
+def in_expansions(
+    rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor
+) -> Written:
     """Run Collage's AdamW: each operation rounds to nearest even at the weight's precision."""
     rounding = NearestEven(codes.dropped_bits(storage.weight))
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into the sign.
     weight = tuple(map(quiet, codes.read_parts(storage, lane, "weight")))
     exp_avg, exp_avg_sq = (codes.read_parts(storage, lane, name) for name in rule.states)
-    gradient = quiet(codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"])
+    gradient = quiet(
+        codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    )
     change, *new = collage_adamw(weight, gradient, exp_avg, exp_avg_sq, scalars, rounding)
     parts = dict(zip(("weight", *rule.states), new, strict=True))
     return codes.write_parts(storage, lane, weight, change, parts)
 
 
-def average(rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars) -> tuple[Tensor, dict[str, Tensor]]:
+def average(
+    rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a lane's gradient for a matrix rule's direction, and the new states beside the weight."""
     gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
     if rule.average is None:
@@ -82,7 +88,12 @@ def average(rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars) ->
 
 
 def advance(
-    rule: AnyRule, storage: Storage, lane: Lane, change: Tensor | None, scalars: Scalars, seed: Tensor
+    rule: AnyRule,
+    storage: Storage,
+    lane: Lane,
+    change: Tensor | None,
+    scalars: Scalars,
+    seed: Tensor,
 ) -> Written:
     """Step one lane: run an elementwise rule, or write the ``change`` of a matrix rule, with its average and decay."""
     if isinstance(rule, Rule):
@@ -101,12 +112,22 @@ def least_decay(storage: Storage) -> float:
 
 
 def weight_decay(
-    rule: AnyRule, storage: Storage, lane: Lane, change: Tensor | None, scalars: Scalars, seed: Tensor, written: Written
+    rule: AnyRule,
+    storage: Storage,
+    lane: Lane,
+    change: Tensor | None,
+    scalars: Scalars,
+    seed: Tensor,
+    written: Written,
 ) -> tuple[Tensor, Tensor]:
     """Return the intended and the stored decay of a lane's step: repeat it without decay. Compiled, that costs the difference."""
     factor = scalars[rule.decay]
     audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
-    weight = codes.read(storage, lane, ()).weight if isinstance(rule, Rule) else codes.read_weight(storage, lane)
+    weight = (
+        codes.read(storage, lane, ()).weight
+        if isinstance(rule, Rule)
+        else codes.read_weight(storage, lane)
+    )
     intended = weight * audited
     without = advance(rule, storage, lane, change, {**scalars, rule.decay: factor - audited}, seed)
     return intended, written.changes[1] - without.changes[1]
@@ -120,7 +141,9 @@ def row_sums(terms: Sequence[Tensor]) -> Tensor:
     return torch.stack([term.sum(-1) for term in terms])
 
 
-def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Tensor]) -> list[Lane]:
+def lanes_of(
+    storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Tensor]
+) -> list[Lane]:
     """Return the lanes of words: the parts of the weight, then of the gradient, then the tensors of each plane.
 
     ``multipliers`` hold, for each scaled code and part, the one into the code's window and the one back.
@@ -139,7 +162,9 @@ def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Te
     return lanes
 
 
-def make_step(rule: AnyRule, storage: Storage, summarize: Summarize | None = None, *, writes: bool = True) -> Step:
+def make_step(
+    rule: AnyRule, storage: Storage, summarize: Summarize | None = None, *, writes: bool = True
+) -> Step:
     """Return the step of a whole tensor in words: ``step(*words, *scales, *changes, values, seed) -> Tensor``.
 
     Args:
@@ -177,7 +202,9 @@ def make_step(rule: AnyRule, storage: Storage, summarize: Summarize | None = Non
             return values.new_zeros(0)
         terms: list[tuple[Tensor, ...]] = [update_terms(*d.changes) for d in done]
         if rule.decay:
-            terms = [(*change, *shrinking) for change, shrinking in zip(terms, decayed, strict=True)]
+            terms = [
+                (*change, *shrinking) for change, shrinking in zip(terms, decayed, strict=True)
+            ]
         return summarize([sum(term[1:], term[0]) for term in zip(*terms, strict=True)])
 
     return step
@@ -190,7 +217,9 @@ def make_average(rule: MatrixRule, storage: Storage) -> Step:
     def step(*arguments: Tensor) -> Tensor:
         *words, values, _ = arguments
         numbers = {name: values[index] for index, name in enumerate(names)}
-        for lane, into in zip(lanes_of(storage, words[:-num_lanes], ()), words[-num_lanes:], strict=True):
+        for lane, into in zip(
+            lanes_of(storage, words[:-num_lanes], ()), words[-num_lanes:], strict=True
+        ):
             into.copy_(average(rule, storage, lane, numbers)[0])
         return values.new_zeros(0)
 
@@ -223,7 +252,11 @@ class Kernel:
         """Return the fraction that a step's decay takes from each weight. It is 0 if decay is part of the gradient."""
         if not self.rule.decay:
             return 0.0
-        return -float(dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))[self.rule.decay])
+        return -float(
+            dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))[
+                self.rule.decay
+            ]
+        )
 
     def run(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> None:
         """Step tensors in place, without gradients.
@@ -239,7 +272,9 @@ class Kernel:
         parts = self._call(1, tensors, values, seed)[1]
         return torch.cat([none, *(part.double().view(self.num_sums, -1) for part in parts)], 1)
 
-    def _call(self, which: int, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> tuple[bool, list[Tensor]]:
+    def _call(
+        self, which: int, tensors: Sequence[Tensor], values: Tensor, seed: Tensor
+    ) -> tuple[bool, list[Tensor]]:
         """Call the step or its audit. Return whether compiled code ran, and the results."""
         first, function = tensors[0], steps_of(self.rule, self.storage)[which]
         if not first.numel():
@@ -252,7 +287,9 @@ class Kernel:
         for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             # A trace for many rows is wrong for one row.
             arguments = [*chunk, values, seed]
-            results.append((run if run is not None and run.accepts(arguments) else function)(*arguments))
+            results.append(
+                (run if run is not None and run.accepts(arguments) else function)(*arguments)
+            )
         return run is not None, results
 
     def compiles_for(self, device: torch.device) -> bool:
@@ -261,10 +298,19 @@ class Kernel:
         Float64 is a reference, and runs eagerly. On a CPU a matrix rule's own products take longer than its write. On a GPU that
         would be some eighty small operations for each matrix.
         """
-        return self.compile and self.storage.arithmetic != "float64" and (launches_on(device) or not self.is_matrix)
+        return (
+            self.compile
+            and self.storage.arithmetic != "float64"
+            and (launches_on(device) or not self.is_matrix)
+        )
 
     def _compiled(
-        self, function: Step, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, **options: bool
+        self,
+        function: Step,
+        tensors: Sequence[Tensor],
+        values: Tensor,
+        seed: Tensor,
+        **options: bool,
     ) -> Compiled | None:
         """Return the compiled function, or ``None`` if there is none for such tensors."""
         if not self.compiles_for(values.device) or min(tensors[0].shape) <= 1:

@@ -85,7 +85,11 @@ class Layout:
 
     def rows(self, words: Tensor) -> Tensor:
         """Return words as a matrix of rows. The rows of flat words have ``ALIGNMENT`` words; what remains is left out."""
-        return words if words.ndim == 2 else words[: len(words) // ALIGNMENT * ALIGNMENT].view(-1, ALIGNMENT)
+        return (
+            words
+            if words.ndim == 2
+            else words[: len(words) // ALIGNMENT * ALIGNMENT].view(-1, ALIGNMENT)
+        )
 
     def audit(self, shape: Sequence[int], row_words: int = ALIGNMENT) -> tuple[int, int]:
         """Return how many audits it takes to read each row of a parameter once, and the number of elements in a row.
@@ -96,7 +100,10 @@ class Layout:
         num_rows, *columns = self.extent(shape)
         num_words, num_elements = num_rows, row_words * self.per_word
         if self.by_rows:
-            num_words, num_elements = num_rows * self.num_parts * columns[0], self.num_parts * self.matrix(shape)[1]
+            num_words, num_elements = (
+                num_rows * self.num_parts * columns[0],
+                self.num_parts * self.matrix(shape)[1],
+            )
         period = max(min(num_words // 256, 16), min(num_words // 4096, 32))
         period = max(1, min(period, num_rows if self.by_rows else num_rows // row_words))
         return 1 << (period.bit_length() - 1), num_elements
@@ -104,7 +111,9 @@ class Layout:
     def allocate(self, extent: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Return zeroed words of each plane, ``[tensors, *extent]``. Zero encodes 0."""
         return {
-            plane.name: torch.zeros(self.num_tensors(plane), *extent, dtype=INTEGER[max(32, plane.bits)], device=device)
+            plane.name: torch.zeros(
+                self.num_tensors(plane), *extent, dtype=INTEGER[max(32, plane.bits)], device=device
+            )
             for plane in self.planes
         }
 
@@ -126,8 +135,12 @@ class Layout:
         extent = words.shape[1:]
         # [tensors, *extent] of words → one lane per tensor and position in its words → parts and neighbours.
         # (Flatten before the view: a dim of one element may have any stride.)
-        small = words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *extent, plane.per_word)
-        elements = small.movedim(-1, 1).reshape(self.num_parts, self.per_word, *extent).movedim(1, -1)
+        small = (
+            words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *extent, plane.per_word)
+        )
+        elements = (
+            small.movedim(-1, 1).reshape(self.num_parts, self.per_word, *extent).movedim(1, -1)
+        )
         rows = elements.flatten(-2).flatten(0, 1)[tuple(map(slice, self.matrix(shape)))]
         result: Tensor = rows.reshape(-1).view(plane.dtype).view(tuple(shape)).clone()
         return result
@@ -136,7 +149,9 @@ class Layout:
         """Return the words of a plane: the inverse of :meth:`to_parameter_order`. Padding is zero."""
         _, elements = self.padded(values.view(INTEGER[plane.bits]))
         lanes = elements.unflatten(-1, (-1, self.per_word)).movedim(-1, 1)
-        tensors = lanes.reshape(self.num_tensors(plane), plane.per_word, *lanes.shape[2:]).movedim(1, -1)
+        tensors = lanes.reshape(self.num_tensors(plane), plane.per_word, *lanes.shape[2:]).movedim(
+            1, -1
+        )
         words: Tensor = tensors.reshape(-1).view(INTEGER[max(32, plane.bits)])
         return words.view(len(tensors), *lanes.shape[2:])
 
@@ -157,7 +172,9 @@ class Layout:
         parts = memory.view(self.num_parts, *self.extent(values.shape), self.per_word)
         return matrix, [lane for part in parts for lane in part.unbind(-1)]
 
-    def fields_of(self, words: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, tuple[Tensor, int]]:
+    def fields_of(
+        self, words: Mapping[str, Tensor], shape: Sequence[int]
+    ) -> dict[str, tuple[Tensor, int]]:
         """Return the fields of a state in the parameter's order, as in a :class:`narrowgauge.optim.codes.Lane`."""
         fields = {}
         for plane in self.planes:
@@ -165,7 +182,9 @@ class Layout:
             fields.update({name: (bits, shift) for name, shift, _ in plane.fields})
         return fields
 
-    def set_fields(self, words: Mapping[str, Tensor], shape: Sequence[int], fields: Mapping[str, Tensor]) -> None:
+    def set_fields(
+        self, words: Mapping[str, Tensor], shape: Sequence[int], fields: Mapping[str, Tensor]
+    ) -> None:
         """Overwrite fields of a state's words. They are in the parameter's order, in place in a word."""
         for plane in self.planes:
             present = [field for field in plane.fields if field[0] in fields]
@@ -187,7 +206,11 @@ class Layout:
     def in_place(self, tensor: Tensor) -> list[Tensor] | None:
         """Return a weight or gradient in place as the kernel's words, or ``None`` if it has odd ends, strides or address."""
         extent, offset = self.extent(tensor.shape), tensor.storage_offset() * tensor.element_size()
-        if math.prod(extent) * self.num_lanes != tensor.numel() or not tensor.is_contiguous() or offset % 4:
+        if (
+            math.prod(extent) * self.num_lanes != tensor.numel()
+            or not tensor.is_contiguous()
+            or offset % 4
+        ):
             return None
         return list(tensor.view(-1).view(torch.int32).view(self.num_parts, *extent).unbind(0))
 
@@ -206,7 +229,10 @@ class Layout:
         for plane in self.planes:
             tensors = [next(queue) for _ in range(self.num_tensors(plane))]
             for lane, fields in enumerate(lanes):
-                tensor, place = tensors[lane // plane.per_word], plane.bits * (lane % plane.per_word)
+                tensor, place = (
+                    tensors[lane // plane.per_word],
+                    plane.bits * (lane % plane.per_word),
+                )
                 fields.update({name: (tensor, shift + place) for name, shift, _ in plane.fields})
         return lanes
 
@@ -216,17 +242,23 @@ class Layout:
         for plane in self.planes:
             for first in range(0, len(fields), plane.per_word):
                 lanes = fields[first : first + plane.per_word]
-                result.append(reduce(or_, [lane[name] for lane in lanes for name, _, _ in plane.fields]))
+                result.append(
+                    reduce(or_, [lane[name] for lane in lanes for name, _, _ in plane.fields])
+                )
         return result
 
-    def with_fields(self, lanes: Sequence[Any], fields: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    def with_fields(
+        self, lanes: Sequence[Any], fields: Sequence[Mapping[str, Tensor]]
+    ) -> list[Tensor]:
         """Return the kernel's words of lanes (:class:`narrowgauge.optim.codes.Lane`), with some fields replaced."""
         merged = []
         for lane, replaced in zip(lanes, fields, strict=True):
             every = dict(replaced)
             for name, bits in self.storage.fields:
                 word, shift = lane.fields[name]
-                every.setdefault(name, word & (((1 << bits) - 1) << shift) if bits < 8 * word.itemsize else word)
+                every.setdefault(
+                    name, word & (((1 << bits) - 1) << shift) if bits < 8 * word.itemsize else word
+                )
             merged.append(every)
         return self.join_lanes(merged)
 
@@ -243,15 +275,28 @@ def layout_of(storage: Storage) -> Layout:
             continue
         # Signed codes come last. Then the topmost sign bit is where a float32 has it.
         states = dict(storage.states)
-        ordered = sorted(group, key=lambda field: field[0] in states and storage.code(field[0]).signed)
+        ordered = sorted(
+            group, key=lambda field: field[0] in states and storage.code(field[0]).signed
+        )
         shifts = [sum(bits for _, bits in ordered[:place]) for place in range(len(ordered))]
         number = sum(plane.name.startswith("packed") for plane in planes)
-        fields = tuple((name, shift, bits) for (name, bits), shift in zip(ordered, shifts, strict=True))
-        planes.append(Plane(f"packed{number + 1}" if number else "packed", width, fields, INTEGER[width]))
+        fields = tuple(
+            (name, shift, bits) for (name, bits), shift in zip(ordered, shifts, strict=True)
+        )
+        planes.append(
+            Plane(f"packed{number + 1}" if number else "packed", width, fields, INTEGER[width])
+        )
     per_word = 32 // VISIBLE[storage.visible][0]
     num_lanes = max(per_word, *(plane.per_word for plane in planes), 1)
     num_parts = num_lanes // per_word
-    return Layout(storage, tuple(planes), per_word, num_lanes, num_parts, bool(storage.scaled) or num_parts > 1)
+    return Layout(
+        storage,
+        tuple(planes),
+        per_word,
+        num_lanes,
+        num_parts,
+        bool(storage.scaled) or num_parts > 1,
+    )
 
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
@@ -259,7 +304,9 @@ def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     if width >= 32:
         return torch.float32 if width == 32 else torch.float64
     codes = {state: storage.code(state) for state in ("weight", *dict(storage.states))}
-    parts = {part: code for state, code in codes.items() for part in (state, *low_parts(state, code))}
+    parts = {
+        part: code for state, code in codes.items() for part in (state, *low_parts(state, code))
+    }
     code = parts.get(name)  # a tail and a master copy have none
     plain = width == 16 and code is not None and not code.is_window and code.signed
     return torch.bfloat16 if plain else INTEGER[width]
@@ -282,7 +329,9 @@ def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
         return list(lanes)
     if visible == "float16":
         lanes = [((lane << 3) & 0x7FFF0000) | (lane & SIGN) for lane in lanes]
-    return [((even >> 16) & 0xFFFF) | odd for even, odd in zip(lanes[::2], lanes[1::2], strict=True)]
+    return [
+        ((even >> 16) & 0xFFFF) | odd for even, odd in zip(lanes[::2], lanes[1::2], strict=True)
+    ]
 
 
 # ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -340,7 +389,8 @@ class Bucket:
         device = self.parameter.device
         unit = 1 if self.layout.by_rows else ALIGNMENT
         row = [
-            (-(-m.extent[0] // unit), m.parameter.numel(), *self.layout.audit(m.parameter.shape)) for m in self.members
+            (-(-m.extent[0] // unit), m.parameter.numel(), *self.layout.audit(m.parameter.shape))
+            for m in self.members
         ]
         counts, sizes, periods, widths = torch.tensor(row, device=device).unbind(1)
         owner = torch.arange(len(row), device=device).repeat_interleave(counts)
@@ -366,7 +416,9 @@ class Bucket:
 
     def write_back(self, weight: Tensor | None) -> None:
         """Copy the weights out, without gradients."""
-        torch._foreach_copy_(self._by_part([member.parameter for member in self.members]), self._copies[0])
+        torch._foreach_copy_(
+            self._by_part([member.parameter for member in self.members]), self._copies[0]
+        )
 
     def _by_part(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return views whose first dimension is the part, if there are several."""
@@ -374,15 +426,24 @@ class Bucket:
         if parts == 1:
             return tensors
         pairs = zip(tensors, self._copies[0], strict=True)
-        return [x.view_as(copy) if x.is_contiguous() else x.unflatten(0, (parts, -1)) for x, copy in pairs]
+        return [
+            x.view_as(copy) if x.is_contiguous() else x.unflatten(0, (parts, -1))
+            for x, copy in pairs
+        ]
 
 
 def joins_bucket(state: Any) -> bool:
     """Return whether a state is small, or has odd ends that would need a copy. Ranks do not share its rows."""
     layout, parameter = state.layout, state.parameter
     if layout.by_rows:
-        has_halves = layout.num_parts == 1 or (parameter.ndim > 1 and len(parameter) % layout.num_parts == 0)
-        return 0 < parameter.numel() <= SMALL and has_halves and not split_groups(state.owner, columns=True)
+        has_halves = layout.num_parts == 1 or (
+            parameter.ndim > 1 and len(parameter) % layout.num_parts == 0
+        )
+        return (
+            0 < parameter.numel() <= SMALL
+            and has_halves
+            and not split_groups(state.owner, columns=True)
+        )
     is_odd = parameter.numel() <= 4 * SMALL and layout.in_place(parameter) is None
     return parameter.numel() <= SMALL or is_odd
 
@@ -405,7 +466,9 @@ def buckets_of(states: Sequence[Any]) -> list[Bucket]:
             total += state.num_words
             if total >= BUCKET_WORDS or state is group[-1]:
                 bucket = members[0].bucket
-                buckets.append(bucket if bucket is not None and bucket.members == members else Bucket(members))
+                buckets.append(
+                    bucket if bucket is not None and bucket.members == members else Bucket(members)
+                )
                 members, total = [], 0
     for bucket in before:
         rest = [state for state in bucket.members if state.bucket is bucket]

@@ -18,7 +18,9 @@ from narrowgauge.optim.validation import agree
 
 
 def make_loaded_states(
-    optimizer: Any, entries: Mapping[Tensor, Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
+    optimizer: Any,
+    entries: Mapping[Tensor, Mapping[str, Any]],
+    saved_groups: Sequence[Mapping[str, Any]],
 ) -> dict[Tensor, ParameterState]:
     """Return new states with the values of saved ones. Refuse states of another storage, rule or shape."""
     states: dict[Tensor, ParameterState] = {}
@@ -37,7 +39,11 @@ def states_of(
         state = states[parameter]
         if (names := set(state.keys())) != entry.keys():
             lost = sorted(names - entry.keys())
-            reason = f"it has no '{lost[0]}'" if lost else f"the rule has no '{min(entry.keys() - names)}'"
+            reason = (
+                f"it has no '{lost[0]}'"
+                if lost
+                else f"the rule has no '{min(entry.keys() - names)}'"
+            )
             raise RecipeError(
                 f"Cannot load a state with {sorted(entry)} into rule '{state.kernel.rule.name}' because {reason}.",
                 "Load the state of this rule and storage.",
@@ -61,7 +67,8 @@ def tensors_of(entry: Mapping[str, Any]) -> dict[str, Tensor]:
 def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Replace packed states by tensors in the parameter's shape. This is a hook on ``state_dict``."""
     state_dict["state"] = {
-        key: value.saved() if isinstance(value, ParameterState) else value for key, value in state_dict["state"].items()
+        key: value.saved() if isinstance(value, ParameterState) else value
+        for key, value in state_dict["state"].items()
     }
 
 
@@ -71,12 +78,24 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     agree(optimizer.param_groups, saved, optimizer.rule)
     # Keys are numbers, or names from a distributed checkpoint.
     numbers = [key for group in saved for key in group["params"]]
-    parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-    entries = {parameters[key]: entry for key, entry in state_dict["state"].items() if key in parameters}
+    parameters = dict(
+        zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True)
+    )
+    entries = {
+        parameters[key]: entry for key, entry in state_dict["state"].items() if key in parameters
+    }
     optimizer._taken = make_loaded_states(optimizer, entries, saved)
-    extra_entries = {key: value for key, value in state_dict["state"].items() if key not in parameters}
-    if strange := [key for key, value in extra_entries.items() if isinstance(key, int) or isinstance(value, Mapping)]:
-        raise RecipeError(f"Cannot load the state because no param group lists its entry {strange[0]!r}.")
+    extra_entries = {
+        key: value for key, value in state_dict["state"].items() if key not in parameters
+    }
+    if strange := [
+        key
+        for key, value in extra_entries.items()
+        if isinstance(key, int) or isinstance(value, Mapping)
+    ]:
+        raise RecipeError(
+            f"Cannot load the state because no param group lists its entry {strange[0]!r}."
+        )
     return {"state": extra_entries, "param_groups": saved}
 
 

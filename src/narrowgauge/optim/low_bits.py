@@ -39,7 +39,9 @@ def random_in_cell(visible: str, bits: Tensor, random: Tensor) -> Tensor:
     # Below a power of two, but for the smallest normal one, an ulp is half as large.
     narrowed = ((3 * offset) >> 2) - (1 << (below - 2))
     is_power = ((bits & MANTISSA) == 0) & ((bits & EXPONENT) > 1 << 23)
-    offset = torch.where(is_power, torch.where(narrowed < 0, 2 * narrowed, narrowed), offset - half(below))
+    offset = torch.where(
+        is_power, torch.where(narrowed < 0, 2 * narrowed, narrowed), offset - half(below)
+    )
     infinity = EXPONENT if visible == "bfloat16" else 31 << 23
     magnitude = bits & MAGNITUDE
     return torch.where((magnitude == 0) | (magnitude >= infinity), bits, bits + offset)
@@ -59,9 +61,13 @@ def fill_states(states: Sequence[Any], seed: int, skip: Tensor) -> None:
     flags = _on_any_rank([state.owner for state in states], [_has_bits(state) for state in states])
     for state, has_bits in zip(states, flags, strict=True):
         storage, keeps = state.storage, has_bits | (skip != 0)
-        number = torch.tensor(step_seed(seed, 0), dtype=torch.int32, device=skip.device)  # steps count from 1
+        number = torch.tensor(
+            step_seed(seed, 0), dtype=torch.int32, device=skip.device
+        )  # steps count from 1
         for lanes, words in state.pieces():
-            filled = state.layout.with_fields(lanes, [_filled(storage, lane, number) for lane in lanes])
+            filled = state.layout.with_fields(
+                lanes, [_filled(storage, lane, number) for lane in lanes]
+            )
             for old, new in zip(words, filled, strict=True):
                 old.copy_(torch.where(keeps, old, new))
 
@@ -79,7 +85,9 @@ def _has_bits(state: Any) -> Tensor:
 def _on_any_rank(owners: Sequence[Any], flags: Sequence[Tensor]) -> list[Tensor]:
     """Return each 0-d flag, true if it is on any rank that holds a part of its owner."""
     numbers = [flag.to(torch.int32).view(1) for flag in flags]
-    return [number[0] != 0 for number in largest_over_ranks(numbers, list(map(split_groups, owners)))]
+    return [
+        number[0] != 0 for number in largest_over_ranks(numbers, list(map(split_groups, owners)))
+    ]
 
 
 def _filled(storage: Storage, lane: Lane, seed: Tensor) -> dict[str, Tensor]:
@@ -116,7 +124,10 @@ def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
     parameters = [p for p in model.parameters() if p.dtype is torch.float32]
     number, total = step_seed(seed, 0), 0
     for visible in ("bfloat16", "float16"):
-        off = [(local_of(p.detach()) != local_of(p.detach()).to(getattr(torch, visible))).any() for p in parameters]
+        off = [
+            (local_of(p.detach()) != local_of(p.detach()).to(getattr(torch, visible))).any()
+            for p in parameters
+        ]
         off = _on_any_rank(parameters, off)
         filled = [p for p, is_off in zip(parameters, off, strict=True) if not is_off]
         for parameter in filled:
@@ -124,7 +135,9 @@ def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
             index = torch.arange(parameter.numel(), device=weights.device).view(parameter.shape)
             place = local_of(own_part(parameter, index)).to(torch.int32) * 0x61C88647
             bits = codes.visible_bits(visible, weights)
-            random = random_bits(bits ^ place, torch.tensor(number, dtype=torch.int32, device=weights.device))
+            random = random_bits(
+                bits ^ place, torch.tensor(number, dtype=torch.int32, device=weights.device)
+            )
             weights.copy_(codes.visible_value(visible, random_in_cell(visible, bits, random)))
             total += parameter.numel()
         parameters = [p for p in parameters if all(p is not other for other in filled)]

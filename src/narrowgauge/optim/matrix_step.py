@@ -56,7 +56,9 @@ def step_matrices(
                 while count < len(members) and (room := room - members[count].owner.numel()) >= 0:
                     count += 1
             batch, members = members[:count], members[count:]
-            yield from _step_batch(ranks, {s: MatrixStep(s, options, numbers_of(s)) for s in batch}, launch)
+            yield from _step_batch(
+                ranks, {s: MatrixStep(s, options, numbers_of(s)) for s in batch}, launch
+            )
 
 
 def _room(device: torch.device) -> int:
@@ -65,7 +67,9 @@ def _room(device: torch.device) -> int:
 
 
 def _step_batch(
-    ranks: Ranks | None, batch: Mapping[ParameterState, MatrixStep], launch: Callable[..., list[ParameterState]]
+    ranks: Ranks | None,
+    batch: Mapping[ParameterState, MatrixStep],
+    launch: Callable[..., list[ParameterState]],
 ) -> Iterator[tuple[ParameterState, Tensor]]:
     """Step one parameter per rank, or some of this process. All ranks compute between the last gather and the first scatter."""
     steps = list(batch.values())
@@ -73,10 +77,14 @@ def _step_batch(
     for place, step in enumerate(steps):
         measure = step.rule.measure and step.rule.measure(step.options)
         weight = None if measure is None else _gather(ranks, place, step.owner, step.weight())
-        measures.append(None if measure is None or weight is None else [measure(x) for x in _matrices(weight)])
+        measures.append(
+            None if measure is None or weight is None else [measure(x) for x in _matrices(weight)]
+        )
         del weight
     for state in batch:
-        state.change = torch.empty(state.parameter.shape, dtype=torch.float32, device=state.parameter.device)
+        state.change = torch.empty(
+            state.parameter.shape, dtype=torch.float32, device=state.parameter.device
+        )
     for state in launch(list(batch), True):
         batch[state].average()
     gradients: list[Any] = []
@@ -91,8 +99,16 @@ def _step_batch(
             continue
         for step in equal:
             gradient = gradients.pop(0)
-            first = 0 if ranks is None or not ranks.has_stacks else ranks.rank * ranks.height(len(step.owner))
-            changes.append(None if gradient is None else step.direction(gradient, measures[len(changes)], first))
+            first = (
+                0
+                if ranks is None or not ranks.has_stacks
+                else ranks.rank * ranks.height(len(step.owner))
+            )
+            changes.append(
+                None
+                if gradient is None
+                else step.direction(gradient, measures[len(changes)], first)
+            )
             del gradient
     for place, step in enumerate(steps):
         change, changes[place] = changes[place], None
@@ -100,10 +116,16 @@ def _step_batch(
         del change
         if ranks is not None:
             for tensor in step.state.tensors_of_extras().values():
-                parts = enumerate(tensor.split(ranks.height(len(tensor)))) if ranks.has_stacks else [(place, tensor)]
+                parts = (
+                    enumerate(tensor.split(ranks.height(len(tensor))))
+                    if ranks.has_stacks
+                    else [(place, tensor)]
+                )
                 for source, values in parts:
                     # Neither gloo nor NCCL sends integers of 16 bits.
-                    torch.distributed.broadcast(values.view(-1).view(torch.uint8), group=ranks.group, group_src=source)
+                    torch.distributed.broadcast(
+                        values.view(-1).view(torch.uint8), group=ranks.group, group_src=source
+                    )
     for state in launch(list(batch), False):
         sums = batch[state].write()
         if sums is not None:
@@ -148,7 +170,9 @@ def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Ten
     height = ranks.height(rows)
     buffer = part.new_empty(height * ranks.count, columns) if place == ranks.rank else None
     into = None if buffer is None else list(buffer.split(height))
-    dist.gather(_padded(part.reshape(len(part), columns), height), into, group=ranks.group, group_dst=place)
+    dist.gather(
+        _padded(part.reshape(len(part), columns), height), into, group=ranks.group, group_dst=place
+    )
     return None if buffer is None else buffer[:rows]
 
 
@@ -181,11 +205,17 @@ def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list
         owner: Any = state.owner
         if not owner.numel():
             continue
-        is_by_rows = is_sharded(owner) and owner.device_mesh.ndim == 1 and owner.placements[0].is_shard(0)
+        is_by_rows = (
+            is_sharded(owner) and owner.device_mesh.ndim == 1 and owner.placements[0].is_shard(0)
+        )
         mesh = owner.device_mesh if is_by_rows else None
         key = mesh, is_by_rows and len(matrix_shape(owner.shape)) == 3
         if key not in batches:
-            ranks = None if mesh is None else Ranks(mesh.get_group(), mesh.get_local_rank(), mesh.size(), key[1])
+            ranks = (
+                None
+                if mesh is None
+                else Ranks(mesh.get_group(), mesh.get_local_rank(), mesh.size(), key[1])
+            )
             batches[key] = ranks, []
         batches[key][1].append(state)
     return list(batches.values())
@@ -205,7 +235,9 @@ class MatrixStep:
 
     def weight(self) -> Tensor:
         """Return the stored weight of this rank's shard."""
-        weight = torch.empty(self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device)
+        weight = torch.empty(
+            self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device
+        )
         for tensors, targets in self._pieces(weight):
             for lane, target in zip(lanes_of(self.storage, tensors, ()), targets, strict=True):
                 target.copy_(codes.read_weight(self.storage, lane))
@@ -221,12 +253,18 @@ class MatrixStep:
     def direction(self, gradient: Tensor, measures: Sequence[Tensor] | None, first: int) -> Tensor:
         """Return the step of whole matrices in the gradient's memory, and store extras. ``first`` numbers the first matrix."""
         skip = self.numbers.values[1] != 0
-        size = max(1, _room(gradient.device) // math.prod(gradient.shape[-2:])) if self.rule.stacks else 1
+        size = (
+            max(1, _room(gradient.device) // math.prod(gradient.shape[-2:]))
+            if self.rule.stacks
+            else 1
+        )
         for place, matrix in enumerate(_matrices(gradient, size)):
             index = (first + place,) if gradient.ndim == 3 else ()
             measure = None if measures is None else measures[place]
             states = {name: self.state.extra(name, index) for name in self.state.extras}
-            change, new = self.rule.direction(matrix, measure, states, self.options, self.state.step + 1)
+            change, new = self.rule.direction(
+                matrix, measure, states, self.options, self.state.step + 1
+            )
             for name, values in new.items():
                 self.state.put_extra(name, values, self.numbers.seed, skip, index)
             matrix.copy_(change)
@@ -236,7 +274,10 @@ class MatrixStep:
         """Write ``state.change``. Return the sums of the audit, if it is audited and this rank has elements."""
         totals, numbers = [], self.numbers
         for words, changes in self._pieces(self.state.change):
-            tensors = [*words, *(change.clone(memory_format=torch.contiguous_format) for change in changes)]
+            tensors = [
+                *words,
+                *(change.clone(memory_format=torch.contiguous_format) for change in changes),
+            ]
             if numbers.audited:
                 totals.append(self.kernel.audit(tensors, numbers.values, numbers.seed).sum(1))
             self.kernel.run(tensors, numbers.values, numbers.seed)
@@ -259,7 +300,9 @@ class MatrixStep:
         size = max(least // (row * state.layout.num_lanes), -(-length // most), 1)
         size = -(-size // unit) * unit
         for start in range(0, length, size):
-            words, piece = ([x[start : start + size] for x in several] for several in (tensors, lanes))
+            words, piece = (
+                [x[start : start + size] for x in several] for several in (tensors, lanes)
+            )
             yield words, piece
         if matrix is not values:
             values.copy_(matrix.reshape(values.shape))

@@ -44,7 +44,16 @@ from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import ParameterState, allocate_all
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_names import send, to_device
-from narrowgauge.triton_printer import LARGEST, LAUNCH, TOTAL, launches_on, load, print_graph, proves, trace
+from narrowgauge.triton_printer import (
+    LARGEST,
+    LAUNCH,
+    TOTAL,
+    launches_on,
+    load,
+    print_graph,
+    proves,
+    trace,
+)
 
 BLOCK = 512
 """Words that a program steps at a time: 16 bytes for each of 128 threads."""
@@ -145,15 +154,25 @@ def source(rule: AnyRule, storage: Storage, *, whole: bool, audited: bool) -> st
         lines += _bounds(rule, storage, loads, num_addresses - len(storage.scaled))
 
     def loop(summarize: Callable[..., Any] | None, *, averages: bool = False) -> str:
-        scales = [f"{way}_{name}{k}" for name in storage.scaled for k in range(parts) for way in ("into", "back")]
+        scales = [
+            f"{way}_{name}{k}"
+            for name in storage.scaled
+            for k in range(parts)
+            for way in ("into", "back")
+        ]
         graph = _graph(rule, storage, summarize, averages, len(loads), len(scales))
-        texts = {f"w{k}": text for k, text in enumerate(loads)} | {f"d{k}": text for k, text in enumerate(changes)}
+        texts = {f"w{k}": text for k, text in enumerate(loads)} | {
+            f"d{k}": text for k, text in enumerate(changes)
+        }
         names = list(texts)
         names[len(loads) : len(loads)] = scales
         body, terms, writes = print_graph(graph, [*names, "v", "seed"], "x")
         body = [f"{name} = {text}" for name, text in texts.items()] + body
         body += [stores[word].format(value) for word, value in writes]
-        body += [f"sum{k} += tl.reduce(tl.where(inside, {term}, 0.0), 0, {TOTAL})" for k, term in enumerate(terms)]
+        body += [
+            f"sum{k} += tl.reduce(tl.where(inside, {term}, 0.0), 0, {TOTAL})"
+            for k, term in enumerate(terms)
+        ]
         sums = range(SUMS if summarize else 0)
         ends = [f"tl.store(sums + program * {SUMS} + {k}, sum{k})" for k in sums]
         return "\n".join([*(f"sum{k} = 0.0" for k in sums), _over_span(body), *ends])
@@ -174,13 +193,19 @@ def source(rule: AnyRule, storage: Storage, *, whole: bool, audited: bool) -> st
 
 
 @lru_cache(4)
-def _graph(rule: Any, storage: Storage, summarize: Any, averages: bool, *counts: int) -> torch.fx.Graph:
+def _graph(
+    rule: Any, storage: Storage, summarize: Any, averages: bool, *counts: int
+) -> torch.fx.Graph:
     layout, (num_words, num_scales) = layout_of(storage), counts
     shape = (4, 8) if layout.by_rows else (8,)
     arguments = [(torch.int32, shape)] * num_words + [(torch.float32, (4, 1))] * num_scales
-    arguments += [(torch.float32, shape)] * (layout.num_lanes if isinstance(rule, MatrixRule) else 0)
+    arguments += [(torch.float32, shape)] * (
+        layout.num_lanes if isinstance(rule, MatrixRule) else 0
+    )
     step = make_average(rule, storage) if averages else make_step(rule, storage, summarize)
-    return trace(step, *arguments, (torch.float32, (len(CONTROL) + len(rule.scalars),)), (torch.int32, ()))
+    return trace(
+        step, *arguments, (torch.float32, (len(CONTROL) + len(rule.scalars),)), (torch.int32, ())
+    )
 
 
 def _over_span(body: Sequence[str]) -> str:
@@ -205,13 +230,25 @@ def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> 
             name: f"tl.load(row + {column + j}).to(tl.pointer_type(tl.float32)) + ({k} * group + line)"
             for j, name in enumerate(scaled)
         }
-        lines += [f"peak_{n}{k} = tl.reduce(peak_{n}{k}, 0, {LARGEST}).to(tl.float32, bitcast=True)" for n in names]
+        lines += [
+            f"peak_{n}{k} = tl.reduce(peak_{n}{k}, 0, {LARGEST}).to(tl.float32, bitcast=True)"
+            for n in names
+        ]
         lines += [f"old_{name}{k} = tl.load({bound})" for name, bound in bounds.items()]
-        inputs = ["v", *(f"peak_{name}{k}" for name in names), *(f"old_{name}{k}" for name in scaled)]
+        inputs = [
+            "v",
+            *(f"peak_{name}{k}" for name in names),
+            *(f"old_{name}{k}" for name in scaled),
+        ]
         text, results, _ = print_graph(scales, inputs, f"b{k}_")
         lines += text
-        for name, new, into, back in zip(scaled, results[::3], results[1::3], results[2::3], strict=True):
-            lines += [f"into_{name}{k}, back_{name}{k} = {into}, {back}", f"tl.store({bounds[name]}, {new})"]
+        for name, new, into, back in zip(
+            scaled, results[::3], results[1::3], results[2::3], strict=True
+        ):
+            lines += [
+                f"into_{name}{k}, back_{name}{k} = {into}, {back}",
+                f"tl.store({bounds[name]}, {new})",
+            ]
     return lines
 
 
@@ -228,7 +265,11 @@ def _graphs_of_bounds(rule: Rule, storage: Storage) -> tuple[torch.fx.Graph, tor
     def scales(values: Tensor, slopes: Tensor, *rest: Tensor) -> list[Tensor]:
         weights = rest[0] if count == 2 else torch.zeros_like(slopes)
         old = dict(zip(scaled, rest[count - 1 :], strict=True))
-        return [x for scale in scales_of_rows(rule, storage, slopes, weights, old, values).values() for x in scale]
+        return [
+            x
+            for scale in scales_of_rows(rule, storage, slopes, weights, old, values).values()
+            for x in scale
+        ]
 
     values = torch.float32, (len(CONTROL) + len(rule.scalars),)
     rows = [(torch.float32, (1,))] * (count + len(scaled))
@@ -242,7 +283,9 @@ HostNumbers = tuple[Sequence[float], int]
 
 
 @lru_cache(None)
-def functions(rule: AnyRule, storage: Storage, whole: bool, audited: bool, interpret: bool) -> dict[str, Any]:
+def functions(
+    rule: AnyRule, storage: Storage, whole: bool, audited: bool, interpret: bool
+) -> dict[str, Any]:
     """Return the Triton functions of :func:`source`. The first launch compiles them."""
     return load(source(rule, storage, whole=whole, audited=audited), interpret=interpret)
 
@@ -259,7 +302,10 @@ class Table:
         self._numbers = np.zeros((0, 0), np.float32)
 
     def set(
-        self, states: list[ParameterState], numbers: Sequence[HostNumbers], choices: Sequence[tuple[int, ...]]
+        self,
+        states: list[ParameterState],
+        numbers: Sequence[HostNumbers],
+        choices: Sequence[tuple[int, ...]],
     ) -> None:
         """Set the states of the next step, whose weights and gradients are contiguous.
 
@@ -267,7 +313,9 @@ class Table:
         """
         if states != self._states or len(numbers) != len(self._numbers):
             self._allocate(states, len(numbers))
-        inputs = (x for s in states for x in (s.parameter, s.gradient, s.change)[: num_inputs(self.rule)])
+        inputs = (
+            x for s in states for x in (s.parameter, s.gradient, s.change)[: num_inputs(self.rule)]
+        )
         addresses = [tensor.data_ptr() for tensor in inputs]
         if addresses != self._addresses:
             self._set_addresses(addresses)
@@ -282,7 +330,9 @@ class Table:
         for state in states:
             group, columns = (1, *state.extent)[-2:]
             num_rows, elements = (1, *layout.matrix(state.parameter.shape))[-2:]
-            memory = [state.words[p.name] for p in layout.planes] + [state.scales[n] for n in self.storage.scaled]
+            memory = [state.words[p.name] for p in layout.planes] + [
+                state.scales[n] for n in self.storage.scaled
+            ]
             sizes = columns, group, elements, num_rows, 0, num_programs(state), 0, 0, 0
             rows.append([*[0] * num_inputs(self.rule), *(x.data_ptr() for x in memory), *sizes])
         size = len(rows) * len(rows[0])
@@ -290,7 +340,9 @@ class Table:
         self._host = np.zeros(start + -(-num_numbers * width // 2), np.int64)
         self._table = self._host[:size].reshape(len(rows), -1)
         self._table[:] = rows
-        self._numbers = self._host[start:].view(np.float32)[: num_numbers * width].reshape(num_numbers, width)
+        self._numbers = (
+            self._host[start:].view(np.float32)[: num_numbers * width].reshape(num_numbers, width)
+        )
         self._buffer = torch.empty(len(self._host), dtype=torch.int64, device=self.device)
         self._device_numbers = self._buffer[start:].view(torch.float32)
         self._states, self._addresses, self._is_whole = list(states), [], None
@@ -323,18 +375,26 @@ class Table:
         ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device. Return the audit, float64 ``[states,
         KERNEL_SUMS]``, if ``audited``.
         """
-        sums = torch.empty(sum(self._counts), SUMS, dtype=torch.float32, device=self.device) if audited else None
+        sums = (
+            torch.empty(sum(self._counts), SUMS, dtype=torch.float32, device=self.device)
+            if audited
+            else None
+        )
         arguments = self._buffer, self._tiles, self._device_numbers, control, sums
         with torch.cuda.device_of(control):
             for whole, first, count in ((True, 0, self._counts[0]), (False, *self._counts)):
                 if count:
                     compiled = functions(self.rule, self.storage, whole, audited, control.is_cpu)
-                    compiled["average" if averages else "step"][(count,)](*arguments, first, **LAUNCH)
+                    compiled["average" if averages else "step"][(count,)](
+                        *arguments, first, **LAUNCH
+                    )
             if sums is None:
                 return None
             totals = torch.empty(len(self._states), SUMS, dtype=torch.float64, device=self.device)
             compiled = functions(self.rule, self.storage, True, True, control.is_cpu)
-            compiled["add_up"][(len(totals),)](self._buffer, sums, totals, self._table.shape[1], **LAUNCH)
+            compiled["add_up"][(len(totals),)](
+                self._buffer, sums, totals, self._table.shape[1], **LAUNCH
+            )
         return totals
 
 
@@ -365,7 +425,10 @@ def is_proven(rule: AnyRule, storage: Storage, device: torch.device, audited: bo
         values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
         table.set(actual, [(scalars, seed)], [(0, 1, 0)] * len(actual))
         table.send()
-        control, numbers = to_device(values[:2], device), Numbers(values, torch.tensor(seed, dtype=torch.int32), False)
+        control, numbers = (
+            to_device(values[:2], device),
+            Numbers(values, torch.tensor(seed, dtype=torch.int32), False),
+        )
         if kernel.is_matrix:
             table.launch(control, audited=False, averages=True)
         table.launch(control, audited=audited)
@@ -395,7 +458,9 @@ def _cases(rule: AnyRule, storage: Storage, device: torch.device) -> list[Parame
     kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
 
     def drawn(dtype: torch.dtype, shape: Sequence[int], seed: int, *, nan: bool = False) -> Tensor:
-        rows, edges = (draw(dtype, (n, shape[1]), edges=n == 2, seed=seed) for n in (shape[0] - 2, 2))
+        rows, edges = (
+            draw(dtype, (n, shape[1]), edges=n == 2, seed=seed) for n in (shape[0] - 2, 2)
+        )
         return torch.cat([rows, with_nan(edges) if nan else edges])
 
     for shape in ((3, 67), (4, 256)):
@@ -403,9 +468,14 @@ def _cases(rule: AnyRule, storage: Storage, device: torch.device) -> list[Parame
         states.append(state := ParameterState(weight.to(device), storage, kernel))
         allocate_all([state], joined=False)
         state.begin()
-        values = {name: drawn(x.dtype, x.shape, 3) for name, x in state.in_parameter_order().items()}
+        values = {
+            name: drawn(x.dtype, x.shape, 3) for name, x in state.in_parameter_order().items()
+        }
         state.take({name: x.abs() if x.is_floating_point() else x for name, x in values.items()})
-        state.gradient, state.change = gradient.to(device), torch.zeros(shape, dtype=torch.float32, device=device)
+        state.gradient, state.change = (
+            gradient.to(device),
+            torch.zeros(shape, dtype=torch.float32, device=device),
+        )
     return states
 
 
@@ -433,17 +503,30 @@ class Launches:
         alike: dict[tuple[Kernel, int], list[ParameterState]] = defaultdict(list)
         for state in states:
             alike[state.kernel, state.step + 1].append(state)
-        return [state for key, members in alike.items() for state in self._take(stepper, *key, members)]
+        return [
+            state for key, members in alike.items() for state in self._take(stepper, *key, members)
+        ]
 
-    def _take(self, stepper: Any, kernel: Kernel, count: int, states: list[ParameterState]) -> list[ParameterState]:
-        rule, storage, group, audit_every = kernel.rule, kernel.storage, stepper.group, stepper.audit_every
+    def _take(
+        self, stepper: Any, kernel: Kernel, count: int, states: list[ParameterState]
+    ) -> list[ParameterState]:
+        rule, storage, group, audit_every = (
+            kernel.rule,
+            kernel.storage,
+            stepper.group,
+            stepper.audit_every,
+        )
         device = states[0].parameter.device
-        is_captured = kernel.is_matrix and states[0].change is None  # a graph has no place for the products of matrices
+        is_captured = (
+            kernel.is_matrix and states[0].change is None
+        )  # a graph has no place for the products of matrices
         if not launches_on(device) or not kernel.compiles_for(device) or is_captured:
             return states
         is_audited = audit_every > 0 and count % audit_every == 0
         # Before an audit prove the step alone too: nothing can be compared later, while a graph captures it.
-        if not all(is_proven(rule, storage, device, audited) for audited in sorted({False, is_audited})):
+        if not all(
+            is_proven(rule, storage, device, audited) for audited in sorted({False, is_audited})
+        ):
             return states
         batch, refused = self._batches[kernel], []
         batch.numbers.append((rule.prepare(group, count), step_seed(group["seed"], count)))
@@ -456,13 +539,21 @@ class Launches:
             audit: Sequence[int] = NO_AUDIT
             if is_audited:
                 *audit, elements = audit_of(state, count // audit_every)
-                batch.audited.append((len(batch.states), elements, elements * stepper.audited_spacings(state)))
+                batch.audited.append(
+                    (len(batch.states), elements, elements * stepper.audited_spacings(state))
+                )
             batch.states.append(state)
             batch.choices.append((len(batch.numbers) - 1, *audit))
         return refused
 
     def run(
-        self, control: Tensor, auditor: Auditor, *, sends: bool = True, launches: bool = True, averages: bool = False
+        self,
+        control: Tensor,
+        auditor: Auditor,
+        *,
+        sends: bool = True,
+        launches: bool = True,
+        averages: bool = False,
     ) -> None:
         """Step all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``.
 
@@ -478,9 +569,15 @@ class Launches:
             table.set(batch.states, batch.numbers, batch.choices)
             if sends:
                 table.send()
-            sums = table.launch(control, audited=is_audited, averages=averages) if launches else None
+            sums = (
+                table.launch(control, audited=is_audited, averages=averages) if launches else None
+            )
             kernel.ran_compiled = True
             if sums is not None:
-                host = to_device(torch.tensor(batch.audited, dtype=torch.float64, device="cpu"), control.device)
+                host = to_device(
+                    torch.tensor(batch.audited, dtype=torch.float64, device="cpu"), control.device
+                )
                 rows = torch.cat([sums[host[:, 0].long()], host[:, 1:]], 1)
-                auditor.fresh.append(([batch.states[place].owner for place, *_ in batch.audited], rows))
+                auditor.fresh.append(
+                    ([batch.states[place].owner for place, *_ in batch.audited], rows)
+                )

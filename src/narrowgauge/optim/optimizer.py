@@ -91,17 +91,30 @@ class Optimizer(torch.optim.Optimizer):
         keep_float32: Callable[[str, Tensor], bool] | None = None, **flags: bool | None,
     ) -> None:  # fmt: skip
         if unknown := flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}:
-            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'")
+            raise TypeError(
+                f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'"
+            )
         validation.check_options({**defaults, **flags}, rule)
         Range(is_integer=True).check("audit_every", audit_every)
-        if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps with a non-finite norm
+        if max_grad_norm not in (
+            None,
+            math.inf,
+        ):  # infinity never clips, but skips steps with a non-finite norm
             Range(above=True).check("max_grad_norm", max_grad_norm)
-        self.rule, self.compile, self.max_grad_norm, self.audit_every = rule, compile, max_grad_norm, audit_every
+        self.rule, self.compile, self.max_grad_norm, self.audit_every = (
+            rule,
+            compile,
+            max_grad_norm,
+            audit_every,
+        )
         self.grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each step.
         self.skip_above = math.inf
-        self.num_skipped, self.num_calls = 0, 0  # calls of step(): torch.amp.GradScaler may leave one out
+        self.num_skipped, self.num_calls = (
+            0,
+            0,
+        )  # calls of step(): torch.amp.GradScaler may leave one out
         self.last_overflow: list[str] = []
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
@@ -113,16 +126,24 @@ class Optimizer(torch.optim.Optimizer):
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._tables: dict[Kernel, Table] = {}
         self._control = StepControl(self._is_worth_compiling)
-        self.loss_scaler = loss_scaler  # frameworks that make the scaler later set it before the first step
+        self.loss_scaler = (
+            loss_scaler  # frameworks that make the scaler later set it before the first step
+        )
         self._stepped = False
         self._uncompiled: Callable[..., Any] | None = None
         # After a step: whether it was skipped, its states, and a function that returns whose gradients were finite.
-        self._pending: tuple[HostCopy | Tensor | None, list[ParameterState], Finite | None] | None = None
+        self._pending: (
+            tuple[HostCopy | Tensor | None, list[ParameterState], Finite | None] | None
+        ) = None
         self._captured: _Captured | None = None
         self.keep_float32, self.maximize = keep_float32, bool(maximize)
-        self._to_round: dict[Tensor, str] | None = {}  # the visible format of each, until all groups are checked
+        self._to_round: (
+            dict[Tensor, str] | None
+        ) = {}  # the visible format of each, until all groups are checked
         storage = validation.known_row("word" if storage is None else storage).name
-        super().__init__(params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits})
+        super().__init__(
+            params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits}
+        )
         self.register_state_dict_post_hook(show_states)  # before other hooks see the states
         self._taken: dict[Tensor, ParameterState] = {}  # between the two hooks of loading
         self.register_load_state_dict_post_hook(put_states)
@@ -135,7 +156,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Frameworks do not clip then. So it is true only for float16 gradients, which GradScaler does not unscale, and a scaler.
         """
-        return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._parameters())
+        return self.loss_scaler is not None or any(
+            p.dtype is torch.float16 for p in self._parameters()
+        )
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, as in ``torch.optim``. The group may set its own ``storage``. A refused group changes nothing.
@@ -158,8 +181,14 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 validation.check_real(parameter)
                 visible = self._row_of(group, parameter).visible
-                is_wide = parameter.requires_grad and parameter.dtype is torch.float32 and visible != "float32"
-                if is_wide and not (self.keep_float32 and self.keep_float32(names[parameter], parameter)):
+                is_wide = (
+                    parameter.requires_grad
+                    and parameter.dtype is torch.float32
+                    and visible != "float32"
+                )
+                if is_wide and not (
+                    self.keep_float32 and self.keep_float32(names[parameter], parameter)
+                ):
                     to_round[parameter] = visible
                 self._pair_of(group, parameter, to_round.get(parameter))
             refuse_rounding(list(to_round), self._parameters())
@@ -176,7 +205,11 @@ class Optimizer(torch.optim.Optimizer):
     def _round(self, formats: Mapping[Tensor, str]) -> None:
         """Round float32 parameters in place, and store the values that they had."""
         if formats:
-            values = {p: value for p, visible in formats.items() for value in round_in_place([p], visible).values()}
+            values = {
+                p: value
+                for p, visible in formats.items()
+                for value in round_in_place([p], visible).values()
+            }
             self.adopt(values)
             warnings.warn(rounding_note(values, {self.storage_of(p) for p in values}), stacklevel=4)
 
@@ -213,24 +246,32 @@ class Optimizer(torch.optim.Optimizer):
         plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
         return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
 
-    def _pair_of(self, group: Group, parameter: Tensor, visible: str | None = None) -> tuple[AnyRule, Storage]:
+    def _pair_of(
+        self, group: Group, parameter: Tensor, visible: str | None = None
+    ) -> tuple[AnyRule, Storage]:
         """Return the rule of a parameter, or of one in another format, and the storage with its states. Refuse odd pairs."""
         rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter, visible)
         if visible is None:
             validation.check_visible(parameter, storage)
         storage = storage.keeping(rule.kept)
-        refuse_pair(rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
+        refuse_pair(
+            rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW
+        )
         return rule, storage
 
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the name of each parameter: the passed name, else the model's, else ``"param 0"``, ``"param 1"`` …"""
         model = self._model()
-        of_model = {} if model is None else {p: plain_name(name) for name, p in model.named_parameters()}
+        of_model = (
+            {} if model is None else {p: plain_name(name) for name, p in model.named_parameters()}
+        )
         names: dict[Tensor, str] = {}
         for group in self.param_groups:
             listed = dict(zip(group["params"], group.get("param_names", ()), strict=False))
             for parameter in group["params"]:
-                names[parameter] = listed.get(parameter) or of_model.get(parameter) or unnamed(len(names))
+                names[parameter] = (
+                    listed.get(parameter) or of_model.get(parameter) or unnamed(len(names))
+                )
         return names
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -240,7 +281,9 @@ class Optimizer(torch.optim.Optimizer):
 
     # ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def make_states(self, group: Group, parameters: Iterable[Tensor]) -> dict[Tensor, ParameterState]:
+    def make_states(
+        self, group: Group, parameters: Iterable[Tensor]
+    ) -> dict[Tensor, ParameterState]:
         """Return new states under a group's options. Small parameters of one call share a bucket."""
         if torch.is_inference_mode_enabled():
             raise RecipeError(
@@ -254,8 +297,13 @@ class Optimizer(torch.optim.Optimizer):
             rule, storage = self._pair_of(group, parameter)
             if (rule.name, storage) not in self._kernels:
                 self._kernels[rule.name, storage] = Kernel(rule, storage)
-            kernel, extras = self._kernels[rule.name, storage], extras_of(rule, parameter.shape, group)
-            states[parameter] = state = ParameterState(parameter, storage, kernel, group["storage"], extras)
+            kernel, extras = (
+                self._kernels[rule.name, storage],
+                extras_of(rule, parameter.shape, group),
+            )
+            states[parameter] = state = ParameterState(
+                parameter, storage, kernel, group["storage"], extras
+            )
             alike[kernel, state.parameter.device].append(state)
         for (kernel, device), members in alike.items():
             allocate_all(members, joined=not kernel.is_matrix and not launches_on(device))
@@ -264,7 +312,11 @@ class Optimizer(torch.optim.Optimizer):
         return states
 
     def _is_worth_compiling(self, num_elements: int, device: torch.device) -> bool:
-        return self.compile if self.compile is not None else is_worth_compiling(num_elements, device.type)
+        return (
+            self.compile
+            if self.compile is not None
+            else is_worth_compiling(num_elements, device.type)
+        )
 
     def ran_compiled(self) -> dict[str, bool]:
         """Return whether the last step ran compiled code, by rule and storage. Nothing runs in a step that a CPU skips.
@@ -277,11 +329,16 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.ran_compiled()  # few elements on a CPU
             {'adamw/word': False}
         """
-        pairs = [(f"{rule}/{storage.name}", kernel.ran_compiled) for (rule, storage), kernel in self._kernels.items()]
+        pairs = [
+            (f"{rule}/{storage.name}", kernel.ran_compiled)
+            for (rule, storage), kernel in self._kernels.items()
+        ]
         return {name: compiled for name, compiled in pairs if compiled is not None}
 
     def adopt(
-        self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
+        self,
+        values: Mapping[Tensor, Tensor],
+        states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None,
     ) -> None:
         """Store weights, and perhaps states. Parameters become the visible part of the weights. Refused values change nothing.
 
@@ -300,7 +357,9 @@ class Optimizer(torch.optim.Optimizer):
                 "has states and no weight.",
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
-        members = [(group, [p for p in group["params"] if p in known]) for group in self.param_groups]
+        members = [
+            (group, [p for p in group["params"] if p in known]) for group in self.param_groups
+        ]
         for group, parameters in members:
             for parameter in parameters:
                 self._check_adopted(group, parameter, values[parameter], states.get(parameter, {}))
@@ -317,7 +376,9 @@ class Optimizer(torch.optim.Optimizer):
                     if isinstance(value, Tensor) and name != "step":
                         state.put(name, local_of(value), seed)
 
-    def _check_adopted(self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]) -> None:
+    def _check_adopted(
+        self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
+    ) -> None:
         """Refuse states of unknown names, and values of another shape than the parameter and its states here."""
         rule = self.rule_in(group, parameter)
         names = shapes_of_states(rule, parameter.shape, group)
@@ -335,7 +396,9 @@ class Optimizer(torch.optim.Optimizer):
     def make_missing(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Make the states of parameters without one."""
         if missing := [p for p in parameters if self.state_of(p) is None]:
-            validation.check_captured(is_possible=not is_captured())  # a graph would fill new states in a replay alone
+            validation.check_captured(
+                is_possible=not is_captured()
+            )  # a graph would fill new states in a replay alone
             self.state.update(self.make_states(group, missing))
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
@@ -352,7 +415,11 @@ class Optimizer(torch.optim.Optimizer):
         """
         state = self.state_of(parameter)
         if state is not None and (name == "weight" or name in state.shapes_of_states):
-            return state.stored(name) if name in state.extras else placed_like(parameter, state.stored(name))
+            return (
+                state.stored(name)
+                if name in state.extras
+                else placed_like(parameter, state.stored(name))
+            )
         group = self.group_of(parameter)
         rule = self.rule_in(group, parameter)
         shapes = shapes_of_states(rule, parameter.shape, group)
@@ -374,7 +441,12 @@ class Optimizer(torch.optim.Optimizer):
     def bytes_per_param(self) -> float:
         """Return bytes per parameter of live weights, gradients (in the parameters' format) and states."""
         parameters = [local_of(p) for p in self._parameters()]
-        states = [t for state in map(self.state_of, self._parameters()) if state is not None for t in state.tensors()]
+        states = [
+            t
+            for state in map(self.state_of, self._parameters())
+            if state is not None
+            for t in state.tensors()
+        ]
         total = sum(t.nbytes for t in [*parameters, *parameters, *states])
         return total / max(1, sum(p.numel() for p in parameters))
 
@@ -424,16 +496,27 @@ class Optimizer(torch.optim.Optimizer):
             self._capture(work)
             return
         self._stepped = True
-        found_inf = getattr(self, "found_inf", None)  # torch.amp.GradScaler sets it and `grad_scale` during a step
+        found_inf = getattr(
+            self, "found_inf", None
+        )  # torch.amp.GradScaler sets it and `grad_scale` during a step
         num_elements: dict[Kernel, int] = defaultdict(int)
         for state in states:
             num_elements[state.kernel] += state.parameter.numel()
         for kernel in self._kernels.values():
-            kernel.ran_compiled, kernel.compile = None, self._is_worth_compiling(num_elements[kernel], device)
-        scaling = {"scaler": self.loss_scaler, "grad_scale": getattr(self, "grad_scale", None), "found_inf": found_inf}
+            kernel.ran_compiled, kernel.compile = (
+                None,
+                self._is_worth_compiling(num_elements[kernel], device),
+            )
+        scaling = {
+            "scaler": self.loss_scaler,
+            "grad_scale": getattr(self, "grad_scale", None),
+            "found_inf": found_inf,
+        }
         self.last_control, norm, finite = self._decide(self._control, states, **scaling)
         control = self.last_control
-        with torch.autocast(device.type, enabled=False):  # it would round the operands of matrix rules
+        with torch.autocast(
+            device.type, enabled=False
+        ):  # it would round the operands of matrix rules
             launches = Launches(self._tables)
             for group, members in work:
                 Stepper(group, control, self.auditor, self.audit_every, launches).step(members)
@@ -449,10 +532,14 @@ class Optimizer(torch.optim.Optimizer):
         for state in states:
             state.gradient = NO_GRADIENT
 
-    def _decide(self, control: StepControl, states: Sequence[ParameterState], **scaling: Any) -> Decision:
+    def _decide(
+        self, control: StepControl, states: Sequence[ParameterState], **scaling: Any
+    ) -> Decision:
         gradients = [state.owner.grad for state in states if state.owner.grad is not None]
         device = states[0].parameter.device
-        decision = control(gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above, **scaling)
+        decision = control(
+            gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above, **scaling
+        )
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         if self.maximize:
             scale, skip = decision.control.split(1)
@@ -464,10 +551,14 @@ class Optimizer(torch.optim.Optimizer):
         states = [state for _, members in work for state in members]
         step_control, launches = StepControl(self._is_worth_compiling), Launches({})
         decision = self._decide(step_control, states)
-        captured = _Captured(work, [state.gradient for state in states], step_control, launches.tables, decision)
+        captured = _Captured(
+            work, [state.gradient for state in states], step_control, launches.tables, decision
+        )
         is_scaled = self.loss_scaler is not None or getattr(self, "found_inf", None) is not None
         is_first = any(state.step == 0 for state in states)
-        validation.check_captured(is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches)))
+        validation.check_captured(
+            is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches))
+        )
         self._captured = captured
         launches.run(decision.control, self.auditor, sends=False)
         for state in states:
@@ -495,7 +586,10 @@ class Optimizer(torch.optim.Optimizer):
         self.settle()
         captured = self._captured
         if captured is None:
-            raise RecipeError("Cannot advance because no CUDA graph has captured a step.", "Call step() in the graph.")
+            raise RecipeError(
+                "Cannot advance because no CUDA graph has captured a step.",
+                "Call step() in the graph.",
+            )
         for group in self.param_groups:
             validation.check_step(group, self.rule)
         control, norm, finite = captured.decision
@@ -504,7 +598,10 @@ class Optimizer(torch.optim.Optimizer):
                 "Cannot advance with max_grad_norm or skip_above because the graph has captured a step without a norm.",
                 "Set them before the capture.",
             )
-        states, launches = [state for _, members in captured.work for state in members], Launches(captured.tables)
+        states, launches = (
+            [state for _, members in captured.work for state in members],
+            Launches(captured.tables),
+        )
         for state, gradient in zip(states, captured.gradients, strict=True):
             state.gradient = gradient
         captured.take(self.auditor, launches)
@@ -522,14 +619,21 @@ class Optimizer(torch.optim.Optimizer):
         parameters = [p for p in group["params"] if p.grad is not None]
         self.make_missing(group, parameters)
         if any(local_of(p).device != self.state[p].made_for[2] for p in parameters):
-            self.load_state_dict(self.state_dict())  # the model was moved, as Fabric does after the optimizer is made
+            self.load_state_dict(
+                self.state_dict()
+            )  # the model was moved, as Fabric does after the optimizer is made
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
-            state.gradient, state.parameter = local_of(validation.gradient_of(parameter)), local_of(parameter)
+            state.gradient, state.parameter = (
+                local_of(validation.gradient_of(parameter)),
+                local_of(parameter),
+            )
             validation.check_fits(state, group["storage"])
             if isinstance(self.rule, MatrixRule):
                 rule = self.rule_in(group, parameter)
-                validation.check_same_rule(state, rule.name, shapes_of_states(rule, parameter.shape, group))
+                validation.check_same_rule(
+                    state, rule.name, shapes_of_states(rule, parameter.shape, group)
+                )
         return states
 
     def settle(self) -> None:
@@ -540,9 +644,15 @@ class Optimizer(torch.optim.Optimizer):
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
             names = self.parameter_names()
-            is_finite = finite() if finite is not None else [bool(s.gradient.isfinite().all()) for s in states]
+            is_finite = (
+                finite()
+                if finite is not None
+                else [bool(s.gradient.isfinite().all()) for s in states]
+            )
             self.last_overflow = [
-                names[s.owner] for s, fine in zip(states, is_finite, strict=True) if not fine and s.owner in names
+                names[s.owner]
+                for s, fine in zip(states, is_finite, strict=True)
+                if not fine and s.owner in names
             ]
             for state in states:
                 state.step -= 1
@@ -586,7 +696,9 @@ class Optimizer(torch.optim.Optimizer):
 
             resume_from(self, state_dict)
             return
-        handle = self.register_load_state_dict_pre_hook(take_states)  # after other hooks have changed it
+        handle = self.register_load_state_dict_pre_hook(
+            take_states
+        )  # after other hooks have changed it
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -596,7 +708,9 @@ class Optimizer(torch.optim.Optimizer):
         """Replace all states by saved ones, each parameter's part of :meth:`state_dict`. A refused state changes nothing."""
         states = make_loaded_states(self, entries, self.param_groups)
         state: dict[Any, Any] = self.state
-        notes = {key: value for key, value in state.items() if not isinstance(key, Tensor)}  # of hooks and users
+        notes = {
+            key: value for key, value in state.items() if not isinstance(key, Tensor)
+        }  # of hooks and users
         self.__setstate__({"state": defaultdict(dict, {**notes, **states})})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -607,7 +721,10 @@ class Optimizer(torch.optim.Optimizer):
                 "Build another one, and pass it this one's state_dict().",
             )
         self.settle()
-        entries = [None if (state := self.state_of(p)) is None else state.saved() for p in self._parameters()]
+        entries = [
+            None if (state := self.state_of(p)) is None else state.saved()
+            for p in self._parameters()
+        ]
         return _rebuilt, (type(self), {name: getattr(self, name) for name in _COPIED}, entries)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -632,7 +749,8 @@ class _Captured:
     def take(self, auditor: Auditor, launches: Launches) -> list[ParameterState]:
         """Set the numbers of the next step. Return the states that a launch cannot step."""
         steppers = [
-            (Stepper(group, self.decision.control, auditor, 0, launches), members) for group, members in self.work
+            (Stepper(group, self.decision.control, auditor, 0, launches), members)
+            for group, members in self.work
         ]
         return [state for stepper, members in steppers for state in launches.take(stepper, members)]
 
@@ -643,7 +761,9 @@ _COPIED = (
 )  # fmt: skip
 
 
-def _rebuilt(kind: type[Optimizer], values: dict[str, Any], entries: list[dict[str, Tensor] | None]) -> Optimizer:
+def _rebuilt(
+    kind: type[Optimizer], values: dict[str, Any], entries: list[dict[str, Tensor] | None]
+) -> Optimizer:
     """Return an optimizer of the values ``_COPIED`` and of the saved state of each parameter."""
     optimizer = kind.__new__(kind)
     Optimizer.__init__(optimizer, values["param_groups"], values["rule"], values["defaults"])

@@ -54,7 +54,12 @@ class AdamW(Optimizer):
         self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.01, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(params, ADAMW, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}, **options)
+        super().__init__(
+            params,
+            ADAMW,
+            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps},
+            **options,
+        )
 
 
 class Adam(Optimizer):
@@ -80,7 +85,12 @@ class Adam(Optimizer):
         self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(params, ADAM, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}, **options)
+        super().__init__(
+            params,
+            ADAM,
+            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps},
+            **options,
+        )
 
 
 class SGD(Optimizer):
@@ -121,7 +131,9 @@ class SGD(Optimizer):
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
         }  # fmt: skip
         params = list(params)
-        has_buffer = momentum or any(isinstance(group, dict) and group.get("momentum") for group in params)
+        has_buffer = momentum or any(
+            isinstance(group, dict) and group.get("momentum") for group in params
+        )
         super().__init__(params, MOMENTUM_SGD if has_buffer else PLAIN_SGD, defaults, **options)
 
 
@@ -148,7 +160,9 @@ class Lion(Optimizer):
         self, params: Iterable[Any], lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(params, LION, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
+        super().__init__(
+            params, LION, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options
+        )
 
 
 class Muon(Optimizer):
@@ -315,4 +329,6 @@ class GradNormLoRP(GaLore):
         self, params: Iterable[Any], lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(params, lr, rank, update_proj_gap, scale, betas, eps, weight_decay, **options)
+        super().__init__(
+            params, lr, rank, update_proj_gap, scale, betas, eps, weight_decay, **options
+        )

@@ -47,7 +47,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """
     if not getattr(dtype, "is_floating_point", False):
         raise RecipeError(
-            f"Cannot cast parameters to {dtype!r}.", "Take a floating-point dtype such as torch.bfloat16."
+            f"Cannot cast parameters to {dtype!r}.",
+            "Take a floating-point dtype such as torch.bfloat16.",
         )
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -59,8 +60,15 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def cast_statistics(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
     """Cast the running statistics of batch norms."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.running_var is not None:
-            module.running_mean, module.running_var = cast(module.running_mean), cast(module.running_var)
+        if (
+            isinstance(module, _BatchNorm)
+            and module.running_mean is not None
+            and module.running_var is not None
+        ):
+            module.running_mean, module.running_var = (
+                cast(module.running_mean),
+                cast(module.running_var),
+            )
 
 
 def rounded(values: Tensor, visible: str) -> Tensor:
@@ -75,7 +83,9 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
     values = {}
     for parameter in parameters:
         values[parameter], new = parameter.data.float(), rounded(parameter.data, visible)
-        parameter.data = torch.empty_like(parameter.data, dtype=new.dtype).copy_(new)  # in the strides of the old one
+        parameter.data = torch.empty_like(parameter.data, dtype=new.dtype).copy_(
+            new
+        )  # in the strides of the old one
         if parameter.grad is not None:
             parameter.grad = rounded(parameter.grad, visible)
     return values
@@ -83,7 +93,9 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
 
 def rounding_note(values: Mapping[Tensor, Tensor], storages: Iterable[Storage]) -> str:
     """Tell what :func:`round_in_place` did to the parameters of an optimizer, and how to keep some as they were."""
-    on_grid = sum((value == parameter.data).all().cpu() * value.numel() for parameter, value in values.items())
+    on_grid = sum(
+        (value == parameter.data).all().cpu() * value.numel() for parameter, value in values.items()
+    )
     total, kept = sum(value.numel() for value in values.values()), []
     for row in sorted(storages, key=lambda row: row.name):
         lacking = VISIBLE[row.visible][1]
@@ -126,13 +138,22 @@ def _span(parameter: Tensor) -> tuple[int, int, Tensor]:
     """Return the first address of a parameter and the address after its last element. Nothing of a sharded one counts."""
     if local_of(parameter) is not parameter or not parameter.numel():
         return 0, 0, parameter
-    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    return parameter.data_ptr(), parameter.data_ptr() + (last + 1) * parameter.element_size(), parameter
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    )
+    return (
+        parameter.data_ptr(),
+        parameter.data_ptr() + (last + 1) * parameter.element_size(),
+        parameter,
+    )
 
 
 def _in_ddp() -> set[Tensor]:
     """Return all parameters that DistributedDataParallel averages. It marks none of them: its hooks are lost silently."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
-    wrappers = [x for x in gc.get_objects() if issubclass(type(x), nn.parallel.DistributedDataParallel)]
+    wrappers = [
+        x for x in gc.get_objects() if issubclass(type(x), nn.parallel.DistributedDataParallel)
+    ]
     return {parameter for wrapper in wrappers for parameter in wrapper.parameters()}

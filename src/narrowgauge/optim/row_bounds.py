@@ -31,7 +31,12 @@ def bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
 
 
 def scales_of_rows(
-    rule: Rule, storage: Storage, slopes: Tensor, weights: Tensor, old: Mapping[str, Tensor], values: Tensor
+    rule: Rule,
+    storage: Storage,
+    slopes: Tensor,
+    weights: Tensor,
+    old: Mapping[str, Tensor],
+    values: Tensor,
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Return for each scaled code the bounds of rows after a step, and its multipliers into the window and back.
 
@@ -43,7 +48,10 @@ def scales_of_rows(
     # A state without a scale per row needs no bound.
     moments = [old.get(name, torch.zeros_like(slopes)) for name in rule.states]
     signed = [rule.update(weights, sign * slopes, *moments, scalars)[1:] for sign in (1.0, -1.0)]
-    new = {name: torch.maximum(plus.abs(), minus.abs()) for name, plus, minus in zip(rule.states, *signed, strict=True)}
+    new = {
+        name: torch.maximum(plus.abs(), minus.abs())
+        for name, plus, minus in zip(rule.states, *signed, strict=True)
+    }
     scales = {}
     for name, before in old.items():
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
@@ -86,6 +94,9 @@ def table_of_scales(rule: Rule, storage: Storage) -> Callable[..., list[Tensor]]
 
     def function(slopes: Tensor, weights: Tensor, *rest: Tensor) -> list[Tensor]:
         old = dict(zip(storage.scaled, rest[:-1], strict=True))
-        return [torch.stack(s) for s in scales_of_rows(rule, storage, slopes, weights, old, rest[-1]).values()]
+        return [
+            torch.stack(s)
+            for s in scales_of_rows(rule, storage, slopes, weights, old, rest[-1]).values()
+        ]
 
     return function

@@ -17,7 +17,13 @@ from torch import Tensor
 from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.chunks import chunk_size
-from narrowgauge.numerics.dtensor import largest_over_ranks, local_of, placed_like, sendable, split_groups
+from narrowgauge.numerics.dtensor import (
+    largest_over_ranks,
+    local_of,
+    placed_like,
+    sendable,
+    split_groups,
+)
 from narrowgauge.numerics.rounding import half, narrowed
 from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import Kernel, lanes_of
@@ -76,9 +82,13 @@ class ParameterState:
         self.extra_bounds: dict[str, Tensor] = {}
         for name, extra in (extras or {}).items():
             self._extra_codes[name] = code = extra_code(storage, extra.role)
-            self.extras[name] = torch.zeros(extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device)
+            self.extras[name] = torch.zeros(
+                extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device
+            )
             if code.scaled:
-                self.extra_bounds[name] = self.extras[name].new_zeros((*extra.shape[:-1], 1), dtype=torch.float32)
+                self.extra_bounds[name] = self.extras[name].new_zeros(
+                    (*extra.shape[:-1], 1), dtype=torch.float32
+                )
 
     def begin(self) -> None:
         """Set the bounds and the master from the parameter. Allocate memory first."""
@@ -87,7 +97,10 @@ class ParameterState:
         if self.storage.master:
             addend = half(codes.dropped_bits(self.storage.weight))
             for lanes, words in self.pieces():
-                pairs = [(lane, codes.visible_value(self.storage.visible, lane.visible)) for lane in lanes]
+                pairs = [
+                    (lane, codes.visible_value(self.storage.visible, lane.visible))
+                    for lane in lanes
+                ]
                 masters = [codes.write_weight(self.storage, *pair, addend)[1] for pair in pairs]
                 torch._foreach_copy_(words, self.layout.with_fields(lanes, masters))
 
@@ -98,12 +111,21 @@ class ParameterState:
         saved = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
         extras, bounds = self.tensors_of_extras(), {f"{name}_bound" for name in self.bounds}
         for name, value in self.in_parameter_order().items():
-            placed = placed_like(self.owner, value, is_per_row=name in bounds) if name not in extras else None
+            placed = (
+                placed_like(self.owner, value, is_per_row=name in bounds)
+                if name not in extras
+                else None
+            )
             saved[name] = sendable(self.owner, value) if placed is None else placed
         return saved
 
     def keys(self) -> list[str]:
-        return ["step", *self.words, *(f"{name}_bound" for name in self.bounds), *self.tensors_of_extras()]
+        return [
+            "step",
+            *self.words,
+            *(f"{name}_bound" for name in self.bounds),
+            *self.tensors_of_extras(),
+        ]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -113,18 +135,34 @@ class ParameterState:
 
     def __getitem__(self, name: str) -> Tensor:
         saved = self.saved()
-        return saved[name] if name in saved or name not in self.shapes_of_states else self.stored(name)
+        return (
+            saved[name] if name in saved or name not in self.shapes_of_states else self.stored(name)
+        )
 
     # Not a Mapping to isinstance, since frameworks build those anew.
-    __contains__, get, items, values = Mapping.__contains__, Mapping.get, Mapping.items, Mapping.values
+    __contains__, get, items, values = (
+        Mapping.__contains__,
+        Mapping.get,
+        Mapping.items,
+        Mapping.values,
+    )
 
     def in_parameter_order(self) -> dict[str, Tensor]:
         """Return copies of this rank's part: planes in the parameter's shape, bounds as ``…_bound``, and extras."""
         shape = self.parameter.shape
         layout = self.layout
-        planes = {p.name: layout.to_parameter_order(p, self.words[p.name], shape) for p in layout.planes}
-        bounds = {f"{name}_bound": bound.reshape(*shape[:-1], 1).clone() for name, bound in self.bounds.items()}
-        return {**planes, **bounds, **{name: value.clone() for name, value in self.tensors_of_extras().items()}}
+        planes = {
+            p.name: layout.to_parameter_order(p, self.words[p.name], shape) for p in layout.planes
+        }
+        bounds = {
+            f"{name}_bound": bound.reshape(*shape[:-1], 1).clone()
+            for name, bound in self.bounds.items()
+        }
+        return {
+            **planes,
+            **bounds,
+            **{name: value.clone() for name, value in self.tensors_of_extras().items()},
+        }
 
     def take(self, values: Mapping[str, Tensor]) -> None:
         """Fill the state from the tensors of :meth:`in_parameter_order`."""
@@ -133,11 +171,15 @@ class ParameterState:
             value = self._checked(values, plane.name, plane.dtype, shape)
             self.words[plane.name].copy_(self.layout.from_parameter_order(plane, value))
         for name in self.scales:
-            self.set_bound(name, self._checked(values, f"{name}_bound", torch.float32, (*shape[:-1], 1)))
+            self.set_bound(
+                name, self._checked(values, f"{name}_bound", torch.float32, (*shape[:-1], 1))
+            )
         for name, tensor in self.tensors_of_extras().items():
             tensor.copy_(self._checked(values, name, tensor.dtype, tuple(tensor.shape)))
 
-    def _checked(self, values: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def _checked(
+        self, values: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Tensor:
         value = values[name].to(self.parameter.device)
         if dtype is torch.int16 and value.dtype is torch.int32:
             value = value.to(dtype)  # the dtype in which DTensors are saved
@@ -163,7 +205,9 @@ class ParameterState:
     def tensors_of_extras(self) -> dict[str, Tensor]:
         """Return the tensors of all extras, by saved name."""
         bounds = {f"{name}_bound": bound for name, bound in self.extra_bounds.items()}
-        return {codes.saved_as(name, self._extra_codes[name]): x for name, x in self.extras.items()} | bounds
+        return {
+            codes.saved_as(name, self._extra_codes[name]): x for name, x in self.extras.items()
+        } | bounds
 
     def tensors(self) -> list[Tensor]:
         """Return all live tensors."""
@@ -179,11 +223,15 @@ class ParameterState:
                 beside.append(entry)
             else:
                 yield entry
-        yield from ((f"{name} bound", bound) for name, bound in self.bounds.items() if name != "weight")
+        yield from (
+            (f"{name} bound", bound) for name, bound in self.bounds.items() if name != "weight"
+        )
         yield from self.tensors_of_extras().items()
         yield "", self.parameter.detach()
         yield from beside
-        yield from ((f"{name} bound", bound) for name, bound in self.bounds.items() if name == "weight")
+        yield from (
+            (f"{name} bound", bound) for name, bound in self.bounds.items() if name == "weight"
+        )
 
     # ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -202,7 +250,11 @@ class ParameterState:
         if name in self.extras:
             return self.extra(name).clone()
         lane, is_weight = self._lane(), name == "weight"
-        value = codes.read_weight(self.storage, lane) if is_weight else codes.read_state(self.storage, lane, name)
+        value = (
+            codes.read_weight(self.storage, lane)
+            if is_weight
+            else codes.read_state(self.storage, lane, name)
+        )
         return value.reshape(self.parameter.shape).clone()
 
     def leading(self, count: int, name: str) -> Tensor | None:
@@ -214,7 +266,9 @@ class ParameterState:
         lanes = self.layout.num_lanes
         places = -(-count // lanes)
         weight = self.parameter.detach().reshape(-1)[: places * lanes]
-        part = ParameterState(torch.nn.functional.pad(weight, (0, -len(weight) % lanes)), self.storage, self.kernel)
+        part = ParameterState(
+            torch.nn.functional.pad(weight, (0, -len(weight) % lanes)), self.storage, self.kernel
+        )
         part.words = {plane: words[:, :places] for plane, words in self.words.items()}
         return part.stored(name)[: min(count, self.parameter.numel())]
 
@@ -224,14 +278,21 @@ class ParameterState:
         return codes.alone_value(self._extra_codes[name], self.extras[name][index], bound)
 
     def put_extra(
-        self, name: str, values: Tensor, seed: Tensor, skip: Tensor | None = None, index: tuple[int, ...] = ()
+        self,
+        name: str,
+        values: Tensor,
+        seed: Tensor,
+        skip: Tensor | None = None,
+        index: tuple[int, ...] = (),
     ) -> None:
         """Store values of an extra, or of its ``index``, unless ``skip`` (0-d bool)."""
         bound = values.abs().amax(-1, keepdim=True) if name in self.extra_bounds else None
         new = codes.encode_alone(self._extra_codes[name], values, seed, bound)
         for tensor, value in ((self.extras[name], new), (self.extra_bounds.get(name), bound)):
             if tensor is not None and value is not None:
-                tensor[index].copy_(value if skip is None else torch.where(skip, tensor[index], value))
+                tensor[index].copy_(
+                    value if skip is None else torch.where(skip, tensor[index], value)
+                )
 
     def adopt(self, values: Tensor) -> None:
         """Store ``values`` as the weight, rounded to nearest. The parameter becomes its visible part."""
@@ -253,18 +314,24 @@ class ParameterState:
             return
         value, lane = self._as_matrix(name, values), self._lane()
         # The random bits are a hash of the stored weights, as in a step.
-        addends = codes.addends(self.storage, codes.read_weight(self.storage, lane), lane.gradient, seed)
+        addends = codes.addends(
+            self.storage, codes.read_weight(self.storage, lane), lane.gradient, seed
+        )
         fields = codes.write_state(self.storage, lane, name, value, addends[name])
         self.layout.set_fields(self.words, self.parameter.shape, fields)
 
     def _lane(self) -> codes.Lane:
         """Return the state as one lane in the parameter's order, as a matrix or flat."""
         matrix = self.layout.matrix(self.parameter.shape)
-        scales = {n: codes.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
+        scales = {
+            n: codes.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()
+        }
         weight = self.parameter.detach().float().reshape(matrix).contiguous()
         visible = codes.visible_bits(self.storage.visible, weight)
         fields = self.layout.fields_of(self.words, self.parameter.shape)
-        return codes.Lane(visible, visible.new_zeros(()), fields, scales)  # no gradient: only a step has one
+        return codes.Lane(
+            visible, visible.new_zeros(()), fields, scales
+        )  # no gradient: only a step has one
 
     def _as_matrix(self, name: str, values: Tensor) -> Tensor:
         """Return values as a matrix, and set the bounds of their rows."""
@@ -302,7 +369,9 @@ class ParameterState:
 
         After a step of copies, pass the second result to :meth:`write_back`. It is ``None`` in place.
         """
-        weights, slopes = (self.layout.in_place(x) for x in (self.parameter.detach(), self.gradient))
+        weights, slopes = (
+            self.layout.in_place(x) for x in (self.parameter.detach(), self.gradient)
+        )
         if weights is not None and slopes is not None:
             tensors = [*weights, *slopes, *self.beside]
             # On a GPU compiled code writes 16 bytes at a time.
@@ -317,7 +386,10 @@ class ParameterState:
         tensors, _ = self.kernel_tensors()
         if not self.parameter.numel():
             return
-        first, rows = 2 * self.layout.num_parts, max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
+        first, rows = (
+            2 * self.layout.num_parts,
+            max(1, chunk_size(tensors[0].device) // tensors[0][0].numel()),
+        )
         end = first + sum(map(self.layout.num_tensors, self.layout.planes))
         for start in range(0, len(tensors[0]), rows):
             chunk = [tensor[start : start + rows] for tensor in tensors]
@@ -369,7 +441,9 @@ def padded_rows(rows: Tensor, count: int) -> Tensor:
     return rows if len(rows) == count else torch.nn.functional.pad(rows, (0, count - len(rows)))
 
 
-def peaks_of_all(kernel: Kernel, values: Sequence[Tensor], groups: Sequence[Sequence[Any]]) -> list[Tensor]:
+def peaks_of_all(
+    kernel: Kernel, values: Sequence[Tensor], groups: Sequence[Sequence[Any]]
+) -> list[Tensor]:
     """Return the largest magnitude of each row of each tensor, float32 ``[rows]``.
 
     ``groups`` are the process groups that share a tensor's rows. All their ranks call this, and get the same magnitudes.
@@ -385,9 +459,15 @@ def _peaks(kernel: Kernel, values: Tensor) -> Tensor:
         return values.new_zeros(len(matrix), dtype=torch.float32)
     if values.numel() < LEAST_COMPILED:
         return _row_maxima(matrix)
-    if matrix.dtype is torch.bfloat16 and min(matrix.shape) > 1 and kernel.compiles_for(matrix.device):
+    if (
+        matrix.dtype is torch.bfloat16
+        and min(matrix.shape) > 1
+        and kernel.compiles_for(matrix.device)
+    ):
         return compiled_for_pattern(_row_maxima, matrix)  # type: ignore[no-any-return]
-    return torch.cat([_row_maxima(rows) for rows in matrix.split(max(1, PIECE_WORDS // matrix.shape[1]))])
+    return torch.cat(
+        [_row_maxima(rows) for rows in matrix.split(max(1, PIECE_WORDS // matrix.shape[1]))]
+    )
 
 
 def _row_maxima(matrix: Tensor) -> Tensor:

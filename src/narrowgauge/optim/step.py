@@ -39,9 +39,19 @@ class Stepper:
     """Take one step of one param group. ``control`` holds the scalars of ``CONTROL``, ``[2]``."""
 
     def __init__(
-        self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int, launches: Launches
+        self,
+        group: Mapping[str, Any],
+        control: Tensor,
+        auditor: Auditor,
+        audit_every: int,
+        launches: Launches,
     ) -> None:
-        self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
+        self.group, self.control, self.auditor, self.audit_every = (
+            group,
+            control,
+            auditor,
+            audit_every,
+        )
         self._launches = launches
         self._numbers: dict[tuple[str, int, torch.dtype], Numbers] = {}
 
@@ -51,11 +61,17 @@ class Stepper:
         dtype = codes.value_dtype(kernel.storage)
         key = kernel.rule.name, count, dtype
         if key not in self._numbers:
-            scalars = torch.tensor([1.0, 0.0, *kernel.rule.prepare(self.group, count)], dtype=dtype, device="cpu")
-            number = torch.tensor(step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu")
+            scalars = torch.tensor(
+                [1.0, 0.0, *kernel.rule.prepare(self.group, count)], dtype=dtype, device="cpu"
+            )
+            number = torch.tensor(
+                step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu"
+            )
             seed, values = on_device(number, scalars, self.control.device)
             values[:2] = self.control
-            self._numbers[key] = Numbers(values, seed, self.audit_every > 0 and count % self.audit_every == 0)
+            self._numbers[key] = Numbers(
+                values, seed, self.audit_every > 0 and count % self.audit_every == 0
+            )
         return self._numbers[key]
 
     def step(self, states: Sequence[ParameterState]) -> None:
@@ -64,14 +80,19 @@ class Stepper:
         Small states of one kernel and step number share buckets: those of the last step, if the same states step together.
         """
         if self.group.get("low_bits") == "random":
-            fill_states([state for state in states if state.step == 0], self.group["seed"], self.control[1])
+            fill_states(
+                [state for state in states if state.step == 0], self.group["seed"], self.control[1]
+            )
         if self.control.is_cpu and self.control[1]:
             return  # skipped
         buckets: list[Bucket] = buckets_of([state for state in states if state.bucket is not None])
         alone = [state for state in states if state.bucket is None and not state.kernel.is_matrix]
         alone = self._launches.take(self, alone)
         for state, sums in step_matrices(
-            (state for state in states if state.kernel.is_matrix), self.group, self.numbers, self._launch
+            (state for state in states if state.kernel.is_matrix),
+            self.group,
+            self.numbers,
+            self._launch,
         ):
             self.note([state], sums.unsqueeze(0), sums.new_full((1,), state.parameter.numel()))
         for bucket in buckets:
@@ -92,7 +113,9 @@ class Stepper:
         launches.run(self.control, self.auditor, averages=averages)
         return refused
 
-    def _audit(self, work: ParameterState | Bucket, tensors: Sequence[Tensor], numbers: Numbers) -> None:
+    def _audit(
+        self, work: ParameterState | Bucket, tensors: Sequence[Tensor], numbers: Numbers
+    ) -> None:
         """Pass the sums of each member over some of its rows to the auditor, before they are stepped."""
         rows, member, elements = work.audited_rows((work.step + 1) // self.audit_every)
         copies = [work.layout.rows(tensor).index_select(0, rows) for tensor in tensors]
@@ -111,7 +134,11 @@ class Stepper:
     def audited_spacings(self, state: ParameterState) -> float:
         """Return the decay that an audit looks for in the next step, in ulps of an element. It is 0 without decay."""
         decay = state.kernel.decay(self.group, state.step + 1)
-        return max(decay, least_decay(state.storage)) * state.storage.weight.spacings if decay > 0 else 0.0
+        return (
+            max(decay, least_decay(state.storage)) * state.storage.weight.spacings
+            if decay > 0
+            else 0.0
+        )
 
     def _bound_rows(self, batch: Sequence[ParameterState | Bucket]) -> None:
         alike: dict[tuple[Kernel, Numbers], list[ParameterState | Bucket]] = {}

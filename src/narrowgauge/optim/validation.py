@@ -43,7 +43,9 @@ def check_options(options: Mapping[str, Any], rule: AnyRule) -> None:
                 "Pass it to the optimizer.",
             )
     if options.get("low_bits", "random") not in LOW_BITS:
-        raise RecipeError(f"Cannot begin with low_bits = {options['low_bits']!r}.", "Take 'zero' or 'random'.")
+        raise RecipeError(
+            f"Cannot begin with low_bits = {options['low_bits']!r}.", "Take 'zero' or 'random'."
+        )
     check_step(options, rule)
     if "lr" in options and rule.name in LAWS:
         LAWS[rule.name]["lr"].check("lr", options["lr"])
@@ -54,7 +56,8 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
     for name in FLAGS:
         if options.get(name):
             raise RecipeError(
-                f"Cannot obey {name} = {options[name]}: this optimizer does not have it.", "Leave it out."
+                f"Cannot obey {name} = {options[name]}: this optimizer does not have it.",
+                "Leave it out.",
             )
     if rule == PLAIN_SGD and options.get("momentum"):
         raise RecipeError(
@@ -66,7 +69,8 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
         raise RecipeError(
             f"rule = {options['rule']!r} was requested in a param group of an optimizer whose rule is '{rule.name}'; it may "
             f"be {' or '.join(map(repr, allowed))}.",
-            suggestion(str(options["rule"]).lower(), allowed) or "Build another optimizer for these parameters.",
+            suggestion(str(options["rule"]).lower(), allowed)
+            or "Build another optimizer for these parameters.",
         )
     for name, law in {**LAWS.get(rule.name, {}), "lr": Range(-math.inf, above=True)}.items():
         if name in options:
@@ -105,7 +109,10 @@ def known_row(storage: object) -> Storage:
         near, last = suggestion(name, STORAGES), name.rpartition("/")[2]
         if last in STORAGES:
             near = f"A recipe is a compute and a storage; the storage is '{last}'."
-        raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
+        raise RecipeError(
+            f"no storage is named {storage!r}.",
+            f"{near} (narrowgauge show storages lists all.)".strip(),
+        )
     return row
 
 
@@ -114,7 +121,9 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
     if parameter.dtype is not getattr(torch, storage.visible):
         advice = "Leave it to an optimizer of torch.optim: no storage holds it."
         if parameter.dtype is torch.float64:
-            advice = "Call model.float(). Storage 'float64' then keeps masters and moments in float64."
+            advice = (
+                "Call model.float(). Storage 'float64' then keeps masters and moments in float64."
+            )
         elif parameter.dtype in (torch.bfloat16, torch.float16):
             advice = "'word', 'exact' and others take it, in a param group of its own if other weights differ."
         raise RecipeError(
@@ -143,14 +152,18 @@ def gradient_of(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
-        raise RecipeError("Cannot step because a gradient is sparse.", "Build the embedding with sparse=False.")
+        raise RecipeError(
+            "Cannot step because a gradient is sparse.", "Build the embedding with sparse=False."
+        )
     if gradient.dtype is not parameter.dtype:
         raise RecipeError(
             f"Cannot step because a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is "
             f"{parameter.dtype}.",
             "Leave gradients in their parameter's format.",
         )
-    if gradient.numel() != parameter.numel():  # autograd keeps both equal until .data is another tensor
+    if (
+        gradient.numel() != parameter.numel()
+    ):  # autograd keeps both equal until .data is another tensor
         raise RecipeError(
             f"Cannot step because a gradient has the shape {tuple(gradient.shape)}, and its parameter "
             f"{tuple(parameter.shape)}.",
@@ -171,17 +184,23 @@ def check_fits(state: ParameterState, storage: str) -> None:
         )
     present, earlier = (state.parameter.shape, state.parameter.dtype), state.made_for[:2]
     if present != earlier:
-        now, then = (f"{dtype_name(dtype)} of shape {tuple(shape)}" for shape, dtype in (present, earlier))
+        now, then = (
+            f"{dtype_name(dtype)} of shape {tuple(shape)}" for shape, dtype in (present, earlier)
+        )
         raise RecipeError(
             f"Cannot step because a parameter is {now}, and its state was made for {then}.",
             "Change the shapes and formats of a model before its optimizer is built.",
         )
 
 
-def check_same_rule(state: ParameterState, rule: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_same_rule(
+    state: ParameterState, rule: str, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     """Refuse options for which a parameter needs another rule, or states that it does not have."""
     name, present = state.kernel.rule.name, state.shapes_of_states
-    missing = {state: tuple(shape) for state, shape in shapes.items() if present.get(state) != tuple(shape)}
+    missing = {
+        state: tuple(shape) for state, shape in shapes.items() if present.get(state) != tuple(shape)
+    }
     if missing or (isinstance(state.kernel.rule, MatrixRule) and rule != name):
         raise RecipeError(
             f"Cannot step because an option now asks for rule '{rule}' with states {missing or dict(shapes)}, and the "
@@ -193,7 +212,9 @@ def check_same_rule(state: ParameterState, rule: str, shapes: Mapping[str, tuple
 def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -> None:
     """Refuse a first step after parameters with a state were replaced, as Accelerate's FSDP2 does."""
     members = set(parameters)
-    if any(isinstance(p, Tensor) and p not in members for p in states) and not all(p in states for p in parameters):
+    if any(isinstance(p, Tensor) and p not in members for p in states) and not all(
+        p in states for p in parameters
+    ):
         raise RecipeError(
             "Cannot step because parameters were replaced after the optimizer stored the bits of their weights.",
             "Call narrowgauge.integrations.accelerate.pass_states_on(optimizer) after accelerator.prepare, or prepare the model "
@@ -201,7 +222,9 @@ def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -
         )
 
 
-def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None, members: set[Tensor]) -> None:
+def check_in_use(
+    names: Mapping[Tensor, str], model: nn.Module | None, members: set[Tensor]
+) -> None:
     """Refuse parameters that never get a gradient, since other parameters have replaced them in the model.
 
     ``members`` are the parameters that the model had when it was named.
@@ -209,7 +232,9 @@ def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None, members: 
     model_params: dict[str, Tensor] = {}
     fsdp_shards: set[Tensor] = set()
     if model is not None:
-        model_params = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        model_params = {
+            plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)
+        }
         # FSDP2's own shards. They are not in the modules while the whole parameters are gathered.
         fsdp_shards = {p for _, group in fsdp_groups(model) for p in fsdp_parameters(group)}
     present = {*model_params.values(), *fsdp_shards}
@@ -229,7 +254,9 @@ def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None, members: 
 def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: AnyRule) -> None:
     """Refuse saved param groups of other sizes, storages or rules."""
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
-        raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
+        raise ValueError(
+            "loaded state dict has parameter groups of other sizes than the optimizer's"
+        )
     for mine, theirs in zip(groups, saved, strict=True):
         if theirs["storage"] != mine["storage"]:
             raise RecipeError(
@@ -237,8 +264,14 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
                 "Build the optimizer with the storage of the state, or convert it: ng.load_states(optimizer, state).",
             )
         if missing := sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys()):
-            raise RecipeError(f"Cannot load a state without the option '{missing[0]}'.", "Save it by this version.")
+            raise RecipeError(
+                f"Cannot load a state without the option '{missing[0]}'.",
+                "Save it by this version.",
+            )
         ours, saved_names = mine.get("param_names", ()), theirs.get("param_names", ())
         if list(ours) != list(saved_names) and sorted(ours) == sorted(saved_names):
-            raise RecipeError("Cannot load a state of the same parameters in another order.", "Take the state's order.")
+            raise RecipeError(
+                "Cannot load a state of the same parameters in another order.",
+                "Take the state's order.",
+            )
         check_options(theirs, rule)

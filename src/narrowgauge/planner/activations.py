@@ -73,7 +73,10 @@ def widths_of(recipe: Recipe, gathered: str = "") -> Widths:
     stream = bytes_per_number(gathered or recipe.storage.visible)
     if gathered:
         return Widths(stream, stream)
-    return Widths(stream, bytes_per_number(recipe.compute.dtype) if recipe.storage.visible == "float32" else stream)
+    return Widths(
+        stream,
+        bytes_per_number(recipe.compute.dtype) if recipe.storage.visible == "float32" else stream,
+    )
 
 
 class LayerBytes(NamedTuple):
@@ -107,17 +110,32 @@ def layer_bytes(
     widths = widths_of(recipe, gathered)
     layer = _Layer(a, recipe.compute, widths, program)
     per_token = stream = 0.0
-    for mlp, count in ((layer.mlp, a.num_dense_layers), (layer.mixture, a.num_layers - a.num_dense_layers)):
+    for mlp, count in (
+        (layer.mlp, a.num_dense_layers),
+        (layer.mixture, a.num_layers - a.num_dense_layers),
+    ):
         tensors = [*layer.norms(), *layer.attention(), *mlp()] if count else []
         if repeated == "operations":
-            tensors = list(layer.every_second_matmul(is_mixture=mlp == layer.mixture)) if count else []
+            tensors = (
+                list(layer.every_second_matmul(is_mixture=mlp == layer.mixture)) if count else []
+            )
         elif program.attention == "eager" and not repeated:
             tensors.append(SavedTensor("scores", SCORE_BYTES * a.num_heads * sequence_length))
-        tensors = [tensor for tensor in tensors if not (repeated == "modules" and tensor.is_repeated)]
+        tensors = [
+            tensor for tensor in tensors if not (repeated == "modules" and tensor.is_repeated)
+        ]
         per_token += count / a.num_layers * sum(tensor.bytes_per_token for tensor in tensors)
-        stream += count / a.num_layers * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
+        stream += (
+            count
+            / a.num_layers
+            * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
+        )
     width = widths.matmul if widths.is_cast and recipe.compute.is_wide else 0.0
-    return LayerBytes(per_token, stream, width * sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers)
+    return LayerBytes(
+        per_token,
+        stream,
+        width * sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +159,9 @@ class _Layer:
 
     def norms(self) -> Iterator[SavedTensor]:
         a = self.architecture
-        yield SavedTensor("norms", a.norms_per_layer * self.norm_bytes(a.hidden_size), is_stream=True)
+        yield SavedTensor(
+            "norms", a.norms_per_layer * self.norm_bytes(a.hidden_size), is_stream=True
+        )
 
     def inputs(self, size: float, consumers: int = 1, *, is_saved_anyway: bool = False) -> float:
         """Return the bytes that matmuls save of one input per token.
@@ -155,7 +175,9 @@ class _Layer:
         if cast.granularity in BLOCKS:
             codes = size * (cast.element.storage_bits + cast.bits - cast.element.bits) / 8
         else:
-            codes = size * cast.element.storage_bits / 8 + (_STATISTIC if cast.granularity == "row" else 0)
+            codes = size * cast.element.storage_bits / 8 + (
+                _STATISTIC if cast.granularity == "row" else 0
+            )
         # Under autocast every layer casts the input separately, so layers do not share codes.
         return codes * (1 if is_saved_anyway else casts)
 
@@ -168,20 +190,31 @@ class _Layer:
             keys, saved_values = queries, values
         else:
             fused = 1 if a.has_fused_inputs else 3
-            yield SavedTensor("input of the projections", self.inputs(a.hidden_size, fused), True, True)
+            yield SavedTensor(
+                "input of the projections", self.inputs(a.hidden_size, fused), True, True
+            )
             keys = saved_values = a.num_kv_heads * a.value_dim
         if a.head_norms != "none":
             groups = a.num_heads + a.num_kv_heads if a.head_norms == "head" else 2
-            yield SavedTensor("norms of queries and keys", self.norm_bytes(queries + keys, groups, e))
+            yield SavedTensor(
+                "norms of queries and keys", self.norm_bytes(queries + keys, groups, e)
+            )
         # Values that are views of one result keep all of it, in addition to the rotated queries and keys.
         rotated = queries + keys if a.has_fused_inputs and not a.positions else 0
         values_of_all = e * (queries + keys + saved_values + rotated)
-        yield SavedTensor("queries, keys and values", values_of_all, is_repeated=a.latent is not None)
+        yield SavedTensor(
+            "queries, keys and values", values_of_all, is_repeated=a.latent is not None
+        )
         yield SavedTensor("attention", e * values + _STATISTIC * a.num_heads)
-        yield SavedTensor("input of the output projection", self.inputs(values, is_saved_anyway=True))
+        yield SavedTensor(
+            "input of the output projection", self.inputs(values, is_saved_anyway=True)
+        )
         if self.program.lora:
             ranks = sum(m.count for m in adapters_of(a, self.program)) / 2
-            yield SavedTensor("inputs of the adapters' second matrices", e * self.program.lora * ranks / a.num_layers)
+            yield SavedTensor(
+                "inputs of the adapters' second matrices",
+                e * self.program.lora * ranks / a.num_layers,
+            )
 
     def _latent_tensors(self) -> Iterator[SavedTensor]:
         a, latent = self.architecture, self.architecture.latent
@@ -189,7 +222,8 @@ class _Layer:
         yield SavedTensor("input of the projections", self.inputs(a.hidden_size, 2), True, True)
         ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank]
         yield SavedTensor(
-            "norms of the latents", sum(self.norm_bytes(rank, stream=self.widths.matmul) for rank in ranks)
+            "norms of the latents",
+            sum(self.norm_bytes(rank, stream=self.widths.matmul) for rank in ranks),
         )
         yield SavedTensor("latents", sum(self.inputs(rank) for rank in ranks), is_repeated=True)
 
@@ -207,7 +241,10 @@ class _Layer:
         a, e = self.architecture, self.widths.matmul
 
         def is_here(m: Matmul) -> bool:
-            return m.part == "attention" or (m.part == "experts" or m.name.startswith("shared.")) == is_mixture
+            return (
+                m.part == "attention"
+                or (m.part == "experts" or m.name.startswith("shared.")) == is_mixture
+            )
 
         matmuls = list(filter(is_here, a.matmuls[:-1]))
         yield SavedTensor("input of the layer", self.widths.stream * a.hidden_size, is_stream=True)
@@ -230,11 +267,17 @@ class _Layer:
         chosen = mixture.experts_per_token
         # The router's input, its float32 probabilities, and the chosen experts: their weights, and three lists of indices.
         yield SavedTensor(
-            "router", e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC, is_stream=True
+            "router",
+            e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC,
+            is_stream=True,
         )
-        yield SavedTensor("inputs of the experts", chosen * self.inputs(a.hidden_size), is_stream=True)
+        yield SavedTensor(
+            "inputs of the experts", chosen * self.inputs(a.hidden_size), is_stream=True
+        )
         yield from self.inner("experts", mixture.expert_size, chosen)
-        if self.program.kernels != "fused":  # Megatron-Core multiplies by the router's weight in the activation
+        if (
+            self.program.kernels != "fused"
+        ):  # Megatron-Core multiplies by the router's weight in the activation
             yield SavedTensor("results of the experts", chosen * e * a.hidden_size, True, True)
         if mixture.shared_size:
             yield from self.inner("shared experts", mixture.shared_size)

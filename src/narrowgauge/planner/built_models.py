@@ -9,12 +9,34 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.model import Architecture, LatentAttention, Matmul, Mixture, Norm, Part, Split
+from narrowgauge.planner.model import (
+    Architecture,
+    LatentAttention,
+    Matmul,
+    Mixture,
+    Norm,
+    Part,
+    Split,
+)
 
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k", "moe_top_k")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_topk",
+    "top_k",
+    "moe_top_k",
+)
 _FLOAT32_NORMS = ("Gemma", "VaultGemma", "Olmo2", "Olmo3")
 _HEAD_NORM = re.compile(r"\.(q|k|qk|query|key)_?(layer)?_?norm$")
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local"}
+_ATTENTION = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+    "global",
+    "local",
+}
 # Recurrent layers, and attention whose projections are experts.
 _OTHER = re.compile(r"A_log|conv1d|time_decay|time_mix|attention\.experts")
 _OUTSIDE = re.compile(r"vision|visual|audio|multi_modal|image")
@@ -34,13 +56,19 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
     try:
         built = AutoConfig.for_model(kind, **keys)
         kinds = [
-            auto for auto in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(built) in auto._model_mapping
+            auto
+            for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
+            if type(built) in auto._model_mapping
         ]
         with torch.device("meta"):
             model = (kinds or [AutoModelForCausalLM])[0].from_config(built)  # type: ignore[no-untyped-call]
     except Exception as error:  # model classes raise all kinds of errors for a configuration
         # Some errors begin with lines that only name a validator.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith(":")]
+        lines = [
+            line.strip()
+            for line in str(error).splitlines()
+            if line.strip() and not line.endswith(":")
+        ]
         reason = (lines or [type(error).__name__])[0].partition(" Should contain")[0].rstrip(".")
         raise DataError(
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: {reason}.",
@@ -60,11 +88,16 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
 
     total = sum(value.numel() for value in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    heads, hidden = _size(config, "num_attention_heads", "n_head", "num_heads"), _size(config, "hidden_size", "n_embd")
+    heads, hidden = (
+        _size(config, "num_attention_heads", "n_head", "num_heads"),
+        _size(config, "hidden_size", "n_embd"),
+    )
     depth = _size(config, "num_hidden_layers", "n_layer", "num_layers")
     modules = dict(model.named_modules())
     lists = ((n, list(m)) for n, m in modules.items() if isinstance(m, nn.ModuleList))
-    layers = next((layers for n, layers in lists if len(layers) == depth and not _OUTSIDE.search(n)), [])
+    layers = next(
+        (layers for n, layers in lists if len(layers) == depth and not _OUTSIDE.search(n)), []
+    )
     is_other = any(_OTHER.search(n) for layer in layers for n, _ in layer.named_parameters())
     is_other |= not _ATTENTION.issuperset(_layer_types(config))
     if is_other or not (layers and heads and embedding is not None and head is not None):
@@ -79,18 +112,27 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     mixture = _mixture(config, counts)
     share = mixture.experts_per_token / mixture.num_experts if mixture else 1.0
     matmuls = [
-        replace(m, count=count * m.count, tokens_share=share if m.is_expert else 1.0) for m, count in counts.items()
+        replace(m, count=count * m.count, tokens_share=share if m.is_expert else 1.0)
+        for m, count in counts.items()
     ]
-    vectors = sum(p.numel() for layer in layers for p in layer.parameters()) - sum(m.num_parameters for m in matmuls)
+    vectors = sum(p.numel() for layer in layers for p in layer.parameters()) - sum(
+        m.num_parameters for m in matmuls
+    )
     has_bias = getattr(head, "bias", None) is not None
-    matmuls.append(Matmul("lm_head", hidden, head.weight.shape[0], 1, "head", "column", 1.0, has_bias))
+    matmuls.append(
+        Matmul("lm_head", hidden, head.weight.shape[0], 1, "head", "column", 1.0, has_bias)
+    )
 
     latent = None
     if rank := _size(config, "kv_lora_rank"):
         dims = (_size(config, f"{part}_head_dim") for part in ("qk_nope", "qk_rope", "v"))
         latent = LatentAttention(_size(config, "q_lora_rank") or None, rank, *dims)
     head_dim = _size(config, "head_dim", default=hidden // heads)
-    inputs = [m for m in matmuls if m.part == "attention" and m.in_features == hidden and m.split == "column"]
+    inputs = [
+        m
+        for m in matmuls
+        if m.part == "attention" and m.in_features == hidden and m.split == "column"
+    ]
     kv_heads = (sum(m.out_features * m.count for m in inputs) / len(layers) / head_dim - heads) / 2
     if latent or kv_heads < 1:
         kv_heads = _size(config, "num_key_value_heads", default=heads)
@@ -104,10 +146,20 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     inside = dict(layers[0].named_modules())
     head_norms = [m for n, m in inside.items() if _HEAD_NORM.search(n)]
     is_of_all = any(p.numel() > head_dim for m in head_norms for p in m.parameters())
-    norms = [m for n, m in inside.items() if "norm" in type(m).__name__.lower() and not _HEAD_NORM.search(n)]
-    wide = [m for m in norms if not list(m.parameters()) or max(p.numel() for p in m.parameters()) == hidden]
+    norms = [
+        m
+        for n, m in inside.items()
+        if "norm" in type(m).__name__.lower() and not _HEAD_NORM.search(n)
+    ]
+    wide = [
+        m
+        for m in norms
+        if not list(m.parameters()) or max(p.numel() for p in m.parameters()) == hidden
+    ]
     tables = (
-        m.weight.shape for n, m in modules.items() if isinstance(m, nn.Embedding) and re.search("wpe|position", n)
+        m.weight.shape
+        for n, m in modules.items()
+        if isinstance(m, nn.Embedding) and re.search("wpe|position", n)
     )
     window, window_share = _window(config)
     result = Architecture(
@@ -122,7 +174,9 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
         num_kv_heads=round(kv_heads),
         query_dim=latent.plain_dim + latent.rotary_dim if latent else head_dim,
         value_dim=latent.value_dim if latent else head_dim,
-        intermediate_size=next((m.in_features for m in sorted(downs, key=lambda m: "." in m.name)), 0),
+        intermediate_size=next(
+            (m.in_features for m in sorted(downs, key=lambda m: "." in m.name)), 0
+        ),
         is_gated=is_gated,
         tie_embeddings=head.weight is embedding.weight,
         positions=sum(rows for rows, columns in tables if columns == hidden),
@@ -144,9 +198,15 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
 def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
     """Yield the matrices of a layer."""
     parameters = dict(layer.named_parameters())
-    weights = {n: p for n, p in parameters.items() if p.ndim in (2, 3) and not re.search(r"norm|bias|conv", n)}
+    weights = {
+        n: p
+        for n, p in parameters.items()
+        if p.ndim in (2, 3) and not re.search(r"norm|bias|conv", n)
+    }
     attention = [
-        n for n, p in weights.items() if p.ndim == 2 and re.search(r"attn|attention|mixer", n.rpartition(".")[0])
+        n
+        for n, p in weights.items()
+        if p.ndim == 2 and re.search(r"attn|attention|mixer", n.rpartition(".")[0])
     ]
     for name, value in weights.items():
         module, leaf = name.rpartition(".")[0], name.removesuffix(".weight").rpartition(".")[2]
@@ -156,12 +216,23 @@ def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
             width = next((size for size in value.shape[1:] if size != hidden), hidden)
             has_bias = f"{name}_bias" in parameters
             if "down" in leaf or leaf == "w2":
-                yield Matmul(f"experts.{leaf}", width, hidden, value.shape[0], "experts", "row", has_bias=has_bias)
+                yield Matmul(
+                    f"experts.{leaf}",
+                    width,
+                    hidden,
+                    value.shape[0],
+                    "experts",
+                    "row",
+                    has_bias=has_bias,
+                )
                 continue
             # Count gate and up as two matmuls, as presets do, so both names of a model give one answer.
             names = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
             sizes = hidden, width // len(names), value.shape[0]
-            yield from (Matmul(f"experts.{n}", *sizes, "experts", "column", has_bias=has_bias) for n in names)
+            yield from (
+                Matmul(f"experts.{n}", *sizes, "experts", "column", has_bias=has_bias)
+                for n in names
+            )
             continue
         owner = layer.get_submodule(module)
         out, inner = value.shape[::-1] if "Conv1D" in type(owner).__name__ else value.shape
@@ -174,7 +245,9 @@ def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
             leaf, split = f"shared.{leaf}", split if min(value.shape) > 1 else "none"
         elif part == "mlp" and re.search(r"gate$|router", module):
             leaf, part, split = "router", "experts", "none"
-        yield Matmul(leaf, inner, out, 1, part, split, has_bias=getattr(owner, "bias", None) is not None)
+        yield Matmul(
+            leaf, inner, out, 1, part, split, has_bias=getattr(owner, "bias", None) is not None
+        )
 
 
 def _mixture(config: Any, counts: Counter[Matmul]) -> Mixture | None:
@@ -184,7 +257,9 @@ def _mixture(config: Any, counts: Counter[Matmul]) -> Mixture | None:
         return None
     down, layers = downs[0]
     shared = sum(m.in_features for m in counts if m.name.startswith("shared.") and m.split == "row")
-    return Mixture(down.count, _size(config, *_EXPERTS_PER_TOKEN, default=1), down.in_features, layers, shared)
+    return Mixture(
+        down.count, _size(config, *_EXPERTS_PER_TOKEN, default=1), down.in_features, layers, shared
+    )
 
 
 def _layer_types(config: Any) -> list[str]:

@@ -41,10 +41,16 @@ class Cluster:
 
     def __post_init__(self) -> None:
         efficiency_of(self.chip, self.software)
-        for name, least in (("chips", 1), ("chips_per_node", 1), ("interconnect_gbit_per_second", 1e-3)):
+        for name, least in (
+            ("chips", 1),
+            ("chips_per_node", 1),
+            ("interconnect_gbit_per_second", 1e-3),
+        ):
             value = getattr(self, name)
             if value is not None and not (least <= value < math.inf):
-                raise ChipError(f"a cluster of {self.chip.name} has {name} = {value}.", f"Use {least} or more.")
+                raise ChipError(
+                    f"a cluster of {self.chip.name} has {name} = {value}.", f"Use {least} or more."
+                )
         nodes = math.ceil(self.chips / self.chips_per_node)
         if nodes * self.chips_per_node - self.chips >= nodes:
             size, near = self.chips_per_node, self.chips - self.chips % self.chips_per_node
@@ -65,7 +71,9 @@ class Cluster:
         chip = self.chip
         if not chip.link_gb_per_second or (chip.peers and ranks * stride > chip.peers):
             return 1e9 * chip.host_gb_per_second
-        return 1e9 * min(chip.link_gb_per_second, (chip.peer_gb_per_second or math.inf) * max(1, ranks - 1))
+        return 1e9 * min(
+            chip.link_gb_per_second, (chip.peer_gb_per_second or math.inf) * max(1, ranks - 1)
+        )
 
     @property
     def network_bytes_per_second(self) -> float:
@@ -110,7 +118,9 @@ CLUSTER_KEYS: dict[str, str | float] = {
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster from a TOML file with the arguments of :func:`cluster_of`. Its stem is the name."""
     path = Path(path).expanduser()
-    return cluster_of(**read_table(path, "cluster", CLUSTER_KEYS, ("chip", "chips")), name=path.stem)
+    return cluster_of(
+        **read_table(path, "cluster", CLUSTER_KEYS, ("chip", "chips")), name=path.stem
+    )
 
 
 def read_table(
@@ -126,7 +136,9 @@ def read_table(
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         advice = f"It is a TOML file with {' and '.join(f'{name} = {examples[name]!r}' for name in required)}."
-        raise DataError(f"cannot read the {content} {path}: {reason.rstrip('.')}.", advice) from None
+        raise DataError(
+            f"cannot read the {content} {path}: {reason.rstrip('.')}.", advice
+        ) from None
     for name, value in table.items():
         if name not in examples:
             advice = suggestion(name, examples) or f"Known: {', '.join(examples)}."
@@ -134,9 +146,12 @@ def read_table(
         kind = type(examples[name])
         if type(value) is not kind and (kind, type(value)) != (float, int):
             raise DataError(
-                f"{path}: {name} = {value!r} is not {kind.__name__}.", f"Write {name} = {examples[name]!r}."
+                f"{path}: {name} = {value!r} is not {kind.__name__}.",
+                f"Write {name} = {examples[name]!r}.",
             )
     for name in required:
         if name not in table:
-            raise DataError(f"{path} does not say its {name}.", f"Write {name} = {examples[name]!r}.")
+            raise DataError(
+                f"{path} does not say its {name}.", f"Write {name} = {examples[name]!r}."
+            )
     return table

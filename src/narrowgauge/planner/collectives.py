@@ -57,7 +57,9 @@ class Path:
         return f"{self.ranks} ranks {where} at {rate / 1e9:,.3g} GB/s"
 
 
-def path_of(ranks: int, stride: int, cluster: Cluster, *, link: float = 1.0, network: float = 1.0) -> Path:
+def path_of(
+    ranks: int, stride: int, cluster: Cluster, *, link: float = 1.0, network: float = 1.0
+) -> Path:
     """Return the path of ranks that lie ``stride`` apart in the global numbering. Nodes hold consecutive ranks.
 
     ``link`` and ``network`` are the fractions of printed rates that collectives reach.
@@ -84,7 +86,9 @@ def all_gather_seconds(num_bytes: float, path: Path) -> float:
     """
     within = (path.ranks - 1) / path.ranks / path.link_bytes_per_second
     between = (path.nodes - 1) / path.nodes / (path.ranks_per_node * path.network_bytes_per_second)
-    steps = (path.ranks - path.nodes) * LINK_LATENCY_SECONDS + (path.nodes - 1) * NETWORK_LATENCY_SECONDS
+    steps = (path.ranks - path.nodes) * LINK_LATENCY_SECONDS + (
+        path.nodes - 1
+    ) * NETWORK_LATENCY_SECONDS
     return num_bytes * max(within, between) + steps
 
 
@@ -108,9 +112,13 @@ def ring_seconds(num_bytes: float, path: Path) -> float:
 
 def tree_seconds(num_bytes: float, path: Path) -> float:
     """Return the seconds of a tree's all-reduce: 2 S/B + 2 log2(R) α. It is a tree between nodes, a chain within them."""
-    slowest = max(1 / path.link_bytes_per_second, 1 / (path.ranks_per_node * path.network_bytes_per_second))
+    slowest = max(
+        1 / path.link_bytes_per_second, 1 / (path.ranks_per_node * path.network_bytes_per_second)
+    )
     within = (path.ranks_per_node - 1) * LINK_LATENCY_SECONDS
-    return 2 * (num_bytes * slowest + within + math.ceil(math.log2(path.nodes)) * NETWORK_LATENCY_SECONDS)
+    return 2 * (
+        num_bytes * slowest + within + math.ceil(math.log2(path.nodes)) * NETWORK_LATENCY_SECONDS
+    )
 
 
 def switch_seconds(num_bytes: float, path: Path) -> float:
@@ -118,13 +126,18 @@ def switch_seconds(num_bytes: float, path: Path) -> float:
 
     Eight H200s reach 482 GB/s of ``busbw`` with the switch, 368 without (ml-engineering, network/benchmarks).
     """
-    return num_bytes * (1 + 1 / path.ranks) / path.link_bytes_per_second + 2 * path.ranks * LINK_LATENCY_SECONDS
+    return (
+        num_bytes * (1 + 1 / path.ranks) / path.link_bytes_per_second
+        + 2 * path.ranks * LINK_LATENCY_SECONDS
+    )
 
 
 def hierarchical_seconds(num_bytes: float, path: Path) -> float:
     """Return the seconds of a three-part all-reduce: scatter within nodes, sum between them, gather within them."""
     k, n = path.ranks_per_node, path.nodes
-    within = 2 * ((k - 1) / k * num_bytes / path.link_bytes_per_second + (k - 1) * LINK_LATENCY_SECONDS)
+    within = 2 * (
+        (k - 1) / k * num_bytes / path.link_bytes_per_second + (k - 1) * LINK_LATENCY_SECONDS
+    )
     steps = min(n - 1, math.ceil(math.log2(n)) * 2) * NETWORK_LATENCY_SECONDS
     return within + 2 * ((n - 1) / n * num_bytes / k / path.network_bytes_per_second + steps)
 
@@ -139,7 +152,13 @@ def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) ->
         7.0
     """
     within = (path.ranks_per_node - 1) / path.ranks * num_bytes / path.link_bytes_per_second
-    far = between * (path.ranks - path.ranks_per_node) / path.ranks * num_bytes / path.network_bytes_per_second
+    far = (
+        between
+        * (path.ranks - path.ranks_per_node)
+        / path.ranks
+        * num_bytes
+        / path.network_bytes_per_second
+    )
     # Sends to all peers overlap: latency counts once per doubling.
     latency = NETWORK_LATENCY_SECONDS if path.nodes > 1 else LINK_LATENCY_SECONDS
     return max(within, far) + math.ceil(math.log2(path.ranks)) * latency
@@ -178,10 +197,14 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     # Bytes of a micro-batch's residual stream, before sharding over tensor ranks.
     stream, is_again = job.tokens * a.hidden_size * job.width, layout.recompute == "full"
 
-    def term(name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float) -> Term:
+    def term(
+        name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float
+    ) -> Term:
         """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer and micro-batch."""
         is_expert = kind in ("expert", "interleaved")
-        sending = layers * a.mixture.num_layers / a.num_layers if is_expert and a.mixture else layers
+        sending = (
+            layers * a.mixture.num_layers / a.num_layers if is_expert and a.mixture else layers
+        )
         text = f"{batches} × {sending:g} layers × {count} {exchanges} of {size / 1e6:,.3g} MB"
         under = batches * (attention if kind == "context" else compute)
         return _exposed(job, name, batches * sending * count * seconds, kind, under, path, text)
@@ -190,27 +213,42 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
         # Attention and MLP each gather and reduce the residual stream: two pairs forward, two backward.
         path, count = _path(job, layout.tensor, 1), 6 if is_again else 4
         seconds, exchanges = 2 * all_gather_seconds(stream, path), "gathers and reductions"
-        yield term("activations between tensor ranks", "tensor", path, stream, count, exchanges, seconds)
+        yield term(
+            "activations between tensor ranks", "tensor", path, stream, count, exchanges, seconds
+        )
     if layout.context > 1:
         # Keys, values and their gradients go around the ring.
-        path, count = _path(job, layout.context, layout.tensor), (4 if is_again else 3) * (layout.context - 1)
+        path, count = (
+            _path(job, layout.context, layout.tensor),
+            (4 if is_again else 3) * (layout.context - 1),
+        )
         size = job.tokens * a.num_kv_heads * (a.query_dim + a.value_dim) * job.width / layout.tensor
         name = "keys and values between context ranks"
         yield term(name, "context", path, size, count, "sends", send_seconds(size, path))
     if layout.expert > 1:
         assert a.mixture is not None
-        path, count = _path(job, layout.expert, layout.expert_tensor_ranks * layout.context), 6 if is_again else 4
+        path, count = (
+            _path(job, layout.expert, layout.expert_tensor_ranks * layout.context),
+            6 if is_again else 4,
+        )
         size = stream * a.mixture.experts_per_token / layout.tensor
         # A token for several experts of a node may travel there once.
-        once = 1 - job.efficiency["once_per_node"] * _repeated(a.mixture.experts_per_token, path.nodes)
+        once = 1 - job.efficiency["once_per_node"] * _repeated(
+            a.mixture.experts_per_token, path.nodes
+        )
         seconds = all_to_all_seconds(size, path, between=once)
         kind = "interleaved" if layout.interleave > 1 else "expert"
         yield term("tokens between experts", kind, path, size, count, "all-to-alls", seconds)
     if layout.pipeline > 1:
-        path, size = _path(job, layout.pipeline, layout.num_ranks // layout.pipeline), stream / layout.tensor
+        path, size = (
+            _path(job, layout.pipeline, layout.num_ranks // layout.pipeline),
+            stream / layout.tensor,
+        )
         count = 2 * layout.interleave * batches
         seconds, text = count * send_seconds(size, path), f"{count} sends of {size / 1e6:,.3g} MB"
-        yield _exposed(job, "activations between stages", seconds, "pipeline", batches * compute, path, text)
+        yield _exposed(
+            job, "activations between stages", seconds, "pipeline", batches * compute, path, text
+        )
 
 
 def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
@@ -220,13 +258,19 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
     """
     layout, (dense, experts) = job.layout, parameters_of(job, layers)
     visible = job.recipe.storage.visible
-    gradient = job.recipe.reduction.bytes_per_element(job.program.reduced if job.gathered else visible)
+    gradient = job.recipe.reduction.bytes_per_element(
+        job.program.reduced if job.gathered else visible
+    )
     every, sharing = layout.num_replicas * layout.context, layout.num_sharing if layout.zero else 1
     if sharing > 1:
         of_experts = layout.sharing_experts(sharing)
         stride = min(layout.expert_tensor_ranks * layout.expert, layout.num_ranks // of_experts)
         path, experts_path = _path(job, sharing, layout.tensor), _path(job, of_experts, stride)
-        weight = job.program.base_bytes if job.program.lora else bytes_per_number(job.gathered or visible)
+        weight = (
+            job.program.base_bytes
+            if job.program.lora
+            else bytes_per_number(job.gathered or visible)
+        )
         trained = job.trained_parameters / job.architecture.num_parameters
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
         sums = layout.micro_batches if layout.zero >= 2 else 1
@@ -238,21 +282,39 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
                 buckets = math.ceil(number / max(40e6, 1e6 * link.ranks))
                 parts = layers if layout.zero >= 2 else min(layers, buckets)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
-                seconds += parts * sums * all_gather_seconds(trained * number / parts * gradient, link)
-        text = (
-            f"{dense + experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced"
+                seconds += (
+                    parts * sums * all_gather_seconds(trained * number / parts * gradient, link)
+                )
+        text = f"{dense + experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced"
+        yield _exposed(
+            job,
+            "weights and gradients between shards",
+            seconds,
+            "shard",
+            sums * compute,
+            path,
+            text,
         )
-        yield _exposed(job, "weights and gradients between shards", seconds, "shard", sums * compute, path, text)
     if every > sharing:
         # An expert has fewer copies: one per group of expert ranks. Some of these share its state.
         copies = max(1, layout.sharing_experts(every) // layout.sharing_experts(sharing))
-        paths = [_path(job, ranks, layout.tensor * max(1, every // ranks)) for ranks in (every // sharing, copies)]
+        paths = [
+            _path(job, ranks, layout.tensor * max(1, every // ranks))
+            for ranks in (every // sharing, copies)
+        ]
         trained = job.trained_parameters / job.architecture.num_parameters
-        sizes = [dense / sharing * trained * gradient, experts / layout.sharing_experts(sharing) * trained * gradient]
-        seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
+        sizes = [
+            dense / sharing * trained * gradient,
+            experts / layout.sharing_experts(sharing) * trained * gradient,
+        ]
+        seconds = sum(
+            all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size
+        )
         last_backward = compute * 2 / 3
         text = f"an all-reduce of {sum(sizes) / 1e6:,.3g} MB"
-        yield _exposed(job, "gradients between replicas", seconds, "shard", last_backward, paths[0], text)
+        yield _exposed(
+            job, "gradients between replicas", seconds, "shard", last_backward, paths[0], text
+        )
 
 
 def _path(job: Job, ranks: int, stride: int) -> Path:
@@ -262,16 +324,26 @@ def _path(job: Job, ranks: int, stride: int) -> Path:
     return path_of(ranks, stride, cluster, link=link, network=shares["network"])
 
 
-def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path: Path, text: str) -> Term:
+def _exposed(
+    job: Job, name: str, seconds: float, kind: str, under: float, path: Path, text: str
+) -> Term:
     """Return an exchange. Up to ``under`` seconds of computing can hide a part of it.
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
     """
-    assumed = " (assumed)" if path.nodes > 1 and job.cluster.interconnect_gbit_per_second is None else ""
+    assumed = (
+        " (assumed)" if path.nodes > 1 and job.cluster.interconnect_gbit_per_second is None else ""
+    )
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
     slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
     formula = f"{text}, {path}{assumed}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
-    return Term("communication", name, seconds - hidden + slowed, formula, "ring, tree or hierarchy; arXiv 2104.04473")
+    return Term(
+        "communication",
+        name,
+        seconds - hidden + slowed,
+        formula,
+        "ring, tree or hierarchy; arXiv 2104.04473",
+    )
 
 
 def _repeated(experts_per_token: int, nodes: int) -> float:

@@ -49,10 +49,14 @@ def best_share(format: str, chip: Chip) -> float:
     if name in chip.measured_tflops:
         return _measured_share(name, chip)
     name = name if any(name in c.measured_tflops for c in CHIPS.values()) else "bfloat16"
-    median = statistics.median(_measured_share(name, c) for c in CHIPS.values() if name in c.measured_tflops)
+    median = statistics.median(
+        _measured_share(name, c) for c in CHIPS.values() if name in c.measured_tflops
+    )
     if "bfloat16" not in chip.measured_tflops:
         return median
-    usual = statistics.median(_measured_share("bfloat16", c) for c in CHIPS.values() if name in c.measured_tflops)
+    usual = statistics.median(
+        _measured_share("bfloat16", c) for c in CHIPS.values() if name in c.measured_tflops
+    )
     return median * min(1.0, _measured_share("bfloat16", chip) / usual)
 
 
@@ -70,13 +74,17 @@ def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
         )
 
     def for_chip(table: Mapping[str, Any]) -> Any:
-        return next((row for start, row in table.items() if chip.architecture.startswith(start)), {})
+        return next(
+            (row for start, row in table.items() if chip.architecture.startswith(start)), {}
+        )
 
     row = dict(_TABLES["software"][software] if software else for_chip(_TABLES["assumed"]))
     by_generation = {key: row.pop(key) for key in list(row) if isinstance(row[key], dict)}
     engines = row.pop("engines")
     general = _TABLES["general"]
-    values = {f"matmul.{name}": general["typical"] * best_share(name, chip) for name in chip.peak_tflops}
+    values = {
+        f"matmul.{name}": general["typical"] * best_share(name, chip) for name in chip.peak_tflops
+    }
     values |= {**general, **for_chip(_TABLES["generations"]), **row, **for_chip(by_generation)}
     if not chip.link_gb_per_second:
         values["link"] = general["host_path"]
@@ -89,5 +97,7 @@ def error_of(*, has_mixture: bool, has_software: bool) -> tuple[float, float, fl
     They are the median of measured seconds over the model's terms (1 for dense models), and the 10 and 90 % quantiles of
     measured over planned seconds.
     """
-    row = _TABLES["error"]["mixture" if has_mixture else "dense"]["named" if has_software else "assumed"]
+    row = _TABLES["error"]["mixture" if has_mixture else "dense"][
+        "named" if has_software else "assumed"
+    ]
     return row.get("median", 1.0), row["low"], row["high"]

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.efficiency import MOST_RESTARTS, RESTARTS, Efficiency, efficiency_of, error_of
+from narrowgauge.planner.efficiency import (
+    MOST_RESTARTS,
+    RESTARTS,
+    Efficiency,
+    efficiency_of,
+    error_of,
+)
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Architecture
@@ -90,14 +96,24 @@ class Job:
     def gathered(self) -> str:
         """Return the dtype in which FSDP's mixed precision gathers float32 shards; empty for autocast and 16-bit weights."""
         is_sharded = self.layout.zero >= 2 and self.layout.num_sharing > 1
-        return self.program.gathered if is_sharded and self.recipe.storage.visible == "float32" else ""
+        return (
+            self.program.gathered if is_sharded and self.recipe.storage.visible == "float32" else ""
+        )
 
     @cached_property
     def trained_parameters(self) -> int:
         """Count the parameters that train: all, or the adapters'."""
-        adapters = sum(matmul.num_elements for matmul in adapters_of(self.architecture, self.program))
+        adapters = sum(
+            matmul.num_elements for matmul in adapters_of(self.architecture, self.program)
+        )
         counts = self.architecture.counts
-        return adapters if self.program.lora else counts.trained if counts else self.architecture.num_parameters
+        return (
+            adapters
+            if self.program.lora
+            else counts.trained
+            if counts
+            else self.architecture.num_parameters
+        )
 
     def moved(self, num_bytes: float) -> float:
         """Return the seconds to read or write ``num_bytes`` of the chip's memory."""
@@ -129,7 +145,11 @@ class Job:
     def resuming_bytes(self) -> float:
         """Return the memory while a checkpoint loads into allocated states: they exist twice."""
         groups = self.memory.groups
-        return groups.get("weights", 0.0) + 2 * groups.get("optimizer", 0.0) + groups.get("overhead", 0.0)
+        return (
+            groups.get("weights", 0.0)
+            + 2 * groups.get("optimizer", 0.0)
+            + groups.get("overhead", 0.0)
+        )
 
     # time
 
@@ -149,7 +169,10 @@ class Job:
         operations = self.architecture.flops_per_token(self.sequence_length)
         if self.program.lora:  # frozen weights have no gradients
             operations -= sum(matmul.flops_per_token for matmul in self.architecture.matmuls)
-            operations += sum(3 * matmul.flops_per_token for matmul in adapters_of(self.architecture, self.program))
+            operations += sum(
+                3 * matmul.flops_per_token
+                for matmul in adapters_of(self.architecture, self.program)
+            )
         return self.tokens_per_second * operations / (self.cluster.chips * self.chip.peak_flops)
 
     @property
@@ -166,7 +189,9 @@ class Job:
     @property
     def _error(self) -> Ends:
         """Return the ends of measured over planned seconds."""
-        return error_of(has_mixture=self.architecture.mixture is not None, has_software=bool(self.software))[1:]
+        return error_of(
+            has_mixture=self.architecture.mixture is not None, has_software=bool(self.software)
+        )[1:]
 
     @property
     def rate_interval(self) -> Ends:
@@ -182,7 +207,11 @@ class Job:
     def row(self, num_tokens: float | None = None) -> Row:
         """Return JSON values in bytes, seconds and fractions. ``num_tokens`` of the whole run add days."""
         row = {name: getattr(self, name) for name in _ROW}
-        row |= {"recipe": self.recipe.title, "bytes_per_param": self.bytes_per_param, "cluster": self.cluster.name}
+        row |= {
+            "recipe": self.recipe.title,
+            "bytes_per_param": self.bytes_per_param,
+            "cluster": self.cluster.name,
+        }
         row |= {"layout": dataclasses.asdict(self.layout), "memory_interval": self.memory.interval}
         for name, terms in (("memory_bytes", self.memory), ("step_seconds", self.step)):
             row[name] = {**terms.groups, "total": terms.total}

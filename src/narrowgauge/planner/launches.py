@@ -39,7 +39,9 @@ def read_launch(path: str | Path) -> dict[str, Any]:
     path = Path(path).expanduser()
     settings = read_table(path, "launch", _KEYS, ("model", "recipes", "chip", "chips"))
     if not 0 < settings.get("step_seconds", 1) < math.inf:
-        raise DataError(f"{path} has step_seconds = {settings['step_seconds']}.", "Write seconds above zero.")
+        raise DataError(
+            f"{path} has step_seconds = {settings['step_seconds']}.", "Write seconds above zero."
+        )
     return settings
 
 
@@ -62,16 +64,33 @@ def compare_launches(before: dict[str, Any], after: dict[str, Any]) -> Row:
     scale = tokens / old.tokens_per_step
     steps: list[Row] = [{"step": "modelled", "before": seconds(old), "after": seconds(new)}]
     if "step_seconds" in before and "step_seconds" in after:
-        steps.append({"step": "measured", "before": scale * before["step_seconds"], "after": after["step_seconds"]})
+        steps.append(
+            {
+                "step": "measured",
+                "before": scale * before["step_seconds"],
+                "after": after["step_seconds"],
+            }
+        )
     settings: list[Row] = []
     for name in dict.fromkeys([*before, *after]):
-        changed = {key: value for key, value in {**before, name: after.get(name)}.items() if value is not None}
+        changed = {
+            key: value
+            for key, value in {**before, name: after.get(name)}.items()
+            if value is not None
+        }
         try:
             added = seconds(_job(changed)) - seconds(old)
         except NarrowgaugeError:
             added = None
         if added != 0:
-            settings.append({"setting": name, "before": before.get(name), "after": after.get(name), "seconds": added})
+            settings.append(
+                {
+                    "setting": name,
+                    "before": before.get(name),
+                    "after": after.get(name),
+                    "seconds": added,
+                }
+            )
     settings.sort(key=lambda row: -abs(row["seconds"] or 0.0))
     terms = changes(old.step.without(UNSTEADY_GROUP), new.step.without(UNSTEADY_GROUP), scale)
     return {"tokens_per_step": tokens, "steps": steps, "terms": terms, "settings": settings}
@@ -85,9 +104,13 @@ def sentences_of(comparison: Row) -> list[str]:
     """Say how much of the measured difference the terms explain, and what to measure next."""
     slower = {row["step"]: row["after"] - row["before"] for row in comparison["steps"]}
     if not slower.get("measured"):
-        return ["Both launches need step_seconds to say how much of a difference the terms explain."]
+        return [
+            "Both launches need step_seconds to say how much of a difference the terms explain."
+        ]
     share = slower["modelled"] / slower["measured"]
-    lines = [f"The terms explain {slower['modelled']:+.3g} s of {slower['measured']:+.3g} s ({share:.0%})."]
+    lines = [
+        f"The terms explain {slower['modelled']:+.3g} s of {slower['measured']:+.3g} s ({share:.0%})."
+    ]
     if not _EXPLAINED < share < 2 - _EXPLAINED:
         lines.append(
             "The rest is software, machine, ranks or data. Measure next: a trace of one step of each launch (torch.profiler), "
@@ -106,7 +129,9 @@ def tables_of(comparison: Row) -> list[Table]:
         difference=lambda row: f"{row['after'] - row['before']:+.3g} s",
     )
     share = number_columns(share=lambda row: f"{row['after'] / row['before'] - 1:+.1%}")
-    alone = number_columns(alone=lambda row: "not alone" if row["seconds"] is None else f"{row['seconds']:+.3g} s")
+    alone = number_columns(
+        alone=lambda row: "not alone" if row["seconds"] is None else f"{row['seconds']:+.3g} s"
+    )
     settings = text_columns(setting="setting", before="before", after="after")
     names, formula = text_columns(group="group", term="name"), text_columns(formula="formula")
     title = f"A step of {comparison['tokens_per_step']:,} tokens"

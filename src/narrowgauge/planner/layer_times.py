@@ -35,7 +35,9 @@ _SCORE_BYTES = (13, 19)
 # Tensors of the residual stream that a layer moves, forward and backward: two norms (5 each), residuals (4), rotary (8).
 _STREAMS, _ROTARY_STREAMS = 14, 8
 _GATED, _UNGATED = 8, 5  # tensors of the MLP's inner size: with a gate, with GELU
-_DISPATCHED = 8  # stream tensors per visited expert of a token: sort and restore, in both directions
+_DISPATCHED = (
+    8  # stream tensors per visited expert of a token: sort and restore, in both directions
+)
 
 _PLACES = {
     "attention": "model.layers.0.self_attn.",
@@ -88,7 +90,9 @@ def linear_seconds(
         count = matmul.count / experts
         # A grouped kernel starts once for all experts of a layer.
         kernels = mixture.num_layers if matmul.is_expert and mixture else count
-        for name, seconds in operation_seconds(out, inputs, compute, recipe, tokens, chip, shares).items():
+        for name, seconds in operation_seconds(
+            out, inputs, compute, recipe, tokens, chip, shares
+        ).items():
             place, _, side = name.partition(".")
             if side and SLOTS[name].tensor == "input" and not is_first:
                 continue  # cast for another layer already
@@ -96,9 +100,14 @@ def linear_seconds(
                 continue
             when = 2 if side and SLOTS[name].tensor == "weight" else int(place != "output")
             reached = shares["experts"] if matmul.is_expert and not side else 1.0
-            (casts if side else matmuls)[when] += (seconds - start) / reached * count + start * kernels
+            (casts if side else matmuls)[when] += (
+                seconds - start
+            ) / reached * count + start * kernels
         if is_frozen and program.base != "bfloat16" and not is_head:
-            read = bytes_seconds(out * inputs * (program.base_bytes + 2), chip, shares) * count + start * kernels
+            read = (
+                bytes_seconds(out * inputs * (program.base_bytes + 2), chip, shares) * count
+                + start * kernels
+            )
             casts = [casts[0] + read, casts[1] + read, casts[2]]
     return Seconds(*matmuls), Seconds(*casts)
 
@@ -107,14 +116,21 @@ def attention_seconds(job: Job) -> Seconds:
     """Return the seconds of scores, softmax and values in all layers. Flash kernels skip masked scores."""
     shape, chip, shares = job.architecture, job.chip, job.efficiency
     is_flash = job.program.attention == "flash"
-    flops = job.tokens * shape.attention_flops(job.sequence_length, is_causal=is_flash) / 3 / job.layout.tensor
+    flops = (
+        job.tokens
+        * shape.attention_flops(job.sequence_length, is_causal=is_flash)
+        / 3
+        / job.layout.tensor
+    )
     peak = chip.peak_tflops[job.recipe.dtype] * 1e12
     start = shares["kernel_seconds"] * shape.num_layers
     if is_flash:
         forward = flops / (peak * shares["attention"])
         return Seconds(forward + start, (ATTENTION_PASSES - 1) * forward + start)
     forward = flops / (peak * shares[f"matmul.{job.recipe.dtype}"])
-    scores = job.tokens * job.sequence_length * shape.num_heads / job.layout.tensor * shape.num_layers
+    scores = (
+        job.tokens * job.sequence_length * shape.num_heads / job.layout.tensor * shape.num_layers
+    )
     read, written = (job.moved(scores * width) for width in _SCORE_BYTES)
     return Seconds(forward + read + 4 * start, 2 * forward + written + 8 * start)
 
@@ -137,7 +153,9 @@ def elementwise_seconds(job: Job) -> Seconds:
     if a.mixture:
         visited = a.mixture.experts_per_token
         stream += a.mixture.num_layers * _DISPATCHED * visited * a.hidden_size
-        inner += a.mixture.num_layers * gates * (visited * a.mixture.expert_size + a.mixture.shared_size)
+        inner += (
+            a.mixture.num_layers * gates * (visited * a.mixture.expert_size + a.mixture.shared_size)
+        )
     moved = stream / job.layout.stream_ranks + inner / job.layout.tensor
     moved *= EAGER_FACTOR if job.program.kernels == "eager" else 1
     return _by_thirds(job.moved(job.tokens * moved * job.width / job.efficiency["elementwise"]))
@@ -145,7 +163,9 @@ def elementwise_seconds(job: Job) -> Seconds:
 
 def loss_seconds(job: Job) -> Seconds:
     width = LOGIT_BYTES[job.program.loss]
-    return _by_thirds(job.moved(job.tokens * job.architecture.vocab_size * width / job.layout.tensor))
+    return _by_thirds(
+        job.moved(job.tokens * job.architecture.vocab_size * width / job.layout.tensor)
+    )
 
 
 def _by_thirds(seconds: float) -> Seconds:

@@ -63,10 +63,14 @@ class Layout:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise RecipeError(f"a layout has {name} = {getattr(self, name)!r}.", "Use a number from 1 on.")
+                raise RecipeError(
+                    f"a layout has {name} = {getattr(self, name)!r}.", "Use a number from 1 on."
+                )
         refuse_others("layout", self, _VALUES)
         if self.interleave > 1 and self.pipeline == 1:
-            raise RecipeError(f"a layout has interleave = {self.interleave} on one stage.", "Use pipeline stages.")
+            raise RecipeError(
+                f"a layout has interleave = {self.interleave} on one stage.", "Use pipeline stages."
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -128,7 +132,10 @@ def why_not(architecture: Architecture, layout: Layout, sequence_length: int) ->
         return "the ranks of a counted module are data and shard ranks"
     stages = layout.pipeline * layout.interleave
     # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8 groups.
-    if stages > architecture.num_layers + (2 if stages > 1 else 0) or layout.pipeline > architecture.num_layers:
+    if (
+        stages > architecture.num_layers + (2 if stages > 1 else 0)
+        or layout.pipeline > architecture.num_layers
+    ):
         return f"{stages} groups of layers and {architecture.num_layers} layers"
     if architecture.num_heads % layout.tensor:
         return f"{layout.tensor} tensor ranks do not divide {architecture.num_heads} heads"
@@ -148,15 +155,24 @@ def why_not(architecture: Architecture, layout: Layout, sequence_length: int) ->
 # ── layouts as they are asked for: names, and fields with values ──────────────────────────────────────────────────────────
 
 _WHOLE = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
-NAMED_LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {**_WHOLE, "zero": 3}, "ddp": {"shard": 1, **_WHOLE}}
+NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2": {**_WHOLE, "zero": 3},
+    "ddp": {"shard": 1, **_WHOLE},
+}
 """Layouts of ``narrowgauge train``, and pure data parallelism."""
-_FIELDS = tuple(field.name for field in dataclasses.fields(Layout) if field.name != "sequence_parallel")
+_FIELDS = tuple(
+    field.name for field in dataclasses.fields(Layout) if field.name != "sequence_parallel"
+)
 _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
 
 
 def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     """Read the fields of a layout: a mapping, or ``FIELD=VALUE`` and layout names between commas. Fields override names."""
-    text = layout if isinstance(layout, str) else ",".join(f"{name}={value}" for name, value in layout.items())
+    text = (
+        layout
+        if isinstance(layout, str)
+        else ",".join(f"{name}={value}" for name, value in layout.items())
+    )
     named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _FIELDS, _ADVICE)
     fields = {**NAMED_LAYOUTS.get(named, {}), **fields}
     Layout(**{name: value for name, value in fields.items() if name != "interleave"})
@@ -168,7 +184,10 @@ def refuse_others(what: str, row: Any, values: Mapping[str, tuple[Any, ...]]) ->
     for name, choices in values.items():
         if (value := getattr(row, name)) not in choices:
             near = suggestion(str(value), tuple(map(str, choices)))
-            advice = near or f"It is one of {', '.join(str(choice) or 'the default' for choice in choices)}."
+            advice = (
+                near
+                or f"It is one of {', '.join(str(choice) or 'the default' for choice in choices)}."
+            )
             raise RecipeError(f"a {what} has {name} = {value!r}.", advice)
 
 
@@ -185,8 +204,12 @@ def read_fields(
             raise RecipeError(problem, suggestion(name, choices) or advice)
         if not equals:
             if named not in ("", name):
-                raise RecipeError(f"a {what} has two names, the last is '{name}'.", "Give one name.")
+                raise RecipeError(
+                    f"a {what} has two names, the last is '{name}'.", "Give one name."
+                )
             named = name
         elif str(values.setdefault(name, int(value) if value.isdecimal() else value)) != value:
-            raise RecipeError(f"a {what} has {name} = {values[name]} and {name} = {value}.", "Name it once.")
+            raise RecipeError(
+                f"a {what} has {name} = {values[name]} and {name} = {value}.", "Name it once."
+            )
     return named, values

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 from narrowgauge.planner.activations import layer_bytes, widths_of
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.model_state import OPTIMIZER_STATES, bytes_per_parameter, on_stage, shared, state_of
+from narrowgauge.planner.model_state import (
+    OPTIMIZER_STATES,
+    bytes_per_parameter,
+    on_stage,
+    shared,
+    state_of,
+)
 from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term, Terms
 
@@ -24,12 +30,12 @@ _KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers th
 _ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
 _FSDP = "torch FSDP2: the layer in use, and the one that is gathered meanwhile"
 _STAGES = "torchtitan and torch.distributed.pipelining: stages gather weights once a step, and reduce gradients after the last"
-_SEQUENCE = (
-    "Korthikanti et al., arXiv 2205.05198, section 4.2.2: gathered before a layer's matmuls, and again in backward"
-)
+_SEQUENCE = "Korthikanti et al., arXiv 2205.05198, section 4.2.2: gathered before a layer's matmuls, and again in backward"
 _LOSS = "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient"
 _SUMS = "Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32"
-_OVERHEAD_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
+_OVERHEAD_SOURCE = (
+    "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
+)
 
 OVERHEAD: dict[str, tuple[float, float, float]] = {
     "context": (0.7e9, 0.4e9, 1.0e9),
@@ -107,13 +113,24 @@ class _Rank:
         # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during forward.
         late = early = gradients
         if sums and not layout.is_fsdp:
-            late = early = gradients._replace(value=0.0, formula="each is added to the sum as soon as it is made")
+            late = early = gradients._replace(
+                value=0.0, formula="each is added to the sum as soon as it is made"
+            )
         elif layout.is_fsdp and (layout.micro_batches == 1 or sums):
-            early = gradients._replace(value=0.0, formula=f"none at this moment; {gradients.formula} later")
+            early = gradients._replace(
+                value=0.0, formula=f"none at this moment; {gradients.formula} later"
+            )
         saved, layer = self.activation_terms()
         # Backward of a layer holds gradients of activations: of the stream, and of the MLP's inner tensors.
-        size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
-        stream, inner = self.widths.stream * a.hidden_size, (2 if a.is_gated else 1) * self.widths.matmul * size
+        size = (
+            a.mixture.experts_per_token * a.mixture.expert_size
+            if a.mixture
+            else a.intermediate_size
+        )
+        stream, inner = (
+            self.widths.stream * a.hidden_size,
+            (2 if a.is_gated else 1) * self.widths.matmul * size,
+        )
         value = self.tokens * (stream / layout.stream_ranks + inner / layout.tensor)
         formula = f"{self.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
         passing = Term("activations", "gradients on their way", value, formula)
@@ -121,10 +138,14 @@ class _Rank:
         head, of_layer, width = [], [], self.gradient
         if not early.value and self.is_last and not self.program.lora:
             value = a.vocab_size * a.hidden_size * self.gradient / layout.tensor
-            head = [Term("gradients", "gradient of the head", value, "the first that backward makes")]
+            head = [
+                Term("gradients", "gradient of the head", value, "the first that backward makes")
+            ]
         if not late.value and layout.zero < 3:
             formula = f"{self.largest_layer:,.0f} parameters × {width:g} B"
-            of_layer = [Term("gradients", "gradients of a layer", self.largest_layer * width, formula)]
+            of_layer = [
+                Term("gradients", "gradients of a layer", self.largest_layer * width, formula)
+            ]
         # Accumulation buffers live for the whole step.
         always = [weights, optimizer, *sums]
         if counts := a.counts:
@@ -135,7 +156,12 @@ class _Rank:
                 value=min(gradients.value, counts.gradients), formula="at this moment, counted"
             )
             last = (weights, optimizer, gradients, *sums)
-            return Terms(max([(*always, at_peak, kept, *buffers), last], key=lambda terms: sum(t.value for t in terms)))
+            return Terms(
+                max(
+                    [(*always, at_peak, kept, *buffers), last],
+                    key=lambda terms: sum(t.value for t in terms),
+                )
+            )
         # Before the first layer's backward, no gradient is in transit.
         gathered = [term for term in buffers if term.name != _IN_TRANSIT]
         # With full recomputation one layer's activations coexist with every layer's saved input.
@@ -155,22 +181,34 @@ class _Rank:
 
         def term(group: str, name: str, level: int) -> Term:
             value, width = getattr(state, group), getattr(per, group)
-            over = layout.tensor * layout.pipeline * (layout.num_sharing if layout.zero >= level else 1)
+            over = (
+                layout.tensor
+                * layout.pipeline
+                * (layout.num_sharing if layout.zero >= level else 1)
+            )
             formula = f"{self.a.num_parameters:,} parameters × {width:g} B / {over} ranks"
-            return Term(group, name, value, f"{formula}, vectors and what is not shared as they are", source)
+            return Term(
+                group, name, value, f"{formula}, vectors and what is not shared as they are", source
+            )
 
         weights, gradients, optimizer = (
             term("weights", "weights", 3), term("gradients", "gradients", 2), term("optimizer", "states beside the weights", 1)
         )  # fmt: skip
         share = self.job.trained_parameters / self.a.num_parameters
         if self.a.counts and share < 1:
-            gradients, optimizer = (t._replace(value=t.value * share) for t in (gradients, optimizer))
+            gradients, optimizer = (
+                t._replace(value=t.value * share) for t in (gradients, optimizer)
+            )
         if self.program.lora:
             base = f"weights frozen in {self.program.base}, adapters of rank {self.program.lora}"
-            weights, gradients, optimizer = (t._replace(formula=base) for t in (weights, gradients, optimizer))
+            weights, gradients, optimizer = (
+                t._replace(formula=base) for t in (weights, gradients, optimizer)
+            )
         if self.program.release or self.program.offload:
             size = min(gradients.value, self.largest_layer * self.gradient)
-            gradients = gradients._replace(value=size, formula="of one layer: each is updated and freed, or sent away")
+            gradients = gradients._replace(
+                value=size, formula="of one layer: each is updated and freed, or sent away"
+            )
         if self.program.offload:
             optimizer = optimizer._replace(value=0.0, formula="on the host")
         return weights, gradients, optimizer
@@ -186,7 +224,11 @@ class _Rank:
         if not self.sum_bytes:
             return ()
         count = gradients.value / self.per.gradients
-        where = "beside the last gradients" if self.layout.is_fsdp else "to which each gradient is added"
+        where = (
+            "beside the last gradients"
+            if self.layout.is_fsdp
+            else "to which each gradient is added"
+        )
         formula = f"{count:.4g} parameters × {self.sum_bytes:g} B, {where}"
         is_exact = self.job.recipe.reduction.order_invariant
         kind = "exact sum" if is_exact else f"sum in {self.layout.accumulation_dtype}"
@@ -198,25 +240,39 @@ class _Rank:
         job, length = self.job, self.job.sequence_length if self.program.attention == "eager" else 0
 
         def bytes_of(repeated: str) -> tuple[float, float]:
-            saved, stream, casts = layer_bytes(a, job.recipe, self.program, job.gathered, repeated, length)
-            return stream / layout.stream_ranks + (saved - stream) / layout.tensor, casts / layout.tensor
+            saved, stream, casts = layer_bytes(
+                a, job.recipe, self.program, job.gathered, repeated, length
+            )
+            return stream / layout.stream_ranks + (
+                saved - stream
+            ) / layout.tensor, casts / layout.tensor
 
         per_layer, casts = bytes_of("")
         formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
-        layer = Term("activations", "the layer in backward", tokens * per_layer + casts, formula, _KORTHIKANTI)
+        layer = Term(
+            "activations",
+            "the layer in backward",
+            tokens * per_layer + casts,
+            formula,
+            _KORTHIKANTI,
+        )
         start = f"{in_flight:g} layers in flight × {tokens:g} tokens × "
         if layout.recompute == "full":
             width = self.widths.stream * a.hidden_size
             value = in_flight * tokens * width / layout.stream_ranks
             formula = f"{start}{width:g} B / {layout.stream_ranks} tensor ranks"
-            return [Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)], layer
+            return [
+                Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)
+            ], layer
         if layout.recompute == "selective":
             per_layer, casts = bytes_of(self.program.selective)
         value = in_flight * tokens * per_layer
         formula = f"{start}{per_layer:,.0f} B ({self.program.kernels} kernels, {self.program.attention} attention)"
         terms = [Term("activations", "kept by the layers", value, formula, _KORTHIKANTI)]
         if casts:
-            formula = f"{self.layers:g} layers × {casts:,.0f} B of casts that autocast keeps for backward"
+            formula = (
+                f"{self.layers:g} layers × {casts:,.0f} B of casts that autocast keeps for backward"
+            )
             terms.append(Term("activations", "casts of the weights", self.layers * casts, formula))
         return terms, layer
 
@@ -226,12 +282,18 @@ class _Rank:
         terms: list[Term] = []
 
         def add(name: str, count: float, width: float, source: str) -> None:
-            terms.append(Term("buffers", name, count * width, f"{count:,.0f} parameters × {width:g} B", source))
+            terms.append(
+                Term(
+                    "buffers", name, count * width, f"{count:,.0f} parameters × {width:g} B", source
+                )
+            )
 
         is_sharded = layout.zero == 3 and layout.num_sharing > 1
         if is_sharded and layout.pipeline > 1:
             # Gathering weights for every micro-batch would cost more than the bubble saves.
-            count = (self.experts + self.rest).weights / (self.gathered if self.program.lora else per.weights)
+            count = (self.experts + self.rest).weights / (
+                self.gathered if self.program.lora else per.weights
+            )
             reduced = bytes_per_number(self.program.reduced) if self.job.gathered else 0.0
             width = max(self.gradient, self.sum_bytes, reduced)
             add("weights of the stage, gathered", count, self.gathered, _STAGES)
@@ -239,7 +301,13 @@ class _Rank:
         elif is_sharded:
             add("two layers, gathered", 2 * largest, self.gathered, _FSDP)
             add(_IN_TRANSIT, 2 * largest, self.gradient, _FSDP)
-            state = state_of(self.a, self.job.recipe.storage, self.job.optimizer, layout.tensor, program=self.program)
+            state = state_of(
+                self.a,
+                self.job.recipe.storage,
+                self.job.optimizer,
+                layout.tensor,
+                program=self.program,
+            )
             outer = state.embedding.weights + state.head.weights
             if self.job.gathered:
                 outer *= self.gathered / per.weights
@@ -247,10 +315,15 @@ class _Rank:
             terms.append(Term("buffers", "outer weights, gathered", outer, formula, _FSDP))
         if self.program.lora and self.program.base != "bfloat16":
             matrix = max(m.num_elements / m.count for m in self.a.matmuls[:-1]) / layout.tensor
-            add("a matrix, dequantized", matrix, 2.0, "bitsandbytes: the largest matrix in bfloat16")
+            add(
+                "a matrix, dequantized", matrix, 2.0, "bitsandbytes: the largest matrix in bfloat16"
+            )
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
             tokens, row = 2 * self.tokens, self.a.hidden_size * self.widths.matmul
-            name, formula = "a layer's input and its gradient, gathered", f"{tokens:g} tokens × {row:,.0f} B"
+            name, formula = (
+                "a layer's input and its gradient, gathered",
+                f"{tokens:g} tokens × {row:,.0f} B",
+            )
             terms.append(Term("buffers", name, tokens * row, formula, _SEQUENCE))
         return terms
 
@@ -258,13 +331,24 @@ class _Rank:
         """Return the memory of head and loss at the start of backward."""
         if not self.is_last:
             return []
-        layout, tokens, vocab, widths, program = self.layout, self.tokens, self.a.vocab_size, self.widths, self.program
+        layout, tokens, vocab, widths, program = (
+            self.layout,
+            self.tokens,
+            self.a.vocab_size,
+            self.widths,
+            self.program,
+        )
         row = (4 + 2 * widths.stream) * self.a.hidden_size
         value = tokens * row / layout.stream_ranks
         hidden = Term("logits", "input of the head", value, f"{tokens:g} tokens × {row:g} B")
         width = program.logit_bytes(widths.matmul)
-        formula = f"{tokens:g} tokens × {vocab:,} × {width:.3g} B / {layout.tensor} ({program.loss} loss)"
-        return [hidden, Term("logits", "logits", tokens * vocab * width / layout.tensor, formula, _LOSS)]
+        formula = (
+            f"{tokens:g} tokens × {vocab:,} × {width:.3g} B / {layout.tensor} ({program.loss} loss)"
+        )
+        return [
+            hidden,
+            Term("logits", "logits", tokens * vocab * width / layout.tensor, formula, _LOSS),
+        ]
 
 
 def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:

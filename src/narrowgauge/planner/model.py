@@ -163,12 +163,21 @@ class Architecture:
     def outer_parameters(self) -> int:
         """Count the parameters outside the layers; the head's weight counts unless tied."""
         head, tables = self.matmuls[-1], (self.vocab_size + self.positions) * self.hidden_size
-        return tables + head.num_parameters - (head.num_elements if self.tie_embeddings else 0) + self.outer_vectors
+        return (
+            tables
+            + head.num_parameters
+            - (head.num_elements if self.tie_embeddings else 0)
+            + self.outer_vectors
+        )
 
     @cached_property
     def num_parameters(self) -> int:
         """Count all parameters; a tied embedding counts once."""
-        return self.outer_parameters + self.vectors + sum(m.num_parameters for m in self.matmuls if m.part != "head")
+        return (
+            self.outer_parameters
+            + self.vectors
+            + sum(m.num_parameters for m in self.matmuls if m.part != "head")
+        )
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -182,8 +191,16 @@ class Architecture:
         mixtures = self.mixture.num_layers if self.mixture else 0
         for matmul in self.matmuls:
             if matmul.part != "head" and not matmul.is_expert:
-                part = "experts" if matmul.part == "experts" or matmul.name.startswith("shared.") else matmul.part
-                layers = {"attention": self.num_layers, "mlp": self.num_dense_layers, "experts": mixtures}[part]
+                part = (
+                    "experts"
+                    if matmul.part == "experts" or matmul.name.startswith("shared.")
+                    else matmul.part
+                )
+                layers = {
+                    "attention": self.num_layers,
+                    "mlp": self.num_dense_layers,
+                    "experts": mixtures,
+                }[part]
                 sizes[part] += matmul.num_parameters / layers
         return round(sizes["attention"] + max(sizes["mlp"], sizes["experts"]))
 
@@ -196,7 +213,11 @@ class Architecture:
         all_keys = sequence_length / 2 if is_causal else float(sequence_length)
         if self.window is None or self.window >= sequence_length:
             return all_keys
-        near = self.window - self.window**2 / (2 * sequence_length) if is_causal else float(self.window)
+        near = (
+            self.window - self.window**2 / (2 * sequence_length)
+            if is_causal
+            else float(self.window)
+        )
         return self.window_share * near + (1 - self.window_share) * all_keys
 
     def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
@@ -214,7 +235,9 @@ class Architecture:
 
         Recomputation does not count: it is in HFU, not in MFU.
         """
-        return 3 * sum(matmul.flops_per_token for matmul in self.matmuls) + self.attention_flops(sequence_length)
+        return 3 * sum(matmul.flops_per_token for matmul in self.matmuls) + self.attention_flops(
+            sequence_length
+        )
 
 
 # ── presets: a decoder from its sizes ─────────────────────────────────────────────────────────────────────────────────────
@@ -249,9 +272,13 @@ def decoder(
     value_dim = latent.value_dim if latent else head_dim
     moe = mixture.num_layers if mixture else 0
 
-    def mlp(inner: int, count: int, part: Part, prefix: str = "", share: float = 1.0) -> list[Matmul]:
+    def mlp(
+        inner: int, count: int, part: Part, prefix: str = "", share: float = 1.0
+    ) -> list[Matmul]:
         ups = ("gate_proj", "up_proj") if is_gated else ("up_proj",)
-        rows = [(up, hidden_size, inner, "column") for up in ups] + [("down_proj", inner, hidden_size, "row")]
+        rows = [(up, hidden_size, inner, "column") for up in ups] + [
+            ("down_proj", inner, hidden_size, "row")
+        ]
         return [Matmul(prefix + n, i, o, count, part, s, share, has_biases) for n, i, o, s in rows]  # type: ignore[arg-type]
 
     attention: list[tuple[str, int, int, Split]]
@@ -259,15 +286,31 @@ def decoder(
         queries = latent.query_rank
         attention = [
             ("kv_a_proj", hidden_size, latent.key_value_rank + latent.rotary_dim, "none"),
-            ("kv_b_proj", latent.key_value_rank, num_heads * (latent.plain_dim + latent.value_dim), "column"),
-            ("q_b_proj" if queries else "q_proj", queries or hidden_size, num_heads * query_dim, "column"),
+            (
+                "kv_b_proj",
+                latent.key_value_rank,
+                num_heads * (latent.plain_dim + latent.value_dim),
+                "column",
+            ),
+            (
+                "q_b_proj" if queries else "q_proj",
+                queries or hidden_size,
+                num_heads * query_dim,
+                "column",
+            ),
         ]
         attention += [("q_a_proj", hidden_size, queries, "none")] if queries else []
     else:
-        sizes = (("q_proj", num_heads * head_dim), ("k_proj", kv_heads * head_dim), ("v_proj", kv_heads * head_dim))
+        sizes = (
+            ("q_proj", num_heads * head_dim),
+            ("k_proj", kv_heads * head_dim),
+            ("v_proj", kv_heads * head_dim),
+        )
         attention = [(part, hidden_size, out, "column") for part, out in sizes]
     attention.append(("o_proj", num_heads * value_dim, hidden_size, "row"))
-    matmuls = [Matmul(n, i, o, num_layers, "attention", s, 1.0, has_biases) for n, i, o, s in attention]
+    matmuls = [
+        Matmul(n, i, o, num_layers, "attention", s, 1.0, has_biases) for n, i, o, s in attention
+    ]
     matmuls += mlp(size, num_layers - moe, "mlp") if moe < num_layers else []
     if mixture:
         matmuls.append(Matmul("router", hidden_size, mixture.num_experts, moe, "experts", "none"))
@@ -293,12 +336,22 @@ def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:
     sizes = {**_PRESETS["families"][row.get("like", "llama")], **row}
     sizes = {key: value for key, value in sizes.items() if key not in ("like", "source")}
     parts = {"mixture": Mixture, "latent": LatentAttention}
-    return decoder(name, **{key: parts[key](**value) if key in parts else value for key, value in sizes.items()})
+    return decoder(
+        name,
+        **{key: parts[key](**value) if key in parts else value for key, value in sizes.items()},
+    )
 
 
 def _of_trainer(model: Model) -> Architecture:
     """Return the shape of a trainer model."""
-    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+    sizes = (
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "intermediate_size",
+        "vocab_size",
+    )
     row = {name: getattr(model, name) for name in (*sizes, "tie_embeddings")}
     if model.family == "gpt2":
         row |= {"like": "gpt", "positions": model.max_positions}
@@ -323,14 +376,20 @@ def read_model(text: str) -> Architecture:
     if not text.strip() or not file.is_file():
         near = suggestion(key, (*MODELS, *_PRESETS["models"], *_PRESETS["aliases"]))
         raise RecipeError(
-            f"no model and no config.json is named {text!r}.", near or "narrowgauge plan run --help names the presets."
+            f"no model and no config.json is named {text!r}.",
+            near or "narrowgauge plan run --help names the presets.",
         )
     try:
         config = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file} cannot be read: {error}.", "It must be a Hugging Face config.json.") from error
+        raise DataError(
+            f"{file} cannot be read: {error}.", "It must be a Hugging Face config.json."
+        ) from error
     if not isinstance(config, dict):
-        raise DataError(f"{file} holds {type(config).__name__}, no table.", "It must be a Hugging Face config.json.")
+        raise DataError(
+            f"{file} holds {type(config).__name__}, no table.",
+            "It must be a Hugging Face config.json.",
+        )
     refuse_own_code(file)
     # Imported here: it loads PyTorch.
     from narrowgauge.planner.built_models import of_config

@@ -41,15 +41,27 @@ class Bytes:
         )  # fmt: skip
 
     def __mul__(self, factor: float) -> Bytes:
-        return Bytes(self.weights * factor, self.gradients * factor, self.optimizer * factor, self.whole * factor)
+        return Bytes(
+            self.weights * factor,
+            self.gradients * factor,
+            self.optimizer * factor,
+            self.whole * factor,
+        )
 
 
-OPTIMIZER_STATES = {name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None}
+OPTIMIZER_STATES = {
+    name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None
+}
 """States of each optimizer per matrix element, with the storage's code for each state."""
 FROZEN_BYTES = 2
 """Bytes of a frozen parameter outside the layers' matrices: bfloat16."""
 _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
-RANKS = {row.name: option.default for row in UPDATE_RULES.values() for option in row.options if option.name == "rank"}
+RANKS = {
+    row.name: option.default
+    for row in UPDATE_RULES.values()
+    for option in row.options
+    if option.name == "rank"
+}
 """Default rank of the subspace, by low-rank rule."""
 
 
@@ -90,7 +102,9 @@ def state_of(
     """
     is_matrix = UPDATE_RULES[optimizer].is_matrix
     outer = "adamw" if is_matrix and optimizer != "adafactor" else optimizer
-    vectors = bytes_per_parameter(for_vectors(storage).keeping(OPTIMIZER_STATES["adamw" if is_matrix else optimizer]))
+    vectors = bytes_per_parameter(
+        for_vectors(storage).keeping(OPTIMIZER_STATES["adamw" if is_matrix else optimizer])
+    )
     positions = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[outer]))
     inside = outside = 0.0
     if program.lora:
@@ -115,7 +129,12 @@ def state_of(
 
 
 def _matrix_state(
-    storage: Storage, optimizer: str, matmul: Matmul, vectors: Bytes, ranks: int, frozen: float = 0.0
+    storage: Storage,
+    optimizer: str,
+    matmul: Matmul,
+    vectors: Bytes,
+    ranks: int,
+    frozen: float = 0.0,
 ) -> Bytes:
     """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split.
 
@@ -126,11 +145,17 @@ def _matrix_state(
     if frozen:
         return Bytes(frozen * matmul.num_elements * share) + biases
     row = storage.keeping(OPTIMIZER_STATES[optimizer])
-    beside = 3 * row.bytes_per_row * matmul.count * matmul.out_features  # bounds, and the factors into codes and back
+    beside = (
+        3 * row.bytes_per_row * matmul.count * matmul.out_features
+    )  # bounds, and the factors into codes and back
     if optimizer == "adafactor":
         beside += _FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features)
     sharded = bytes_per_parameter(row) * matmul.num_elements + Bytes(optimizer=beside)
-    subspace = Bytes(whole=matmul.count * _subspace_bytes(storage, optimizer, matmul) if optimizer in RANKS else 0)
+    subspace = Bytes(
+        whole=matmul.count * _subspace_bytes(storage, optimizer, matmul)
+        if optimizer in RANKS
+        else 0
+    )
     return sharded * share + subspace + biases
 
 
@@ -171,4 +196,8 @@ def on_stage(job: Job, layers: float, stage: int) -> tuple[Bytes, Bytes]:
 def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:
     """Return the state on one of ``ranks`` under the layout's ZeRO stage."""
     shares = [1 / ranks if layout.zero >= stage else 1.0 for stage in (3, 2, 1)]
-    return Bytes(state.weights * shares[0], state.gradients * shares[1], state.optimizer * shares[2] + state.whole)
+    return Bytes(
+        state.weights * shares[0],
+        state.gradients * shares[1],
+        state.optimizer * shares[2] + state.whole,
+    )

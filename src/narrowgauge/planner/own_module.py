@@ -76,15 +76,21 @@ def of_module(
             is_parameter = isinstance(tensor, nn.Parameter)
             fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
         fake_model = copy.deepcopy(model, fakes)
-        inputs = tree_map(lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value, batch)
+        inputs = tree_map(
+            lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value, batch
+        )
         live, flops = LiveBytes(list(fake_model.parameters())), FlopCounterMode(display=False)
         for end in ("", "_backward"):  # the counter does not know fused attention on CPUs
-            cpu, gpu = (getattr(torch.ops.aten, f"{_FLASH}{place}{end}") for place in ("_for_cpu", ""))
+            cpu, gpu = (
+                getattr(torch.ops.aten, f"{_FLASH}{place}{end}") for place in ("_for_cpu", "")
+            )
             flops.flop_registry[cpu] = flops.flop_registry[gpu]
         try:
             with live, flops:
                 # A loop holds the output until backward has run.
-                objective, _output = (loss(fake_model, inputs), None) if loss else _loss(fake_model, inputs)
+                objective, _output = (
+                    (loss(fake_model, inputs), None) if loss else _loss(fake_model, inputs)
+                )
                 objective.backward()
         except Exception as error:  # modules raise all kinds of errors on tensors without values
             raise DataError(
@@ -99,8 +105,16 @@ def of_module(
 
 
 def _loss(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-    output = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)
-    result: Tensor = output.loss if getattr(output, "loss", None) is not None else tree_leaves(output)[0]
+    output = (
+        model(**batch)
+        if isinstance(batch, dict)
+        else model(*batch)
+        if isinstance(batch, tuple)
+        else model(batch)
+    )
+    result: Tensor = (
+        output.loss if getattr(output, "loss", None) is not None else tree_leaves(output)[0]
+    )
     return result.float().sum(), output
 
 
@@ -108,13 +122,17 @@ def _shape(model: nn.Module, counts: Counts) -> Architecture:
     """Return parameters and matmuls by size. One head stands for attention, so nothing is split over tensor ranks."""
     linears = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     if not linears:
-        raise DataError(f"Cannot plan {type(model).__name__}, because it has no nn.Linear.", "Plan its config.json.")
+        raise DataError(
+            f"Cannot plan {type(model).__name__}, because it has no nn.Linear.",
+            "Plan its config.json.",
+        )
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     depth = max((len(m) for m in lists), default=1)
     hidden = Counter(weight.shape[1] for weight in linears).most_common(1)[0][0]
     *inner, head = linears
     matmuls = [
-        Matmul(f"{o}x{i}", i, o, count, "mlp", "none") for (o, i), count in Counter(w.shape for w in inner).items()
+        Matmul(f"{o}x{i}", i, o, count, "mlp", "none")
+        for (o, i), count in Counter(w.shape for w in inner).items()
     ]
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     rows = [table.shape[0] for table in tables if table is not head and table.shape[1] == hidden]
@@ -139,8 +157,16 @@ def _with_flops(a: Architecture, flops_per_token: float, length: int) -> Archite
 
 def question_of(optimizer: Any) -> tuple[str, str]:
     """Return the rule and the storage of an optimizer: of this project, or of PyTorch with states of the weights' dtype."""
-    rule = next((name for name, row in UPDATE_RULES.items() if row.optimizer == type(optimizer).__name__), "adamw")
-    parameter = next(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.ndim > 1)
+    rule = next(
+        (name for name, row in UPDATE_RULES.items() if row.optimizer == type(optimizer).__name__),
+        "adamw",
+    )
+    parameter = next(
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and p.ndim > 1
+    )
     if hasattr(optimizer, "storage_of"):
         return rule, optimizer.storage_of(parameter).name
     return rule, "float32" if parameter.dtype == torch.float32 else "naive"

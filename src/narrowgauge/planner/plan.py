@@ -36,10 +36,22 @@ USUAL_RECIPES = ("bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat1
 XLA_RECIPES = ("bfloat16/float32", "bfloat16/master")
 """The default comparison on TPUs, which this project's optimizers do not run on."""
 # Equal in one configuration for several clusters. Replicas and micro-batches follow from the number of chips.
-_PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "accumulation_dtype")
+_PINNED = (
+    "shard",
+    "zero",
+    "tensor",
+    "pipeline",
+    "context",
+    "expert",
+    "micro_batch",
+    "recompute",
+    "accumulation_dtype",
+)
 _TUNING = ("int8-outlier", "int8-outlier-codes")
 STORAGE_RECIPES = [
-    f"bfloat16/{row.name}" for row in sorted(STORAGES.values(), key=lambda row: -row.bytes_per_param) if not row.owner
+    f"bfloat16/{row.name}"
+    for row in sorted(STORAGES.values(), key=lambda row: -row.bytes_per_param)
+    if not row.owner
 ]
 """A recipe for each storage of bfloat16 weights."""
 _SEQUENCE_LENGTH = 4096
@@ -100,7 +112,11 @@ def plan(
         >>> best.fits, best.layout.shard
         (True, 8)
     """
-    numbers = {"sequence_length": sequence_length, "tokens_per_step": tokens_per_step, "tokens": tokens}
+    numbers = {
+        "sequence_length": sequence_length,
+        "tokens_per_step": tokens_per_step,
+        "tokens": tokens,
+    }
     for name, value in numbers.items():
         if value is not None and not 1 <= value < math.inf:
             raise NarrowgaugeError(f"Cannot plan with {name} = {value}.", "Use 1 or more.")
@@ -126,15 +142,20 @@ def plan(
     counts = [chips] if isinstance(chips, int) else list(chips)
     if bool(clusters) == bool(kinds) or (clusters and (counts or rates)):
         both = f"a cluster has its own {next(iter(rates), 'chips')}"
-        advice = (
-            "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
+        advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
+        raise ChipError(
+            f"Cannot plan because {both if clusters else 'no machine was named'}.", advice
         )
-        raise ChipError(f"Cannot plan because {both if clusters else 'no machine was named'}.", advice)
     machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
     machines += [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]
     asked, software = read_recipes(recipes, optimizer), {where.software for where in machines}
     loop = read_program(program or "hf-trainer") if program or lora else program_of(software)
-    if program and (named := rates.get("software")) and loop.softwares and not named.startswith(tuple(loop.softwares)):
+    if (
+        program
+        and (named := rates.get("software"))
+        and loop.softwares
+        and not named.startswith(tuple(loop.softwares))
+    ):
         raise NarrowgaugeError(
             f"Cannot plan {loop.text} at the speed of {named}, which is another program's.",
             "Name the program or the software.",
@@ -142,13 +163,22 @@ def plan(
     if lora:
         loop = replace(loop, lora=lora, base=base)
         asked = asked or [parse("bfloat16/master"), parse("bfloat16/word")]
-    usual_tokens = _shared_tokens(max(usual_tokens_per_step(where.chips, loop) for where in machines), length, machines)
+    usual_tokens = _shared_tokens(
+        max(usual_tokens_per_step(where.chips, loop) for where in machines), length, machines
+    )
 
     def searched(
-        where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed, tokens: float | None = tokens_per_step
+        where: Cluster,
+        recipe: Recipe,
+        fixed: Mapping[str, Any] = fixed,
+        tokens: float | None = tokens_per_step,
     ) -> Job:
         arguments = architecture, recipe, where, length, tokens
-        options: dict[str, Any] = {"optimizer": optimizer, "fixed": fixed, "usual_tokens": usual_tokens}
+        options: dict[str, Any] = {
+            "optimizer": optimizer,
+            "fixed": fixed,
+            "usual_tokens": usual_tokens,
+        }
         try:
             return search(*arguments, program=loop, **options)
         except RecipeError:
@@ -187,7 +217,9 @@ def plan(
     has_kinds = len({where.chip.name for where in machines}) > 1
     for job in (job for job in jobs if has_kinds and job.fits):
         pinned = {name: getattr(job.layout, name) for name in _PINNED}
-        with contextlib.suppress(RecipeError, ChipError):  # the chips do not divide like that, or lack a format
+        with contextlib.suppress(
+            RecipeError, ChipError
+        ):  # the chips do not divide like that, or lack a format
             tokens_of_all = job.tokens_per_step if is_free else tokens_per_step
             on_each = [searched(where, job.recipe, pinned, tokens_of_all) for where in machines]
             if all(job.fits for job in on_each):
@@ -198,7 +230,9 @@ def plan(
     return Plan(tuple(jobs), name, tokens, shared=tuple(shared), left_out=reasons)
 
 
-def plan_within(days: float, *, tokens: float | None = None, chip: Any = (), chips: Any = (), **question: Any) -> Plan:
+def plan_within(
+    days: float, *, tokens: float | None = None, chip: Any = (), chips: Any = (), **question: Any
+) -> Plan:
     """Plan the fewest chips that train within ``days``, also at the slow end of the interval.
 
     Args:
@@ -230,7 +264,9 @@ def plan_within(days: float, *, tokens: float | None = None, chip: Any = (), chi
         except RecipeError as error:  # a fixed layout needs more chips
             refused.append(error)
             return False
-        is_asked = asked is None or abs(best.tokens_per_step / asked - 1) < 0.02  # ranks may not divide it
+        is_asked = (
+            asked is None or abs(best.tokens_per_step / asked - 1) < 0.02
+        )  # ranks may not divide it
         return is_asked and best.fits and best.days_interval(tokens)[1] <= days
 
     number = next((number for number in _DOUBLED if is_enough(number)), None)
@@ -273,16 +309,29 @@ def _ranked(jobs: Sequence[Job]) -> list[Job]:
 
     def safety(job: Job) -> tuple[bool, ...]:
         # Recipes that lose updates come last, however fast. Jobs that may run out of memory come after certain ones.
-        return not job.fits, job.fits and not job.recipe.storage.keeps_updates, job.fits and not job.is_certain
+        return (
+            not job.fits,
+            job.fits and not job.recipe.storage.keeps_updates,
+            job.fits and not job.is_certain,
+        )
 
-    rest = sorted(jobs, key=lambda job: (*safety(job), -job.tokens_per_second if job.fits else -job.headroom_bytes))
+    rest = sorted(
+        jobs,
+        key=lambda job: (*safety(job), -job.tokens_per_second if job.fits else -job.headroom_bytes),
+    )
     ranked: list[Job] = []
     while rest:
         first = rest[0]
         slowest = first.tokens_per_second * (1 - EQUAL_RATES)
-        equal = [j for j in rest if safety(j) == safety(first) and j.fits and j.tokens_per_second >= slowest] or [first]
+        equal = [
+            j
+            for j in rest
+            if safety(j) == safety(first) and j.fits and j.tokens_per_second >= slowest
+        ] or [first]
         # Among rows of equal speed, moments of few bits are the larger risk.
-        ranked += sorted(equal, key=lambda job: job.recipe.storage.exp_avg_sq.mantissa_bits < FINE_MOMENT)
+        ranked += sorted(
+            equal, key=lambda job: job.recipe.storage.exp_avg_sq.mantissa_bits < FINE_MOMENT
+        )
         rest = [job for job in rest if job not in equal]
     return ranked
 
@@ -307,7 +356,8 @@ def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str)
         if recipe.overrides:
             name = replace(recipe, overrides=()).name
             raise RecipeError(
-                f"Cannot plan {recipe.title} because its layers differ.", f"Plan {name}, and add the rest."
+                f"Cannot plan {recipe.title} because its layers differ.",
+                f"Plan {name}, and add the rest.",
             )
         _refuse_storage(recipe.storage, optimizer)
     return parsed
@@ -322,7 +372,9 @@ def _refuse_storage(storage: Storage, optimizer: str) -> None:
 def _native_recipes(chip: Chip, optimizer: str) -> list[Recipe]:
     """Return every storage of 16-bit weights, and every other compute with its storage, that a chip multiplies natively."""
     is_wide = "bfloat16" in chip.peak_tflops
-    names = STORAGE_RECIPES if is_wide else [name for name in STORAGES if name.startswith("float16/")]
+    names = (
+        STORAGE_RECIPES if is_wide else [name for name in STORAGES if name.startswith("float16/")]
+    )
     # Users must request computes that change the whole model or are for fine-tuning.
     computes = [
         f"{compute.name}/{compute.default_storage}"

@@ -64,9 +64,13 @@ class Plan:
         best, memory, lines = self.best, self.best.chip.memory_bytes, []
         if not best.fits:
             closest = f"{best.recipe.title} ({layout_text(best.layout)})"
-            lines.append(f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}.")
+            lines.append(
+                f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}."
+            )
         if self.days:
-            lines.append(f"{best.cluster.name} are the fewest with {self.days:g} d at the slow end of the interval.")
+            lines.append(
+                f"{best.cluster.name} are the fewest with {self.days:g} d at the slow end of the interval."
+            )
         if best.faster:
             rival = best.faster
             lines.append(
@@ -81,8 +85,14 @@ class Plan:
             lines.append(f"Left out: {row}: {reason}")
         if len({job.chip.name for job in self.options}) > 1 and not self.shared:
             places = " and ".join(_places(self.options))
-            lines.append(f"No configuration fits on all of {places}: the chips with the least memory decide.")
-        return [*lines, *_program_sentences(best), f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self)))}."]
+            lines.append(
+                f"No configuration fits on all of {places}: the chips with the least memory decide."
+            )
+        return [
+            *lines,
+            *_program_sentences(best),
+            f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self)))}.",
+        ]
 
     def tables(self) -> list[Table]:
         """Return the options, and the time of each group in the best option's step."""
@@ -102,7 +112,9 @@ class Plan:
         best = self.best
         return [
             _terms_table(
-                best.memory, "bytes", f"Memory of the worst rank, {best.recipe.title}, {layout_text(best.layout)}"
+                best.memory,
+                "bytes",
+                f"Memory of the worst rank, {best.recipe.title}, {layout_text(best.layout)}",
             ),
             _terms_table(best.step, "s", f"An optimizer step of {best.tokens_per_step:,} tokens"),
         ]
@@ -137,10 +149,16 @@ def _options_table(jobs: Sequence[Job], tokens: float | None, title: str) -> Tab
         ),
         *text_columns(fits=lambda job: job.fits),
         Column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}", right=True),
-        Column("80 % interval", lambda job: " to ".join(f"{end:,.0f}" for end in job.rate_interval), right=True),
+        Column(
+            "80 % interval",
+            lambda job: " to ".join(f"{end:,.0f}" for end in job.rate_interval),
+            right=True,
+        ),
         Column("MFU of the 16-bit peak", lambda job: f"{job.mfu:.0%}", right=True),
         *number_columns(
-            tokens_a_step=lambda job: f"{job.tokens_per_step:,}" if len({j.tokens_per_step for j in jobs}) > 1 else "",
+            tokens_a_step=lambda job: f"{job.tokens_per_step:,}"
+            if len({j.tokens_per_step for j in jobs}) > 1
+            else "",
             step=lambda job: duration_text(job.step.total),
         ),
     )
@@ -149,12 +167,16 @@ def _options_table(jobs: Sequence[Job], tokens: float | None, title: str) -> Tab
             *number_columns(time=lambda job: duration_text(SECONDS_PER_DAY * job.days(tokens))),
             Column(
                 "80 % interval",
-                lambda job: " to ".join(duration_text(SECONDS_PER_DAY * end) for end in job.days_interval(tokens)),
+                lambda job: " to ".join(
+                    duration_text(SECONDS_PER_DAY * end) for end in job.days_interval(tokens)
+                ),
                 right=True,
             ),
             *number_columns(chip_hours=lambda job: f"{24 * job.num_chips * job.days(tokens):,.0f}"),
         )
-    columns += text_columns(matmuls=lambda job: "" if multiplies(job.recipe.compute, job.chip) else "emulated")
+    columns += text_columns(
+        matmuls=lambda job: "" if multiplies(job.recipe.compute, job.chip) else "emulated"
+    )
     columns += text_columns(limited_by="limited_by", runs_with=_runs_with)
     return _table(columns, jobs, title)
 
@@ -164,7 +186,9 @@ def _runs_with(job: Job) -> str:
     texts = [program.text for program in programs_of(job)]
     if not texts:
         return "none that is known"
-    return texts[0] if len(texts) == 1 else f"{texts[0]}, {texts[1]}{' …' if len(texts) > 2 else ''}"
+    return (
+        texts[0] if len(texts) == 1 else f"{texts[0]}, {texts[1]}{' …' if len(texts) > 2 else ''}"
+    )
 
 
 def _program_sentences(job: Job) -> Iterator[str]:
@@ -174,10 +198,15 @@ def _program_sentences(job: Job) -> Iterator[str]:
         yield f"No known program runs {job.recipe.title} in this layout on {job.chip.name}."
     others = []
     for program in programs_of(replace(job, program=replace(job.program, limits={}))):
-        same = {name: getattr(job.program, name) for name in ("lora", "base", "adapted", "release", "offload")}
+        same = {
+            name: getattr(job.program, name)
+            for name in ("lora", "base", "adapted", "release", "offload")
+        }
         other = replace(job, program=replace(program, **same))
         if abs(other.memory.total / job.memory.total - 1) > NOTABLE:
-            others.append(f"{program.name} {bytes_text(other.memory.total)}{'' if other.fits else ' (too large)'}")
+            others.append(
+                f"{program.name} {bytes_text(other.memory.total)}{'' if other.fits else ' (too large)'}"
+            )
     if others:
         yield f"The same layout in other programs: {', '.join(others)}."
 
@@ -212,7 +241,10 @@ def _groups_table(step: Terms, title: str) -> Table:
     groups = sorted(step.groups.items(), key=lambda item: -item[1])
     columns = (
         *text_columns(group=lambda item: item[0]),
-        *number_columns(time=lambda item: duration_text(item[1]), share=lambda item: f"{item[1] / step.total:.0%}"),
+        *number_columns(
+            time=lambda item: duration_text(item[1]),
+            share=lambda item: f"{item[1] / step.total:.0%}",
+        ),
         *text_columns(what_helps=lambda item: CAUSES["groups"][item[0]]["remedy"]),
     )
     return Table(columns, [item for item in groups if item[1] >= _LEAST_SHARE * step.total], title)
@@ -231,13 +263,17 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     yield f"{best.recipe.title} loses {best.recipe.storage.loses}"
     if plan.tokens is not None:
         yield f"{RESTARTS:.0%} for restarts in the time of the run, up to {MOST_RESTARTS:.0%} in its interval"
-    lossy = dict.fromkeys(job.recipe.title for job in plan.options if not job.recipe.storage.keeps_updates)
+    lossy = dict.fromkeys(
+        job.recipe.title for job in plan.options if not job.recipe.storage.keeps_updates
+    )
     if lossy:
         yield f"{', '.join(lossy)} lose small updates, or their second moments freeze at a beta2 of 0.999, and are listed last"
     if preset is not None and best.sequence_length > preset.max_positions:
         yield f"positions beyond {preset.name}'s {preset.max_positions:,} (a config.json with larger max_position_embeddings)"
     usual = ""
-    if not (best.program.lora or LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP):
+    if not (
+        best.program.lora or LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP
+    ):
         usual = f", where published ones have {count_text(LEAST_TOKENS_PER_STEP)} to {count_text(MOST_TOKENS_PER_STEP)}"
     yield f"steps of {best.tokens_per_step:,} tokens{usual} (--tokens-per-step)"
     if best.layout.context > 2:

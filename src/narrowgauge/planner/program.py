@@ -71,7 +71,9 @@ class Program:
     def __post_init__(self) -> None:
         refuse_others("program", self, _VALUES)
         if type(self.lora) is not int or self.lora < 0:
-            raise RecipeError(f"a program has lora = {self.lora!r}.", "Use a rank from 1 on, or 0 for none.")
+            raise RecipeError(
+                f"a program has lora = {self.lora!r}.", "Use a rank from 1 on, or 0 for none."
+            )
 
     @property
     def base_bytes(self) -> float:
@@ -85,15 +87,25 @@ class Program:
         gradient, 12 bytes, while the allocator still reserves the logits.
         """
         width = 4.0 if self.head == "float32" else 2.0 if self.head else width
-        return 2 * width if self.loss == "compiled" else (12 + width) / (CHUNKS if self.loss == "chunked" else 1)
+        return (
+            2 * width
+            if self.loss == "compiled"
+            else (12 + width) / (CHUNKS if self.loss == "chunked" else 1)
+        )
 
     def __str__(self) -> str:
         """Write the program as the answer states it."""
         parts = [f"{self.kernels} kernels, {self.loss} loss, {self.attention} attention"]
         if self.gathered:
-            parts.append(f"float32 shards gathered in {self.gathered} and reduced in {self.reduced}")
-        parts.append(f"micro-batches summed in {'the dtype of the weights' if self.sums == 'weight' else self.sums}")
-        parts += ["each gradient freed after its update"] * self.release + ["states on the host"] * self.offload
+            parts.append(
+                f"float32 shards gathered in {self.gathered} and reduced in {self.reduced}"
+            )
+        parts.append(
+            f"micro-batches summed in {'the dtype of the weights' if self.sums == 'weight' else self.sums}"
+        )
+        parts += ["each gradient freed after its update"] * self.release + [
+            "states on the host"
+        ] * self.offload
         if self.lora:
             parts.append(f"adapters of rank {self.lora} over weights frozen in {self.base}")
         return f"{self.text}: {', '.join(parts)}"
@@ -107,7 +119,10 @@ class Program:
         used = [axis for axis in (*AXES, "expert") if getattr(layout, axis) > 1]
         groups, rule = layout.pipeline * layout.interleave, UPDATE_RULES[job.optimizer].optimizer
         # A recipe that the program has itself needs no optimizer and no layers of ours.
-        is_own = recipe.storage.short_name in limits.get("storages", ()) and rule in ("AdamW", "Adam")
+        is_own = recipe.storage.short_name in limits.get("storages", ()) and rule in (
+            "AdamW",
+            "Adam",
+        )
         is_own &= recipe.compute.is_wide or recipe.compute.name in limits.get("computes", ())
         is_own &= not recipe.reduction.order_invariant
         is_wide, is_lora = recipe.compute.is_wide or is_own, bool(job.program.lora)
@@ -135,8 +150,12 @@ def adapters_of(a: Architecture, program: Program) -> Iterator[Matmul]:
     """Yield both matrices of each adapter, ``[rank, in_features]`` and ``[out_features, rank]``."""
     for m in a.matmuls if program.lora else ():
         if m.part == "attention" or (program.adapted == "all" and m.part == "mlp"):
-            yield replace(m, name=f"{m.name}.lora_A", out_features=program.lora, split="none", has_bias=False)
-            yield replace(m, name=f"{m.name}.lora_B", in_features=program.lora, split="none", has_bias=False)
+            yield replace(
+                m, name=f"{m.name}.lora_A", out_features=program.lora, split="none", has_bias=False
+            )
+            yield replace(
+                m, name=f"{m.name}.lora_B", in_features=program.lora, split="none", has_bias=False
+            )
 
 
 CHUNKS = 8
@@ -147,30 +166,45 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "reduced": ("bfloat16", "float32"), "sums": ("weight", *ACCUMULATION_DTYPES), "release": (False, True),
     "offload": (False, True), "base": tuple(BASE_BITS), "adapted": ("all", "attention"),
 }  # fmt: skip
-PROGRAMS: dict[str, Program] = {name: Program(name, **row) for name, row in load_data("programs", "planner").items()}
+PROGRAMS: dict[str, Program] = {
+    name: Program(name, **row) for name, row in load_data("programs", "planner").items()
+}
 """Programs by name. The first is the default."""
 DEFAULT = PROGRAMS["compiled"]
 
 
 def programs_of(job: Job) -> list[Program]:
     """Return the programs that run a job: its own, or all named ones if its own has no limits."""
-    programs = [job.program] if job.program.limits else [row for row in PROGRAMS.values() if row.limits]
+    programs = (
+        [job.program] if job.program.limits else [row for row in PROGRAMS.values() if row.limits]
+    )
     return [program for program in programs if not program.why_not(job)]
 
 
 def program_of(software: set[str]) -> Program:
     """Return the program of a row of measured speed, or the default one."""
-    named = (row for row in PROGRAMS.values() if all(name.startswith(tuple(row.softwares)) for name in software))
+    named = (
+        row
+        for row in PROGRAMS.values()
+        if all(name.startswith(tuple(row.softwares)) for name in software)
+    )
     return next(named, DEFAULT)
 
 
-_FIELDS = tuple(row.name for row in dataclasses.fields(Program) if row.compare and row.name != "name")
+_FIELDS = tuple(
+    row.name for row in dataclasses.fields(Program) if row.compare and row.name != "name"
+)
 
 
 def read_program(text: str | Program) -> Program:
     """Read a program: a name of ``PROGRAMS``, fields with values, or both, between commas."""
     if isinstance(text, Program):
         return text
-    name, fields = read_fields(text, "program", PROGRAMS, _FIELDS, f"There are {', '.join(PROGRAMS)}.")
+    name, fields = read_fields(
+        text, "program", PROGRAMS, _FIELDS, f"There are {', '.join(PROGRAMS)}."
+    )
     switches = {"true": True, "false": False}
-    return replace(PROGRAMS.get(name, DEFAULT), **{key: switches.get(value, value) for key, value in fields.items()})
+    return replace(
+        PROGRAMS.get(name, DEFAULT),
+        **{key: switches.get(value, value) for key, value in fields.items()},
+    )

@@ -51,7 +51,11 @@ def operation_seconds(
     The recipe sets the dtypes of input, output and weight.
     """
     num_weights, stream, weights = out_features * in_features, recipe.dtype, recipe.storage.visible
-    sizes = {"input": num_tokens * in_features, "weight": float(num_weights), "gradient": num_tokens * out_features}
+    sizes = {
+        "input": num_tokens * in_features,
+        "weight": float(num_weights),
+        "gradient": num_tokens * out_features,
+    }
     flops = 2.0 * num_tokens * num_weights
     seconds: dict[str, float] = {}
     for matmul, product in compute.products.items():
@@ -65,7 +69,9 @@ def operation_seconds(
         operands = [SLOTS[f"{matmul}.{side}"].tensor for side in ("left", "right")]
         [result] = set(TENSORS) - set(operands)
         first, second = (sizes[tensor] for tensor in operands)
-        moved = first * _written_bytes(product.left, native) + second * _written_bytes(product.right, native)
+        moved = first * _written_bytes(product.left, native) + second * _written_bytes(
+            product.right, native
+        )
         moved += sizes[result] * bytes_per_number(weights if result == "weight" else stream)
         extra = _extra_bytes(matmul, product, native, first, second, sizes[result])
         format = product.left.format if native else stream
@@ -90,7 +96,9 @@ def _written_bytes(cast: Cast, native: bool) -> float:
     return bytes_per_number(cast.format) if cast.is_wide or native else 2.0
 
 
-def _extra_bytes(matmul: str, product: Product, native: bool, first: float, second: float, result: float) -> float:
+def _extra_bytes(
+    matmul: str, product: Product, native: bool, first: float, second: float, result: float
+) -> float:
     """Return the extra bytes of a matmul: to transpose low-precision floats (their kernels take only rows), and to scale.
 
     ``first``, ``second`` and ``result`` are the numbers of elements of its operands and its result.
@@ -102,7 +110,12 @@ def _extra_bytes(matmul: str, product: Product, native: bool, first: float, seco
     if native and product.left.format.startswith(("float8", "float4")) and matmul != "output":
         total += 2 * second * width
     scaled_inside = native and product.left.format.startswith("float8")
-    if product.left.block is None and not product.is_wide and not scaled_inside and product.left.scaling != "static":
+    if (
+        product.left.block is None
+        and not product.is_wide
+        and not scaled_inside
+        and product.left.scaling != "static"
+    ):
         total += result * ((4 if native else 2) + 2 + (2 if native else 0))
     return total
 

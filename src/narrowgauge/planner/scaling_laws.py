@@ -36,7 +36,9 @@ SHAPES: dict[str, Callable[[float], float]] = {
 """Dependence of a part of the time on the number of chips. Only ``divided`` shrinks with more chips."""
 _LAWS = (("divided",), *(("divided", rest) for rest in SHAPES if rest != "divided"))
 
-_ALLOWED = 1.5  # times the noise: a law may miss the points by this much, however well another law fits
+_ALLOWED = (
+    1.5  # times the noise: a law may miss the points by this much, however well another law fits
+)
 _UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _EXAMPLE = "For instance 128:10d,256:7d (units s, min, h, d)."
 Points = Sequence[tuple[int, float]]
@@ -55,12 +57,14 @@ def read_points(text: str) -> list[tuple[int, float]]:
         match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+\.?\d*)\s*(s|min|m|h|d)\s*", part)
         if match is None or not int(match[1]) or not float(match[2]):
             raise DataError(
-                f"Cannot read '{part}' as a measured time: it must be CHIPS:TIME, both above zero.", _EXAMPLE
+                f"Cannot read '{part}' as a measured time: it must be CHIPS:TIME, both above zero.",
+                _EXAMPLE,
             )
         points.append((int(match[1]), float(match[2]) * _UNITS[match[3]]))
     if len(dict(points)) < 2:
         raise DataError(
-            f"Cannot fit a scaling law because {text!r} has times on {counted(points[0][0], 'chip')} only.", _EXAMPLE
+            f"Cannot fit a scaling law because {text!r} has times on {counted(points[0][0], 'chip')} only.",
+            _EXAMPLE,
         )
     return sorted(points)
 
@@ -85,7 +89,10 @@ class Law:
     def interval(self, chips: float) -> tuple[float, float]:
         """Return the 80 % interval of :meth:`seconds` that follows from the error of the points' times."""
         # Change of the time per relative error of each point's time.
-        changes = sum(SHAPES[name](chips) * weights for name, weights in zip(self.parts, self.weights, strict=True))
+        changes = sum(
+            SHAPES[name](chips) * weights
+            for name, weights in zip(self.parts, self.weights, strict=True)
+        )
         deviation, middle = max(NOISE, self.error) * math.hypot(*changes), self.seconds(chips)
         return max(0.0, middle - SIGMAS * deviation), middle + SIGMAS * deviation
 
@@ -132,10 +139,18 @@ class Scaling:
             f"them and {duration_text(total - divided)} are not."
         )
         if "constant" in law.parts:
-            lines.append(f"No number of chips takes less than {duration_text(law.parts['constant'])} by this law.")
+            lines.append(
+                f"No number of chips takes less than {duration_text(law.parts['constant'])} by this law."
+            )
         if len(dict(self.points)) == len(law.parts):
-            return [*lines, "As many sizes as unknowns: nothing checks this law. Measure a third size."]
-        return [*lines, f"More sizes than unknowns were measured: the law misses their times by {law.error:.1%}."]
+            return [
+                *lines,
+                "As many sizes as unknowns: nothing checks this law. Measure a third size.",
+            ]
+        return [
+            *lines,
+            f"More sizes than unknowns were measured: the law misses their times by {law.error:.1%}.",
+        ]
 
     def row(self, at: Sequence[int] = ()) -> Row:
         """Return plain values: the laws, times on half the least, ``at`` and twice the most chips, and possible causes."""
@@ -144,10 +159,19 @@ class Scaling:
         for chips in sorted({max(1, first // 2), *at, max([2 * last, *at])}):
             seconds, (low, high) = law.seconds(chips), self.interval(chips)
             times = {"seconds": seconds, "low_seconds": low, "high_seconds": high}
-            predictions.append({"chips": chips, **times, "efficiency": law.seconds(first) / seconds * first / chips})
+            predictions.append(
+                {
+                    "chips": chips,
+                    **times,
+                    "efficiency": law.seconds(first) / seconds * first / chips,
+                }
+            )
         shapes = {name for law in self.laws for name in law.parts}
         return {
-            "laws": [{"parts_seconds": law.parts, "relative_error": law.error, "text": str(law)} for law in self.laws],
+            "laws": [
+                {"parts_seconds": law.parts, "relative_error": law.error, "text": str(law)}
+                for law in self.laws
+            ],
             "predictions": predictions,
             "causes": [cause for cause in CAUSES["cause"] if cause["shape"] in shapes],
             "sentences": self.sentences(),
@@ -162,7 +186,9 @@ def tables_of(row: Row) -> list[Table]:
         interval_80=lambda row: f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
         efficiency=lambda row: f"{row['efficiency']:.0%}",
     )
-    causes = text_columns(cause="name", grows="shape", why="why", measure="measure", what_helps="remedy")
+    causes = text_columns(
+        cause="name", grows="shape", why="why", measure="measure", what_helps="remedy"
+    )
     return [
         Table(columns, row["predictions"], "Other numbers of chips"),
         Table(causes, row["causes"], "What may not be divided"),
@@ -182,7 +208,12 @@ def fit(points: Points) -> Scaling:
     enough = max(_ALLOWED * NOISE, 2 * min(law.error for law in laws))
     close = [law for law in laws if law.error <= enough]
     fewest = min(len(law.parts) for law in close)
-    close.sort(key=lambda law: (len(law.parts), round(law.error / NOISE, 1) if len(law.parts) == fewest else 0))
+    close.sort(
+        key=lambda law: (
+            len(law.parts),
+            round(law.error / NOISE, 1) if len(law.parts) == fewest else 0,
+        )
+    )
     return Scaling(points, tuple(close))
 
 
@@ -191,8 +222,12 @@ def _law(names: Sequence[str], points: Points) -> Law | None:
     # Imported here: loading takes as long as a whole plan.
     import numpy as np
 
-    rows = np.array([[SHAPES[name](chips) / seconds for name in names] for chips, seconds in points])
-    weights = np.linalg.pinv(rows / np.linalg.norm(rows, axis=0)) / np.linalg.norm(rows, axis=0)[:, None]
+    rows = np.array(
+        [[SHAPES[name](chips) / seconds for name in names] for chips, seconds in points]
+    )
+    weights = (
+        np.linalg.pinv(rows / np.linalg.norm(rows, axis=0)) / np.linalg.norm(rows, axis=0)[:, None]
+    )
     values = weights.sum(axis=1)
     if (rows * values).min() < -1e-9:
         return None

@@ -39,8 +39,16 @@ SIMPLER_STEP_FACTOR = 2
 """Factor on the default tokens that a simpler layout may use, if no tokens are given."""
 LEAST_PART = 4096
 """Minimum tokens of a sequence on a context rank."""
-_TENSOR, _CONTEXT, _EXPERT, _MICRO_BATCHES = (1, 2, 4, 8), (1, 2, 4, 8, 16), (16, 32, 64), range(1, 9)
-_MOST_STAGES, _MOST_GROUPS = 64, 12  # stages, and groups of layers of a stage: published runs had up to 12
+_TENSOR, _CONTEXT, _EXPERT, _MICRO_BATCHES = (
+    (1, 2, 4, 8),
+    (1, 2, 4, 8, 16),
+    (16, 32, 64),
+    range(1, 9),
+)
+_MOST_STAGES, _MOST_GROUPS = (
+    64,
+    12,
+)  # stages, and groups of layers of a stage: published runs had up to 12
 MUCH_FASTER = 1.1
 """Ratio of rates from which a layout that may run out of memory is named beside one that does not."""
 NOISE = 0.05
@@ -77,12 +85,22 @@ def search(
         ChipError: the chip does not multiply the recipe's dtype.
     """
     fixed = dict(fixed or {})
-    job = Job(architecture, recipe, Layout(), cluster, sequence_length, optimizer=optimizer, program=program)
+    job = Job(
+        architecture,
+        recipe,
+        Layout(),
+        cluster,
+        sequence_length,
+        optimizer=optimizer,
+        program=program,
+    )
     check_job(job)
     if program.release:  # a gradient that is freed cannot be summed
         fixed = {**fixed, "micro_batches": 1}
     asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
-    fixed.setdefault("accumulation_dtype", recipe.storage.visible if program.sums == "weight" else program.sums)
+    fixed.setdefault(
+        "accumulation_dtype", recipe.storage.visible if program.sums == "weight" else program.sums
+    )
     if tokens_per_step is not None and "micro_batches" in fixed:
         raise RecipeError(
             f"Cannot take {tokens_per_step:,} tokens per step and micro_batches = {fixed['micro_batches']}: one follows from "
@@ -91,15 +109,21 @@ def search(
         )
     usual_tokens = usual_tokens or usual_tokens_per_step(cluster.chips, program)
     num_sequences = max(1, round((tokens_per_step or usual_tokens) / sequence_length))
-    shapes = [shape for shape in _shapes(job, fixed) if not why_not(architecture, shape, sequence_length)]
+    shapes = [
+        shape for shape in _shapes(job, fixed) if not why_not(architecture, shape, sequence_length)
+    ]
     if not shapes:
         ranks = math.prod(fixed.get(name, 1) for name in AXES)
         why = why_not(architecture, Layout(**fixed), sequence_length)
         why = why or f"{ranks} ranks do not divide {counted(cluster.chips, 'chip')}"
-        raise RecipeError(f"no layout with {asked} suits {architecture.name}: {why}.", "Leave a field open.")
+        raise RecipeError(
+            f"no layout with {asked} suits {architecture.name}: {why}.", "Leave a field open."
+        )
     possible = [shape for shape in shapes if programs_of(replace(job, layout=shape))]
     if not possible and program.limits:
-        why = next(reason for shape in shapes if (reason := program.why_not(replace(job, layout=shape))))
+        why = next(
+            reason for shape in shapes if (reason := program.why_not(replace(job, layout=shape)))
+        )
         raise RecipeError(
             f"{program.text} does not train {recipe.name} in this layout: {why}.",
             "Leave a field open, or name no program.",
@@ -170,20 +194,38 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yield divisions of all chips among the axes, with one sequence at a time."""
     model, chips, node = job.architecture, job.cluster.chips, job.cluster.chips_per_node
     tensors = _values(fixed, "tensor", (ranks for ranks in _TENSOR if ranks <= node))
-    stages = [number for number in range(1, min(_MOST_STAGES, model.num_layers) + 1) if chips % number == 0]
+    stages = [
+        number
+        for number in range(1, min(_MOST_STAGES, model.num_layers) + 1)
+        if chips % number == 0
+    ]
     # Powers of two, and stages of equally many layers (embedding and head may count as a layer each).
-    stages = [n for n in stages if not n & (n - 1) or 0 in (model.num_layers % n, (model.num_layers + 2) % n)]
+    stages = [
+        n
+        for n in stages
+        if not n & (n - 1) or 0 in (model.num_layers % n, (model.num_layers + 2) % n)
+    ]
     stages = stages if chips > node else [1]
-    contexts = _values(fixed, "context", (n for n in _CONTEXT if n == 1 or job.sequence_length >= n * LEAST_PART))
+    contexts = _values(
+        fixed, "context", (n for n in _CONTEXT if n == 1 or job.sequence_length >= n * LEAST_PART)
+    )
     for tensor, pipeline, context in product(tensors, _values(fixed, "pipeline", stages), contexts):
         ranks, rest = divmod(chips, tensor * pipeline * context)
         if rest or (pipeline == 1 and "pipeline" not in fixed and fixed.get("interleave", 1) > 1):
             continue
-        most = math.gcd(model.mixture.num_experts, chips // (tensor * pipeline)) if model.mixture else 1
-        experts = _values(fixed, "expert", (1, math.gcd(most, node), *(n for n in _EXPERT if most % n == 0), most))
+        most = (
+            math.gcd(model.mixture.num_experts, chips // (tensor * pipeline))
+            if model.mixture
+            else 1
+        )
+        experts = _values(
+            fixed, "expert", (1, math.gcd(most, node), *(n for n in _EXPERT if most % n == 0), most)
+        )
         per_stage = math.ceil((model.num_layers + 2 * (model.num_layers % pipeline > 0)) / pipeline)
         groups = range(1, min(per_stage, _MOST_GROUPS) + 1 if pipeline > 1 else 2)
-        depths = _values(fixed, "interleave", (number for number in groups if per_stage % number == 0))
+        depths = _values(
+            fixed, "interleave", (number for number in groups if per_stage % number == 0)
+        )
         # Shard the state over all data ranks, those of a node, or none.
         shards: tuple[int, ...] = (ranks, max(1, node // (tensor * context)), 1)
         if "data" in fixed:
@@ -199,16 +241,29 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
             zeros = (0,) if shard == 1 else (3, 1) if pipeline > 1 else (3, 2, 1)
             for zero, expert, depth in product(_values(fixed, "zero", zeros), experts, depths):
                 sums = fixed["accumulation_dtype"]
-                axes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
-                yield Layout(ranks // shard, shard, zero, interleave=depth, accumulation_dtype=sums, **axes)
+                axes = {
+                    "tensor": tensor,
+                    "pipeline": pipeline,
+                    "context": context,
+                    "expert": expert,
+                }
+                yield Layout(
+                    ranks // shard, shard, zero, interleave=depth, accumulation_dtype=sums, **axes
+                )
 
 
 def _batches(
-    shape: Layout, num_sequences: int, fixed: Mapping[str, Any], is_batch_free: bool, recomputed: Sequence[str]
+    shape: Layout,
+    num_sequences: int,
+    fixed: Mapping[str, Any],
+    is_batch_free: bool,
+    recomputed: Sequence[str],
 ) -> Iterator[Layout]:
     """Yield a shape with every batch that divides its replicas' part of ``num_sequences``, and one micro-batch if free."""
     per_replica = max(1, round(num_sequences / shape.num_replicas))
-    for micro_batch in _values(fixed, "micro_batch", (size for size in _MICRO_BATCHES if per_replica % size == 0)):
+    for micro_batch in _values(
+        fixed, "micro_batch", (size for size in _MICRO_BATCHES if per_replica % size == 0)
+    ):
         counts = [fixed.get("micro_batches", max(1, round(per_replica / micro_batch)))]
         if is_batch_free and shape.pipeline == 1 and counts != [1]:
             counts.append(1)

@@ -46,10 +46,13 @@ def plan_state(
         [80.0, 160.0]
     """
     if not 1 <= params < 1e18:
-        raise RecipeError(f"Cannot plan {params:g} parameters.", "Give a number above 1, such as 10e9.")
+        raise RecipeError(
+            f"Cannot plan {params:g} parameters.", "Give a number above 1, such as 10e9."
+        )
     if optimizer in RANKS:
         raise RecipeError(
-            f"Cannot count the states of {optimizer} without shapes of matrices.", "narrowgauge plan run --model …"
+            f"Cannot count the states of {optimizer} without shapes of matrices.",
+            "narrowgauge plan run --model …",
         )
     fixed = read_layout(layout)
     base = Layout(**fixed)
@@ -69,7 +72,11 @@ def plan_state(
         on_rank = bytes_per_parameter(storage) * (params / axes.tensor / axes.pipeline)
         state = shared(on_rank, axes, axes.num_sharing)
         total = state.weights + state.gradients + state.optimizer
-        row = {"recipe": recipe.title, "bytes_per_param": storage.bytes_per_param, "layout": axes_text(axes)}
+        row = {
+            "recipe": recipe.title,
+            "bytes_per_param": storage.bytes_per_param,
+            "layout": axes_text(axes),
+        }
         row |= {
             "chips": number,
             "weights": state.weights,
@@ -78,7 +85,11 @@ def plan_state(
             "total": total,
             "resuming": state.weights + 2 * state.optimizer,
         }
-        rows.append(row if place is None else {**row, "chip": place.name, "free": place.memory_bytes - total})
+        rows.append(
+            row
+            if place is None
+            else {**row, "chip": place.name, "free": place.memory_bytes - total}
+        )
     return sorted(rows, key=lambda row: (row["chips"], row["total"]))
 
 
@@ -95,5 +106,8 @@ def state_table(rows: Sequence[Row], params: float) -> Table:
         ),
     )
     if "chip" in rows[0]:
-        columns += (*text_columns(chip="chip"), *number_columns(free=lambda row: bytes_text(row["free"])))
+        columns += (
+            *text_columns(chip="chip"),
+            *number_columns(free=lambda row: bytes_text(row["free"])),
+        )
     return Table(columns, list(rows), f"{count_text(params)} parameters")

@@ -68,7 +68,9 @@ def step_terms(job: Job) -> Terms:
         number = job.trained_parameters * layers / job.architecture.num_layers / sharing
     seconds = optimizer_seconds(job, number)
     formula = f"{number:.3g} parameters × {job.bytes_per_param:g} B read and written"
-    optimizer = Term("optimizer", "states read and written", seconds, formula, "bytes of the storage")
+    optimizer = Term(
+        "optimizer", "states read and written", seconds, formula, "bytes of the storage"
+    )
     terms = [*_stage_terms(job, layers, has_head), optimizer]
     return Terms((*terms, *_waiting_terms(job, number, sum(term.value for term in terms))))
 
@@ -88,7 +90,9 @@ def check_job(job: Job) -> None:
         )
     why = why_not(architecture, layout, job.sequence_length)
     if why:
-        raise RecipeError(f"{architecture.name} cannot run in this layout: {why}.", "Choose a divisor.")
+        raise RecipeError(
+            f"{architecture.name} cannot run in this layout: {why}.", "Choose a divisor."
+        )
 
 
 def stage_layers(num_layers: int, stages: int) -> tuple[int, bool]:
@@ -122,7 +126,14 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     ranks = layout.tensor, layout.expert, layout.expert_tensor_ranks
     (matmuls, casts), (head, head_casts) = (
         linear_seconds(
-            job.architecture, job.recipe, ranks, job.tokens, job.chip, job.efficiency, program, is_head=is_head
+            job.architecture,
+            job.recipe,
+            ranks,
+            job.tokens,
+            job.chip,
+            job.efficiency,
+            program,
+            is_head=is_head,
         )
         for is_head in (False, True)
     )
@@ -131,14 +142,20 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
         "gaps": mixture_seconds(job),
     }  # fmt: skip
     body = {group: total(seconds, again[group]) for group, seconds in of_layers.items()}
-    return body, {"matmuls": total(head), "casts": total(head_casts), "loss": total(loss_seconds(job))}
+    return body, {
+        "matmuls": total(head),
+        "casts": total(head_casts),
+        "loss": total(loss_seconds(job)),
+    }
 
 
 def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
     """Yield a stage's computing and exchanges for all micro-batches, and its wait for other stages."""
     layout, library, batches = job.layout, job.efficiency["library"], job.layout.micro_batches
     body, tail = _micro_batch_seconds(job)
-    groups = {group: seconds * layers / job.architecture.num_layers for group, seconds in body.items()}
+    groups = {
+        group: seconds * layers / job.architecture.num_layers for group, seconds in body.items()
+    }
     for group, seconds in tail.items():
         groups[group] = groups.get(group, 0.0) + seconds * has_head
     busy = sum(groups.values())
@@ -156,7 +173,9 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
         waiting = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
         formula = f"{layout.pipeline - 1} other stages, {waiting:.3g} s a micro-batch, / {layout.interleave}"
         bubble = waiting / layout.interleave / library
-        yield Term("bubble", "filling and draining the pipeline", bubble, formula, "arXiv 2104.04473")
+        yield Term(
+            "bubble", "filling and draining the pipeline", bubble, formula, "arXiv 2104.04473"
+        )
 
 
 def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
@@ -169,10 +188,23 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    beyond = error_of(has_mixture=job.architecture.mixture is not None, has_software=bool(job.software))[0] - 1
+    beyond = (
+        error_of(has_mixture=job.architecture.mixture is not None, has_software=bool(job.software))[
+            0
+        ]
+        - 1
+    )
     if beyond:
         formula = f"{seconds:.3g} s × {beyond:.3g}, the median of published mixtures"
-        yield Term("waiting", "beyond the terms", seconds * beyond, formula, "benchmarks/published_runs.py")
+        yield Term(
+            "waiting", "beyond the terms", seconds * beyond, formula, "benchmarks/published_runs.py"
+        )
     saved = number * job.bytes_per_param / (1e9 * job.chip.host_gb_per_second * shares["host"])
     formula = f"{saved:.3g} s to the host's memory every {CHECKPOINT_SECONDS:,.0f} s"
-    yield Term(UNSTEADY_GROUP, "copying states", seconds * saved / CHECKPOINT_SECONDS, formula, "an assumption")
+    yield Term(
+        UNSTEADY_GROUP,
+        "copying states",
+        seconds * saved / CHECKPOINT_SECONDS,
+        formula,
+        "an assumption",
+    )

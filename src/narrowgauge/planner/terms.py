@@ -34,7 +34,10 @@ class Term(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float]:
-        return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
+        return (
+            self.value if self.low is None else self.low,
+            self.value if self.high is None else self.high,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,13 @@ def changes(before: Terms, after: Terms, scale: float = 1.0) -> list[Row]:
     rows: dict[tuple[str, str], Row] = {}
     for side, terms, factor in (("before", before, scale), ("after", after, 1.0)):
         for term in terms:
-            empty = {"group": term.group, "name": term.name, "before": 0.0, "after": 0.0, "formula": ""}
+            empty = {
+                "group": term.group,
+                "name": term.name,
+                "before": 0.0,
+                "after": 0.0,
+                "formula": "",
+            }
             row = rows.setdefault((term.group, term.name), empty)
             row[side] += factor * term.value
             row["formula"] = term.formula

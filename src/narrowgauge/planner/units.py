@@ -44,7 +44,9 @@ def count_text(number: float) -> str:
         >>> count_text(32.5e9), count_text(10e9), count_text(1_331_200_000), count_text(128)
         ('32.5B', '10B', '1.33B', '128')
     """
-    scale, unit = next(((scale, unit) for scale, unit in _COUNTS if abs(number) >= scale), (1.0, ""))
+    scale, unit = next(
+        ((scale, unit) for scale, unit in _COUNTS if abs(number) >= scale), (1.0, "")
+    )
     return f"{number / scale:.3g}{unit}"
 
 
@@ -52,7 +54,10 @@ def unit_of(value: float, quantity: str) -> tuple[float, str]:
     """Return the size and name of the largest unit of ``"bytes"`` or ``"s"`` that makes a value at least one."""
     units = _SECONDS if quantity == "s" else _BYTES
     # 480 GB is easier to compare with a chip's memory than 0.48 TB. So terabytes begin at ten.
-    return next((unit for unit in units if abs(value) >= unit[0] * (10 if unit[1] == "TB" else 1)), units[-1])
+    return next(
+        (unit for unit in units if abs(value) >= unit[0] * (10 if unit[1] == "TB" else 1)),
+        units[-1],
+    )
 
 
 def layout_text(layout: Layout) -> str:
@@ -77,7 +82,10 @@ def axes_text(layout: Layout) -> str:
         >>> axes_text(Layout(shard=4, zero=1, tensor=2, pipeline=4)), axes_text(Layout())
         ('shard 4 (ZeRO-1), tensor 2, pipeline 4', 'one chip')
     """
-    axes = [(name, getattr(layout, name)) for name in ("data", "shard", "tensor", "pipeline", "context", "expert")]
+    axes = [
+        (name, getattr(layout, name))
+        for name in ("data", "shard", "tensor", "pipeline", "context", "expert")
+    ]
     zero = f" (ZeRO-{layout.zero})" if layout.zero != 3 else ""
     parts = [f"{name} {size}{zero if name == 'shard' else ''}" for name, size in axes if size > 1]
     if layout.interleave > 1:

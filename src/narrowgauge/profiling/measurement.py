@@ -90,18 +90,30 @@ class Times:
     layers: dict[tuple[Recipe, str], list[tuple[float, float]]]
 
 
-def measure(recipes: Sequence[Recipe], config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> Times:
+def measure(
+    recipes: Sequence[Recipe], config: TrainConfig, say: Callable[[str], None] = lambda _: None
+) -> Times:
     """Time these recipes and their baselines. ``config.recipe`` is not used. ``say`` gets lines of progress."""
     timed = dict.fromkeys([*map(baseline_of, recipes), *recipes])
     sessions = {recipe: training_session(replace(config, recipe=recipe)) for recipe in timed}
     kinds = kinds_of(next(iter(sessions.values())).model)
-    times = Times(kinds, {recipe: [] for recipe in timed}, {(r, kind.pattern): [] for r in timed for kind in kinds})
+    times = Times(
+        kinds,
+        {recipe: [] for recipe in timed},
+        {(r, kind.pattern): [] for r in timed for kind in kinds},
+    )
     # The compiler keeps a version of a block for each compute. By default it keeps eight.
-    with torch._dynamo.config.patch(recompile_limit=max(torch._dynamo.config.recompile_limit, MANY_VERSIONS)):
+    with torch._dynamo.config.patch(
+        recompile_limit=max(torch._dynamo.config.recompile_limit, MANY_VERSIONS)
+    ):
         for recipe, session in sessions.items():
             say(f"compiling a step and the layers in {recipe.name}")
             train_step(session)
-        works = {(r, kind.pattern): passes_of(session, kind) for r, session in sessions.items() for kind in kinds}
+        works = {
+            (r, kind.pattern): passes_of(session, kind)
+            for r, session in sessions.items()
+            for kind in kinds
+        }
         for forward, forward_backward in works.values():
             forward()
             forward_backward()
@@ -129,7 +141,11 @@ def passes_of(session: Session, kind: Kind) -> tuple[Work, Work]:
     Each call takes the kind's next layer. On a GPU it also takes other inputs, so that the cache is cold. In a model, a layer's
     weight and input come from memory, since other layers ran in between.
     """
-    recipe, device, num_tokens = session.config.recipe, session.device, session.config.tokens_per_step
+    recipe, device, num_tokens = (
+        session.config.recipe,
+        session.device,
+        session.config.tokens_per_step,
+    )
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(columns: int, scale: float) -> Tensor:
@@ -140,7 +156,10 @@ def passes_of(session: Session, kind: Kind) -> tuple[Work, Work]:
     if device.type == "cuda":
         num_bytes = 2 * num_tokens * (kind.in_features + kind.out_features)
         copies += math.ceil(2 * torch.cuda.get_device_properties(device).L2_cache_size / num_bytes)
-    pairs = [(drawn(kind.in_features, 1.0).requires_grad_(), drawn(kind.out_features, 1e-3)) for _ in range(copies)]
+    pairs = [
+        (drawn(kind.in_features, 1.0).requires_grad_(), drawn(kind.out_features, 1e-3))
+        for _ in range(copies)
+    ]
     layers = itertools.cycle(session.model.get_submodule(name) for name in kind.names)
     inputs = itertools.cycle(pairs)
 

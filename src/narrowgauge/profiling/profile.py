@@ -41,16 +41,22 @@ def profile(
     Cost: the compilation of a training step of each recipe, and then some steps.
     """
     recipes = list(dict.fromkeys(recipes))
-    config = TrainConfig(model=known_model(model), batch_size=batch_size, sequence_length=sequence_length)
+    config = TrainConfig(
+        model=known_model(model), batch_size=batch_size, sequence_length=sequence_length
+    )
     times = measurement.measure(recipes, config, say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [{**cost_row(r, times), "multiplies": describe_matmuls(r.compute, device)} for r in recipes]
+    return [
+        {**cost_row(r, times), "multiplies": describe_matmuls(r.compute, device)} for r in recipes
+    ]
 
 
 def cost_row(recipe: Recipe, times: Times) -> Row:
     """Return a recipe's costs. Ratios are its baseline's seconds over its own, medians over rounds."""
     baseline = baseline_of(recipe)
-    ratios = sorted(base / step for base, step in zip(times.steps[baseline], times.steps[recipe], strict=True))
+    ratios = sorted(
+        base / step for base, step in zip(times.steps[baseline], times.steps[recipe], strict=True)
+    )
     layers = []
     for kind in times.kinds:
         narrow, wide = (times.layers[of, kind.pattern] for of in (recipe, baseline))
@@ -74,7 +80,11 @@ def _ms(name: str) -> Any:
 _STEPS = (
     *name_columns(recipe="recipe"),
     *number_columns(step_ms=_ms("step_seconds"), speed_up=lambda row: f"{row['step_ratio']:.2f} ×"),
-    Column("in all rounds", lambda row: " to ".join(f"{ratio:.2f}" for ratio in row["step_ratio_range"]), right=True),
+    Column(
+        "in all rounds",
+        lambda row: " to ".join(f"{ratio:.2f}" for ratio in row["step_ratio_range"]),
+        right=True,
+    ),
     *name_columns(baseline="baseline"),
     *text_columns(here="multiplies"),
 )
@@ -82,7 +92,11 @@ _LAYERS = (
     *name_columns(layer="pattern", compute="compute"),
     *number_columns(count="count"),
     Column("out × in", lambda row: f"{row['out_features']} × {row['in_features']}", right=True),
-    *number_columns(forward_ms=_ms("forward_seconds"), and_backward=_ms("seconds"), baseline=_ms("baseline_seconds")),
+    *number_columns(
+        forward_ms=_ms("forward_seconds"),
+        and_backward=_ms("seconds"),
+        baseline=_ms("baseline_seconds"),
+    ),
     *number_columns(speed_up=lambda row: f"{row['ratio']:.2f} ×"),
 )
 
@@ -91,5 +105,9 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
     """Return one table of all recipes, then each recipe's layers."""
     tables = [Table(_STEPS, list(rows))]
     for row in rows:
-        tables.append(Table(_LAYERS, row["layers"], f"{row['recipe']}: one layer of each kind, against bfloat16"))
+        tables.append(
+            Table(
+                _LAYERS, row["layers"], f"{row['recipe']}: one layer of each kind, against bfloat16"
+            )
+        )
     return tables

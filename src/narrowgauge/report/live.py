@@ -46,7 +46,9 @@ def stamp_of(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
     for path in paths:
         with contextlib.suppress(NarrowgaugeError, OSError):
             for folder in run_folders([path]):
-                for file in filter(Path.is_file, [*(folder / name for name in FILES), *log_files(folder)]):
+                for file in filter(
+                    Path.is_file, [*(folder / name for name in FILES), *log_files(folder)]
+                ):
                     status = file.stat()
                     files.append((str(file), status.st_size, status.st_mtime_ns))
     return tuple(files)
@@ -126,7 +128,8 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((HERE, port), _Handler)
         except OSError as error:
             raise NarrowgaugeError(
-                f"Cannot serve on port {port} of {HERE}: {error.strerror}.", "Leave --port out for a free one."
+                f"Cannot serve on port {port} of {HERE}: {error.strerror}.",
+                "Leave --port out for a free one.",
             ) from error
 
     @property
@@ -149,8 +152,17 @@ class _Handler(BaseHTTPRequestHandler):
         token, slash, name = self.path.partition("?")[0].removeprefix("/").partition("/")
         is_ours = hmac.compare_digest(token.encode(), self.server.token.encode())
         version, page = self.server.page.current
-        if not is_ours or not slash or name not in ("", "version") or not is_here(self.headers.get_all("Host", [])):
-            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"Open the address that narrowgauge watch printed.\n")
+        if (
+            not is_ours
+            or not slash
+            or name not in ("", "version")
+            or not is_here(self.headers.get_all("Host", []))
+        ):
+            self._send(
+                HTTPStatus.FORBIDDEN,
+                "text/plain",
+                b"Open the address that narrowgauge watch printed.\n",
+            )
         elif name:
             self._send(HTTPStatus.OK, "text/plain", str(version).encode())
         else:
@@ -158,7 +170,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **_HEADERS}.items():
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            **_HEADERS,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

@@ -36,7 +36,11 @@ def digest_of(script: str) -> str:
 
 def packed(value: Any) -> str:
     """Return JSON, compressed and encoded. Floats must be finite."""
-    return _encoded(gzip.compress(json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), 9, mtime=0))
+    return _encoded(
+        gzip.compress(
+            json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), 9, mtime=0
+        )
+    )
 
 
 @functools.cache
@@ -68,7 +72,11 @@ def document(data: Row, live: bool = False, **words: Any) -> str:
     script, live_script = asset("page.js"), asset("live.js") if live else ""
     plotly, digest = plotly_script()
     digests = [digest_of(script), *([digest_of(live_script)] if live else []), digest]
-    policy = "script-src " + " ".join(f"'{digest}'" for digest in digests) + ("; connect-src 'self'" if live else "")
+    policy = (
+        "script-src "
+        + " ".join(f"'{digest}'" for digest in digests)
+        + ("; connect-src 'self'" if live else "")
+    )
     template = environment().get_template("page.html.j2")
     page = template.render(
         **words,
@@ -94,13 +102,20 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["breakable"] = _breakable
-    environment.globals |= {"symbol_of": symbol_of, "dash_of": dash_of, "num_colours": NUM_COLOURS, "solid": DASHES[0]}
+    environment.globals |= {
+        "symbol_of": symbol_of,
+        "dash_of": dash_of,
+        "num_colours": NUM_COLOURS,
+        "solid": DASHES[0],
+    }
     return environment
 
 
 def _breakable(text: Any) -> markupsafe.Markup:
     """Return text whose long names may break only after a dot, a slash or an underscore."""
-    return markupsafe.Markup(re.sub(r"(?<=\w)([._/])(?=[A-Za-z_])", r"\1<wbr>", str(markupsafe.escape(text))))
+    return markupsafe.Markup(
+        re.sub(r"(?<=\w)([._/])(?=[A-Za-z_])", r"\1<wbr>", str(markupsafe.escape(text)))
+    )
 
 
 def asset(name: str) -> str:

@@ -14,7 +14,9 @@ from narrowgauge.runs.foreign_logs import LOGS, is_log
 from narrowgauge.runs.record import Run, is_run, latest_runs, read_run
 
 
-def read_runs(paths: Sequence[str | Path], say: Callable[[str], object] = warnings.warn) -> list[Run]:
+def read_runs(
+    paths: Sequence[str | Path], say: Callable[[str], object] = warnings.warn
+) -> list[Run]:
     """Return the runs in run folders, logs of other frameworks, and folders of runs.
 
     Runs keep the order of ``paths``. Runs of one folder are sorted by name. No run appears twice. A damaged run beside others
@@ -50,7 +52,9 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
                 problem = "there is no such folder or file"
             elif path.is_file():
                 problem = "it is a file, and no log that can be read. Unpack a zip first"
-            advice = f"Name a run folder, the folder of a comparison, or a {LOGS}.{latest_runs(path)}"
+            advice = (
+                f"Name a run folder, the folder of a comparison, or a {LOGS}.{latest_runs(path)}"
+            )
             raise RecordError(f"No run in {path}: {problem}.", advice)
         places += inside
     return list(dict.fromkeys(places))
@@ -66,22 +70,35 @@ def runs_inside(path: Path) -> list[Path]:
 
 
 def report(
-    paths: Sequence[str | Path], out: str | Path | None = None, say: Callable[[str], object] = warnings.warn
+    paths: Sequence[str | Path],
+    out: str | Path | None = None,
+    say: Callable[[str], object] = warnings.warn,
 ) -> Path:
     """Write one page about existing runs, named as for :func:`read_runs`. Return its path.
 
     If ``out`` is None, write ``report.html`` into the only folder in ``paths``.
     """
     if out is None and len(paths) != 1:
-        raise NarrowgaugeError(f"{len(paths)} folders were named and no page to write.", "Give --out page.html.")
+        raise NarrowgaugeError(
+            f"{len(paths)} folders were named and no page to write.", "Give --out page.html."
+        )
     runs = read_runs(paths, say)
     gc.freeze()  # else Python repeatedly collects garbage among a million rows
     first = Path(paths[0])
-    page = Path(out) if out is not None else (first.parent if first.is_file() else first) / "report.html"
+    page = (
+        Path(out)
+        if out is not None
+        else (first.parent if first.is_file() else first) / "report.html"
+    )
     if page.is_dir():
-        raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
+        raise RecordError(
+            f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html."
+        )
     if page.is_file() and not _is_page(page):
-        raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
+        raise RecordError(
+            f"Cannot write {page}: the file there is no HTML page.",
+            "Name another, or remove it first.",
+        )
     return write_report(compare_runs(runs), page)
 
 

@@ -62,7 +62,10 @@ class Group:
     def named(self) -> list[tuple[Run, str]]:
         """Return the runs, each with a unique name: the label, plus the seed if there are several runs."""
         several = len(self.stats) > 1
-        return [(stats.run, f"{self.label} · seed {stats.seed}" if several else self.label) for stats in self.stats]
+        return [
+            (stats.run, f"{self.label} · seed {stats.seed}" if several else self.label)
+            for stats in self.stats
+        ]
 
     def lines(self, table: str, name: str) -> list[Series]:
         """Return one column of ``steps`` or ``evals`` of every run."""
@@ -74,7 +77,10 @@ class Group:
 
 def groups_of(comparison: Comparison) -> list[Group]:
     """Return the recipes of a comparison, in its order."""
-    return [Group(label, index, stats.runs) for index, (label, stats) in enumerate(comparison.classes.items())]
+    return [
+        Group(label, index, stats.runs)
+        for index, (label, stats) in enumerate(comparison.classes.items())
+    ]
 
 
 def details_of(run: Run, index: int) -> RunDetails:
@@ -82,7 +88,9 @@ def details_of(run: Run, index: int) -> RunDetails:
     was_held = "gauges" in vars(run)
     try:
         diagnosis, rows = diagnosed(run), rows_of(run, "gauges")
-        return RunDetails(diagnosis, bool(rows), heat_maps(rows), histogram(rows, index), _lowest_edq(rows))
+        return RunDetails(
+            diagnosis, bool(rows), heat_maps(rows), histogram(rows, index), _lowest_edq(rows)
+        )
     finally:
         if not was_held:
             vars(run).pop("gauges", None)
@@ -99,5 +107,10 @@ def diagnosed(run: Run) -> Diagnosis | str:
 
 
 def _lowest_edq(rows: Sequence[Row]) -> float:
-    edqs = [metrics.get("edq") for row in rows[-1:] for table, _, metrics in gauge_metrics(row) if table == "updates"]
+    edqs = [
+        metrics.get("edq")
+        for row in rows[-1:]
+        for table, _, metrics in gauge_metrics(row)
+        if table == "updates"
+    ]
     return min((edq for edq in edqs if edq is not None and math.isfinite(edq)), default=1.0)

@@ -49,8 +49,13 @@ def render(comparison: Comparison, live: bool = False) -> str:
     named, readings = [pair for group in groups for pair in group.named], run_readings(groups)
     details = [run for group in groups for run in group.details]
     verdict = differences(groups, comparison)
-    figures = {"verdict": [verdict] if verdict is not None else [], **comparison_figures(groups, comparison.baseline)}
-    figures = {name: [marked(figure, readings) for figure in section] for name, section in figures.items()}
+    figures = {
+        "verdict": [verdict] if verdict is not None else [],
+        **comparison_figures(groups, comparison.baseline),
+    }
+    figures = {
+        name: [marked(figure, readings) for figure in section] for name, section in figures.items()
+    }
     differing, shared = setting_tables(named)
     words: dict[str, Any] = {
         "title": title_of([run for run, _ in named], [group.label for group in groups]),
@@ -62,7 +67,9 @@ def render(comparison: Comparison, live: bool = False) -> str:
         "metrics": HEAT_MAPS, "named": named, "events": event_table(named), "routine": ROUTINE,
         "settings_apart": differing, "settings": shared, "formats": SHOWN_FORMATS,
     }  # fmt: skip
-    macros: Any = environment().get_template("sections.html.j2").make_module({**words, "headings": SECTIONS})
+    macros: Any = (
+        environment().get_template("sections.html.j2").make_module({**words, "headings": SECTIONS})
+    )
     rendered = {name: Markup(getattr(macros, f"{name}_section")().strip()) for name in SECTIONS}
     sections = {name: html for name, html in rendered.items() if html}
     data = {
@@ -90,7 +97,11 @@ def _subtitle(runs: Sequence[Run]) -> str:
         [f"{run.config['steps']} steps" if "steps" in run.config else None for run in runs],
         [run.run.get("machine", {}).get("device") for run in runs],
     ]
-    words = [str(values[0]) for values in shared if values and values[0] and len(set(map(str, values))) == 1]
+    words = [
+        str(values[0])
+        for values in shared
+        if values and values[0] and len(set(map(str, values))) == 1
+    ]
     return " · ".join([*words, counted(len(runs), "run")])
 
 
@@ -129,14 +140,21 @@ def run_readings(groups: Iterable[Group]) -> RunReadings:
         for stats, (_, name), details in zip(group.stats, group.named, group.details, strict=True):
             diagnosis = details.diagnosis
             if isinstance(diagnosis, str):
-                lines.append(f"{name}: the diagnosis failed, which concerns nothing else on this page ({diagnosis}).")
+                lines.append(
+                    f"{name}: the diagnosis failed, which concerns nothing else on this page ({diagnosis})."
+                )
             elif diagnosis.ok:
                 healthy.setdefault(diagnosis.verdict, []).append(name)
             else:
                 first.append((group.index, name, diagnosis.readings[0]))
                 for reading in diagnosis.readings:
-                    kinds.setdefault((reading.what, reading.stage), []).append((stats.seed, reading))
-        rows += sorted((_folded(group.label, members) for members in kinds.values()), key=lambda row: row["step"])
+                    kinds.setdefault((reading.what, reading.stage), []).append(
+                        (stats.seed, reading)
+                    )
+        rows += sorted(
+            (_folded(group.label, members) for members in kinds.values()),
+            key=lambda row: row["step"],
+        )
     lines += [f"{told(names, 6)}: {verdict}" for verdict, names in healthy.items()]
     return RunReadings(Table(_READING_COLUMNS, rows), first, lines)
 

@@ -18,7 +18,9 @@ UNAVAILABLE = "unavailable"
 """Prefix of the result if this machine cannot run the probe. Such results are not compared."""
 
 
-def differences(first_run: Mapping[str, Any], second_run: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+def differences(
+    first_run: Mapping[str, Any], second_run: Mapping[str, Any]
+) -> dict[str, tuple[str, str]]:
     """Return both results of each probe that differs between two ``run.toml``. Skip probes that only one has measured.
 
     Example:
@@ -27,7 +29,11 @@ def differences(first_run: Mapping[str, Any], second_run: Mapping[str, Any]) -> 
         {'layer norm': ('sequential', 'pairwise')}
     """
     first, second = (_results(run) for run in (first_run, second_run))
-    return {name: (text, second[name]) for name, text in first.items() if name in second and text != second[name]}
+    return {
+        name: (text, second[name])
+        for name, text in first.items()
+        if name in second and text != second[name]
+    }
 
 
 def _results(run: Mapping[str, Any]) -> dict[str, str]:

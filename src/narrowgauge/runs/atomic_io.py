@@ -31,8 +31,12 @@ def disk_error(path: Path, error: Exception) -> RecordError:
         status = 1 if error.errno in (errno.EIO, errno.EFBIG) else 2
         advice = "Check the path and who may write there."
         return RecordError(f"Cannot use {path}: {error.strerror or error}.", advice, status=status)
-    place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    message = f"Cannot write {path}: the disk is full ({shutil.disk_usage(place).free:,} bytes free)."
+    place = next(
+        folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
+    )
+    message = (
+        f"Cannot write {path}: the disk is full ({shutil.disk_usage(place).free:,} bytes free)."
+    )
     return RecordError(message, "Free some space, then give the same command again.", status=1)
 
 
@@ -74,7 +78,9 @@ def write_whole(path: Path, data: bytes) -> None:
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):
         if path.exists() and not path.is_file():
-            raise RecordError(f"Cannot write {path}: it is not a regular file.", "Name a file, new or old.")
+            raise RecordError(
+                f"Cannot write {path}: it is not a regular file.", "Name a file, new or old."
+            )
         try:
             temporary.write_bytes(data)
             sync(temporary)
@@ -94,7 +100,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             reason = "not empty" if path.is_dir() else "a file"
         if reason:
-            raise RecordError(f"Cannot write {path}: it exists and is {reason}.", "Name a new folder.")
+            raise RecordError(
+                f"Cannot write {path}: it exists and is {reason}.", "Name a new folder."
+            )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)

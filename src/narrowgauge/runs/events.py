@@ -48,11 +48,15 @@ class Event:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"no event kind is named {self.kind!r}. {suggestion(self.kind, KINDS)}".strip())
+            raise ValueError(
+                f"no event kind is named {self.kind!r}. {suggestion(self.kind, KINDS)}".strip()
+            )
 
     def row(self) -> Row:
         """Return the event as a row of ``events.jsonl``; empty columns are left out."""
-        return {name: value for name, value in asdict(self).items() if value is not None and value != ""}
+        return {
+            name: value for name, value in asdict(self).items() if value is not None and value != ""
+        }
 
     @property
     def sentence(self) -> str:

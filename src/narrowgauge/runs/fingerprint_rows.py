@@ -38,20 +38,30 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     """
     factors = (row.get("ranks") or {}).get("clip") or []
     if len(set(map(repr, factors))) > 1:
-        texts = ", ".join(f"{factor:.9g} on rank {rank}" for rank, factor in enumerate(factors) if factor is not None)
+        texts = ", ".join(
+            f"{factor:.9g} on rank {rank}"
+            for rank, factor in enumerate(factors)
+            if factor is not None
+        )
         message = f"the factor that clips the gradients differs in step {row['step']}: {texts}"
         return "clip:factor", odd_ranks(factors), message
     held_counts = (row.get("ranks") or {}).get("held") or []
     changed = tuple(rank for rank, number in enumerate(held_counts) if number)
     if changed and len(changed) < len(held_counts):
         key = next((key for key in row["tensors"] if key.startswith("held:")), "held:")
-        return key, changed, f"{key[5:]} of {in_words(changed)} changed in memory after step {row['step'] - 1}"
+        return (
+            key,
+            changed,
+            f"{key[5:]} of {in_words(changed)} changed in memory after step {row['step'] - 1}",
+        )
     parted = row.get("parted") or {}
     if not parted:
         return "", (), ""
     key = next(iter(parted))
     # One entry for each group of ranks that hold the same shard: KIND:NAME, then KIND:NAME of ranks …
-    groups = [odd_ranks(numbers) for name, numbers in parted.items() if name.partition(" ")[0] == key]
+    groups = [
+        odd_ranks(numbers) for name, numbers in parted.items() if name.partition(" ")[0] == key
+    ]
     odd = tuple(sorted(rank for ranks in groups for rank in ranks)) if all(groups) else ()
     kind, _, name = key.partition(":")
     who = f"differs on {in_words(odd)} from the others" if odd else "differs between ranks"

@@ -39,7 +39,10 @@ def named(names: Iterable[str], column: str) -> str | None:
         ('eval_loss', 'lr-AdamW', None)
     """
     plain = {name: name.lower().replace(" ", "_") for name in names}
-    return next((name for pattern in NAMES[column] for name in plain if fnmatchcase(plain[name], pattern)), None)
+    return next(
+        (name for pattern in NAMES[column] for name in plain if fnmatchcase(plain[name], pattern)),
+        None,
+    )
 
 
 # ── readers: each raises ValueError for a damaged file ──────────────────────────────────────────────────────────────────
@@ -60,7 +63,9 @@ def _read_csv(file: Path) -> Series:
     try:
         names = table.fieldnames or []
         if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-            raise RecordError(f"{file} has no commas between its columns.", "Write the table with commas.")
+            raise RecordError(
+                f"{file} has no commas between its columns.", "Write the table with commas."
+            )
         rows = list(table)
     except csv.Error as error:
         raise ValueError(f"line {table.line_num}: {error}") from error
@@ -83,7 +88,9 @@ def _series(rows: list[Row], first: int = 0) -> Series:
     for row in rows:
         step = _number(step_name, row.get(step_name))
         if step is not None and not is_whole(step):
-            raise ValueError(f"column '{step_name}' holds {short(step)}, which is not a whole number")
+            raise ValueError(
+                f"column '{step_name}' holds {short(step)}, which is not a whole number"
+            )
         for name in names.values():
             if step is not None and row.get(name) not in (None, ""):
                 series.setdefault(str(name).strip(), {})[int(step) + first] = row[name]
@@ -118,8 +125,14 @@ def _read_events(file: Path) -> Series:
                 raise ValueError(str(error.message).removeprefix(f"{file} ")) from error
             event = event_pb2.Event.FromString(records.record())
             for value in event.summary.value:
-                array = make_ndarray(value.tensor) if value.HasField("tensor") else np.array(value.simple_value)
-                if value.HasField("simple_value") or (not array.shape and array.dtype.kind in "fiu"):
+                array = (
+                    make_ndarray(value.tensor)
+                    if value.HasField("tensor")
+                    else np.array(value.simple_value)
+                )
+                if value.HasField("simple_value") or (
+                    not array.shape and array.dtype.kind in "fiu"
+                ):
                     series.setdefault(value.tag, {})[event.step] = float(array)
     return series
 
@@ -144,8 +157,13 @@ def log_files(path: Path) -> list[Path]:
         return [path] if _pattern_of(path) else []
     for pattern in list(_READERS)[:-1]:
         # The newest checkpoint of Hugging Face's Trainer repeats earlier rows.
-        checkpoints = sorted(path.glob(f"checkpoint-*/{pattern}"), key=lambda file: (len(file.parent.name), file))
-        if files := sorted(file for file in path.glob(pattern) if file.is_file()) or checkpoints[-1:]:
+        checkpoints = sorted(
+            path.glob(f"checkpoint-*/{pattern}"), key=lambda file: (len(file.parent.name), file)
+        )
+        if (
+            files := sorted(file for file in path.glob(pattern) if file.is_file())
+            or checkpoints[-1:]
+        ):
             return files
     return []
 
@@ -170,10 +188,15 @@ def read_log(path: Path) -> dict[str, Any] | None:
             for file in files:
                 for name, series in _READERS[pattern](file).items():
                     values.setdefault(name, {}).update(series)
-            steps, evals = _rows(values, STEP), [row for row in _rows(values, EVAL) if "val_loss" in row]
+            steps, evals = (
+                _rows(values, STEP),
+                [row for row in _rows(values, EVAL) if "val_loss" in row],
+            )
             config, is_finished = _progress(files[0])
         except (ValueError, RecursionError) as error:
-            raise RecordError(f"{files[0]} is damaged: {error}.", "Restore the file from a copy.") from error
+            raise RecordError(
+                f"{files[0]} is damaged: {error}.", "Restore the file from a copy."
+            ) from error
     if not steps and not evals:
         raise RecordError(
             f"{files[0]} holds no loss. It has {', '.join(sorted(values)[:8]) or 'no rows with a step'}.",
@@ -208,5 +231,7 @@ def _rows(values: Series, columns: Mapping[str, Any]) -> list[Row]:
     for column in NAMES:
         name = named(values, column) if column in columns else None
         for step, value in values[name].items() if name is not None else ():
-            by_step.setdefault(step + first, {"step": step + first})[column] = _number(name or "", value)
+            by_step.setdefault(step + first, {"step": step + first})[column] = _number(
+                name or "", value
+            )
     return [by_step[step] for step in sorted(by_step)]

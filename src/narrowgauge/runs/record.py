@@ -82,12 +82,16 @@ class Run:
         return fingerprint
 
     def _damaged(self, reason: str) -> RecordError:
-        return RecordError(f"{self.path / 'run.toml'} is damaged: {reason}.", "Restore the file from a copy.")
+        return RecordError(
+            f"{self.path / 'run.toml'} is damaged: {reason}.", "Restore the file from a copy."
+        )
 
 
 def config_of(run: Row) -> Any:
     """Return the settings in a ``run.toml``: the ``[config]`` table, or the entries outside of tables if there is none."""
-    return run.get("config", {name: value for name, value in run.items() if not isinstance(value, dict)})
+    return run.get(
+        "config", {name: value for name, value in run.items() if not isinstance(value, dict)}
+    )
 
 
 def is_run(path: Path) -> bool:
@@ -116,10 +120,14 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     if not is_run(path) and (log := read_log(path)) is not None:
         run_of_log = Run(**log)
-        vars(run_of_log).update(gauges=[], fingerprints=[])  # a log has neither, and its path may be a file
+        vars(run_of_log).update(
+            gauges=[], fingerprints=[]
+        )  # a log has neither, and its path may be a file
         return run_of_log
     run = read_settings(path)
-    steps, evals, events = (read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events"))
+    steps, evals, events = (
+        read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events")
+    )
     return Run(path, run, steps, evals, events, read_summary(path / "summary.json"))
 
 
@@ -128,17 +136,24 @@ def read_settings(path: Path) -> Row:
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
-        problem = "the file is no log that can be read" if path.is_file() else "there is no such folder or file"
+        problem = (
+            "the file is no log that can be read"
+            if path.is_file()
+            else "there is no such folder or file"
+        )
         reason = "the folder has no run.toml" if path.is_dir() else problem
         raise RecordError(
-            f"No run in {path}: {reason}.", f"Name the folder that was given as --out.{latest_runs(path)}"
+            f"No run in {path}: {reason}.",
+            f"Name the folder that was given as --out.{latest_runs(path)}",
         )
     try:
         run: Row = load_toml(data.decode())
         if wrong := wrong_setting(run):
             raise ValueError(wrong)
     except (ValueError, KeyError) as error:
-        raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
+        raise RecordError(
+            f"{file} is damaged: {error}.", "Restore the file from a copy."
+        ) from error
     _require_known(run, path)
     return run
 
@@ -146,7 +161,11 @@ def read_settings(path: Path) -> Row:
 def wrong_setting(run: Row) -> str:
     """Name a number in ``run.toml`` that readers count with and that is not whole. Empty if all are."""
     config = run["config"] if isinstance(run.get("config"), dict) else {}
-    numbers = {"schema_version": run["schema_version"], "seed": config.get("seed", 0), "steps": config.get("steps", 0)}
+    numbers = {
+        "schema_version": run["schema_version"],
+        "seed": config.get("seed", 0),
+        "steps": config.get("steps", 0),
+    }
     wrong = next((key for key, value in numbers.items() if not is_whole(value)), None)
     return "" if wrong is None else f"its {wrong} = {short(numbers[wrong])} is not a whole number"
 
@@ -155,9 +174,13 @@ def latest_runs(path: Path) -> str:
     """Return a sentence with the three newest runs in or beside a folder, or else in ``runs/`` here; empty without runs."""
     for place in (path, path.parent, Path("runs")):
         with suppress(OSError):
-            files = sorted(place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
+            files = sorted(
+                place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True
+            )
             if files:
-                return f" The latest runs there: {', '.join(str(file.parent) for file in files[:3])}."
+                return (
+                    f" The latest runs there: {', '.join(str(file.parent) for file in files[:3])}."
+                )
     return ""
 
 
@@ -211,7 +234,10 @@ def rows_with_lengths(file: Path) -> Iterator[tuple[int, Row]]:
         except (ValueError, RecursionError) as error:
             problem = f"no row ({error})"
         if problem:
-            raise RecordError(f"{file} is damaged: line {number} of {len(lines)} has {problem}.", "Delete that line.")
+            raise RecordError(
+                f"{file} is damaged: line {number} of {len(lines)} has {problem}.",
+                "Delete that line.",
+            )
         yield len(line) + 1, row
 
 

@@ -67,7 +67,10 @@ def _lost_share(edq: float) -> str:
     return f"{max(0.0, 1 - edq):.1%}"  # stochastic storages may store more than all of an update
 
 
-_SHOWN: dict[str, Callable[[Any], str]] = {"lost share": _lost_share, "MiB": lambda size: f"{size / 2**20:,.1f}"}
+_SHOWN: dict[str, Callable[[Any], str]] = {
+    "lost share": _lost_share,
+    "MiB": lambda size: f"{size / 2**20:,.1f}",
+}
 
 
 def _column(name: str, row: Row, metrics: Row | None = None) -> Column:
@@ -79,14 +82,18 @@ def _column(name: str, row: Row, metrics: Row | None = None) -> Column:
 def _tables(data: Row) -> dict[str, dict[str, Column]]:
     metrics = data.pop("metrics")
     return {
-        kind: {name: _column(name, row, metrics.get(kind, {}).get(name)) for name, row in table.items()}
+        kind: {
+            name: _column(name, row, metrics.get(kind, {}).get(name)) for name, row in table.items()
+        }
         for kind, table in data.items()
     }
 
 
 TABLES: dict[str, dict[str, Column]] = _tables(_DATA)
 """The columns of each file, by the file's stem."""
-STEP, EVAL, EVENT, GAUGE, SUMMARY = (TABLES[kind] for kind in ("steps", "evals", "events", "gauges", "summary"))
+STEP, EVAL, EVENT, GAUGE, SUMMARY = (
+    TABLES[kind] for kind in ("steps", "evals", "events", "gauges", "summary")
+)
 METRICS: dict[str, dict[str, Column]] = {
     column.name: {metric.name: metric for metric in column.metrics}
     for column in GAUGE.values()
@@ -175,7 +182,11 @@ def _why_wrong(column: Column, value: Any) -> str:
         if not isinstance(numbers, list | None):
             return f"{name} = {short(numbers)} in {column.name}, which is not a list"
         # The first test is of types alone, and ten times as fast.
-        if numbers and not _NUMBER.issuperset(map(type, numbers)) and not all(map(_is_number, numbers)):
+        if (
+            numbers
+            and not _NUMBER.issuperset(map(type, numbers))
+            and not all(map(_is_number, numbers))
+        ):
             return f"{name} = {short(numbers)} in {column.name}, which are not numbers"
     return ""
 
@@ -221,8 +232,16 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
         numbers = {"validation/loss": row.get("val_loss")}
     elif kind == "gauges":
         tables = gauge_metrics(row)
-        numbers = {f"edq/{tensor}": metrics.get("edq") for table, tensor, metrics in tables if table == "updates"}
+        numbers = {
+            f"edq/{tensor}": metrics.get("edq")
+            for table, tensor, metrics in tables
+            if table == "updates"
+        }
     else:
-        names = [name for name in row if name in STEP and STEP[name].type == "number" and name not in _TOTALS]
+        names = [
+            name
+            for name in row
+            if name in STEP and STEP[name].type == "number" and name not in _TOTALS
+        ]
         numbers = {f"train/{name}": row[name] for name in names}
     return {tag: float(value) for tag, value in numbers.items() if value is not None}

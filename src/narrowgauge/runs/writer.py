@@ -106,7 +106,9 @@ class RunWriter:
         """Return the length of the files of steps and evaluations, and the hash of what was written there, for a checkpoint."""
         return {name: (self._length(name), rows.hexdigest()) for name, rows in self._hashes.items()}
 
-    def rewind(self, step: int, *, first: int = 1, digests: Mapping[str, Sequence[Any]] | None = None) -> None:
+    def rewind(
+        self, step: int, *, first: int = 1, digests: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
         """Delete the rows after a step, and the summary, because a resume from its checkpoint writes them again. Keep the events.
 
         Args:
@@ -118,8 +120,13 @@ class RunWriter:
             RecordError: rows up to ``step`` are missing or changed. The files stay unchanged.
         """
         expected = range(first, step + 1)
-        steps = zip_longest(expected, [row["step"] for row in read_rows(self._file("steps"))][: len(expected)])
-        problem = next((f"steps.jsonl lacks step {number}" for number, present in steps if present != number), "")
+        steps = zip_longest(
+            expected, [row["step"] for row in read_rows(self._file("steps"))][: len(expected)]
+        )
+        problem = next(
+            (f"steps.jsonl lacks step {number}" for number, present in steps if present != number),
+            "",
+        )
         for name, (length, digest) in (digests or {}).items():
             if not problem and self._hash(name, length).hexdigest() != digest:
                 problem = f"{name}.jsonl is not as it was written"
@@ -142,7 +149,9 @@ class RunWriter:
 
     def append(self, kind: str, row: Row) -> None:
         """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"fingerprints"``. Cost: about 20 µs."""
-        line = json.dumps(self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        line = json.dumps(
+            self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":")
+        )
         left = data = f"{line}\n".encode()
         descriptor, length = self._descriptors[kind], self._length(kind)
         with disk_errors(self._file(kind)):
@@ -163,7 +172,10 @@ class RunWriter:
     def summary(self, row: Row) -> None:
         """Write ``summary.json``, replacing an earlier one."""
         content = {"schema_version": VERSION, **self._checked("summary", row)}
-        write_whole(self.path / "summary.json", json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
+        write_whole(
+            self.path / "summary.json",
+            json.dumps(content, indent=1, allow_nan=False).encode() + b"\n",
+        )
 
     def sync(self) -> None:
         """Force all rows to the disk. Call it before a checkpoint, which must not outlive the rows before it."""
@@ -243,7 +255,9 @@ def require_free(path: str | Path) -> None:
         if path.exists() and not path.is_dir():
             problem = "it is a file"
         for name in sorted(os.listdir(path)) if path.is_dir() else ():
-            if not name.startswith(TEMPORARY) and (name not in _FILES or (path / name).stat().st_size):
+            if not name.startswith(TEMPORARY) and (
+                name not in _FILES or (path / name).stat().st_size
+            ):
                 problem = problem or f"the folder is not empty (it holds {name})"
     if (path / "run.toml").exists():
         advice = f"Choose another folder, or go on with narrowgauge resume {path}"

@@ -72,7 +72,12 @@ class Chip:
     @property
     def peak_flops(self) -> float:
         """Return the operations per second of dense 16-bit matmuls, of float32's without those: the 100 % of an MFU."""
-        return 1e12 * self.peak_tflops[next(filter(self.peak_tflops.get, ("bfloat16", "float16", "float32")))]
+        return (
+            1e12
+            * self.peak_tflops[
+                next(filter(self.peak_tflops.get, ("bfloat16", "float16", "float32")))
+            ]
+        )
 
     def rate_format(self, format: str) -> str:
         """Return the format whose printed rate applies when the chip multiplies ``format``.
@@ -82,7 +87,9 @@ class Chip:
             ['float8_e4m3fn', 'float8_e4m3fnuz']
         """
         name = "float8_e4m3fn" if format == "float8_e5m2" else format
-        amd_name = f"{name}uz"  # AMD's CDNA 3 multiplies the same numbers as halves in its own float8.
+        amd_name = (
+            f"{name}uz"  # AMD's CDNA 3 multiplies the same numbers as halves in its own float8.
+        )
         return amd_name if name not in self.peak_tflops and amd_name in self.peak_tflops else name
 
 
@@ -113,7 +120,9 @@ def get_chip(name: str) -> Chip:
     # A100-40GB omits a part of A100-SXM4-40GB, so comparing letters alone would not match.
     containing = [chip for chip in CHIPS if key and {*key.split("-")} <= {*chip.lower().split("-")}]
     near = suggestion(name.strip(), containing) or suggestion(name.strip().upper(), CHIPS)
-    raise ChipError(f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip())
+    raise ChipError(
+        f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip()
+    )
 
 
 def _plain(name: str) -> str:

@@ -26,7 +26,12 @@ OutlierWeights = Literal["16 bits", "codes"]
 Rounding = Literal["nearest", "stochastic"]
 Rotation = Literal["none", "hadamard"]
 
-BLOCKS: dict[str, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "1x16": (1, 16)}
+BLOCKS: dict[str, tuple[int, int]] = {
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+    "1x32": (1, 32),
+    "1x16": (1, 16),
+}
 """Shapes ``(rows, contraction)`` of the blocks that share a scale."""
 ROTATION_SIZE = 16
 """Consecutive elements of the contraction that one Hadamard rotation mixes."""
@@ -85,7 +90,9 @@ class Cast:
 
     def serves(self, other: Cast) -> bool:
         """Return whether ``other``, a cast of the transposed matrix, gives the same codes, which can then be reused."""
-        turned = {"tensor": "tensor", "128x128": "128x128", "row": "column", "none": "none"}.get(self.granularity)
+        turned = {"tensor": "tensor", "128x128": "128x128", "row": "column", "none": "none"}.get(
+            self.granularity
+        )
         return (
             turned == other.granularity
             and self.rotation == other.rotation == "none"
@@ -101,7 +108,9 @@ class Cast:
             words.append(f"scales {self.scale}")
         if self.scaling != "current":
             words.append(f"{self.scaling} scale")
-        words += [word for word in (self.rounding, self.rotation) if word not in ("nearest", "none")]
+        words += [
+            word for word in (self.rounding, self.rotation) if word not in ("nearest", "none")
+        ]
         if self.outliers:
             words.append(f"columns from {self.outliers:g} on in 16 bits")
             words += ["times weights from codes"] * (self.outlier_weights == "codes")
@@ -164,7 +173,8 @@ class Compute:
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise RecipeError(
-                f"compute '{self.name}' has the dtype '{self.dtype}'.", "Outside its casts a compute has 16 or 32 bits."
+                f"compute '{self.name}' has the dtype '{self.dtype}'.",
+                "Outside its casts a compute has 16 or 32 bits.",
             )
 
     def __hash__(self) -> int:
@@ -179,15 +189,21 @@ class Compute:
 
         torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: a sum of n products is up to n · 2^-13 off.
         """
-        output, grad_input, grad_weight = (replace(p, accumulation=accumulation) for p in self.products.values())
+        output, grad_input, grad_weight = (
+            replace(p, accumulation=accumulation) for p in self.products.values()
+        )
         name = f"{self.name} {accumulation}"
-        return replace(self, name=name, output=output, grad_input=grad_input, grad_weight=grad_weight)
+        return replace(
+            self, name=name, output=output, grad_input=grad_input, grad_weight=grad_weight
+        )
 
     @cached_property
     def casts(self) -> dict[str, Cast]:
         """Return the six casts by slot, such as ``"grad_input.left"``."""
         return {
-            f"{p}.{side}": getattr(product, side) for p, product in self.products.items() for side in ("left", "right")
+            f"{p}.{side}": getattr(product, side)
+            for p, product in self.products.items()
+            for side in ("left", "right")
         }
 
     @cached_property
@@ -195,10 +211,16 @@ class Compute:
         """Return the slot whose cast fills each slot: the slot itself, or the slot that it reuses."""
         casts = self.casts
         # A left operand is multiplied by a right one's scales per column before its cast: it belongs to that product alone.
-        folded = [f"{name}.left" for name, product in self.products.items() if product.right.granularity == "column"]
+        folded = [
+            f"{name}.left"
+            for name, product in self.products.items()
+            if product.right.granularity == "column"
+        ]
         return {
             name: slot.reuses
-            if slot.reuses and not {name, slot.reuses} & set(folded) and casts[slot.reuses].serves(casts[name])
+            if slot.reuses
+            and not {name, slot.reuses} & set(folded)
+            and casts[slot.reuses].serves(casts[name])
             else name
             for name, slot in SLOTS.items()
         }
@@ -237,7 +259,11 @@ Products = tuple[Product, Product, Product]
 
 
 def _products(
-    x: Cast, weight: Cast, gradient: Cast, accumulation: Accumulation = "float32", forward: Accumulation | None = None
+    x: Cast,
+    weight: Cast,
+    gradient: Cast,
+    accumulation: Accumulation = "float32",
+    forward: Accumulation | None = None,
 ) -> Products:
     """Return three matmuls whose operands are each cast in one way. ``forward`` sets the output's accumulation."""
     return (
@@ -247,7 +273,9 @@ def _products(
     )
 
 
-def _uniform(format: str, granularity: Granularity, gradients: str = "", scaling: Scaling = "current") -> Products:
+def _uniform(
+    format: str, granularity: Granularity, gradients: str = "", scaling: Scaling = "current"
+) -> Products:
     cast = Cast(format, granularity, scaling=scaling)
     forward: Accumulation = "fast" if granularity == "tensor" else "promoted"
     return _products(cast, cast, replace(cast, format=gradients or format), "promoted", forward)
@@ -273,7 +301,11 @@ def _four_bits(granularity: Granularity, scale: Scale) -> Products:
 def _int8() -> Products:
     """Quantize x and w once, by row, for all three matmuls. Quantize gradients twice, stochastically."""
     column, gradient = replace(_INT8, granularity="column"), replace(_INT8, rounding="stochastic")
-    return Product(_INT8, _INT8, "int32"), Product(gradient, column, "int32"), Product(gradient, column, "int32")
+    return (
+        Product(_INT8, _INT8, "int32"),
+        Product(gradient, column, "int32"),
+        Product(gradient, column, "int32"),
+    )
 
 
 _INT8 = Cast("int8", "row")
@@ -417,7 +449,9 @@ SLOTS: dict[str, Slot] = {
     "output.right": Slot("output", "weight", dim=1, random_key=1),
     "grad_input.left": Slot("grad_input", "gradient", dim=1, random_key=3),
     "grad_input.right": Slot("grad_input", "weight", dim=0, random_key=1, reuses="output.right"),
-    "grad_weight.left": Slot("grad_weight", "gradient", dim=0, random_key=2, reuses="grad_input.left"),
+    "grad_weight.left": Slot(
+        "grad_weight", "gradient", dim=0, random_key=2, reuses="grad_input.left"
+    ),
     "grad_weight.right": Slot("grad_weight", "input", dim=0, random_key=0, reuses="output.left"),
 }
 """Operands by ``matmul.side``, as in :attr:`Compute.casts`."""

@@ -51,7 +51,11 @@ class Format:
 
     def __post_init__(self) -> None:
         largest = self._magnitude_value(self._limit(negative=False))
-        least = -self._magnitude_value(self._limit(negative=True)) if self.signed else self._magnitude_value(0)
+        least = (
+            -self._magnitude_value(self._limit(negative=True))
+            if self.signed
+            else self._magnitude_value(0)
+        )
         # Set once, since casts ask for them in each call.
         object.__setattr__(self, "max", largest)
         object.__setattr__(self, "min", least)
@@ -152,7 +156,9 @@ class Format:
         if self.specials == "negative_zero" and negative and magnitude == 0:
             return math.nan
         if magnitude > self._limit(negative):
-            value = math.inf if self.infinities and magnitude == self._limit(negative) + 1 else math.nan
+            value = (
+                math.inf if self.infinities and magnitude == self._limit(negative) + 1 else math.nan
+            )
         else:
             value = self._magnitude_value(magnitude)
         return -value if negative else value
@@ -176,7 +182,9 @@ class Format:
         magnitude = limit + 1 if math.isinf(value) else self._nearest_magnitude(abs(value))
         if magnitude > limit:
             if self.nans and not saturate:
-                return self._join(negative, limit + 1) if self.infinities else self._nan_code(negative)
+                return (
+                    self._join(negative, limit + 1) if self.infinities else self._nan_code(negative)
+                )
             magnitude = max(limit, 0)
         return self._join(negative, magnitude)
 
@@ -197,11 +205,16 @@ class Format:
     def _magnitude_value(self, magnitude: int) -> float:
         if self.kind == "int":
             return float(magnitude)
-        field, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
+        field, mantissa = (
+            magnitude >> self.mantissa_bits,
+            magnitude & ((1 << self.mantissa_bits) - 1),
+        )
         if self.signed and field == 0:
             return math.ldexp(mantissa, self.finest_exponent)
         hidden = 1 << self.mantissa_bits
-        return math.ldexp(hidden + mantissa, self.finest_exponent + field - (1 if self.signed else 0))
+        return math.ldexp(
+            hidden + mantissa, self.finest_exponent + field - (1 if self.signed else 0)
+        )
 
     def _step_exponent(self, magnitude: float) -> int:
         # frexp(0) is (0, 0). Zero has the finest step, like all values below the smallest normal.
@@ -218,7 +231,11 @@ class Format:
     def _join(self, negative: bool, magnitude: int) -> int:
         if not negative or not self.signed or (magnitude == 0 and not self.negative_zero):
             return magnitude
-        return -magnitude % (1 << self.bits) if self.kind == "int" else magnitude | 1 << (self.bits - 1)
+        return (
+            -magnitude % (1 << self.bits)
+            if self.kind == "int"
+            else magnitude | 1 << (self.bits - 1)
+        )
 
     def _nan_code(self, negative: bool) -> int:
         if self.specials == "none":

@@ -53,7 +53,10 @@ class Kernel:
         """Return whether a chip has it. NVIDIA's chips are called ``sm90``, AMD's ``gfx942``."""
         if not architecture.startswith("sm"):
             return architecture in self.architectures
-        return self.capabilities is not None and self.capabilities[0] <= int(architecture[2:]) <= self.capabilities[1]
+        return (
+            self.capabilities is not None
+            and self.capabilities[0] <= int(architecture[2:]) <= self.capabilities[1]
+        )
 
 
 def _pair_of(name: str) -> Pairs:
@@ -84,7 +87,10 @@ KERNELS = (
 
 def kernel_for(product: Product, architecture: str) -> Kernel | None:
     """Return the kernel that multiplies a product's operands on a chip; ``None`` if they are emulated or need no row."""
-    return next((kernel for kernel in KERNELS if kernel.takes(product) and kernel.runs_on(architecture)), None)
+    return next(
+        (kernel for kernel in KERNELS if kernel.takes(product) and kernel.runs_on(architecture)),
+        None,
+    )
 
 
 def needs_kernel(product: Product) -> bool:

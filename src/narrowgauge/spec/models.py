@@ -49,7 +49,9 @@ class Model:
     rope_theta: float | None = None
 
 
-MODELS: dict[str, Model] = {name: Model(name=name, **row) for name, row in load_data("models").items()}
+MODELS: dict[str, Model] = {
+    name: Model(name=name, **row) for name, row in load_data("models").items()
+}
 
 
 def get_model(name: str) -> Model:
@@ -61,11 +63,18 @@ def get_model(name: str) -> Model:
     preset = MODELS.get(name.strip().lower())
     if preset is None:
         near = suggestion(name.strip().lower(), MODELS)
-        raise RecipeError(f"no model is named {name!r}.", f"{near} (narrowgauge show models lists all.)".strip())
+        raise RecipeError(
+            f"no model is named {name!r}.", f"{near} (narrowgauge show models lists all.)".strip()
+        )
     return preset
 
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 """The files of weights that are read from a model folder: the first that exists."""
 _KINDS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".npz", ".ot", ".onnx",
           ".distcp")  # fmt: skip
@@ -85,7 +94,10 @@ def weights_file(folder: Path) -> Path | None:
     for name in WEIGHTS:
         if name in names:
             if not (folder / name).is_file():
-                raise DataError(f"{folder / name} is a link to a file that is not there.", "Download the model again.")
+                raise DataError(
+                    f"{folder / name} is a link to a file that is not there.",
+                    "Download the model again.",
+                )
             return folder / name
     unread = [name for name in names if name.endswith(_KINDS) and not name.startswith(_BESIDE)]
     if unread:

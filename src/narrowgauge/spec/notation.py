@@ -25,7 +25,9 @@ SPELLINGS: dict[str, str] = _NAMES["spellings"]
 ALIASES: dict[str, dict[str, str]] = _NAMES["aliases"]
 """Names of other libraries, in lower case with formats in full spelling. ``recipe`` is the full name of a recipe, or a compute
 that any storage may follow; ``source`` the libraries that use the name."""
-AMBIGUOUS: dict[str, tuple[str, ...]] = {name: tuple(recipes) for name, recipes in _NAMES["ambiguous"].items()}
+AMBIGUOUS: dict[str, tuple[str, ...]] = {
+    name: tuple(recipes) for name, recipes in _NAMES["ambiguous"].items()
+}
 """Names of other libraries that say too little of a recipe, or mean none, and the recipes that come nearest."""
 _COMPUTES = {name: alias["recipe"] for name, alias in ALIASES.items() if "/" not in alias["recipe"]}
 _KEYS = ("recipe", "name", "override")
@@ -56,7 +58,10 @@ def compute_name(part: str) -> str:
 
 def _refuse_ambiguous(text: str, choices: tuple[str, ...]) -> None:
     if not choices:
-        raise RecipeError(f"'{text}' stores frozen weights and is no recipe.", "Plan adapters: --lora 16 --base nf4.")
+        raise RecipeError(
+            f"'{text}' stores frozen weights and is no recipe.",
+            "Plan adapters: --lora 16 --base nf4.",
+        )
     advice = f"{', '.join(map(repr, choices))}. (narrowgauge show aliases)"
     if len(choices) == 1:
         raise RecipeError(f"no recipe is named '{text}'.", f"Take {advice}")
@@ -66,7 +71,11 @@ def _refuse_ambiguous(text: str, choices: tuple[str, ...]) -> None:
 def full_names() -> list[str]:
     """List all valid ``compute/storage`` names, in the order of the tables."""
     pairs = ((compute, storage) for compute in COMPUTES.values() for storage in STORAGES.values())
-    names = [f"{compute.name}/{storage.short_name}" for compute, storage in pairs if is_pair(compute, storage)]
+    names = [
+        f"{compute.name}/{storage.short_name}"
+        for compute, storage in pairs
+        if is_pair(compute, storage)
+    ]
     return [name for name in names if name not in AMBIGUOUS]
 
 
@@ -90,7 +99,9 @@ def get_compute(compute: str | Compute) -> Compute:
     if row is not None and (not choices or "/" in choices[0]):
         return row
     if choices:
-        _refuse_ambiguous(compute, choices if row else tuple(dict.fromkeys(c.partition("/")[0] for c in choices)))
+        _refuse_ambiguous(
+            compute, choices if row else tuple(dict.fromkeys(c.partition("/")[0] for c in choices))
+        )
     raise _no_part("compute", name, COMPUTES)
 
 
@@ -116,7 +127,10 @@ def parse(value: Any, where: str = "") -> Recipe:
     if isinstance(value, Mapping):
         return _from_table(value, f"the recipe of {where}" if where else "the recipe table")
     if not isinstance(value, str | Path):
-        raise RecipeError(f"{where or 'a call'} has recipe = {value!r}.", "A recipe is a name in quotes, or a table.")
+        raise RecipeError(
+            f"{where or 'a call'} has recipe = {value!r}.",
+            "A recipe is a name in quotes, or a table.",
+        )
     return _from_file(Path(value)) if str(value).endswith(".toml") else _from_name(str(value))
 
 
@@ -177,20 +191,26 @@ def _from_table(table: Mapping[str, Any], where: str) -> Recipe:
 
 def _text(table: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(table[key], str):
-        raise RecipeError(f"{where} has {key} = {table[key]!r}, which is not text.", "Write a name in quotes.")
+        raise RecipeError(
+            f"{where} has {key} = {table[key]!r}, which is not text.", "Write a name in quotes."
+        )
     return str(table[key])
 
 
 def _overrides(table: Mapping[str, Any], where: str) -> Iterator[Override]:
     entries = table.get("override", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise RecipeError(f"{where} has override = {entries!r}.", "Write [[override]] above each entry.")
+        raise RecipeError(
+            f"{where} has override = {entries!r}.", "Write [[override]] above each entry."
+        )
     within = f"an [[override]] of {where}"
     for entry in entries:
         if set(entry) != {"pattern", "compute"}:
             keys = ", ".join(sorted(entry)) or "none"
             raise RecipeError(f"{within} has the keys {keys}.", "It takes pattern and compute.")
-        yield Override(_text(entry, "pattern", within), get_compute(_text(entry, "compute", within)))
+        yield Override(
+            _text(entry, "pattern", within), get_compute(_text(entry, "compute", within))
+        )
 
 
 def _find_storage(name: str, compute: str) -> Storage:
@@ -201,9 +221,12 @@ def _find_storage(name: str, compute: str) -> Storage:
         return storage
     if owned := [row.name for row in STORAGES.values() if row.owner == full]:
         raise RecipeError(
-            f"no storage is named '{full}'.", f"Storages of {full} are recipes: {', '.join(map(repr, owned))}."
+            f"no storage is named '{full}'.",
+            f"Storages of {full} are recipes: {', '.join(map(repr, owned))}.",
         )
-    raise _no_part("storage", full, [row.short_name for row in STORAGES.values() if row.owner in ("", compute)])
+    raise _no_part(
+        "storage", full, [row.short_name for row in STORAGES.values() if row.owner in ("", compute)]
+    )
 
 
 def _no_part(part: str, name: str, names: Iterable[str]) -> RecipeError:

@@ -79,7 +79,9 @@ class Recipe:
     @property
     def computes(self) -> tuple[Compute, ...]:
         """Return all computes of the recipe without duplicates, the main one first."""
-        return tuple(dict.fromkeys([self.compute, *(override.compute for override in self.overrides)]))
+        return tuple(
+            dict.fromkeys([self.compute, *(override.compute for override in self.overrides)])
+        )
 
     @property
     def dtype(self) -> str:
@@ -100,7 +102,9 @@ class Recipe:
         for override in reversed(self.overrides):
             if override.matches(name):
                 compute = override.compute
-                return compute if compute.dtype == self.dtype else replace(compute, dtype=self.dtype)
+                return (
+                    compute if compute.dtype == self.dtype else replace(compute, dtype=self.dtype)
+                )
         return COMPUTES[self.dtype] if _matches_within(name, self.compute.keep) else self.compute
 
     def to_value(self) -> str | dict[str, Any]:
@@ -111,7 +115,10 @@ class Recipe:
         if not self.overrides:
             return self.name
         label = {"name": self.label} if self.label else {}
-        overrides = [{"pattern": override.pattern, "compute": override.compute.name} for override in self.overrides]
+        overrides = [
+            {"pattern": override.pattern, "compute": override.compute.name}
+            for override in self.overrides
+        ]
         return {"recipe": self.name, **label, "override": overrides}
 
 
@@ -141,7 +148,8 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
         fitting = [row.short_name for row in STORAGES.values() if is_pair(compute, row)]
         advice = f"Take storage {', '.join(map(repr, fitting))}{matmuls}."
     raise RecipeError(
-        f"Cannot use compute '{compute.name}' with storage '{storage.name}' because it does not support it.", advice
+        f"Cannot use compute '{compute.name}' with storage '{storage.name}' because it does not support it.",
+        advice,
     )
 
 
@@ -150,7 +158,10 @@ def _check_override(recipe: Recipe, override: Override) -> None:
     main, compute = recipe.compute, override.compute
     requested = f"override '{override.pattern}' has compute '{compute.name}'"
     if compute != main and compute.owns_storages:
-        raise RecipeError(f"{requested} in a recipe of '{main.name}'; it takes its own storages only.", "Take another.")
+        raise RecipeError(
+            f"{requested} in a recipe of '{main.name}'; it takes its own storages only.",
+            "Take another.",
+        )
     if compute.transform != main.transform:
         raise RecipeError(
             f"{requested}, whose transform is '{compute.transform or 'none'}', in a recipe of '{main.name}', whose transform is "

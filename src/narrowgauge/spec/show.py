@@ -35,7 +35,9 @@ def _table(rows: list[Row], hidden: str = "") -> Table:
 
 def _column(key: str, rows: list[Row]) -> Column:
     values = [row[key] for row in rows if row[key] is not None]
-    is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    is_number = all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in values
+    )
     return Column(key.replace("_", " "), key, code=key == "name", right=is_number)
 
 
@@ -46,13 +48,19 @@ _NOWHERE = "nowhere: emulated"
 
 def _rows(objects: Iterable[Any], keys: str, **computed: Callable[[Any], Any]) -> list[Row]:
     """Return a row per object. A value is the attribute of that name, or what the function of that name computes."""
-    return [{k: computed[k](item) if k in computed else getattr(item, k) for k in keys.split()} for item in objects]
+    return [
+        {k: computed[k](item) if k in computed else getattr(item, k) for k in keys.split()}
+        for item in objects
+    ]
 
 
 def _recipe_rows(recipes: Iterable[Recipe]) -> list[Row]:
     keys = "name bytes_per_param loses purpose"
     return _rows(
-        recipes, keys, loses=lambda recipe: recipe.storage.loses, purpose=lambda recipe: recipe.compute.purpose
+        recipes,
+        keys,
+        loses=lambda recipe: recipe.storage.loses,
+        purpose=lambda recipe: recipe.compute.purpose,
     )
 
 
@@ -71,7 +79,11 @@ def _code_text(code: Code) -> str:
 
 
 def _weight_text(storage: Storage) -> str:
-    return f"{storage.visible} + {storage.weight.name} master" if storage.master else _code_text(storage.weight)
+    return (
+        f"{storage.visible} + {storage.weight.name} master"
+        if storage.master
+        else _code_text(storage.weight)
+    )
 
 
 def _rate_text(rule: UpdateRule) -> str:
@@ -81,7 +93,11 @@ def _rate_text(rule: UpdateRule) -> str:
 def _alias_rows() -> list[Row]:
     aliases = [{"name": name, **alias} for name, alias in ALIASES.items()]
     return aliases + [
-        {"name": n, "recipe": list(few), "source": "ambiguous: say which" if few else "stores frozen weights"}
+        {
+            "name": n,
+            "recipe": list(few),
+            "source": "ambiguous: say which" if few else "stores frozen weights",
+        }
         for n, few in AMBIGUOUS.items()
     ]
 
@@ -141,14 +157,20 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
     recipe = notation.parse(name)
     facts, stored = _facts(recipe), _stored_parts(recipe.storage)
     matmuls = [
-        {"matmul": place, "left": str(product.left), "right": str(product.right), "accumulation": product.accumulation}
+        {
+            "matmul": place,
+            "left": str(product.left),
+            "right": str(product.right),
+            "accumulation": product.accumulation,
+        }
         for place, product in recipe.compute.products.items()
     ]
     row = {**_recipe_rows([recipe])[0], "facts": facts, "stored": stored, "matmuls": matmuls}
     in_all = {"part": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
     return [row], [
         Table(
-            (Column("recipe", "name"), Column(recipe.name, "text")), [{"name": n, "text": t} for n, t in facts.items()]
+            (Column("recipe", "name"), Column(recipe.name, "text")),
+            [{"name": n, "text": t} for n, t in facts.items()],
         ),
         _table([*stored, in_all]),
         _table(matmuls),
@@ -168,7 +190,9 @@ def _facts(recipe: Recipe) -> dict[str, str]:
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{recipe.dtype}; norms, softmax and the loss in float32",
         "linears left plain": ", ".join(compute.keep),
-        "computed otherwise": ", ".join(f"{o.pattern} in {o.compute.name}" for o in recipe.overrides),
+        "computed otherwise": ", ".join(
+            f"{o.pattern} in {o.compute.name}" for o in recipe.overrides
+        ),
     }
     return {label: text for label, text in facts.items() if text}
 
@@ -183,18 +207,31 @@ def _stored_parts(storage: Storage) -> list[Row]:
         "master": ("full copy of the weight", storage.weight.name, ""),
         "tail": ("tail of the weight", f"{storage.tail_bits} bits", rounding(storage.weight)),
     }
-    for name, words in (("weight", "weight"), ("exp_avg", "first moment"), ("exp_avg_sq", "second moment")):
+    for name, words in (
+        ("weight", "weight"),
+        ("exp_avg", "first moment"),
+        ("exp_avg_sq", "second moment"),
+    ):
         code = storage.code(name)
         text = _code_text(code).partition(",")[0] if code.parts == 1 else code.name.split(" ")[0]
         parts[name] = (words, text, rounding(code))
-        parts |= {low: (f"low part of the {words}", text, rounding(code)) for low in low_parts(name, code)}
+        parts |= {
+            low: (f"low part of the {words}", text, rounding(code)) for low in low_parts(name, code)
+        }
     visible_bytes = VISIBLE[storage.visible][0] / 8
     seen = "nearest" if storage.beside else rounding(storage.weight)
-    visible = f"{parts['weight'][1]}, in {storage.visible}" if storage.weight.scaled else storage.visible
+    visible = (
+        f"{parts['weight'][1]}, in {storage.visible}" if storage.weight.scaled else storage.visible
+    )
     stored = [("weight that the model sees", visible, visible_bytes, seen)]
     for group in storage.packing:
         # Unused bits of a word are counted with its first field.
         unused = width_of(group) - sum(bits for _, bits in group)
-        stored += [(*parts[n][:2], (bits + (unused if n == group[0][0] else 0)) / 8, parts[n][2]) for n, bits in group]
+        stored += [
+            (*parts[n][:2], (bits + (unused if n == group[0][0] else 0)) / 8, parts[n][2])
+            for n, bits in group
+        ]
     stored.append(("gradient", storage.visible, visible_bytes, ""))
-    return [dict(zip(("part", "format", "bytes", "rounding"), part, strict=True)) for part in stored]
+    return [
+        dict(zip(("part", "format", "bytes", "rounding"), part, strict=True)) for part in stored
+    ]

@@ -95,17 +95,27 @@ CODES: dict[str, Code] = {
     "e7m5": Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-108, hold=True),
     # Windows that end at the power of two above their row's amax. Normal values of e5 reach down to 2^-30 of it.
     "e4m3-row": Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
-    "e5m3-row": Code("e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True),
+    "e5m3-row": Code(
+        "e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True
+    ),
     "float16-row": Code("float16 of its row", 5, 10, lowest=-30, scaled=True),
-    "float16-row-held": Code("float16 of its row", 5, 10, signed=False, lowest=-30, hold=True, scaled=True),
+    "float16-row-held": Code(
+        "float16 of its row", 5, 10, signed=False, lowest=-30, hold=True, scaled=True
+    ),
     "float8-row": Code("float8_e4m3fn", 4, 3, lowest=-14, scaled=True),
-    "float8-row-stochastic": Code("float8_e4m3fn", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
+    "float8-row-stochastic": Code(
+        "float8_e4m3fn", 4, 3, rounding="stochastic", lowest=-14, scaled=True
+    ),
     "float8-row-triple": Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3),
 }
 """Codes by name. A row of the table writes ``weight+first moment+second moment``."""
 FLOAT32, BFLOAT16 = CODES["float32"], CODES["bfloat16"]
 
-VISIBLE: dict[str, tuple[int, int, int]] = {"float32": (32, 0, 0), "bfloat16": (16, 16, 0), "float16": (16, 13, -112)}
+VISIBLE: dict[str, tuple[int, int, int]] = {
+    "float32": (32, 0, 0),
+    "bfloat16": (16, 16, 0),
+    "float16": (16, 13, -112),
+}
 """Per format that a model sees: its bits, the float32 mantissa bits that it lacks, and the exponent by which a float32 is scaled
 so that its upper bits are the format's."""
 
@@ -126,7 +136,11 @@ def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], 
     """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone, others in the fewest bits, then words."""
     alone = tuple((field,) for field in fields if field[1] in _ALONE)
     narrow = tuple(field for field in fields if field[1] not in _ALONE)
-    ways = (way for way in _partitions(narrow) if all(sum(bits for _, bits in group) <= 32 for group in way))
+    ways = (
+        way
+        for way in _partitions(narrow)
+        if all(sum(bits for _, bits in group) <= 32 for group in way)
+    )
     # Among equals, leave the first field (the tail) alone, since other kernels read it.
     best = min(ways, key=lambda way: (sum(map(width_of, way)), len(way), len(way[0]) if way else 0))
     return (*alone, *best)
@@ -135,7 +149,9 @@ def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], 
 _ALONE = (16, 32, 64)
 
 
-def _partitions(fields: tuple[tuple[str, int], ...]) -> Iterator[tuple[tuple[tuple[str, int], ...], ...]]:
+def _partitions(
+    fields: tuple[tuple[str, int], ...],
+) -> Iterator[tuple[tuple[tuple[str, int], ...], ...]]:
     if not fields:
         yield ()
         return
@@ -189,7 +205,9 @@ class Storage:
     states: tuple[tuple[str, str], ...] = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 
     def __hash__(self) -> int:
-        return hash((self.name, self.states))  # hashing all fields takes a quarter of a step of many small tensors
+        return hash(
+            (self.name, self.states)
+        )  # hashing all fields takes a quarter of a step of many small tensors
 
     @property
     def owner(self) -> str:
@@ -205,7 +223,11 @@ class Storage:
     def tail_bits(self) -> int:
         """Return the bits of the tail: stored weight bits outside the visible weight, master copy and low parts."""
         has_no_tail = self.master or self.visible == "float32" or self.weight.parts > 1
-        return 0 if has_no_tail else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
+        return (
+            0
+            if has_no_tail
+            else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
+        )
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -252,12 +274,19 @@ class Storage:
         """
         weight, moment = self.weight, self.exp_avg_sq
         is_short = self.visible != "float32" and not self.beside and weight.rounding == "nearest"
-        is_frozen = moment.parts == 1 and moment.rounding == "nearest" and moment.mantissa_bits < _FROZEN_MANTISSA
+        is_frozen = (
+            moment.parts == 1
+            and moment.rounding == "nearest"
+            and moment.mantissa_bits < _FROZEN_MANTISSA
+        )
         return not is_short and not is_frozen
 
     @property
     def is_stochastic(self) -> bool:
-        return any(self.code(role).rounding == "stochastic" for role in ("weight", *(role for _, role in self.states)))
+        return any(
+            self.code(role).rounding == "stochastic"
+            for role in ("weight", *(role for _, role in self.states))
+        )
 
     def code(self, role: str) -> Code:
         """Return the code of ``weight``, ``exp_avg``, ``exp_avg_sq`` or one of ``states``."""

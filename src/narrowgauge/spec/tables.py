@@ -45,7 +45,10 @@ class Table:
         heads = [column.title for column in self.columns]
         rules = ["---:" if column.right else "---" for column in self.columns]
         lines = [
-            [f"`{cell}`" if column.code else cell.replace("|", r"\|") for column, cell in self._cells(row)]
+            [
+                f"`{cell}`" if column.code else cell.replace("|", r"\|")
+                for column, cell in self._cells(row)
+            ]
             for row in self.rows
         ]
         return "".join(f"| {' | '.join(line)} |\n" for line in [heads, rules, *lines])
@@ -69,12 +72,16 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(box=box.SIMPLE_HEAD, title=self.title or None, title_justify="left", title_style="bold")
+        table = RichTable(
+            box=box.SIMPLE_HEAD, title=self.title or None, title_justify="left", title_style="bold"
+        )
         for column in self.columns:
             side: Literal["left", "right"] = "right" if column.right else "left"
             # Names and numbers are never wrapped.
             is_whole = column.code or column.right
-            table.add_column(column.title, justify=side, style="bold" if column.code else None, no_wrap=is_whole)
+            table.add_column(
+                column.title, justify=side, style="bold" if column.code else None, no_wrap=is_whole
+            )
         for row in self.rows:
             table.add_row(*(Text(cell) for _, cell in self._cells(row)))
         return table
@@ -101,7 +108,10 @@ def write_json(value: Row | Sequence[Row]) -> None:
     """Print one JSON value; infinities and NaN, which JSON lacks, become the strings ``inf``, ``-inf`` and ``nan``."""
     # JSON escapes are exact. Characters that a stream lacks would be replaced.
     is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
-    print(json.dumps(json_value(value), indent=1, allow_nan=False, ensure_ascii=not is_unicode), flush=True)
+    print(
+        json.dumps(json_value(value), indent=1, allow_nan=False, ensure_ascii=not is_unicode),
+        flush=True,
+    )
 
 
 def text_columns(**keys: Key) -> tuple[Column, ...]:

@@ -27,4 +27,6 @@ def load_toml(text: str) -> dict[str, Any]:
 
 def load_data(name: str, package: str = "spec") -> dict[str, Any]:
     """Load a table of ``narrowgauge/PACKAGE/data``."""
-    return load_toml((Path(__file__).parents[1] / package / "data" / f"{name}.toml").read_text(encoding="utf-8"))
+    return load_toml(
+        (Path(__file__).parents[1] / package / "data" / f"{name}.toml").read_text(encoding="utf-8")
+    )

@@ -35,9 +35,13 @@ class Range:
         """Refuse a value outside the range. For a pair, check both."""
         if self.is_pair:
             if not isinstance(value, (tuple, list)) or len(value) != 2:
-                raise RecipeError(f"Cannot use {name} = {value!r}: it must be two numbers, each {self}.")
+                raise RecipeError(
+                    f"Cannot use {name} = {value!r}: it must be two numbers, each {self}."
+                )
             for place, part in enumerate(value):
-                replace(self, is_pair=False).check(f"{'beta' if name == 'betas' else name}{place + 1}", part)
+                replace(self, is_pair=False).check(
+                    f"{'beta' if name == 'betas' else name}{place + 1}", part
+                )
             return
         try:
             if isinstance(value, (bool, str)):
@@ -46,15 +50,24 @@ class Range:
         except (TypeError, ValueError, RuntimeError):
             kind = "integer" if self.is_integer else "number"
             limits = "" if str(self) == _ANY else f", {self}"
-            raise RecipeError(f"Cannot use {name} = {value!r}: it must be one {kind}{limits}.") from None
+            raise RecipeError(
+                f"Cannot use {name} = {value!r}: it must be one {kind}{limits}."
+            ) from None
         if not (self.low < number if self.above else self.low <= number) or not number < self.high:
             shown = value if isinstance(value, (int, float)) else number
             finite = "" if self.is_integer else " and finite"
             raise RecipeError(f"Cannot use {name} = {shown}: it must be {self}{finite}.")
 
     def __str__(self) -> str:
-        low = [] if self.low == -math.inf else [f"{'above' if self.above else 'at least'} {self.low:g}"]
-        return " and ".join([*low, *([] if self.high == math.inf else [f"below {self.high:g}"])]) or _ANY
+        low = (
+            []
+            if self.low == -math.inf
+            else [f"{'above' if self.above else 'at least'} {self.low:g}"]
+        )
+        return (
+            " and ".join([*low, *([] if self.high == math.inf else [f"below {self.high:g}"])])
+            or _ANY
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,11 @@ class UpdateRule:
     @property
     def laws(self) -> Laws:
         """Return the allowed values of a param group's options."""
-        ranges: Laws = {"lr": Range(), "weight_decay": Range(), "seed": Range(-math.inf, is_integer=True)}
+        ranges: Laws = {
+            "lr": Range(),
+            "weight_decay": Range(),
+            "seed": Range(-math.inf, is_integer=True),
+        }
         if "beta1" in self.settings:
             ranges["betas"] = Range(0, 1, is_pair=True)
         if "eps" in self.settings:
@@ -150,7 +167,10 @@ class UpdateRule:
 
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _MOMENTS = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
-_SUBSPACE = (Option("rank", 128, Range(1, is_integer=True)), Option("update_proj_gap", 200, Range(1, is_integer=True)))
+_SUBSPACE = (
+    Option("rank", 128, Range(1, is_integer=True)),
+    Option("update_proj_gap", 200, Range(1, is_integer=True)),
+)
 
 _RULES = (
     UpdateRule(

@@ -39,19 +39,28 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[An
     Args:
         seeds: how many, counted from 0, or the seeds themselves.
     """
-    numbers, labels = range(seeds) if isinstance(seeds, int) else seeds, [recipe_name(recipe) for recipe in recipes]
+    numbers, labels = (
+        range(seeds) if isinstance(seeds, int) else seeds,
+        [recipe_name(recipe) for recipe in recipes],
+    )
     folders = [run_name(label, 0).lower() for label in labels]
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
     if not numbers or len(set(numbers)) < len(numbers):
-        raise NarrowgaugeError(f"Cannot compare with seeds = {seeds!r}.", "Name at least one, none twice.")
+        raise NarrowgaugeError(
+            f"Cannot compare with seeds = {seeds!r}.", "Name at least one, none twice."
+        )
     for place, folder in enumerate(folders):
         if folder in folders[:place]:
             raise RecipeError(
                 f"two of the recipes are called {labels[place]}.",
                 'Name each once, or give each a name of its own: name = "…" in its file.',
             )
-    return [(r, seed, run_name(label, seed)) for seed in numbers for r, label in zip(recipes, labels, strict=True)]
+    return [
+        (r, seed, run_name(label, seed))
+        for seed in numbers
+        for r, label in zip(recipes, labels, strict=True)
+    ]
 
 
 # ── in a loop of your own ───────────────────────────────────────────────────────────────────────────────────────────
@@ -108,7 +117,9 @@ def compare(
     return comparison
 
 
-def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path) -> Run:
+def _record(
+    train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path
+) -> Run:
     from narrowgauge.gauges.recording.record import Record, numbers
     from narrowgauge.gauges.recording.run_recorder import warn
 
@@ -117,7 +128,11 @@ def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed
     with Record(lambda: RunWriter.create(folder, {"config": config}), parsed, warn) as record:
         try:
             returned = train_function(recipe, seed, record)
-            metrics = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
+            metrics = (
+                returned
+                if isinstance(returned, Mapping) or returned is None
+                else {"val_loss": returned}
+            )
             metrics = numbers(metrics or {}, f"the training function of {label}")
             summary = {**record.summary(recipe=label), **metrics}
             if not isinstance(summary.get("val_loss"), int | float):
@@ -135,7 +150,9 @@ def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed
 # ── with the built-in trainer ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def define(recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int = 1) -> list[TrainConfig]:
+def define(
+    recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int = 1
+) -> list[TrainConfig]:
     """Return the checked settings of each run of a comparison, seed by seed. ``out`` is the name of the run's folder.
 
     ``settings`` are fields of ``TrainConfig`` that all runs share.
@@ -165,10 +182,16 @@ def run_comparison(
         NarrowgaugeError: a run exists with other settings, or a run failed. Finished runs stay.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
-    folder = Path(out) if out is not None else first_free(Path("comparisons") / Path(configs[0].model).name)
+    folder = (
+        Path(out)
+        if out is not None
+        else first_free(Path("comparisons") / Path(configs[0].model).name)
+    )
     configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
     present = [run_to_continue(config) for config in configs]
-    if configs[0].lr is None:  # it follows from the model's size; a comparison continues with its rate
+    if (
+        configs[0].lr is None
+    ):  # it follows from the model's size; a comparison continues with its rate
         lr = next((run.config.get("lr") for run in present if run is not None), None)
         configs = [replace(config, lr=lr) for config in configs]
 
@@ -195,7 +218,10 @@ def run_comparison(
     requested = {run.path for run in runs}
     for run in read_runs([folder], say):
         is_other = run.path not in requested and not run.is_foreign and is_over(run)
-        if is_other and {name for name, _, _ in other_settings(run, configs[0])} <= {"recipe", "seed"}:
+        if is_other and {name for name, _, _ in other_settings(run, configs[0])} <= {
+            "recipe",
+            "seed",
+        }:
             runs.append(run)
     comparison = compare_runs(runs)
     return comparison, publish(comparison, folder)
@@ -216,7 +242,10 @@ def _trained(config: TrainConfig, stream: TextIO | None) -> Run:
         torch.cuda.reset_peak_memory_stats()
     folder = Path(str(config.out))
     try:
-        with threads_of(config.threads, config.recipe.reduction.order_invariant), suppress(loop.DivergenceError):
+        with (
+            threads_of(config.threads, config.recipe.reduction.order_invariant),
+            suppress(loop.DivergenceError),
+        ):
             loop.train(config, console=Console(config.steps, 0, stream))
     except NarrowgaugeError as error:
         error.message = f"{folder.name}: {error.message}"

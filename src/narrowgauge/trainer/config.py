@@ -59,7 +59,9 @@ def require(field: dataclasses.Field[Any], value: Any) -> None:
     kind, law, flag = kind_of(field), field.metadata["law"], f"--{field.name.replace('_', '-')}"
     # Exact types: True is an int in Python. An int may stand for a float.
     if type(value) is not kind and not (kind is float and type(value) is int):
-        raise NarrowgaugeError(f"Cannot use {field.name} = {value!r}: it must be {_KINDS[kind]}.", f"Change {flag}.")
+        raise NarrowgaugeError(
+            f"Cannot use {field.name} = {value!r}: it must be {_KINDS[kind]}.", f"Change {flag}."
+        )
     if kind is str and not value:
         raise NarrowgaugeError(f"{field.name} is empty.", f"Omit {flag}.")
     if law is not None:
@@ -84,7 +86,9 @@ def known_model(name: str) -> str:
 
 def first_free(stem: Path) -> Path:
     """Return ``STEM-N`` with the first N, from 1, that does not exist."""
-    return next(path for number in itertools.count(1) if not (path := Path(f"{stem}-{number}")).exists())
+    return next(
+        path for number in itertools.count(1) if not (path := Path(f"{stem}-{number}")).exists()
+    )
 
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
@@ -161,7 +165,11 @@ class TrainConfig:
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        return {"betas": (self.beta1, self.beta2), "eps": self.eps, "weight_decay": self.weight_decay}
+        return {
+            "betas": (self.beta1, self.beta2),
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
 
     @property
     def micro_batch_size(self) -> int:
@@ -179,7 +187,9 @@ class TrainConfig:
         if self.schedule == "constant":
             return self.lr
         progress = min((step - self.warmup_steps) / (self.steps - self.warmup_steps), 1.0)
-        remaining = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        remaining = (
+            1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        )
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
 
     def filled(self, num_parameters: int = 0) -> TrainConfig:
@@ -230,7 +240,9 @@ class TrainConfig:
         config = replace(self, model=known_model(self.model))
         config.require_agreement()
         if self.data is None:
-            advice = "Make a token map, and name it: narrowgauge tokenize TEXT OUT, then --data OUT."
+            advice = (
+                "Make a token map, and name it: narrowgauge tokenize TEXT OUT, then --data OUT."
+            )
             raise DataError("Cannot train because no data was named.", advice)
         config = replace(config, data=str(read_tokens(self.data).folder.resolve()))
         if config.out is None:
@@ -240,7 +252,9 @@ class TrainConfig:
 
     def on_ranks(self, num_ranks: int) -> TrainConfig:
         """Return the settings with a micro-batch for each rank, unless the settings name several."""
-        parts = num_ranks if self.gradient_accumulation_steps == 1 else self.gradient_accumulation_steps
+        parts = (
+            num_ranks if self.gradient_accumulation_steps == 1 else self.gradient_accumulation_steps
+        )
         config = replace(self, gradient_accumulation_steps=parts)
         config.require_agreement(num_ranks)
         return config
@@ -248,7 +262,11 @@ class TrainConfig:
     def require_agreement(self, num_ranks: int = 1, positions: int | None = None) -> None:
         """Refuse settings that contradict each other, the number of ranks or the model's ``positions``."""
         parts, warmup = self.gradient_accumulation_steps, self.warmup_steps or 0
-        most = MODELS[self.model].max_positions if self.model in MODELS else positions or self.sequence_length
+        most = (
+            MODELS[self.model].max_positions
+            if self.model in MODELS
+            else positions or self.sequence_length
+        )
         refusals: tuple[tuple[bool, type[NarrowgaugeError], str, str], ...] = (
             (
                 parts > 1 and self.recipe.storage.visible == "float16" and self.accumulation_dtype == "bfloat16", RecipeError,
@@ -279,7 +297,9 @@ class TrainConfig:
                 raise kind(f"Cannot train: {message}.", advice)
 
     def to_dict(self) -> dict[str, Any]:
-        table = {field.name: getattr(self, field.name) for field in fields(self)} | {"recipe": self.recipe.to_value()}
+        table = {field.name: getattr(self, field.name) for field in fields(self)} | {
+            "recipe": self.recipe.to_value()
+        }
         return {name: value for name, value in table.items() if value is not None}
 
     @classmethod
@@ -292,12 +312,17 @@ class TrainConfig:
         values: dict[str, Any] = {}
         for name, value in table.items():
             if name not in settings:
-                near = suggestion(name, settings) or "narrowgauge train --help: a key is a flag with underscores."
+                near = (
+                    suggestion(name, settings)
+                    or "narrowgauge train --help: a key is a flag with underscores."
+                )
                 raise NarrowgaugeError(f"{where} has an unknown key '{name}'.", near)
             if name == "recipe":
                 value = parse(value, where)
             require(settings[name], value)
-            values[name] = float(value) if kind_of(settings[name]) is float else value  # TOML may write 1 for 1.0
+            values[name] = (
+                float(value) if kind_of(settings[name]) is float else value
+            )  # TOML may write 1 for 1.0
         return cls(**values)
 
     @classmethod
@@ -307,7 +332,9 @@ class TrainConfig:
             table = load_toml(Path(path).read_text(encoding="utf-8"))
         except (ValueError, OSError) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"the settings file {path} cannot be read: {reason}.", "Name a UTF-8 TOML file.") from None
+            raise DataError(
+                f"the settings file {path} cannot be read: {reason}.", "Name a UTF-8 TOML file."
+            ) from None
         if "schema_version" in table and isinstance(recorded := table.get("config"), dict):
             table = {name: value for name, value in recorded.items() if name != "out"}
         return cls.from_dict(table, str(path))

@@ -18,8 +18,15 @@ class Console:
         failure: why a line could not be written: its reader has left, or the disk is full. No line follows.
     """
 
-    def __init__(self, num_steps: int, log_every: int, stream: TextIO | None = None, is_quiet: bool = False) -> None:
-        self.num_steps, self.log_every, self.stream, self.is_quiet = num_steps, log_every, stream, is_quiet
+    def __init__(
+        self, num_steps: int, log_every: int, stream: TextIO | None = None, is_quiet: bool = False
+    ) -> None:
+        self.num_steps, self.log_every, self.stream, self.is_quiet = (
+            num_steps,
+            log_every,
+            stream,
+            is_quiet,
+        )
         self.failure: OSError | None = None
 
     def say(self, line: str, always: bool = False) -> None:
@@ -39,13 +46,24 @@ class Console:
         place = f"step {row['step']:>6}/{self.num_steps}"
         if kind == "evals":
             self.say(f"{place}  {EVAL['val_loss'].text(row)}")
-        is_due = bool(self.log_every) and (row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps))
+        is_due = bool(self.log_every) and (
+            row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps)
+        )
         if kind == "steps" and is_due:
-            self.say("  ".join([place, *(STEP[name].text(row) for name in _LINE if row.get(name) is not None)]))
+            self.say(
+                "  ".join(
+                    [place, *(STEP[name].text(row) for name in _LINE if row.get(name) is not None)]
+                )
+            )
 
     def summary(self, row: Row) -> None:
         columns = [
-            Column(column.label, column.cell, code=column.type == "recipe", right=column.type != "recipe")
+            Column(
+                column.label,
+                column.cell,
+                code=column.type == "recipe",
+                right=column.type != "recipe",
+            )
             for column in SUMMARY.values()
             if column.label
         ]

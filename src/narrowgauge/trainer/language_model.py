@@ -57,7 +57,9 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if weights is None and vocab_size is not None:
             config.get_text_config().vocab_size = vocab_size
-        built = drawn(config, seed) if weights is None else _loaded(folder, weights, config, vocab_size)
+        built = (
+            drawn(config, seed) if weights is None else _loaded(folder, weights, config, vocab_size)
+        )
         _require_causal(built, folder)
         return built
     except NarrowgaugeError:
@@ -92,7 +94,9 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_sum(
-    model: PreTrainedModel, tokens: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor] = _cross_entropy
+    model: PreTrainedModel,
+    tokens: Tensor,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = _cross_entropy,
 ) -> Tensor:
     """Return the summed cross entropy of predicting each next token, a float32 or float64 scalar in nats.
 
@@ -100,13 +104,17 @@ def loss_sum(
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
         loss_of: of the logits and targets; by default the summed cross entropy.
     """
-    return loss_of(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:].reshape(-1))
+    return loss_of(
+        model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:].reshape(-1)
+    )
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     """Save only the input of each decoder layer for backward and recompute the rest there, with the same bits."""
     if not model.supports_gradient_checkpointing:
-        raise DataError(f"Cannot recompute activations because {type(model).__name__} does not support it.")
+        raise DataError(
+            f"Cannot recompute activations because {type(model).__name__} does not support it."
+        )
     # transformers 5.23 renamed the method and its argument; both take them by position.
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
@@ -181,11 +189,15 @@ def drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_without_dropout(config), dtype=torch.float32, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(
+            _without_dropout(config), dtype=torch.float32, trust_remote_code=False
+        )
     return cast("PreTrainedModel", model.train())
 
 
-def _loaded(folder: Path, weights: Path, config: PretrainedConfig, vocab_size: int | None) -> PreTrainedModel:
+def _loaded(
+    folder: Path, weights: Path, config: PretrainedConfig, vocab_size: int | None
+) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), without_progress_bars():

@@ -37,7 +37,9 @@ from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.session import Session, build, describe, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 
 
 class DivergenceError(NarrowgaugeError):
@@ -72,7 +74,9 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
 
     def create() -> RunWriter:
         content = describe(session)
-        content["data"]["unigram_loss"] = data.unigram_loss()  # of all tokens, so not again at each resume
+        content["data"]["unigram_loss"] = (
+            data.unigram_loss()
+        )  # of all tokens, so not again at each resume
         return RunWriter.create(folder, content)
 
     with Record(create, config.recipe, shown.event, shown.row) as record:
@@ -81,14 +85,20 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
                 shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
         for note in [*data.notes, *session.notes]:
             record.event(Event("note", 0, note), shown=True)
-        record.event(Event("start", 0, f"{Path(config.model).name} in {session.config.recipe.title}"))
+        record.event(
+            Event("start", 0, f"{Path(config.model).name} in {session.config.recipe.title}")
+        )
         _watch(session, record, shown)
         _run(session, record, shown)
     return folder
 
 
 def resume(
-    folder: str | Path, stop_after: int | None = None, *, restart: bool = False, console: Console | None = None
+    folder: str | Path,
+    stop_after: int | None = None,
+    *,
+    restart: bool = False,
+    console: Console | None = None,
 ) -> Path:
     """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``, and return its folder.
 
@@ -104,7 +114,9 @@ def resume(
     """
     folder, ranks = Path(folder), all_ranks()
     run = resume_checks.unfinished_run(folder)
-    config = replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), stop_after=stop_after)
+    config = replace(
+        TrainConfig.from_dict(run.config, str(folder / "run.toml")), stop_after=stop_after
+    )
     config.require_agreement(ranks.size)
     shown = console or _console(config)
     with Record(lambda: RunWriter.open(folder), config.recipe, shown.event, shown.row) as record:
@@ -125,14 +137,19 @@ def resume(
                 f"Cannot stop {folder} after step {stop_after} because it has done {counted(step, 'step')}.",
                 "Name a later step with --stop-after, or leave it out.",
             )
-        events = [Event("checkpoint_damaged", 0, f"{damage} and was not loaded") for damage in damaged]
+        events = [
+            Event("checkpoint_damaged", 0, f"{damage} and was not loaded") for damage in damaged
+        ]
         for name, old, new in resume_checks.changed_settings(
             state.get("settings", present["config"]), present["config"]
         ):
             if name != "data":  # the token map may have moved; its tokens are those of the start
                 note = f"{name} was {old} up to step {step} and is {new} from there on"
                 events.append(Event("note", step, note, detector="changed-settings"))
-        events += [Event("note", step, note, detector="changed-software") for note in differences(run.run, present)]
+        events += [
+            Event("note", step, note, detector="changed-software")
+            for note in differences(run.run, present)
+        ]
         _watch(session, record, shown)
         record.go_back(step, digests=state.get("rows"))
         for event in events:
@@ -173,7 +190,9 @@ def _run(session: Session, record: Record, console: Console) -> None:
     console.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
     if session.step == 0 and config.model not in MODELS:
         weights = weights_file(Path(config.model))
-        console.say(f"initial weights: {f'read from {weights}' if weights else f'drawn from seed {config.seed}'}")
+        console.say(
+            f"initial weights: {f'read from {weights}' if weights else f'drawn from seed {config.seed}'}"
+        )
     with _signals() as signals, _ended(session, record, console):
         session.fingerprints.before_first(session.step)
         record.fingerprint(session.fingerprints)
@@ -198,7 +217,9 @@ def _run(session: Session, record: Record, console: Console) -> None:
         _finish(end, session, record, console, row, here.largest(signals[0] if signals else 0))
 
 
-def _finish(end: _End, session: Session, record: Record, console: Console, row: Row, number: int) -> None:
+def _finish(
+    end: _End, session: Session, record: Record, console: Console, row: Row, number: int
+) -> None:
     """End a run whose last checkpoint is being written: write what its record lacks, and say how to continue.
 
     ``row`` is its last step's, ``number`` the signal that interrupted it, 0 if it was the console.
@@ -220,7 +241,9 @@ def _finish(end: _End, session: Session, record: Record, console: Console, row: 
         record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK, stage="loss"))
         raise DivergenceError(f"stopped after step {session.step}: {symptom(row)}.", GO_BACK)
     record.stop(end.value)
-    console.say(f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}")
+    console.say(
+        f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
+    )
     if end is _End.INTERRUPTED and not number:
         raise console.failure or BrokenPipeError
     if end is _End.INTERRUPTED:
@@ -240,7 +263,13 @@ def _ended(session: Session, record: Record, console: Console) -> Iterator[None]
     try:
         yield
     except CorruptionError as error:
-        event = Event("corruption", session.step, error.message.rstrip("."), advice=error.advice, detector="replicas")
+        event = Event(
+            "corruption",
+            session.step,
+            error.message.rstrip("."),
+            advice=error.advice,
+            detector="replicas",
+        )
         record.event(replace(event, tensor=error.tensor, rank=error.rank))
         raise
     finally:

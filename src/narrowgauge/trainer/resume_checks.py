@@ -28,7 +28,9 @@ _FIXED = ("seed", "held_out", "sequence_length")
 """Settings that a started run keeps: with others it would read other sequences, some of them again."""
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def changed_settings(
+    before: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[tuple[str, str, str]]:
     """Return settings that differ: name and both values as text. A missing one is at its default.
 
     Example:
@@ -36,8 +38,15 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         [('lr', '0.003', '0.007')]
     """
     first, second = (json_value({**TrainConfig().to_dict(), **table}) for table in (before, now))
-    names = [name for name in {**first, **second} if name not in _FREE and first.get(name) != second.get(name)]
-    texts = ([short(table[name]) if name in table else "not set" for name in names] for table in (first, second))
+    names = [
+        name
+        for name in {**first, **second}
+        if name not in _FREE and first.get(name) != second.get(name)
+    ]
+    texts = (
+        [short(table[name]) if name in table else "not set" for name in names]
+        for table in (first, second)
+    )
     return list(zip(names, *texts, strict=True))
 
 
@@ -64,7 +73,9 @@ def run_to_continue(config: TrainConfig) -> Run | None:
             f"Cannot continue in {folder} because its run has {name} = {before}, not {now}.",
             "Name another --out, or the settings of the run there.",
         )
-    require_same_data(run, config, data_fingerprint(read_tokens(str(config.data)), config.held_out, config.seed))
+    require_same_data(
+        run, config, data_fingerprint(read_tokens(str(config.data)), config.held_out, config.seed)
+    )
     return run
 
 
@@ -78,7 +89,9 @@ def require_same_data(run: Run, config: TrainConfig, fingerprint: str) -> None:
 
 
 def is_over(run: Run) -> bool:
-    return run.summary is not None or (bool(run.events) and run.events[-1].get("kind") == "divergence")
+    return run.summary is not None or (
+        bool(run.events) and run.events[-1].get("kind") == "divergence"
+    )
 
 
 def require_same_run(run: Run, saved: Mapping[str, Any], config: TrainConfig) -> None:
@@ -88,7 +101,9 @@ def require_same_run(run: Run, saved: Mapping[str, Any], config: TrainConfig) ->
     """
     for name, old, new in changed_settings(saved, config.to_dict()):
         is_fixed = name in _FIXED or (name == "model" and {old, new} & MODELS.keys())
-        if is_fixed or (name == "recipe" and parse(saved["recipe"]).storage != config.recipe.storage):
+        if is_fixed or (
+            name == "recipe" and parse(saved["recipe"]).storage != config.recipe.storage
+        ):
             raise RecordError(
                 f"{run.path / 'run.toml'} says {name} {new}, and the run began with {old}.",
                 "Put it back, or start another run with narrowgauge train.",
@@ -100,9 +115,16 @@ def require_restart(run: Run, config: TrainConfig, damage: str) -> None:
 
     A run that was killed while it wrote its first checkpoint had none.
     """
-    last, first_due = run.steps[-1]["step"] if run.steps else 0, config.checkpoint_every or config.steps
+    last, first_due = (
+        run.steps[-1]["step"] if run.steps else 0,
+        config.checkpoint_every or config.steps,
+    )
     was_writing = any((run.path / "checkpoints").glob(f"{TEMPORARY}*"))
-    if damage or (last > first_due and not was_writing) or any(event["kind"] == "stop" for event in run.events):
+    if (
+        damage
+        or (last > first_due and not was_writing)
+        or any(event["kind"] == "stop" for event in run.events)
+    ):
         raise RecordError(
             f"Cannot resume {run.path} because it holds no good checkpoint{damage and f': {damage}'}. Its record has "
             f"{counted(last, 'step')}.",

@@ -45,7 +45,11 @@ PLACES: dict[str, str] = {
     "accumulation": "gradients of micro-batches are summed in bfloat16",
 }
 """The places of a step's rounding, each with what it does alone."""
-VARIANTS = {"run": "the run's own kernels", "all": "all places together, with sums in float32", **PLACES}
+VARIANTS = {
+    "run": "the run's own kernels",
+    "all": "all places together, with sums in float32",
+    **PLACES,
+}
 _CAST_AT = {"input": "inputs", "weight": "weights", "gradient": "output-gradients"}
 """The place at which each tensor of a layer is cast."""
 _COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
@@ -116,8 +120,13 @@ def rounding_places(
     recorded = {row["step"]: row for row in run.steps}
     if step not in recorded:
         held = f"steps 1 to {max(recorded)}" if recorded else "no step"
-        raise RecordError(f"Cannot repeat step {step} because {folder} holds {held}.", "Name a step that it holds.")
-    config = replace(TrainConfig.from_dict(run.config, str(run.path / "run.toml")), **_OF_ONE_PROCESS)
+        raise RecordError(
+            f"Cannot repeat step {step} because {folder} holds {held}.",
+            "Name a step that it holds.",
+        )
+    config = replace(
+        TrainConfig.from_dict(run.config, str(run.path / "run.toml")), **_OF_ONE_PROCESS
+    )
     _require_casts(config.recipe)
     checkpoint = latest_checkpoint(run.path, lambda path, reason: None, at_most=step - 1)
     if checkpoint is not None:
@@ -144,7 +153,9 @@ def rounding_places(
         copy.step, copy.sequences = session.step, session.sequences
         copy.optimizer.loss_scaler = session.optimizer.loss_scaler
         layers = {} if session.linears is None else session.linears.layers
-        computes = {name: layer.compute for name, layer in layers.items() if isinstance(layer, Linear)}
+        computes = {
+            name: layer.compute for name, layer in layers.items() if isinstance(layer, Linear)
+        }
         narrow = {name: compute for name, compute in computes.items() if not compute.is_wide}
         copy.linears = swap_linears(copy.model, narrow.get, seed=config.seed) if narrow else None
         exact, every = (_rounded_result(session, copy, places) for places in ((), PLACES))
@@ -152,7 +163,10 @@ def rounding_places(
         of_run = _result(session)
         last = {"step": step, "batch_crc": session.batch_crc, "loss": of_run[0]}
         mismatch = mismatch or _mismatch(recorded.get(step, {}), last)
-        bad, is_finite = None, math.isfinite(of_run[0]) and all(torch.isfinite(x).all() for x in of_run[1].values())
+        bad, is_finite = (
+            None,
+            math.isfinite(of_run[0]) and all(torch.isfinite(x).all() for x in of_run[1].values()),
+        )
         if not is_finite:
             bad = first_bad_value(session.model, partial(differentiate, session))
     total = _row("all", every, exact)
@@ -165,8 +179,11 @@ def _require_casts(recipe: Recipe) -> None:
     """Refuse a recipe whose step is more than its casts and its dtype."""
     reasons = {
         "its transform changes the model": recipe.compute.transform,
-        "its outlier columns are not cast": any(row.output.left.outliers for row in recipe.computes),
-        "autocast leaves part of it in float32": recipe.storage.visible == "float32" and recipe.dtype != "float32",
+        "its outlier columns are not cast": any(
+            row.output.left.outliers for row in recipe.computes
+        ),
+        "autocast leaves part of it in float32": recipe.storage.visible == "float32"
+        and recipe.dtype != "float32",
     }
     if reason := next((text for text, holds in reasons.items() if holds), ""):
         raise NarrowgaugeError(
@@ -177,7 +194,9 @@ def _require_casts(recipe: Recipe) -> None:
 
 def _mismatch(recorded: Row, row: Row) -> str:
     for name in _COLUMNS:
-        if name in recorded and name in row and repr(recorded[name]) != repr(row[name]):  # NaN equals NaN
+        if (
+            name in recorded and name in row and repr(recorded[name]) != repr(row[name])
+        ):  # NaN equals NaN
             return f"the record differs at step {row['step']}, where {name} was {recorded[name]} and is {row[name]}"
     return ""
 
@@ -185,12 +204,20 @@ def _mismatch(recorded: Row, row: Row) -> str:
 def _row(name: str, result: Result, exact: Result, total: float = 0.0) -> Row:
     """Return the row of a result. ``total`` is the difference of all places; those of single ones add up in squares."""
     loss = abs(result[0] - exact[0]) / max(abs(exact[0]), 1e-30)
-    off = sum(float((result[1][name].double() - x.double()).square().sum()) for name, x in exact[1].items())
+    off = sum(
+        float((result[1][name].double() - x.double()).square().sum())
+        for name, x in exact[1].items()
+    )
     squares = sum(float(x.double().square().sum()) for x in exact[1].values())
     gradient = (off / squares) ** 0.5 if squares else float(off > 0)
     if not (math.isfinite(loss) and math.isfinite(gradient)):
         return {"name": name, "loss": None, "gradient": None, "share": None}
-    return {"name": name, "loss": loss, "gradient": gradient, "share": (gradient / total) ** 2 if total else None}
+    return {
+        "name": name,
+        "loss": loss,
+        "gradient": gradient,
+        "share": (gradient / total) ** 2 if total else None,
+    }
 
 
 # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -214,7 +241,9 @@ def _rounded_result(run: Session, copy: Session, places: Collection[str]) -> Res
     sums_in_bfloat16 = "accumulation" in places and run.config.accumulation_dtype == "bfloat16"
 
     def cast(values: Any, dtype: torch.dtype) -> Any:
-        return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
+        return tree_map(
+            lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values
+        )
 
     def round_gradient(dtype: torch.dtype, gradient: Tensor) -> Tensor:
         return gradient.to(dtype).float() if "weight-gradients" in places else gradient
@@ -238,15 +267,21 @@ def _rounded_result(run: Session, copy: Session, places: Collection[str]) -> Res
                 undo.callback(parameter.register_post_accumulate_grad_hook(round_sum).remove)
         for module in copy.model.modules() if "activations" in places else ():
             undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(lambda _, inputs, output: cast(output, dtype)).remove)
+            undo.callback(
+                module.register_forward_hook(lambda _, inputs, output: cast(output, dtype)).remove
+            )
         loss, tensors = _result(copy)
-    return loss, {name: round_gradient(dtypes[name], gradient) for name, gradient in tensors.items()}
+    return loss, {
+        name: round_gradient(dtypes[name], gradient) for name, gradient in tensors.items()
+    }
 
 
 def _casting(compute: Compute, places: Collection[str]) -> Compute:
     """Return a compute that casts the tensors at these places, and multiplies the others in float32."""
     casts = {
-        slot: cast if _CAST_AT[SLOTS[slot].tensor] in places else Cast("float32", rotation=cast.rotation)
+        slot: cast
+        if _CAST_AT[SLOTS[slot].tensor] in places
+        else Cast("float32", rotation=cast.rotation)
         for slot, cast in compute.casts.items()
     }
     products: dict[str, Any] = {

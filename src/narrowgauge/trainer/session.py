@@ -77,7 +77,11 @@ def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) 
     """
     numbers = range(rank, rank + size * -(-num_micro_batches // size), size)
     return [
-        MicroBatch(number if number < num_micro_batches else rank, number >= num_micro_batches, number == numbers[-1])
+        MicroBatch(
+            number if number < num_micro_batches else rank,
+            number >= num_micro_batches,
+            number == numbers[-1],
+        )
         for number in numbers
     ]
 
@@ -88,7 +92,9 @@ def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1
     if size > 1:
         gathered = torch.empty(size * len(shares), dtype=table.dtype, device=table.device)
         all_gather(gathered, table)
-        table = gathered.view(size, -1).t().reshape(-1)  # round by round, each by rank: the order of the micro-batches
+        table = (
+            gathered.view(size, -1).t().reshape(-1)
+        )  # round by round, each by rank: the order of the micro-batches
     total = table[0]
     for share in table[1:num_micro_batches].unbind():
         total = total + share
@@ -132,7 +138,11 @@ class Session:
         config, optimizer = self.config, self.optimizer
         self.saver, self.linears = Saver(self.folder, self.here.apart()), linears_of(self.model)
         self.fingerprints = Fingerprints(
-            self.model, optimizer, config.fingerprints_every, self.here, sees_outputs=not config.compile
+            self.model,
+            optimizer,
+            config.fingerprints_every,
+            self.here,
+            sees_outputs=not config.compile,
         )
 
     @property
@@ -148,7 +158,9 @@ class Session:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        return micro_batches_of_rank(self.config.gradient_accumulation_steps, self.here.rank, self.here.size)
+        return micro_batches_of_rank(
+            self.config.gradient_accumulation_steps, self.here.rank, self.here.size
+        )
 
     def batch(self) -> list[Tensor]:
         """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` each."""
@@ -158,13 +170,17 @@ class Session:
             tokens = self.data.batch(first, c.micro_batch_size, c.sequence_length, c.seed)
             batch.append(torch.from_numpy(tokens).to(self.device))
             sums.append(0 if part.is_absent else int(batch_checksum(tokens), 16))
-        seconds, totals = zip(*self.here.gather((time.perf_counter() - began, sum(sums))), strict=True)
+        seconds, totals = zip(
+            *self.here.gather((time.perf_counter() - began, sum(sums))), strict=True
+        )
         self.loader_seconds, self.batch_crc = max(seconds), f"{sum(totals) % 2**64:016x}"
         return batch
 
     def weights_fingerprint(self) -> str:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
-        return fingerprint_whole({name: self.optimizer.stored(p) for name, p in self.model.named_parameters()})
+        return fingerprint_whole(
+            {name: self.optimizer.stored(p) for name, p in self.model.named_parameters()}
+        )
 
     def verify_replicas(self) -> None:
         """Compare what several ranks hold. A difference raises CorruptionError on all of them."""
@@ -174,7 +190,9 @@ class Session:
     def bytes_per_param(self) -> float:
         """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per parameter of this rank."""
         sums = (self.accumulator, self.reduction)
-        return self.optimizer.bytes_per_param() + sum(part.bytes_per_param() for part in sums if part is not None)
+        return self.optimizer.bytes_per_param() + sum(
+            part.bytes_per_param() for part in sums if part is not None
+        )
 
     @contextmanager
     def count_saved(self) -> Iterator[None]:
@@ -207,7 +225,11 @@ class Session:
             with suppress(DataError):
                 if name and chip.device == name:
                     model = read_model(self.config.model)
-                    return self.here.size * chip.peak_flops / model.flops_per_token(self.config.sequence_length)
+                    return (
+                        self.here.size
+                        * chip.peak_flops
+                        / model.flops_per_token(self.config.sequence_length)
+                    )
         return None
 
     def save(self, rows: Mapping[str, Any] | None = None) -> None:
@@ -230,7 +252,11 @@ class Session:
         Raises:
             RecordError: it is of another model, or its weights differ from the saved ones.
         """
-        state, optimizer, named = checkpoint.state(), self.optimizer, dict(self.model.named_parameters())
+        state, optimizer, named = (
+            checkpoint.state(),
+            self.optimizer,
+            dict(self.model.named_parameters()),
+        )
 
         def read() -> dict[str, Tensor]:
             with disk_errors(checkpoint.path):
@@ -255,14 +281,20 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     here, device = all_ranks(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _require_tokenizer(config, data)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
-    config.require_agreement(here.size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    config.require_agreement(
+        here.size, getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    )
     config = config.filled(model.num_parameters())
     nn.Module.to(model, device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
     optimizer = _optimizer(model, config, here)
     accumulator, reduction = _sums(model, optimizer, config, here)
-    summed = language_model.compiled_loss(model) if config.compile else partial(language_model.loss_sum, model)
+    summed = (
+        language_model.compiled_loss(model)
+        if config.compile
+        else partial(language_model.loss_sum, model)
+    )
 
     def loss(tokens: Tensor) -> Tensor:
         with compute_scope(config.recipe, tokens.device):
@@ -295,7 +327,9 @@ def _sums(
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None
     if parts > 1 and not is_order_invariant and config.accumulation_dtype != "bfloat16":
-        accumulator = GradientAccumulator(model.parameters(), dtype=getattr(torch, config.accumulation_dtype))
+        accumulator = GradientAccumulator(
+            model.parameters(), dtype=getattr(torch, config.accumulation_dtype)
+        )
     # One process sums its micro-batches alone, unless the result must not depend on their order.
     reduction = optimizer.reduction if here.size > 1 or is_order_invariant else None
     if reduction is not None:
@@ -310,7 +344,10 @@ def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
     file, other = Path(config.model) / "tokenizer.json", data.tokenizer_path
     if other is None or not file.is_file() or weights_file(file.parent) is None:
         return
-    if load_json(file.read_bytes())["model"]["vocab"] != load_json(other.read_bytes())["model"]["vocab"]:
+    if (
+        load_json(file.read_bytes())["model"]["vocab"]
+        != load_json(other.read_bytes())["model"]["vocab"]
+    ):
         raise DataError(
             f"Cannot train the weights in {config.model} because the tokens in {config.data} have another vocabulary.",
             f"Make them again: narrowgauge tokenize TEXT OUT --tokenizer {config.model}.",
@@ -354,15 +391,21 @@ def load(folder: str | Path) -> Session:
     """Load a run folder's session at its newest good checkpoint, for export or sampling. Not compiled, no gauges, no data."""
     folder = Path(folder)
     run = run_of_trainer(folder)
-    config = dataclasses.replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), compile=False)
+    config = dataclasses.replace(
+        TrainConfig.from_dict(run.config, str(folder / "run.toml")), compile=False
+    )
     damaged: list[str] = []
-    checkpoint = latest_checkpoint(folder, lambda path, reason: damaged.append(f"{path.name}: {reason}"), all_ranks())
+    checkpoint = latest_checkpoint(
+        folder, lambda path, reason: damaged.append(f"{path.name}: {reason}"), all_ranks()
+    )
     if checkpoint is None:
         raise RecordError(
             f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
             "Restore its checkpoints.",
         )
     recorded, none = run.run["data"], np.zeros(0, dtype=np.uint16)
-    session = build(config, folder, Dataset(none, none, recorded["vocab_size"], recorded["end_of_text"]))
+    session = build(
+        config, folder, Dataset(none, none, recorded["vocab_size"], recorded["end_of_text"])
+    )
     session.load(checkpoint)
     return session

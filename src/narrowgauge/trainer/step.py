@@ -92,7 +92,11 @@ def differentiate(session: Session) -> Tensor:
             if linears is not None:
                 linears.step = session.step
                 linears.set_first_token(first * config.sequence_length)
-            with nullcontext() if reduction is None else reduction.micro_batch(part.is_last, part.is_absent):
+            with (
+                nullcontext()
+                if reduction is None
+                else reduction.micro_batch(part.is_last, part.is_absent)
+            ):
                 is_counted = session.step == COUNTED_STEP - 1 and session.saved_bytes is None
                 with (
                     random_numbers(config.seed, session.step, part.number),
@@ -141,10 +145,14 @@ def evaluate(session: Session) -> float:
             rows = slice(part.number * size, (part.number + 1) * size)
             batch = session.data.validation(config.eval_sequences, config.sequence_length, rows)
             # Without float32_attention(): the kernel's forward in bfloat16 is fast, only its backward is slow.
-            with random_numbers(config.seed, session.step, part.number):  # some models draw here too
+            with random_numbers(
+                config.seed, session.step, part.number
+            ):  # some models draw here too
                 sums.append(session.loss(torch.from_numpy(batch).to(session.device)).double())
     finally:
         session.model.train()
     for module in fsdp_modules(session.model):  # no backward pass frees the gathered parameters
         module.reshard()
-    return float(sum_in_order(sums, num_batches, here.size)) / (num_sequences * config.sequence_length)
+    return float(sum_in_order(sums, num_batches, here.size)) / (
+        num_sequences * config.sequence_length
+    )

@@ -42,12 +42,20 @@ class Scaled(Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor | float) -> Scaled:
-        layout: Any = {"strides": data.stride(), "storage_offset": data.storage_offset(), "layout": data.layout}
-        return Tensor._make_wrapper_subclass(cls, data.size(), dtype=data.dtype, device=data.device, **layout)
+        layout: Any = {
+            "strides": data.stride(),
+            "storage_offset": data.storage_offset(),
+            "layout": data.layout,
+        }
+        return Tensor._make_wrapper_subclass(
+            cls, data.size(), dtype=data.dtype, device=data.device, **layout
+        )
 
     def __init__(self, data: Tensor, scale: Tensor | float) -> None:
         self._data = data
-        self._scale = scale if isinstance(scale, Tensor) else _number(scale, torch.float32, data.device)
+        self._scale = (
+            scale if isinstance(scale, Tensor) else _number(scale, torch.float32, data.device)
+        )
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -62,7 +70,11 @@ class Scaled(Tensor):
         return times(self._data, self._scale)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        data = self._data.tolist() if self.numel() <= 8 and _has_values(self._data) else [*self.shape, str(self.dtype)]
+        data = (
+            self._data.tolist()
+            if self.numel() <= 8 and _has_values(self._data)
+            else [*self.shape, str(self.dtype)]
+        )
         scale = f" * 2^{math.log2(self._scale.item()):g}" if _has_values(self._scale) else ""
         return f"Scaled({data}{scale})"
 
@@ -70,12 +82,16 @@ class Scaled(Tensor):
         return ["_data", "_scale"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], _: None, size: object, stride: object) -> Scaled:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], _: None, size: object, stride: object
+    ) -> Scaled:
         return Scaled(inner["_data"], inner["_scale"])
 
     def _stable_hash_for_caching(self) -> str:
         data = self._data
-        return f"{tuple(data.shape)} {data.stride()} {data.dtype} {data.device} {self.requires_grad}"
+        return (
+            f"{tuple(data.shape)} {data.stride()} {data.dtype} {data.device} {self.requires_grad}"
+        )
 
     @classmethod
     def __torch_function__(
@@ -189,7 +205,12 @@ def _split(number: float) -> tuple[float, float]:
 
 def _constant(func: Any, x: Any) -> Any:
     """Refuse a plain operand that requires a gradient, since its gradient would be a scaled tensor."""
-    if isinstance(x, Tensor) and not isinstance(x, Scaled) and x.requires_grad and torch.is_grad_enabled():
+    if (
+        isinstance(x, Tensor)
+        and not isinstance(x, Scaled)
+        and x.requires_grad
+        and torch.is_grad_enabled()
+    ):
         raise unknown(f"{func} of a scaled tensor with a plain one that requires a gradient")
     return x
 
@@ -224,13 +245,23 @@ def _pair(x: Any, operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
     if isinstance(x, Scaled):
         return x._data, x._scale
     like = next(operand for operand in operands if isinstance(operand, Scaled))
-    plain = x if isinstance(x, Tensor) else _number(x, torch.promote_types(like.dtype, torch.float32), like.device)
+    plain = (
+        x
+        if isinstance(x, Tensor)
+        else _number(x, torch.promote_types(like.dtype, torch.float32), like.device)
+    )
     scale = like._scale
-    size = torch.where(plain.detach().abs().amax() > 0, power_of_rms(plain), scale) if plain.numel() else scale
+    size = (
+        torch.where(plain.detach().abs().amax() > 0, power_of_rms(plain), scale)
+        if plain.numel()
+        else scale
+    )
     return plain / size, size
 
 
-def _sum(func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any) -> Scaled:
+def _sum(
+    func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any
+) -> Scaled:
     """Sum. The scale grows by the root of the number of terms, rounded down to a power of two."""
     count = 1
     for dim in dims or range(x.ndim):

@@ -34,7 +34,14 @@ from torch import Tensor, nn
 
 from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.torch_names import map_tensors
-from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, rescaled, root_below, times, unknown
+from narrowgauge.transforms.scaled_tensor import (
+    FUNCTIONS,
+    Scaled,
+    rescaled,
+    root_below,
+    times,
+    unknown,
+)
 
 
 class Held(NamedTuple):
@@ -57,7 +64,9 @@ WIDE: Final = "wide"
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         divisors = [_divisor(x, unit) for x, unit in zip(operands, units, strict=True)]
         ctx.save_for_backward(*divisors)
@@ -66,13 +75,17 @@ class _Enter(torch.autograd.Function):
         entered = [_in_unit(x, unit) for x, unit in zip(operands, units, strict=True)]
         # An operand without a gradient costs no matmul in the backward pass.
         needs_grad = ctx.needs_input_grad[2:]
-        ctx.mark_non_differentiable(*(x for x, needs in zip(entered, needs_grad, strict=True) if not needs))
+        ctx.mark_non_differentiable(
+            *(x for x, needs in zip(entered, needs_grad, strict=True) if not needs)
+        )
         return _unit(operands[0]), *entered
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *vjps: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = []
-        for vjp, divisor, size, dtype in zip(vjps, ctx.saved_tensors, ctx.sizes, ctx.scaled, strict=True):
+        for vjp, divisor, size, dtype in zip(
+            vjps, ctx.saved_tensors, ctx.sizes, ctx.scaled, strict=True
+        ):
             scale = token if divisor is None else token / divisor
             if vjp is None or dtype is None:
                 gradients.append(None if vjp is None else times(vjp, scale))
@@ -142,7 +155,9 @@ def _in_graph(function: _Function) -> _Function:
 
 
 @_in_graph
-def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -> tuple[Tensor, ...]:
+def enter(
+    units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor
+) -> tuple[Tensor, ...]:
     """Return the token, and each operand as a plain tensor in its unit.
 
     Args:
@@ -202,7 +217,9 @@ def linear(
         token, data, unit_weight = enter((OWN, weight_unit), sizes[:2], x, weight)
         raw = multiply(data, unit_weight, None, *also)
     else:
-        token, data, unit_weight, unit_bias = enter((OWN, weight_unit, scale), sizes, x, weight, bias)
+        token, data, unit_weight, unit_bias = enter(
+            (OWN, weight_unit, scale), sizes, x, weight, bias
+        )
         raw = multiply(data, unit_weight, unit_bias, *also)
     return leave(raw, token, scale, root_below(inputs))
 
@@ -217,7 +234,9 @@ def attention(
     real values near one. Their gradients are small relative to the output's at first, and large later.
     """
     token, q, k, v = enter((REAL, REAL, OWN), (1.0,) * 3, query, key, value)
-    raw = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    raw = F.scaled_dot_product_attention(
+        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
     return leave(raw, token, scale_of(value), 1.0)
 
 
@@ -249,9 +268,15 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         >>> torch.equal(model(x), plain)
         True
     """
-    head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = (
+        cast(Any, model).get_output_embeddings()
+        if hasattr(model, "get_output_embeddings")
+        else None
+    )
     # A plain head has plain inputs and outputs. A rule would only measure it.
-    modules = [(name, m) for name, m in model.named_modules() if not (m is head and type(m) is nn.Linear)]
+    modules = [
+        (name, m) for name, m in model.named_modules() if not (m is head and type(m) is nn.Linear)
+    ]
     classes = {module: _class_for(name, module) for name, module in modules}
     for module, ruled in classes.items():
         module.__class__ = ruled
@@ -266,7 +291,9 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def _leave_values(_: nn.Module, __: Any, result: Any) -> Any:
-    return map_tensors(lambda tensor: value_of(tensor) if isinstance(tensor, Scaled) else tensor, result)
+    return map_tensors(
+        lambda tensor: value_of(tensor) if isinstance(tensor, Scaled) else tensor, result
+    )
 
 
 class _Ruled:
@@ -293,7 +320,10 @@ def _revived(origin: Any) -> nn.Module:
 
 class _Linear(_Ruled):
     def forward(self: Any, x: Tensor) -> Tensor:
-        multiply, features = getattr(self, "multiply", F.linear), (self.in_features, self.out_features)
+        multiply, features = (
+            getattr(self, "multiply", F.linear),
+            (self.in_features, self.out_features),
+        )
         takes_unit = getattr(self, "takes_unit", False)  # of a narrow layer
         y = linear(x, self.weight, self.bias, multiply, features, takes_unit)
         return value_of(y) if self.leaves_plain else y
@@ -338,13 +368,19 @@ class _Norm(_Ruled):
         vectors = [v for v in (self.weight, getattr(self, "bias", None)) if v is not None]
         units: tuple[Unit, ...] = tuple(WIDE for _ in (x, *vectors))
         token, real, *vectors_in = enter(units, (None,) * len(units), x, *vectors)
-        vectors_in = [v.to(real.dtype) if v.dtype.itemsize <= real.dtype.itemsize else v for v in vectors_in]
+        vectors_in = [
+            v.to(real.dtype) if v.dtype.itemsize <= real.dtype.itemsize else v for v in vectors_in
+        ]
         raw = self._normalized(real, *vectors_in)
-        return leave(raw.half() if x.dtype is torch.float16 else raw, token, torch.ones_like(token), 1.0)
+        return leave(
+            raw.half() if x.dtype is torch.float16 else raw, token, torch.ones_like(token), 1.0
+        )
 
 
 class _LayerNorm(_Norm):
-    def _normalized(self: Any, real: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def _normalized(
+        self: Any, real: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         return F.layer_norm(real, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -384,7 +420,11 @@ def _ruled_class(origin: Any) -> Any:
         rule = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
         # A subclass may compute anything, unless its `multiply` shows that only its product differs.
         if rule is not None and (kind is origin or hasattr(origin, "multiply")):
-            return type(f"Scaled{origin.__name__}", (rule, origin), {"origin": origin, "__module__": __name__})
+            return type(
+                f"Scaled{origin.__name__}",
+                (rule, origin),
+                {"origin": origin, "__module__": __name__},
+            )
     return origin
 
 
@@ -394,6 +434,8 @@ def _class_for(name: str, module: nn.Module) -> Any:
     ruled = _ruled_class(cast(Any, type(module)))
     if ruled is type(module) and next(module.parameters(recurse=False), None) is not None:
         raise unknown(f"the module '{name}' of class {type(module).__name__}")
-    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
+    if isinstance(module, nn.Embedding) and (
+        module.max_norm or module.scale_grad_by_freq or module.sparse
+    ):
         raise unknown(f"the embedding '{name}' with max_norm, scale_grad_by_freq or sparse")
     return ruled

@@ -13,7 +13,12 @@ COLUMNS = [
     "recipe", "val_loss", "val_loss_std", "tokens_per_second", "bytes_per_param", "step_seconds",
     "step_memory_bytes", "edq", "noise", "lost_fraction", "diverged", "num_seeds",
 ]  # fmt: skip
-SIZES = {"bfloat16/master": 16.0, "bfloat16/word": 8.0, "bfloat16/naive": 8.0, "bfloat16/compact": 7.0}
+SIZES = {
+    "bfloat16/master": 16.0,
+    "bfloat16/word": 8.0,
+    "bfloat16/naive": 8.0,
+    "bfloat16/compact": 7.0,
+}
 
 
 def made(
@@ -44,7 +49,9 @@ def made(
     given = {"recipe": recipe, "seed": seed, "steps": steps, "schedule": "cosine", **(config or {})}
     path = Path(run_name(recipe, seed))
     validations = [{"step": step, "val_loss": value} for step, value in evals]
-    return Run(path, {"config": given}, rows, validations, list(events), None if loss is None else summary)
+    return Run(
+        path, {"config": given}, rows, validations, list(events), None if loss is None else summary
+    )
 
 
 def seeds(recipe: str, losses: Sequence[float | None], **more: Any) -> list[Run]:

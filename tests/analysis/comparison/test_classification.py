@@ -54,7 +54,11 @@ RANKS: list[tuple[list[Run], Rank, list[str]]] = [
     ([*word(4.0, 4.1), made("bfloat16/word", 2, 4.2, edq=(0.3, 0.3, 0.3))], Rank.WITHIN_NOISE, []),
     (word(*EQUAL, skipped=1), Rank.WITHIN_NOISE, ["skipped 3 of its 30 steps"]),
     (word(*EQUAL, skipped=1, steps=20), Rank.WITHIN_NOISE, []),
-    (word(4.1, 4.2, 4.31, edq=(0.3, 0.3, 0.3)), Rank.WORSE, ["loses its updates", "ends worse than bfloat16/master"]),
+    (
+        word(4.1, 4.2, 4.31, edq=(0.3, 0.3, 0.3)),
+        Rank.WORSE,
+        ["loses its updates", "ends worse than bfloat16/master"],
+    ),
 ]
 
 
@@ -79,12 +83,21 @@ UNSURE = seeds("bfloat16/compact", (4.2, 4.0, 4.2))
     [
         ([MASTER, word(4.01, 4.09, 4.2), COMPACT], "bfloat16/compact"),
         # Equal bytes are ordered by time; less than a tenth of a byte is no saving.
-        ([MASTER, word(*EQUAL), seeds("float8-row/word", EQUAL, step_seconds=0.3)], "float8-row/word"),
-        ([MASTER, sized(word(*EQUAL), 8.04), sized(seeds("mine", EQUAL, step_seconds=0.3), 8.0)], "mine"),
+        (
+            [MASTER, word(*EQUAL), seeds("float8-row/word", EQUAL, step_seconds=0.3)],
+            "float8-row/word",
+        ),
+        (
+            [MASTER, sized(word(*EQUAL), 8.04), sized(seeds("mine", EQUAL, step_seconds=0.3), 8.0)],
+            "mine",
+        ),
         ([MASTER, word(4.1, 4.2, 4.31)], "bfloat16/master"),
         ([MASTER, word(*EQUAL, edq=(1.0, 0.3, 0.3, 0.3))], "bfloat16/master"),
         # Two seeds, +0.0866 ± 0.1372 on 1.28: it may be worse by more than 1 %, or no worse.
-        ([seeds("bfloat16/master", (1.216, 1.344)), seeds("float8-row/word", (1.2918, 1.4414))], "bfloat16/master"),
+        (
+            [seeds("bfloat16/master", (1.216, 1.344)), seeds("float8-row/word", (1.2918, 1.4414))],
+            "bfloat16/master",
+        ),
         ([MASTER, word(*EQUAL), UNSURE], "bfloat16/word"),
         ([sized(seeds("a", EQUAL), None), sized(seeds("b", EQUAL), None)], None),
         ([seeds("bfloat16/master", EQUAL, edq=(0.1,) * 3), word(*EQUAL, edq=(0.1,) * 3)], None),
@@ -96,9 +109,15 @@ def test_the_cheapest_is_fit(groups: list[list[Run]], cheapest: str | None) -> N
 
 
 def test_what_might_be_cheaper_is_named_with_the_seeds_that_would_tell() -> None:
-    assert any("bfloat16/compact" in line and "seeds tell it" in line for line in compared(MASTER, UNSURE).verdict)
+    assert any(
+        "bfloat16/compact" in line and "seeds tell it" in line
+        for line in compared(MASTER, UNSURE).verdict
+    )
 
 
 def test_models_that_learned_nothing_give_no_verdict() -> None:
-    runs = [replace(run, run={**run.run, "data": {"unigram_loss": 4.05}}) for run in (*MASTER, *word(4.0, 4.1, 4.2))]
+    runs = [
+        replace(run, run={**run.run, "data": {"unigram_loss": 4.05}})
+        for run in (*MASTER, *word(4.0, 4.1, 4.2))
+    ]
     assert "No recipe is named: bfloat16/master learned no more" in compared(runs).verdict[0]

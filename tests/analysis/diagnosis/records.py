@@ -33,10 +33,14 @@ def gauges(step: int, **wrong: Any) -> Row:
 
     def figures(kind: str, name: str, bad: bool) -> list[float | None]:
         healthy = HEALTHY["tensor" if name == "tensors" else kind]
-        return [{**healthy, **(wrong.get(kind, {}) if bad else {})}[field] for field in METRICS[name]]
+        return [
+            {**healthy, **(wrong.get(kind, {}) if bad else {})}[field] for field in METRICS[name]
+        ]
 
     tensors = {
-        f"{kind}:{layer}{'.weight' if kind in ('weight', 'grad') else ''}": figures(kind, "tensors", layer == LAYER)
+        f"{kind}:{layer}{'.weight' if kind in ('weight', 'grad') else ''}": figures(
+            kind, "tensors", layer == LAYER
+        )
         for kind in ("weight", "input", "output_grad", "grad")
         for layer in (OTHER, LAYER)
     }
@@ -74,7 +78,11 @@ def healthy_run(recipe: str = "bfloat16/word") -> Run:
         "accumulation_dtype": "float32",
         "gradient_accumulation_steps": 1,
     }
-    table = {"config": settings, "model": {"num_parameters": 1_000_000, "hidden_size": 64}, "machine": {}}
+    table = {
+        "config": settings,
+        "model": {"num_parameters": 1_000_000, "hidden_size": 64},
+        "machine": {},
+    }
     events = [{"kind": "start", "step": 0, "message": "tiny"}]
     run = Run(Path("made"), table, healthy_steps(), [], events, None)
     run.__dict__["gauges"] = [gauges(step) for step in range(EVERY, NUM_STEPS + 1, EVERY)]

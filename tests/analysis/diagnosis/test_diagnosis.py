@@ -29,7 +29,12 @@ def steps(since: int = AT, until: int = NUM_STEPS, **columns: object) -> Fault:
     def strike(run: Run) -> None:
         for row in run.steps:
             if since <= row["step"] <= until:
-                row.update({name: value(row) if callable(value) else value for name, value in columns.items()})
+                row.update(
+                    {
+                        name: value(row) if callable(value) else value
+                        for name, value in columns.items()
+                    }
+                )
                 if "seconds" in columns:
                     row["tokens_per_second"] = 256 / row["seconds"]
 
@@ -38,13 +43,17 @@ def steps(since: int = AT, until: int = NUM_STEPS, **columns: object) -> Fault:
 
 def sampled(**wrong: Row) -> Fault:
     def strike(run: Run) -> None:
-        run.gauges[:] = [gauges(row["step"], **(wrong if row["step"] >= AT else {})) for row in run.gauges]
+        run.gauges[:] = [
+            gauges(row["step"], **(wrong if row["step"] >= AT else {})) for row in run.gauges
+        ]
 
     return strike
 
 
 def event(kind: str, step: int = AT, **columns: object) -> Fault:
-    return lambda run: run.events.append({"kind": kind, "step": step, "message": "it happened", **columns})
+    return lambda run: run.events.append(
+        {"kind": kind, "step": step, "message": "it happened", **columns}
+    )
 
 
 def both(*faults: Fault) -> Fault:
@@ -169,8 +178,14 @@ def test_a_record_gives_its_reading(name: str) -> None:
 
 
 def test_a_loss_scale_that_began_anew_names_the_steps_that_it_cost() -> None:
-    anew = both(steps(1, loss_scale=1024.0), steps(AT, loss_scale=65536.0), steps(AT, AT + 1, skipped=True))
-    reading = next(r for r in ng.diagnose(struck("float16/split", anew)).readings if r.what == "loss-scale-anew")
+    anew = both(
+        steps(1, loss_scale=1024.0), steps(AT, loss_scale=65536.0), steps(AT, AT + 1, skipped=True)
+    )
+    reading = next(
+        r
+        for r in ng.diagnose(struck("float16/split", anew)).readings
+        if r.what == "loss-scale-anew"
+    )
     assert f"then steps {AT}, {AT + 1} were skipped" in reading.advice
 
 
@@ -180,20 +195,29 @@ def test_rows_of_micro_batches_are_no_skipped_steps(loss_scale: float | None) ->
     diagnosis = ng.diagnose(struck("bfloat16/word", each))
     assert [r.what for r in diagnosis.readings] == ["skipped-steps"] * (loss_scale is not None)
     if loss_scale is None:
-        assert "one in 4 has one" in str(diagnosis) and f"{NUM_STEPS // 4} applied" in diagnosis.verdict
+        assert (
+            "one in 4 has one" in str(diagnosis)
+            and f"{NUM_STEPS // 4} applied" in diagnosis.verdict
+        )
 
 
 @pytest.mark.parametrize("fall", [0.0, 0.01])
 def test_a_loss_that_does_not_fall_is_a_note(fall: float) -> None:
     draw = random.Random(0)
-    flat = steps(1, loss=lambda row: 4.159 - fall * row["step"] / NUM_STEPS + 0.003 * draw.gauss(0, 1))
+    flat = steps(
+        1, loss=lambda row: 4.159 - fall * row["step"] / NUM_STEPS + 0.003 * draw.gauss(0, 1)
+    )
     diagnosis = ng.diagnose(struck("bfloat16/word", flat))
     assert diagnosis.ok and [r.what for r in diagnosis.readings] == ["flat-loss"] * (fall == 0.0)
 
 
 def scaled_search(run: Run) -> None:
     """A loss scale that is found by halving, and grows."""
-    steps(1, loss_scale=lambda row: 2.0 ** (24 - min(row["step"], 12)) * (2.0 if row["step"] > AT else 1.0))(run)
+    steps(
+        1,
+        loss_scale=lambda row: 2.0 ** (24 - min(row["step"], 12))
+        * (2.0 if row["step"] > AT else 1.0),
+    )(run)
     steps(1, 12, skipped=True, grad_norm=math.inf)(run)
 
 
@@ -256,27 +280,41 @@ def test_a_log_without_a_column_of_skipped_steps_tells_nothing_of_them(tmp_path:
     log = tmp_path / "trainer_state.json"
 
     def diagnosed(bad: range, loss: float) -> ng.Diagnosis:
-        healthy = [{"step": step, "loss": 4.0 - step / 100, "grad_norm": 1.0} for step in range(5, 75, 5)]
-        history = [{**row, "loss": loss, "grad_norm": math.nan} if row["step"] in bad else row for row in healthy]
+        healthy = [
+            {"step": step, "loss": 4.0 - step / 100, "grad_norm": 1.0} for step in range(5, 75, 5)
+        ]
+        history = [
+            {**row, "loss": loss, "grad_norm": math.nan} if row["step"] in bad else row
+            for row in healthy
+        ]
         log.write_text(json.dumps({"log_history": history, "global_step": 70, "max_steps": 70}))
         return ng.diagnose(log)
 
     # transformers logs a loss of 0 where it was NaN
     lost = diagnosed(range(35, 75), 0.0)
-    assert [(r.step, r.stage, r.what, r.value) for r in lost.readings] == [(35, "gradient", "nonfinite-step", 8)]
+    assert [(r.step, r.stage, r.what, r.value) for r in lost.readings] == [
+        (35, "gradient", "nonfinite-step", 8)
+    ]
     assert not lost.ok and "8 of 14 rows" in str(lost) and "The log does not tell" in str(lost)
     assert "began after step 30, at the latest at 35" in str(lost)
     assert (lost.num_rows, lost.num_applied) == (14, None) and "skipped steps" in lost.unseen
     passed = diagnosed(range(35, 40), 3.6)
-    assert passed.ok and [r.severity for r in passed.readings] == ["note"], "a loss scaler may have skipped it"
+    assert passed.ok and [r.severity for r in passed.readings] == ["note"], (
+        "a loss scaler may have skipped it"
+    )
     assert "14 rows watched; looked at" in diagnosed(range(0), 0.0).verdict
     assert ng.diagnose(Run(tmp_path, {}, [{"step": 1}])).verdict.startswith("Nothing was looked at")
 
 
 def test_what_follows_a_loss_that_is_not_finite_is_not_named_for_it() -> None:
-    late = event("nonfinite", AT + 8, detector="first-nonfinite", tensor="innocent", stage="gradient")
+    late = event(
+        "nonfinite", AT + 8, detector="first-nonfinite", tensor="innocent", stage="gradient"
+    )
     found = ng.diagnose(struck("bfloat16/word", both(steps(loss=math.nan), late)))
-    assert "innocent" not in [r.tensor for r in found.readings] and found.readings[0].what == "nonfinite-step"
+    assert (
+        "innocent" not in [r.tensor for r in found.readings]
+        and found.readings[0].what == "nonfinite-step"
+    )
     assert "follow from it: 1." in found.readings[0].advice
     then = event("nonfinite", AT, detector="first-nonfinite", tensor="guilty", stage="gradient")
     readings = ng.diagnose(struck("bfloat16/word", both(steps(loss=math.nan), then))).readings
@@ -288,13 +326,19 @@ def test_an_alarm_that_was_recorded_is_printed_whatever_the_rows_say() -> None:
     run = struck("bfloat16/word", both(steps(10, 10, grad_norm=math.nan), alarm))
     run.run["recorder"] = {}
     found = ng.diagnose(run)
-    assert [(r.step, r.what) for r in found.readings] == [(10, "nonfinite-step")] and found.num_applied == NUM_STEPS
+    assert [(r.step, r.what) for r in found.readings] == [
+        (10, "nonfinite-step")
+    ] and found.num_applied == NUM_STEPS
 
 
 def test_a_tensor_that_never_moved_is_told_once() -> None:
     runs = [struck("bfloat16/naive", moved(share, 64, True)) for share in (0.1, 0.0, 0.0)]
-    runs[2].events.append({"kind": "warning", "step": 50, "detector": "never-moved", "message": "1 tensor"})
-    for run, readings in zip(runs, (["weights-unmoved"], ["weights-unmoved"], ["never-moved"]), strict=True):
+    runs[2].events.append(
+        {"kind": "warning", "step": 50, "detector": "never-moved", "message": "1 tensor"}
+    )
+    for run, readings in zip(
+        runs, (["weights-unmoved"], ["weights-unmoved"], ["never-moved"]), strict=True
+    ):
         assert [reading.what for reading in ng.diagnose(run).readings] == readings
 
 
@@ -307,25 +351,42 @@ def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:
     assert ng.diagnose(run).unseen["labels, masks and the order of the data"] == ""
     run.steps[1]["recomputed"] = {"compared": 0, "beyond": 0, "unseen": {"the clip": "no limit"}}
     found = ng.diagnose(run)
-    assert "the optimizer's step" in found.unseen and found.unseen["the clip of the compared steps"] == "no limit"
+    assert (
+        "the optimizer's step" in found.unseen
+        and found.unseen["the clip of the compared steps"] == "no limit"
+    )
     run.steps[3]["recomputed"] = {"compared": 9, "beyond": 0, "unseen": {}}
     found = ng.diagnose(run)
-    assert "the optimizer's step" in found.areas and not any("compared" in area for area in found.unseen)
+    assert "the optimizer's step" in found.areas and not any(
+        "compared" in area for area in found.unseen
+    )
     run.steps[1]["recomputed"] = "damaged"
     assert ng.diagnose(run).ok
 
 
 def test_a_fall_of_throughput_in_a_table_names_the_columns_that_changed(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
-    log.write_text("step,loss,tokens_per_second,gpu_util\n1,3.2,1000,0.9\n2,3.1,1000,0.9\n3,3,500,0.4\n4,2.9,500,0.4\n")
+    log.write_text(
+        "step,loss,tokens_per_second,gpu_util\n1,3.2,1000,0.9\n2,3.1,1000,0.9\n3,3,500,0.4\n4,2.9,500,0.4\n"
+    )
     (reading,) = ng.diagnose(log).readings
-    assert (reading.step, reading.what, reading.value, reading.expected) == (3, "slower-steps", 500, 1000)
+    assert (reading.step, reading.what, reading.value, reading.expected) == (
+        3,
+        "slower-steps",
+        500,
+        1000,
+    )
     assert "utilization went from 0.9 to 0.4" in reading.advice
-    run = struck("bfloat16/word", steps(seconds=1.0, loader_seconds=0.9, communication_seconds=0.01))
+    run = struck(
+        "bfloat16/word", steps(seconds=1.0, loader_seconds=0.9, communication_seconds=0.01)
+    )
     for row in run.steps[:80]:
         row.update(loader_seconds=0.001, communication_seconds=0.01)
     (reading,) = ng.diagnose(run).readings
-    assert "loader_seconds went from 0.001 to 0.9" in reading.advice and "communication" not in reading.advice
+    assert (
+        "loader_seconds went from 0.001 to 0.9" in reading.advice
+        and "communication" not in reading.advice
+    )
     log.write_text("step,loss\n1,3.2\n2,3.1\n")
     assert ng.diagnose(log).unseen["throughput"] == "a column tokens_per_second"
 
@@ -339,16 +400,26 @@ def call(*words: object) -> Result:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(struck("bfloat16/word", steps(AT, AT, loss=9.0)), tmp_path_factory.mktemp("whole") / "run")
+    return written(
+        struck("bfloat16/word", steps(AT, AT, loss=9.0)), tmp_path_factory.mktemp("whole") / "run"
+    )
 
 
 def test_the_command_prints_the_table_or_json(whole: Path) -> None:
     said = call(whole)
     assert said.exit_code == 0 and "run: 1 reading is beyond its bound, at step 81." in said.output
     (reading,) = json.loads(call(whole, "--json").output)["readings"]
-    assert (reading["step"], reading["stage"], reading["what"], reading["value"]) == (AT, "loss", "loss-spike", 9.0)
+    assert (reading["step"], reading["stage"], reading["what"], reading["value"]) == (
+        AT,
+        "loss",
+        "loss-spike",
+        9.0,
+    )
     both_same = call(whole, whole)
-    assert both_same.exit_code == 0 and "The same in all that both recorded (160 steps)." in both_same.output
+    assert (
+        both_same.exit_code == 0
+        and "The same in all that both recorded (160 steps)." in both_same.output
+    )
     assert json.loads(call(whole, whole, "--json").output)["same"]
     refused = call(whole, whole, "--replay", 3)
     assert refused.exit_code == 2 and "two were named" in refused.output
@@ -402,7 +473,9 @@ def test_a_damaged_record_is_refused_in_a_line_or_says_what_is_missing(
     assert status == 0 or said.output.count("\n") <= 2
 
 
-def test_the_only_run_of_a_folder_is_read_and_of_several_one_must_be_named(whole: Path, tmp_path: Path) -> None:
+def test_the_only_run_of_a_folder_is_read_and_of_several_one_must_be_named(
+    whole: Path, tmp_path: Path
+) -> None:
     shutil.copytree(whole, tmp_path / "one")
     assert "one: 1 reading" in call(tmp_path).output
     shutil.copytree(whole, tmp_path / "two")

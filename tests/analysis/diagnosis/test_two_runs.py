@@ -13,7 +13,13 @@ from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.runs.record import Run
 
-SETTINGS: dict[str, Any] = {"recipe": "bfloat16/word", "seed": 0, "lr": 1e-3, "max_grad_norm": 1.0, "batch_size": 4}
+SETTINGS: dict[str, Any] = {
+    "recipe": "bfloat16/word",
+    "seed": 0,
+    "lr": 1e-3,
+    "max_grad_norm": 1.0,
+    "batch_size": 4,
+}
 NUMEL = 1 << 20
 TENSORS = (
     "tokens:batch", "output:layers.0", "output:layers.1", "grad:layers.1", "grad:layers.0", "weight:layers.0", "weight:layers.1",
@@ -24,7 +30,13 @@ ROUNDED = 1 + 1e-6
 
 
 def made(
-    name: str, changed: Any = None, *, only: bool = False, prints: bool = True, steps: int = 4, **tables: Any
+    name: str,
+    changed: Any = None,
+    *,
+    only: bool = False,
+    prints: bool = True,
+    steps: int = 4,
+    **tables: Any,
 ) -> Run:
     """Make a run whose tensors differ from another's where ``changed`` says, and in all that follows unless ``only``.
 
@@ -33,7 +45,11 @@ def made(
         tables: of ``run.toml``, added to what every run has.
     """
     changed, is_off = changed or {}, False
-    table = {"config": SETTINGS, "machine": {"num_threads": 2, "capability": "AVX2"}, "versions": {"torch": "2.13.0"}}
+    table = {
+        "config": SETTINGS,
+        "machine": {"num_threads": 2, "capability": "AVX2"},
+        "versions": {"torch": "2.13.0"},
+    }
     table |= {key: {**table.get(key, {}), **values} for key, values in tables.items()}
     run = Run(Path(name), {"data": {"fingerprint": "a"}, **table})
     run.__dict__.update(gauges=[], fingerprints=[])
@@ -43,7 +59,11 @@ def made(
             factor = changed.get((step, key), 1.0)
             off = factor != 1.0 or (is_off and key != "tokens:batch")
             is_off = is_off or (factor != 1.0 and not only)
-            row[key] = [2000 * step + 2 * number + off, 2.0 * (factor if factor != 1.0 else 1 + 1e-6 * off), NUMEL]
+            row[key] = [
+                2000 * step + 2 * number + off,
+                2.0 * (factor if factor != 1.0 else 1 + 1e-6 * off),
+                NUMEL,
+            ]
         loss, norm = 3.0 + row["output:layers.1"][1], row["grad:layers.0"][1]
         run.steps.append({"step": step, "loss": loss, "lr": 1e-3, "grad_norm": norm})
         if prints:
@@ -53,7 +73,10 @@ def made(
 
 def pair(changed: Any = None, *, steps: int = 4, prints: bool = True, **options: Any) -> TwoRuns:
     """Compare an undisturbed run with one that has changes."""
-    runs = made("a", steps=steps, prints=prints), made("b", changed, steps=steps, prints=prints, **options)
+    runs = (
+        made("a", steps=steps, prints=prints),
+        made("b", changed, steps=steps, prints=prints, **options),
+    )
     return TwoRuns(*runs)
 
 
@@ -113,7 +136,9 @@ def test_the_first_difference_and_what_can_act_there_are_told(case: str) -> None
     first = found.readings[0]
     assert (first.step, first.stage, first.tensor) == place and sentence in str(found), str(found)
     assert found.is_rounding == (case in ROUNDING), str(found)
-    assert first.what != "norm" or (first.expected == 2.0 and first.value == pytest.approx(2.0, rel=0.6))
+    assert first.what != "norm" or (
+        first.expected == 2.0 and first.value == pytest.approx(2.0, rel=0.6)
+    )
     assert json.dumps(found.to_dict()) and found.to_dict()["readings"][0]["tensor"] == place[2]
 
 
@@ -125,7 +150,11 @@ def test_a_clip_that_spreads_one_gradients_fault_over_all_does_not_hide_it() -> 
             norm = 2.0 * clip * (fault if number == 4 else 1.0)
             tensors[f"grad:layers.{number}"] = [10 * number + (clip != 1.0), norm, NUMEL]
     (reading,) = TwoRuns(*runs).readings
-    assert (reading.step, reading.tensor, reading.value) == (3, "grad:layers.4", 2.0 * 0.9999 * 1.01)
+    assert (reading.step, reading.tensor, reading.value) == (
+        3,
+        "grad:layers.4",
+        2.0 * 0.9999 * 1.01,
+    )
     for number in range(6):  # a factor of all gradients is the fault itself
         runs[1].fingerprints[2]["tensors"][f"grad:layers.{number}"][1] = 2.02
     assert TwoRuns(*runs).readings[0].tensor == "grad:layers.1" and not TwoRuns(*runs).is_rounding
@@ -139,7 +168,10 @@ def test_another_schedule_asks_for_no_fingerprints() -> None:
 
 
 def test_a_setting_of_the_users_can_act_anywhere_and_may_stand_outside_of_tables() -> None:
-    runs = [made("a", config={"dropout": 0.0}), made("b", {(2, "grad:layers.0"): 1.01}, config={"dropout": 0.1})]
+    runs = [
+        made("a", config={"dropout": 0.0}),
+        made("b", {(2, "grad:layers.0"): 1.01}, config={"dropout": 0.1}),
+    ]
     assert "can act there: dropout 0.0 and 0.1." in str(TwoRuns(*runs))
     for run in runs:
         run.run.update(run.run.pop("config"))
@@ -148,12 +180,19 @@ def test_a_setting_of_the_users_can_act_anywhere_and_may_stand_outside_of_tables
 
 
 def test_rounding_that_training_amplifies_stays_within_its_bound() -> None:
-    changed = {(step, key): 1 + 1e-6 * 5**step for step in range(2, 7) for key in TENSORS if key != "tokens:batch"}
+    changed = {
+        (step, key): 1 + 1e-6 * 5**step
+        for step in range(2, 7)
+        for key in TENSORS
+        if key != "tokens:batch"
+    }
     assert pair(changed, steps=6).is_rounding
 
 
 def test_rounding_may_grow_with_each_step_between_two_rows() -> None:
-    one, other = (made(name, prints=False, steps=3, config={"recipe": "float32/float32"}) for name in "ab")
+    one, other = (
+        made(name, prints=False, steps=3, config={"recipe": "float32/float32"}) for name in "ab"
+    )
     for run in (one, other):
         del run.steps[1]
     other.steps[0]["loss"] *= 1 + 8e-7
@@ -181,7 +220,10 @@ def test_gradients_are_compared_without_the_loss_scale_that_their_step_began_wit
 def test_equal_records_are_the_same_run() -> None:
     found = pair(machine={"num_threads": 1})
     assert found.verdict == "The same in all that both recorded (4 steps)." and not found.readings
-    assert "Recorded settings that differ: num_threads 2 and 1." in str(found) and found.to_dict()["same"]
+    assert (
+        "Recorded settings that differ: num_threads 2 and 1." in str(found)
+        and found.to_dict()["same"]
+    )
     assert "ranks 1 and 2." in str(pair(machine={"ranks": 2})), "a single process records no number"
     resumed = made("a"), made("b")
     resumed[1].fingerprints.append({"step": 1, "tensors": {"weight:layers.0": [9, 1.0, NUMEL]}})
@@ -210,7 +252,10 @@ def on_ranks(name: str, changed: dict[str, dict[int, float]], num_ranks: int = 3
     for row in run.fingerprints:
         of_step = changed if row["step"] == 4 else {}
         row["ranks"] = {
-            kind: [of_step.get(kind, {}).get(rank, 0.5 if kind == "clip" else 100 + rank) for rank in range(num_ranks)]
+            kind: [
+                of_step.get(kind, {}).get(rank, 0.5 if kind == "clip" else 100 + rank)
+                for rank in range(num_ranks)
+            ]
             for kind in KINDS
         }
     return run
@@ -220,10 +265,17 @@ def on_ranks(name: str, changed: dict[str, dict[int, float]], num_ranks: int = 3
 def test_the_rank_is_named_that_alone_differs(case: str) -> None:
     changed, stage = ON_RANKS[case]
     found = TwoRuns(on_ranks("a", {}), on_ranks("b", changed))
-    assert (found.readings[0].step, found.readings[0].stage, found.to_dict()["ranks"]) == (4, stage, [1]), str(found)
+    assert (found.readings[0].step, found.readings[0].stage, found.to_dict()["ranks"]) == (
+        4,
+        stage,
+        [1],
+    ), str(found)
     assert "of rank 1." in found.verdict
     other_parts = {kind: dict.fromkeys(range(3), 7.0) for kind in ("grad", "weight")}
-    for layout in (on_ranks("b", other_parts), on_ranks("c", {}, 2)):  # other shards, another number of ranks
+    for layout in (
+        on_ranks("b", other_parts),
+        on_ranks("c", {}, 2),
+    ):  # other shards, another number of ranks
         assert not TwoRuns(on_ranks("a", {}), layout).readings
 
 
@@ -237,9 +289,15 @@ def test_what_only_one_run_has_is_the_answer() -> None:
     other.fingerprints[2]["tensors"]["held:w"] = [5, 1.0, NUMEL]
     one = made("a")
     held = TwoRuns(one, other)
-    assert (held.readings[0].step, held.readings[0].stage, held.readings[0].what) == (3, "between steps", "changed")
+    assert (held.readings[0].step, held.readings[0].stage, held.readings[0].what) == (
+        3,
+        "between steps",
+        "changed",
+    )
     for row in other.fingerprints:  # a kind that one of them did not record at all says nothing
         row["tensors"] = {
-            key: entry for key, entry in row["tensors"].items() if key.partition(":")[0] not in ("output", "held")
+            key: entry
+            for key, entry in row["tensors"].items()
+            if key.partition(":")[0] not in ("output", "held")
         }
     assert not TwoRuns(one, other).readings

@@ -67,7 +67,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, str, str, str]] = {
 
 
 def run_with(place: Path, folder: Path, strike: Any, **changes: Any) -> Run:
-    options = {"recipe": "float32/word", "steps": 6, "fingerprints_every": 1, "eval_every": 0, "checkpoint_every": 0}
+    options = {
+        "recipe": "float32/word",
+        "steps": 6,
+        "fingerprints_every": 1,
+        "eval_every": 0,
+        "checkpoint_every": 0,
+    }
     with struck(strike) if strike is not None else nullcontext():
         return read_run(loop.train(settings(place, folder, **{**options, **changes})))
 
@@ -86,12 +92,17 @@ def test_what_was_changed_is_located(case: str, place: Path, plain: Run, tmp_pat
     assert first.tensor == (tensor or first.tensor) and sentence in str(found), str(found)
 
 
-def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(place: Path, plain: Run, tmp_path: Path) -> None:
+def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(
+    place: Path, plain: Run, tmp_path: Path
+) -> None:
     again, unhashed = (
-        run_with(place, tmp_path / name, None, fingerprints_every=every) for name, every in (("a", 1), ("b", 0))
+        run_with(place, tmp_path / name, None, fingerprints_every=every)
+        for name, every in (("a", 1), ("b", 0))
     )
     assert TwoRuns(plain, again).verdict == "The same run, bit for bit to the last weight."
-    assert again.fingerprints == plain.fingerprints and [row["step"] for row in again.fingerprints] == list(range(7))
+    assert again.fingerprints == plain.fingerprints and [
+        row["step"] for row in again.fingerprints
+    ] == list(range(7))
     assert TwoRuns(plain, unhashed).is_complete and unhashed.fingerprints == []
 
 
@@ -102,9 +113,13 @@ def rounded_gradients(session: Session) -> None:
         parameter.register_hook(lambda grad: grad + grad.flip(0) * 2.0**-22)
 
 
-def test_training_amplifies_rounding_and_stays_within_the_envelope(place: Path, tmp_path: Path) -> None:
+def test_training_amplifies_rounding_and_stays_within_the_envelope(
+    place: Path, tmp_path: Path
+) -> None:
     """Twelve steps after gradients began to differ by an ulp or so, nothing is taken for more than rounding."""
     strikes = {"a": None, "b": rounded_gradients}
     options = {"steps": 16, "recipe": "float32/float32"}
-    found = TwoRuns(*(run_with(place, tmp_path / name, strike, **options) for name, strike in strikes.items()))
+    found = TwoRuns(
+        *(run_with(place, tmp_path / name, strike, **options) for name, strike in strikes.items())
+    )
     assert found.is_rounding and found.readings[0].step == AT, str(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -35,12 +35,18 @@ def stepped(wrong: Callable[[int], Row], until: int = 600) -> list[Row]:
     return [step_row(step, **wrong(step)) for step in range(1, until + 1)]
 
 
-def run(recipe: Recipe | None, gauge_rows: list[Row] = [], step_rows: list[Row] = []) -> list[Event]:  # noqa: B006
+def run(
+    recipe: Recipe | None, gauge_rows: Sequence[Row] = (), step_rows: Sequence[Row] = ()
+) -> list[Event]:
     return Alarms(recipe).read(step_rows, gauge_rows)
 
 
 WEIGHT = f"{LAYER}.weight"
-FLOAT8, NAIVE, FLOAT16 = parse("float8-tensor/word"), parse("bfloat16/naive"), parse("float16/split")
+FLOAT8, NAIVE, FLOAT16 = (
+    parse("float8-tensor/word"),
+    parse("bfloat16/naive"),
+    parse("float16/split"),
+)
 SCALED = {"loss_scale": 65536.0}
 # name: recipe, rows of gauges, rows of steps; kind, tensor and step of the one event.
 CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
@@ -72,7 +78,10 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
 
 def test_every_detector_has_a_case() -> None:
     assert set(CASES) == set(DETECTORS)
-    assert (DETECTORS["lost-updates"].threshold, DETECTORS["lost-decay"].threshold) == (MIN_EDQ, 0.5)
+    assert (DETECTORS["lost-updates"].threshold, DETECTORS["lost-decay"].threshold) == (
+        MIN_EDQ,
+        0.5,
+    )
     assert DETECTORS["loss-spike"].threshold == DETECTORS["gradient-spike"].threshold == Z
 
 
@@ -95,7 +104,9 @@ def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
 
     def jitter(kind: str) -> dict[str, float]:
         return {
-            name: value * math.exp(0.3 * noise.gauss(0, 1)) for name, value in HEALTHY[kind].items() if name != "edq"
+            name: value * math.exp(0.3 * noise.gauss(0, 1))
+            for name, value in HEALTHY[kind].items()
+            if name != "edq"
         }
 
     rows = [
@@ -104,7 +115,11 @@ def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
         for step in range(20, 2000, 20)
     ]  # fmt: skip
     steps = stepped(
-        lambda s: {"loss": 3.0 + 0.1 * noise.gauss(0, 1), "grad_norm": 0.5 * math.exp(0.3 * noise.gauss(0, 1))}, 2000
+        lambda s: {
+            "loss": 3.0 + 0.1 * noise.gauss(0, 1),
+            "grad_norm": 0.5 * math.exp(0.3 * noise.gauss(0, 1)),
+        },
+        2000,
     )
     assert run(recipe, rows, steps) == []
 
@@ -136,14 +151,21 @@ def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure() -> Non
     def overflow(step: int) -> Row:
         return {**SCALED, "grad_norm": math.inf, "skipped": True} if step in (150, 300) else SCALED
 
-    once = [gauges(step, **({"grad": {"nonfinite": 9}} if step in (300, 320) else {})) for step in range(20, 601, 20)]
+    once = [
+        gauges(step, **({"grad": {"nonfinite": 9}} if step in (300, 320) else {}))
+        for step in range(20, 601, 20)
+    ]
     assert run(FLOAT16, once, stepped(overflow)) == []
     settling = stepped(lambda s: {"loss_scale": 2.0 ** (16 - sum(s >= k for k in (10, 20, 30)))})
     assert run(FLOAT16, [], settling) == []
-    (event,) = run(NAIVE, [], stepped(lambda s: {"grad_norm": math.inf, "skipped": True} if s == 300 else {}))
+    (event,) = run(
+        NAIVE, [], stepped(lambda s: {"grad_norm": math.inf, "skipped": True} if s == 300 else {})
+    )
     assert (event.kind, event.step) == ("nonfinite", 300)
     (event,) = run(
-        FLOAT16, [], stepped(lambda s: {**SCALED, "loss": math.nan, "skipped": True} if s == 300 else SCALED)
+        FLOAT16,
+        [],
+        stepped(lambda s: {**SCALED, "loss": math.nan, "skipped": True} if s == 300 else SCALED),
     )
     assert (event.kind, event.step) == ("nonfinite", 300)
 
@@ -156,7 +178,9 @@ def test_spikes_are_no_past_of_the_judge() -> None:
 
 def test_the_same_trouble_is_told_again_only_after_it_was_over() -> None:
     def raised(*edq: float) -> list[int]:
-        rows = [gauges(20 * n, update={"edq": value, "noise": 0.8}) for n, value in enumerate(edq, 1)]
+        rows = [
+            gauges(20 * n, update={"edq": value, "noise": 0.8}) for n, value in enumerate(edq, 1)
+        ]
         return [event.step for event in run(NAIVE, rows)]
 
     assert raised(0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5) == [60, 180]
@@ -170,8 +194,12 @@ def test_resumed_alarms_go_on_as_if_never_interrupted(name: str) -> None:
     recipe, gauge_rows, step_rows, *_, step = CASES[name]
     for cut in (step - 1, step + 5):
         resumed = Alarms(recipe)
-        resumed.read([r for r in step_rows if r["step"] <= cut], [r for r in gauge_rows if r["step"] <= cut])
-        later = resumed.read([r for r in step_rows if r["step"] > cut], [r for r in gauge_rows if r["step"] > cut])
+        resumed.read(
+            [r for r in step_rows if r["step"] <= cut], [r for r in gauge_rows if r["step"] <= cut]
+        )
+        later = resumed.read(
+            [r for r in step_rows if r["step"] > cut], [r for r in gauge_rows if r["step"] > cut]
+        )
         assert later == [event for event in run(recipe, gauge_rows, step_rows) if event.step > cut]
 
 

@@ -59,7 +59,12 @@ def test_a_healthy_run_has_no_spike(jitter: float) -> None:
     noise, judge, total = random.Random(0), SpikeJudge(), 1500
     for step in range(total):
         share = step / total
-        loss = 2.5 + 6.0 * math.exp(-12 * share) + 0.3 * math.cos(math.pi * share) + jitter * noise.gauss(0, 1)
+        loss = (
+            2.5
+            + 6.0 * math.exp(-12 * share)
+            + 0.3 * math.cos(math.pi * share)
+            + jitter * noise.gauss(0, 1)
+        )
         norm = (0.3 + 3 * math.exp(-20 * share)) * math.exp(0.3 * noise.gauss(0, 1))
         assert seen(judge, loss, norm) == [], step
 
@@ -72,7 +77,11 @@ def test_what_is_not_finite_is_no_spike_and_no_past() -> None:
             judge.add(value, value, spiked=False)
     judge.add(2.0, None, spiked=False)
     judge.add(2.0, 0.0, spiked=False)
-    assert judge.norm_limit() == pytest.approx(5.0) and judge.loss(2.17) is not None and judge.norm(None) is None
+    assert (
+        judge.norm_limit() == pytest.approx(5.0)
+        and judge.loss(2.17) is not None
+        and judge.norm(None) is None
+    )
 
 
 def test_the_level_is_that_of_the_recent_steps() -> None:

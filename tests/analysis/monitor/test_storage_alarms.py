@@ -17,10 +17,17 @@ ROWS, WIDTH, MET = 96, 32, 24
 def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Event], list[Row]]:
     """Train an embedding of whose rows most are never met; the events of the detectors, and the rows of the gauges."""
     torch.manual_seed(0)
-    table = nn.Embedding(ROWS, WIDTH, dtype=torch.float32 if storage == "float32" else torch.bfloat16)
+    table = nn.Embedding(
+        ROWS, WIDTH, dtype=torch.float32 if storage == "float32" else torch.bfloat16
+    )
     table.weight.data.mul_(0.02)
     optimizer = ng.AdamW(
-        table.named_parameters(), lr=3e-3, weight_decay=weight_decay, storage=storage, audit_every=2, compile=False
+        table.named_parameters(),
+        lr=3e-3,
+        weight_decay=weight_decay,
+        storage=storage,
+        audit_every=2,
+        compile=False,
     )
     optimizer.on_alarm = lambda alarms: None
     compute = "float32" if storage == "float32" else "bfloat16"
@@ -38,7 +45,9 @@ def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Event], list[Row]
 
 def test_lost_decay_is_told_though_the_edq_is_good() -> None:
     (event,), rows = run("naive")
-    assert (event.kind, event.tensor, event.threshold) == ("lost_decay", "weight", 0.5) and (event.value or 0) > 0.6
+    assert (event.kind, event.tensor, event.threshold) == ("lost_decay", "weight", 0.5) and (
+        event.value or 0
+    ) > 0.6
     assert "'word'" in event.advice
     assert (metric_of(rows[-1], "updates", "weight", "edq") or 0.0) > 0.95
     assert run("naive", weight_decay=0.0)[0] == []  # nobody meant to move it
@@ -49,6 +58,9 @@ def test_what_is_kept_beside_the_weight_is_no_alarm(storage: str) -> None:
     events, rows = run(storage)
     assert [event.kind for event in events] == []
     # The number itself is as high: it counts what the model sees.
-    share, lost = (metric_of(rows[-1], "updates", "weight", name) for name in ("imprecision_share", "lost_decay"))
+    share, lost = (
+        metric_of(rows[-1], "updates", "weight", name)
+        for name in ("imprecision_share", "lost_decay")
+    )
     assert share is not None and (storage == "float32" or share > 0.7)
     assert lost is not None and abs(lost) < 0.25

@@ -25,7 +25,9 @@ INF, NAN = math.inf, math.nan
 class Layer(nn.Module):
     """A named layer that is any function of its input and one parameter."""
 
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], weight: Tensor | None = None) -> None:
+    def __init__(
+        self, function: Callable[[Tensor, Tensor], Tensor], weight: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4) if weight is None else weight)
         self.function = function
@@ -58,10 +60,23 @@ def test_a_bad_weight_is_an_input() -> None:
         model.second.weight[3, 5] = NAN
     bad = first_bad_value(model, step_of(model, torch.ones(2, 8)))
     assert bad is not None
-    assert (bad.phase, bad.parameter, bad.module, bad.operation) == ("input", "second.weight", "second", "aten.addmm")
-    assert (bad.what, bad.result.num_nonfinite, bad.result.shape, bad.result.place) == ("nan", 1, (8, 8), (3, 5))
+    assert (bad.phase, bad.parameter, bad.module, bad.operation) == (
+        "input",
+        "second.weight",
+        "second",
+        "aten.addmm",
+    )
+    assert (bad.what, bad.result.num_nonfinite, bad.result.shape, bad.result.place) == (
+        "nan",
+        1,
+        (8, 8),
+        (3, 5),
+    )
     assert bad.reached == "the loss"
-    assert "second.weight held nan in 1 of 64 values" in bad.message and "update that wrote it" in bad.message
+    assert (
+        "second.weight held nan in 1 of 64 values" in bad.message
+        and "update that wrote it" in bad.message
+    )
 
 
 def test_a_layer_that_overflows_is_named_with_its_operands() -> None:
@@ -72,8 +87,16 @@ def test_a_layer_that_overflows_is_named_with_its_operands() -> None:
     assert bad is not None and (bad.result.dtype, bad.what) == ("float16", "inf")
     assert (bad.phase, bad.module, bad.operation) == ("forward", "second", "aten.addmm")
     weight = next(operand for operand in bad.operands if operand.name == "second.weight")
-    assert (weight.dtype, weight.amin, weight.amax, weight.num_nonfinite) == ("float16", 4096, 4096, 0)
-    assert "largest finite float16 is 65504" in bad.message and "magnitudes 4.1e+03 to 4.1e+03" in bad.message
+    assert (weight.dtype, weight.amin, weight.amax, weight.num_nonfinite) == (
+        "float16",
+        4096,
+        4096,
+        0,
+    )
+    assert (
+        "largest finite float16 is 65504" in bad.message
+        and "magnitudes 4.1e+03 to 4.1e+03" in bad.message
+    )
 
 
 WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
@@ -128,10 +151,17 @@ def test_a_mask_is_not_blamed(how: str) -> None:
 
 
 def test_a_root_at_zero_is_bad_in_backward_only() -> None:
-    model = chain(first=Layer(torch.mul), root=Layer(lambda x, w: ((x - x) * w).sqrt()), last=Layer(torch.mul))
+    model = chain(
+        first=Layer(torch.mul), root=Layer(lambda x, w: ((x - x) * w).sqrt()), last=Layer(torch.mul)
+    )
     bad = first_bad_value(model, step_of(model, torch.ones(2, 4)))
     assert bad is not None
-    assert (bad.phase, bad.module, bad.operation, bad.what) == ("backward", "root", "aten.div", "inf")
+    assert (bad.phase, bad.module, bad.operation, bad.what) == (
+        "backward",
+        "root",
+        "aten.div",
+        "inf",
+    )
     assert bad.reached.startswith("the gradient of ")
 
 
@@ -146,7 +176,12 @@ def test_a_sum_of_micro_batches_that_overflows_names_its_parameter() -> None:
 
     bad = first_bad_value(model, step)
     assert bad is not None
-    assert (bad.phase, bad.module, bad.operation, bad.parameter) == ("backward", "only", "aten.add_", "only.weight")
+    assert (bad.phase, bad.module, bad.operation, bad.parameter) == (
+        "backward",
+        "only",
+        "aten.add_",
+        "only.weight",
+    )
     assert [operand.amax for operand in bad.operands] == [60000, 30000]
     assert bad.reached == "the gradient of only.weight"
 
@@ -168,7 +203,9 @@ def test_a_narrow_layer_names_its_row_and_what_went_in() -> None:
 
 
 def test_everything_is_put_back() -> None:
-    model = chain(first=nn.Linear(8, 8), norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5), last=nn.Linear(8, 8))
+    model = chain(
+        first=nn.Linear(8, 8), norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5), last=nn.Linear(8, 8)
+    )
     x = torch.randn(4, 8)
     step_of(model, x)()
     with torch.no_grad():
@@ -192,4 +229,7 @@ def test_everything_is_put_back() -> None:
     assert len(values) == 2 and len(set(values)) == 1  # the same dropout each time
     assert torch.equal(torch.get_rng_state(), seen) and state() == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
+    assert (
+        not nn.modules.module._global_forward_hooks
+        and not nn.modules.module._global_forward_pre_hooks
+    )

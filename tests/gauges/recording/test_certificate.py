@@ -23,7 +23,9 @@ class Loop:
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         parameters = self.model.parameters()
         self.optimizer: Any = (
-            ng.AdamW(parameters, lr=1e-2, storage=storage) if storage else torch.optim.AdamW(parameters, lr=1e-2)
+            ng.AdamW(parameters, lr=1e-2, storage=storage)
+            if storage
+            else torch.optim.AdamW(parameters, lr=1e-2)
         )
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, 20)
         self.order, self.batch = torch.Generator().manual_seed(1), torch.zeros(4, 8)
@@ -47,7 +49,9 @@ class Loop:
             self.draw()
 
     def save(self) -> dict[str, Any]:
-        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+        parts = {
+            name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")
+        }
         generators = {"order": self.order.get_state(), "torch": torch.get_rng_state()}
         return {**parts, **generators, "batch": self.batch.clone()}
 
@@ -81,9 +85,15 @@ def resumed(folder: Path, fault: Fault, storage: str = "") -> list[str]:
         recorder.go_back(3, **again.objects)
         again.train(recorder, 1)
         recorder.close()
-    readings = [r.advice.removesuffix(".") for r in ng.diagnose(folder / "run").readings if r.what == "not-restored"]
+    readings = [
+        r.advice.removesuffix(".")
+        for r in ng.diagnose(folder / "run").readings
+        if r.what == "not-restored"
+    ]
     notices = [str(w.message).rstrip(".") for w in caught if w.category is RunNotice]
-    sentences = [notice.removeprefix("warning: ") for notice in notices if notice.startswith("warning: ")]
+    sentences = [
+        notice.removeprefix("warning: ") for notice in notices if notice.startswith("warning: ")
+    ]
     assert readings == sentences
     return sentences
 
@@ -147,10 +157,14 @@ CASES: dict[str, tuple[Fault, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resume_says_what_was_not_restored_causes_first_and_nothing_else(case: str, tmp_path: Path) -> None:
+def test_a_resume_says_what_was_not_restored_causes_first_and_nothing_else(
+    case: str, tmp_path: Path
+) -> None:
     fault, expected = CASES[case]
     sentences = resumed(tmp_path, fault)
-    assert len(sentences) == len(expected) and all(map(str.startswith, sentences, expected)), sentences
+    assert len(sentences) == len(expected) and all(map(str.startswith, sentences, expected)), (
+        sentences
+    )
 
 
 def test_optimizers_of_this_package_are_certified_with_their_packed_states(tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ def recorded(
 
 def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
     found, unhashed = recorded(tmp_path / "a"), recorded(tmp_path / "b", every=0)
-    assert unhashed.fingerprints == [] and TwoRuns(found, unhashed).is_complete  # the last weights are the same
+    assert (
+        unhashed.fingerprints == [] and TwoRuns(found, unhashed).is_complete
+    )  # the last weights are the same
     rows = {row["step"]: row["tensors"] for row in found.fingerprints}
     assert list(rows) == list(range(STEPS + 1))
     names = [name for name, _ in model_of().named_parameters()]
@@ -81,7 +83,9 @@ def test_a_step_with_a_closure_has_the_same_fingerprints(tmp_path: Path) -> None
     plain = recorded(tmp_path / "plain")
     model = model_of()
     optimizer = adamw(model)
-    with ng.RunRecorder(tmp_path / "a", model, optimizer, fingerprints_every=1, audit_every=1) as recorder:
+    with ng.RunRecorder(
+        tmp_path / "a", model, optimizer, fingerprints_every=1, audit_every=1
+    ) as recorder:
         for step in range(1, STEPS + 1):
 
             def closure(step: int = step) -> Tensor:
@@ -100,24 +104,39 @@ def scale_a_weight(model: nn.Module, step: int) -> None:
 
 
 def test_a_weight_that_changes_between_steps_is_located(tmp_path: Path) -> None:
-    found = TwoRuns(recorded(tmp_path / "plain"), recorded(tmp_path / "other", after_step=scale_a_weight))
+    found = TwoRuns(
+        recorded(tmp_path / "plain"), recorded(tmp_path / "other", after_step=scale_a_weight)
+    )
     first = found.readings[0]
-    assert (first.step, first.stage, first.tensor, first.what) == (5, "between steps", "held:1.weight", "changed")
+    assert (first.step, first.stage, first.tensor, first.what) == (
+        5,
+        "between steps",
+        "held:1.weight",
+        "changed",
+    )
     assert "Only other has held:1.weight." in str(found)
 
 
 def test_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
-    run = recorded(tmp_path, optimizer_of=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    run = recorded(
+        tmp_path,
+        optimizer_of=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    )
     assert "state:momentum_buffer:1.weight" in run.fingerprints[1]["tensors"]
 
 
 def test_one_run_under_autocast_is_another_format(tmp_path: Path) -> None:
     plain, cast = recorded(tmp_path / "plain"), recorded(tmp_path / "cast", cast=True)
-    assert [run.run["model"]["formats"] for run in (plain, cast)] == ["float32", "bfloat16, float32"]
+    assert [run.run["model"]["formats"] for run in (plain, cast)] == [
+        "float32",
+        "bfloat16, float32",
+    ]
     assert "can act there: formats float32 and bfloat16, float32." in str(TwoRuns(plain, cast))
 
 
-def test_an_error_while_hashing_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_hashing_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("no bits")
 

@@ -30,7 +30,9 @@ def train(rank: int, folder: Path, fault: str, every: int) -> list[Tensor]:
     model.get_parameter(NAME).register_hook(before_the_sum)
     with ng.RunRecorder(folder, parallel, optimizer, fingerprints_every=every) as recorder:
         for step in range(1, STEPS + 1):
-            tokens = torch.randint(0, 29, (4, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+            tokens = torch.randint(
+                0, 29, (4, 8), generator=torch.Generator().manual_seed(10 * step + rank)
+            )
             loss = F.cross_entropy(parallel(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
             if fault == "after" and rank == 1 and step == AT:
@@ -54,7 +56,11 @@ def test_the_step_the_tensor_and_the_rank_of_a_fault_are_told(tmp_path: Path) ->
     for fault in ("after", "before"):
         runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / fault))
         found = runs.difference
-        assert found is not None and (found.step, found.tensor, found.ranks) == (AT, f"grad:{NAME}", (1,))
+        assert found is not None and (found.step, found.tensor, found.ranks) == (
+            AT,
+            f"grad:{NAME}",
+            (1,),
+        )
         assert f"grad:{NAME} (gradient) of rank 1" in runs.verdict
     for mine, its in zip(healthy, plain, strict=True):  # hooks change no bit
         assert mine.equal(its)

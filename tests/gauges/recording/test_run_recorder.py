@@ -37,10 +37,15 @@ class Loop:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             if recorder is not None:
-                recorder.step(loss, tokens=self.run.settings.tokens_per_step, batch=self.run.batches[step])
+                recorder.step(
+                    loss, tokens=self.run.settings.tokens_per_step, batch=self.run.batches[step]
+                )
 
     def state(self) -> dict[str, Any]:
-        return {"model": _copied(self.model.state_dict()), "optimizer": _copied(self.optimizer.state_dict())}
+        return {
+            "model": _copied(self.model.state_dict()),
+            "optimizer": _copied(self.optimizer.state_dict()),
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
@@ -48,7 +53,9 @@ class Loop:
 
 
 def _copied(state: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state)
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state
+    )
 
 
 def lasting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -57,7 +64,10 @@ def lasting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def recorded(run: OwnRun, folder: Path, **options: Any) -> Loop:
     loop, steps = Loop(run), len(run.losses)
-    options |= {"recipe": run.recipe, "settings": {"model": "tiny", "seed": run.settings.seed, "steps": steps}}
+    options |= {
+        "recipe": run.recipe,
+        "settings": {"model": "tiny", "seed": run.settings.seed, "steps": steps},
+    }
     with ng.RunRecorder(folder, loop.model, loop.optimizer, **options) as recorder:
         loop.take(range(steps), recorder)
         recorder.evaluate(run.losses[-1])
@@ -68,8 +78,12 @@ def test_a_recorded_loop_has_the_rows_and_the_bits_of_the_trainer(tmp_path: Path
     run = reference()
     loop = recorded(run, tmp_path / "mine", gauges_every=2)
     found = ng.read_run(tmp_path / "mine")
-    assert [list(row.items()) for row in lasting(found.steps)] == [list(row.items()) for row in lasting(run.rows)]
-    assert all(torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items())
+    assert [list(row.items()) for row in lasting(found.steps)] == [
+        list(row.items()) for row in lasting(run.rows)
+    ]
+    assert all(
+        torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items()
+    )
     assert [row["step"] for row in found.gauges] == [2, 4, 6] and "updates" in found.gauges[0]
     assert [event["kind"] for event in found.events] == ["start", "finish"]
     assert found.config["recipe"] == "bfloat16/word" and found.config["steps"] == 6
@@ -90,7 +104,9 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     recorder._record.writer.close()  # type: ignore[union-attr]  # the lock ends with the process
     again = Loop(run)
     again.load(checkpoint)
-    with ng.RunRecorder(tmp_path / "cut", again.model, again.optimizer, **options, resume=True) as recorder:
+    with ng.RunRecorder(
+        tmp_path / "cut", again.model, again.optimizer, **options, resume=True
+    ) as recorder:
         with pytest.raises(ng.errors.RecordError, match="go_back"):
             recorder.step(1.0)
         recorder.go_back(3)
@@ -99,9 +115,19 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     one, other = (ng.read_run(tmp_path / name) for name in ("whole", "cut"))
     assert lasting(one.steps) == lasting(other.steps)
     assert one.summary is not None and other.summary is not None
-    for name in ("edq", "noise", "lost_fraction", "tokens", "weights_fingerprint", "val_loss", "steps"):
+    for name in (
+        "edq",
+        "noise",
+        "lost_fraction",
+        "tokens",
+        "weights_fingerprint",
+        "val_loss",
+        "steps",
+    ):
         assert one.summary[name] == other.summary[name], name
-    assert all(torch.equal(again.model.state_dict()[n], t) for n, t in whole.model.state_dict().items())
+    assert all(
+        torch.equal(again.model.state_dict()[n], t) for n, t in whole.model.state_dict().items()
+    )
     assert [event["kind"] for event in other.events] == ["start", "resume", "finish"]
 
 
@@ -109,16 +135,25 @@ def test_the_trainer_refuses_what_it_cannot_continue(tmp_path: Path) -> None:
     model, optimizer = small()
     ng.RunRecorder(tmp_path / "run", model, optimizer).close(finished=False)
     result = CliRunner().invoke(main, ["resume", str(tmp_path / "run")])
-    assert result.exit_code == 2 and "RunRecorder(resume=True)" in result.stderr and result.stderr.count("\n") == 1
+    assert (
+        result.exit_code == 2
+        and "RunRecorder(resume=True)" in result.stderr
+        and result.stderr.count("\n") == 1
+    )
 
 
 def small(storage: str = "word") -> tuple[nn.Module, ng.Optimizer]:
     return ng.prepare(nn.Linear(8, 8), f"bfloat16/{storage}", lr=1e-2, max_grad_norm=1.0)
 
 
-def train(model: nn.Module, optimizer: Any, recorder: ng.RunRecorder, steps: int, scale: float = 1.0) -> None:
+def train(
+    model: nn.Module, optimizer: Any, recorder: ng.RunRecorder, steps: int, scale: float = 1.0
+) -> None:
     for _ in range(steps):
-        loss = scale * model(torch.ones(4, 8, dtype=next(model.parameters()).dtype)).float().square().mean()
+        loss = (
+            scale
+            * model(torch.ones(4, 8, dtype=next(model.parameters()).dtype)).float().square().mean()
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -129,7 +164,9 @@ def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     settings = {"model": {"n_layer": 12}}
-    with ng.RunRecorder(tmp_path / "run", model, optimizer, recipe="float32/float32", settings=settings) as recorder:
+    with ng.RunRecorder(
+        tmp_path / "run", model, optimizer, recipe="float32/float32", settings=settings
+    ) as recorder:
         train(model, optimizer, recorder, 3)
     found = ng.read_run(tmp_path / "run")
     assert found.summary is not None and 16 <= found.summary["bytes_per_param"] < 17
@@ -138,7 +175,9 @@ def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
     # It is finished; what it lacks is an evaluation.
     compared = ng.compare_runs([found])
     assert "without a validation loss: float32/float32, seed 0 (3 steps)" in compared.text()
-    assert "not recorded" in compared.table().plain() and "unfinished" not in compared.table().plain()
+    assert (
+        "not recorded" in compared.table().plain() and "unfinished" not in compared.table().plain()
+    )
 
 
 def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
@@ -152,7 +191,9 @@ def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_
         patch.setattr(record, "attach_gauges", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ng.RunRecorder(tmp_path / "other", model, optimizer, gauges_every=1)
-    ng.RunRecorder(tmp_path / "other", model, optimizer).close(finished=False)  # nothing was left, no lock either
+    ng.RunRecorder(tmp_path / "other", model, optimizer).close(
+        finished=False
+    )  # nothing was left, no lock either
     with pytest.raises(ng.errors.RecordError, match="a run is there already"):
         ng.RunRecorder(tmp_path / "run", model, optimizer)
 
@@ -186,11 +227,17 @@ def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
         with pytest.raises(ng.errors.NarrowgaugeError, match="'step'"):
             recorder.step(1.0, step=9)
     found = ng.read_run(tmp_path / "run")
-    assert [row["step"] for row in found.gauges] == [4, 8] and [row["step"] for row in found.steps][-1] == 8
-    assert [row["skipped"] for row in found.steps] == [False, True] + [False] * 6 and "lr" not in found.steps[1]
+    assert [row["step"] for row in found.gauges] == [4, 8] and [row["step"] for row in found.steps][
+        -1
+    ] == 8
+    assert [row["skipped"] for row in found.steps] == [False, True] + [
+        False
+    ] * 6 and "lr" not in found.steps[1]
 
 
-def test_a_resumed_run_does_not_say_how_far_its_weights_moved_and_a_rolled_back_one_does(tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_say_how_far_its_weights_moved_and_a_rolled_back_one_does(
+    tmp_path: Path,
+) -> None:
     model, optimizer = small()
     with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
         train(model, optimizer, recorder, 4)
@@ -201,7 +248,9 @@ def test_a_resumed_run_does_not_say_how_far_its_weights_moved_and_a_rolled_back_
     with pytest.raises(ng.errors.RecordError, match=r"summary\.json is damaged"):
         ng.RunRecorder(tmp_path / "run", model, optimizer, resume=True)
     (tmp_path / "run" / "summary.json").unlink()
-    with ng.RunRecorder(tmp_path / "run", model, optimizer, resume=True) as recorder:  # no lock was left
+    with ng.RunRecorder(
+        tmp_path / "run", model, optimizer, resume=True
+    ) as recorder:  # no lock was left
         recorder.go_back(2)
     summary = ng.read_run(tmp_path / "run").summary
     assert summary is not None and not summary["moved"]

@@ -18,7 +18,9 @@ from narrowgauge.analysis.thresholds import FAILURES
 from ranks import run_ranks
 from trainer.tiny_runs import TIMINGS
 
-pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.gauges.recording.run_recorder.RunNotice")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::narrowgauge.gauges.recording.run_recorder.RunNotice"
+)
 
 
 def record(folder: Path, mesh: Any = None, loss: float = 1.0) -> int:
@@ -27,14 +29,21 @@ def record(folder: Path, mesh: Any = None, loss: float = 1.0) -> int:
     model = nn.Linear(24, 18, bias=False).bfloat16()
     if mesh is not None:
         fully_shard(model, mesh=mesh)
-    options: dict[str, Any] = {"storage": "word", "max_grad_norm": 1.0, "audit_every": 1, "compile": False}
+    options: dict[str, Any] = {
+        "storage": "word",
+        "max_grad_norm": 1.0,
+        "audit_every": 1,
+        "compile": False,
+    }
     optimizer = ng.AdamW(model.named_parameters(), lr=1e-3, **options)
     with ng.RunRecorder(folder, model, optimizer, settings={"model": "matrix"}) as recorder:
         for step in range(4):
             gradient = torch.randn(18, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
             gradient[0, 0] = math.inf if step == 2 else 1.0
             weight = model.weight
-            weight.grad = gradient if mesh is None else distribute_tensor(gradient, mesh, weight.placements)
+            weight.grad = (
+                gradient if mesh is None else distribute_tensor(gradient, mesh, weight.placements)
+            )
             optimizer.step()
             recorder.step(loss, tokens=8)
         recorder.evaluate(loss)
@@ -52,7 +61,11 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
     one, two = (ng.read_run(tmp_path / name) for name in ("one", "two"))
 
     def lasting(row: Any) -> dict[str, Any]:
-        return {name: math.nan if value is None else value for name, value in row.items() if name not in TIMINGS}
+        return {
+            name: math.nan if value is None else value
+            for name, value in row.items()
+            if name not in TIMINGS
+        }
 
     assert [row["skipped"] for row in two.steps] == [False, False, True, False]
     assert {row["loss"] for row in two.steps} == {1.0} and two.steps[0]["edq"] > 0.99
@@ -60,7 +73,9 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
         sums, exact = found.pop("audit_sums", None), wanted.pop("audit_sums", None)
         assert sums == (None if exact is None else pytest.approx(exact, rel=1e-6))
         for name in ("edq", "noise"):  # of float32 sums, in another order
-            assert lasting(found).get(name) == pytest.approx(lasting(wanted).get(name), abs=1e-4, nan_ok=True)
+            assert lasting(found).get(name) == pytest.approx(
+                lasting(wanted).get(name), abs=1e-4, nan_ok=True
+            )
             found.pop(name, None), wanted.pop(name, None)
         assert lasting(found) == pytest.approx(lasting(wanted), rel=1e-12, nan_ok=True)
     assert [event["kind"] for event in two.events] == ["start", "nonfinite", "skip", "finish"]
@@ -72,20 +87,30 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
 
 def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
-    with ng.RunRecorder(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1)) as recorder:
+    with ng.RunRecorder(
+        tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1)
+    ) as recorder:
         for loss in (*[math.nan] * (FAILURES - 1), 1.0, *[math.nan] * (FAILURES + 3)):
             recorder.step(loss)
         recorder.evaluate(2.0)
     run = ng.read_run(tmp_path / "run")
     (event,) = [event for event in run.events if event["kind"] == "divergence"]
-    assert event["step"] == 2 * FAILURES and "the last 25 steps failed: the loss is nan" in event["message"]
+    assert (
+        event["step"] == 2 * FAILURES
+        and "the last 25 steps failed: the loss is nan" in event["message"]
+    )
     assert ng.compare_runs([run]).rows[0]["diverged"]
 
 
 def test_overflows_at_the_floor_of_the_loss_scale_are_failures(tmp_path: Path) -> None:
     """The first step may lower the scale from 2 to 1; no later one may."""
     model, scaler = nn.Linear(4, 4, bias=False).half(), ng.LossScaler(2.0, hysteresis=1)
-    options: dict[str, Any] = {"storage": "float16/split", "audit_every": 0, "compile": False, "loss_scaler": scaler}
+    options: dict[str, Any] = {
+        "storage": "float16/split",
+        "audit_every": 0,
+        "compile": False,
+        "loss_scaler": scaler,
+    }
     optimizer = ng.AdamW(model.named_parameters(), lr=1e-3, **options)
     with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
         for _ in range(FAILURES + 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +33,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.mlp(self.norm(x)))
@@ -41,7 +44,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.embedding, self.blocks = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList(Block() for _ in range(2)),
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -68,12 +74,18 @@ class OwnAdamW(torch.optim.Optimizer):
                 state["step"] += 1
                 state["m"].lerp_(p.grad, 0.1)
                 state["v"].lerp_(p.grad.square(), 0.05)
-                first, second = state["m"] / (1 - 0.9 ** state["step"]), state["v"] / (1 - 0.95 ** state["step"])
+                first, second = (
+                    state["m"] / (1 - 0.9 ** state["step"]),
+                    state["v"] / (1 - 0.95 ** state["step"]),
+                )
                 p.sub_(group["lr"] * first / (second.sqrt() + 1e-8))
 
 
 def batch(step: int, rows: int = 4) -> Tensor:
-    return torch.randint(1, 4, (rows, 9), generator=torch.Generator().manual_seed(step)).cumsum(1) % VOCABULARY
+    return (
+        torch.randint(1, 4, (rows, 9), generator=torch.Generator().manual_seed(step)).cumsum(1)
+        % VOCABULARY
+    )
 
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:
@@ -151,13 +163,18 @@ def test_a_watched_loop_computes_the_same_bits(name: str, dtype: torch.dtype) ->
 
     plain, loop = Accumulated(dtype).train(6), Accumulated(dtype)
     watched(loop, 6, every=1)
-    assert all(torch.equal(p, q) for p, q in zip(plain.model.parameters(), loop.model.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(plain.model.parameters(), loop.model.parameters(), strict=True)
+    )
 
 
 # ── the effective learning rate ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD, torch.optim.Muon, OwnAdamW])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD, torch.optim.Muon, OwnAdamW]
+)
 def test_the_effective_rate_is_that_of_a_twin_in_float32(kind: Any) -> None:
     torch.manual_seed(0)
     rate = 3e-5 if kind is torch.optim.SGD else 3e-4
@@ -182,17 +199,28 @@ def test_the_effective_rate_is_that_of_a_twin_in_float32(kind: Any) -> None:
                 }
         optimizer.step()
         wide.step()
-    intended = torch.cat([(t.detach() - x).flatten() for t, x in zip(twins, before, strict=True)]).double()
-    stored = torch.cat([(p.detach().float() - x).flatten() for p, x in zip(model.parameters(), before, strict=True)])
+    intended = torch.cat(
+        [(t.detach() - x).flatten() for t, x in zip(twins, before, strict=True)]
+    ).double()
+    stored = torch.cat(
+        [
+            (p.detach().float() - x).flatten()
+            for p, x in zip(model.parameters(), before, strict=True)
+        ]
+    )
     edq = float(intended @ stored.double() / intended.square().sum())
-    assert watch.numbers()["effective_lr/group0"] == pytest.approx(rate * edq, rel=1e-3) and edq < 0.99
+    assert (
+        watch.numbers()["effective_lr/group0"] == pytest.approx(rate * edq, rel=1e-3) and edq < 0.99
+    )
     assert not watch.unseen
 
 
 def test_our_optimizers_have_the_rate_of_their_audit() -> None:
     def rate(storage: str) -> float:
         loop = Loop(torch.bfloat16)
-        loop.optimizer = ng.AdamW(loop.model.parameters(), lr=1e-4, storage=storage, audit_every=2, compile=False)
+        loop.optimizer = ng.AdamW(
+            loop.model.parameters(), lr=1e-4, storage=storage, audit_every=2, compile=False
+        )
         loop.optimizer.on_alarm = lambda alarms: None
         return watched(loop, 10)[1].numbers()["effective_lr/group0"]
 
@@ -206,26 +234,40 @@ def test_a_fault_is_told_once_and_again_when_it_is_twice_as_large() -> None:
 
     loop = Decayed(torch.bfloat16)
     watch, shares = ng.watch(loop.model, loop.optimizer, every=1), list[float]()
-    watch._say = lambda readings: shares.extend(r.value / r.bound for r in readings if r.what == "effective-rate")  # type: ignore[method-assign, operator, misc]
+    watch._say = lambda readings: shares.extend(
+        r.value / r.bound for r in readings if r.what == "effective-rate"
+    )  # type: ignore[method-assign, operator, misc]
     loop.train(40)
-    assert 2 < len(shares) < 8 and all(later < before / 2 for before, later in zip(shares, shares[1:]))  # noqa: B905, RUF007
+    assert 2 < len(shares) < 8 and all(
+        later < before / 2 for before, later in itertools.pairwise(shares)
+    )
 
 
 def test_the_sentence_names_the_step_and_both_rates() -> None:
     loop = Loop(torch.bfloat16)
     loop.optimizer.param_groups[0]["lr"] = 1e-4
     ng.watch(loop.model, loop.optimizer)
-    with pytest.warns(RunNotice, match=r"^step 2: you train at \S+, not 0.0001: bfloat16 stored 0\.\d\d of the update"):
+    with pytest.warns(
+        RunNotice,
+        match=r"^step 2: you train at \S+, not 0.0001: bfloat16 stored 0\.\d\d of the update",
+    ):
         loop.train(2)
 
 
-def test_a_sampled_step_reads_the_device_as_often_for_many_tensors_as_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampled_step_reads_the_device_as_often_for_many_tensors_as_for_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reads = 0
 
     class Reads(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal reads
-            reads += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+            reads += func in (
+                torch.ops.aten._local_scalar_dense.default,
+                torch.ops.aten.equal.default,
+            )
             return func(*args, **(kwargs or {}))
 
     def counted(read: Any) -> Any:
@@ -286,7 +328,9 @@ class Detached(Loop):
 class ZeroRate(Loop):
     def optimizer_of(self, model: Any) -> Any:
         rest = [p for name, p in model.named_parameters() if not name.startswith("head")]
-        return torch.optim.AdamW([{"params": rest}, {"params": [*model.head.parameters()], "lr": 0.0}], lr=1e-2)
+        return torch.optim.AdamW(
+            [{"params": rest}, {"params": [*model.head.parameters()], "lr": 0.0}], lr=1e-2
+        )
 
 
 class Frozen(Loop):
@@ -300,7 +344,11 @@ class Frozen(Loop):
 class Divided(Loop):
     def loss(self, step: int) -> Tensor:
         if step == 7:
-            hook = self.model.blocks[1].mlp[2].register_forward_hook(lambda module, args, output: output / 0.0)
+            hook = (
+                self.model.blocks[1]
+                .mlp[2]
+                .register_forward_hook(lambda module, args, output: output / 0.0)
+            )
             loss = super().loss(step)
             hook.remove()
             return loss
@@ -555,7 +603,9 @@ class TargetPasses(Loop):
 class TwoOptimizers(Loop):
     def optimizer_of(self, model: Any) -> Any:
         matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-        rest = [p for name, p in model.named_parameters() if not name.startswith("blocks") or p.ndim < 2]
+        rest = [
+            p for name, p in model.named_parameters() if not name.startswith("blocks") or p.ndim < 2
+        ]
         self.both = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
         return self.both
 
@@ -629,7 +679,9 @@ def kinds_on_a_rank(rank: int, own_data: bool, own_seed: bool, loss: float) -> s
 def test_ranks_with_equal_data_equal_masks_or_another_loss_are_told(
     faults: tuple[Any, ...], kind: str | None, tmp_path: Path
 ) -> None:
-    assert run_ranks(kinds_on_a_rank, 2, tmp_path, *faults) == [set() if kind is None else {kind}] * 2
+    assert (
+        run_ranks(kinds_on_a_rank, 2, tmp_path, *faults) == [set() if kind is None else {kind}] * 2
+    )
 
 
 class Batch:
@@ -655,11 +707,15 @@ def hidden_batches_on_a_rank(rank: int, own_data: bool) -> tuple[list[tuple[str,
         optimizer.zero_grad()
         watch.step(loss)
     numbers = watch.numbers()
-    return [(r.what, r.step) for r in readings], numbers["rank_grad_norm/max"] - numbers["rank_grad_norm/min"]
+    return [(r.what, r.step) for r in readings], numbers["rank_grad_norm/max"] - numbers[
+        "rank_grad_norm/min"
+    ]
 
 
 @pytest.mark.parametrize("own_data", [True, False])
-def test_equal_losses_and_gradients_of_all_ranks_are_one_batch(own_data: bool, tmp_path: Path) -> None:
+def test_equal_losses_and_gradients_of_all_ranks_are_one_batch(
+    own_data: bool, tmp_path: Path
+) -> None:
     (readings, difference), _ = run_ranks(hidden_batches_on_a_rank, 2, tmp_path, own_data)
     assert readings == ([] if own_data else [("equal-ranks", 2)]) and (difference > 0) is own_data
 

@@ -37,7 +37,9 @@ class Small(nn.Module):
         return self.small(self.big(x).tanh())
 
 
-def trained(optimizer_of: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(
+    optimizer_of: Any, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Small().to(dtype)
     optimizer = optimizer_of(model.parameters())
@@ -56,12 +58,20 @@ def save(name: str, model: nn.Module, state: Any) -> None:
 def torchao() -> None:
     from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
-    for kind, name in ((AdamW8bit, "torchao-8bit"), (AdamW4bit, "torchao-4bit"), (AdamWFp8, "torchao-fp8")):
+    for kind, name in (
+        (AdamW8bit, "torchao-8bit"),
+        (AdamW4bit, "torchao-4bit"),
+        (AdamWFp8, "torchao-fp8"),
+    ):
         model, optimizer = trained(lambda p, kind=kind: kind(p, lr=1e-2))
         save(name, model, optimizer.state_dict())
         weight = model.big.weight
         entry = optimizer.state[weight]
-        expect(name, {key: entry[key].dequantize() for key in ("exp_avg", "exp_avg_sq")} | {"weight": weight})
+        expect(
+            name,
+            {key: entry[key].dequantize() for key in ("exp_avg", "exp_avg_sq")}
+            | {"weight": weight},
+        )
 
 
 if __name__ == "__main__":

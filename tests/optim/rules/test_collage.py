@@ -16,7 +16,9 @@ from oracles import collage as narrow
 BFLOAT16 = NearestEven(16)
 
 
-def scalars(*, beta2: float = 0.999, lr: float = 1e-3, decay: float = 0.1, t: int = 1000) -> dict[str, Tensor]:
+def scalars(
+    *, beta2: float = 0.999, lr: float = 1e-3, decay: float = 0.1, t: int = 1000
+) -> dict[str, Tensor]:
     """What AdamW's rule reads at step t; eps is a bfloat16, since torch's sums on a CPU round a number beside a tensor."""
     values = {
         "one_minus_beta1": 1 - 0.9,
@@ -38,8 +40,12 @@ def gradients(count: int, steps: int, scale: float = 1e-2, seed: int = 0) -> Ite
 
 def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> Tensor:
     """One step in place; every operation is an ordinary one of bfloat16 tensors. Returns the change."""
-    beta1, beta2 = ((1 - torch.tensor(s[name])).item() for name in ("one_minus_beta1", "one_minus_beta2"))
-    words["m"] = torch.addcmul(words["m"] * beta1, g, torch.ones_like(g), value=s["one_minus_beta1"])
+    beta1, beta2 = (
+        (1 - torch.tensor(s[name])).item() for name in ("one_minus_beta1", "one_minus_beta2")
+    )
+    words["m"] = torch.addcmul(
+        words["m"] * beta1, g, torch.ones_like(g), value=s["one_minus_beta1"]
+    )
     if "dv" in words:
         decayed = narrow.mul((words["v"], words["dv"]), narrow.split(beta2))
         increment = torch.addcmul(torch.zeros_like(g), g, g, value=s["one_minus_beta2"])
@@ -60,14 +66,21 @@ def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) 
     start = BFLOAT16(torch.randn(count, generator=torch.Generator().manual_seed(1)) * 0.02)
     weight: Parts = (start, torch.zeros(count))
     moments: list[Parts] = [(torch.zeros(count),), tuple(torch.zeros(2 if plus else 1, count))]
-    words = {name: torch.zeros(count, dtype=torch.bfloat16) for name in ("dw", "m", "v", *(["dv"] if plus else []))}
+    words = {
+        name: torch.zeros(count, dtype=torch.bfloat16)
+        for name in ("dw", "m", "v", *(["dv"] if plus else []))
+    }
     words["w"] = weight[0].bfloat16()
     for t, g in enumerate(gradients(count, 20), 1):
         s = scalars(beta2=beta2, t=t)
         change, weight, *moments = collage_adamw(weight, g, *moments, s, BFLOAT16)
-        expected = eager_step(words, g.bfloat16(), {name: value.item() for name, value in s.items()})
+        expected = eager_step(
+            words, g.bfloat16(), {name: value.item() for name, value in s.items()}
+        )
         assert torch.equal(bits_of(change), bits_of(expected.float())), t
-        found = dict(zip(("w", "dw", "m", "v", "dv"), (*weight, *moments[0], *moments[1]), strict=False))
+        found = dict(
+            zip(("w", "dw", "m", "v", "dv"), (*weight, *moments[0], *moments[1]), strict=False)
+        )
         assert found.keys() == words.keys()
         for name, value in found.items():
             assert torch.equal(value, words[name].float()), (t, name)

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from narrowgauge.optim import optimizers
 from narrowgauge.optim.loading import whole_states
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON, MatrixRule, shapes_of_states
+from narrowgauge.optim.rules.matrix import (
+    ADAFACTOR,
+    GALORE,
+    GRADNORM_LORP,
+    MUON,
+    MatrixRule,
+    shapes_of_states,
+)
 from narrowgauge.optim.rules.subspaces import leading_basis
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.update_rules import UPDATE_RULES
@@ -29,7 +36,12 @@ SHAPES = [(6, 10), (7, 1), (4, 3, 5)]
 # What each rule needs to come to a minimum of a small problem: subspaces of half the side, turned often.
 SMALL: dict[str, dict[str, Any]] = {
     "muon": {"ns_dtype": "float32", "adjust_lr_fn": "match_rms_adamw"},
-    "adafactor": {"lr": 1e-3, "weight_decay": 0.01, "scale_parameter": False, "relative_step": False},
+    "adafactor": {
+        "lr": 1e-3,
+        "weight_decay": 0.01,
+        "scale_parameter": False,
+        "relative_step": False,
+    },
     "galore": {"rank": 4, "update_proj_gap": 5, "scale": 1.0},
     "gradnorm_lorp": {"rank": 4, "update_proj_gap": 5},
 }
@@ -37,12 +49,18 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def options_of(rule: MatrixRule, **options: Any) -> dict[str, Any]:
     make = getattr(optimizers, UPDATE_RULES[rule.name].optimizer)
-    defaults = make([nn.Parameter(torch.zeros(2, 2, dtype=torch.float32))], storage="float32").defaults
+    defaults = make(
+        [nn.Parameter(torch.zeros(2, 2, dtype=torch.float32))], storage="float32"
+    ).defaults
     return {**defaults, **SMALL[rule.name], **options}
 
 
 def train(
-    rule: MatrixRule, weight: Tensor, gradient: Callable[[Tensor, int], Tensor], steps: int, **options: Any
+    rule: MatrixRule,
+    weight: Tensor,
+    gradient: Callable[[Tensor, int], Tensor],
+    steps: int,
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The weight and states after some steps in float32."""
     group, parameter = options_of(rule, **options), nn.Parameter(weight.clone())
@@ -68,7 +86,9 @@ def oracles(name: str, lr: float, decay: float) -> Any:
     return {
         "muon": oracle.Muon(lr, decay),
         "galore": oracle.GaLore(subspace, decay),
-        "gradnorm_lorp": oracle.WeightNormalised(subspace, oracle.Adam(lr, (0.9, 0.99), 1e-8), decay),
+        "gradnorm_lorp": oracle.WeightNormalised(
+            subspace, oracle.Adam(lr, (0.9, 0.99), 1e-8), decay
+        ),
     }[name]
 
 
@@ -76,7 +96,9 @@ def oracles(name: str, lr: float, decay: float) -> Any:
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)], ids=["wide", "tall"])
 def test_twelve_steps_agree_with_float64(name: str, shape: tuple[int, int]) -> None:
     start, rule = gaussian(*shape), MATRIX_RULES[name]
-    learned, _ = train(rule, start, noise(shape), 12, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    learned, _ = train(
+        rule, start, noise(shape), 12, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8
+    )
     expert, w = oracles(name, 1e-2, 0.1), start.double().numpy()
     for step in range(1, 13):
         w = expert.step(w, gaussian(*shape, seed=100 + step, scale=0.01).double().numpy())
@@ -86,8 +108,16 @@ def test_twelve_steps_agree_with_float64(name: str, shape: tuple[int, int]) -> N
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=["wide", "tall"])
-def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(shape: tuple[int, int], scale: str, nesterov: bool) -> None:
-    same = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": scale}
+def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(
+    shape: tuple[int, int], scale: str, nesterov: bool
+) -> None:
+    same = {
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "nesterov": nesterov,
+        "adjust_lr_fn": scale,
+    }
     start = gaussian(*shape)
     theirs = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.Muon([theirs], **same)
@@ -97,12 +127,17 @@ def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(shape: tuple[int, int],
     for dtype in ("bfloat16", "float32"):
         ours, states = train(MUON, start, noise(shape), 10, ns_dtype=dtype, **same)
         assert relative(ours - start, theirs.detach() - start) < 0.02
-        assert relative(states["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"]) < 1e-6
+        assert (
+            relative(states["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"]) < 1e-6
+        )
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_adafactor_is_that_of_transformers(scaled: bool) -> None:
-    shape, start = (12, 20), gaussian(12, 20, scale=0.0001 if scaled else 1.0)  # 1e-4 is below the second of eps
+    shape, start = (
+        (12, 20),
+        gaussian(12, 20, scale=0.0001 if scaled else 1.0),
+    )  # 1e-4 is below the second of eps
     theirs = torch.nn.Parameter(start.clone())
     optimizer = transformers.Adafactor(
         [theirs], lr=1e-2, clip_threshold=0.5, scale_parameter=scaled, relative_step=False
@@ -111,7 +146,14 @@ def test_adafactor_is_that_of_transformers(scaled: bool) -> None:
         theirs.grad = noise(shape)(theirs, step)
         optimizer.step()
     ours, _ = train(
-        ADAFACTOR, start, noise(shape), 20, lr=1e-2, clip_threshold=0.5, scale_parameter=scaled, weight_decay=0.0
+        ADAFACTOR,
+        start,
+        noise(shape),
+        20,
+        lr=1e-2,
+        clip_threshold=0.5,
+        scale_parameter=scaled,
+        weight_decay=0.0,
     )
     assert relative(ours - start, theirs.detach() - start) < 2e-5
 
@@ -123,7 +165,9 @@ def test_a_gradient_of_zeros_only_decays(rule: MatrixRule, shape: tuple[int, ...
     for eps in (1e-8, 0.0):
         more = {"eps": (eps and 1e-30, 1e-3) if rule is ADAFACTOR else eps}
         for scaled in (weight, torch.zeros(shape)):
-            after, _ = train(rule, scaled, lambda w, _: torch.zeros_like(w), 3, lr=0.1, weight_decay=0.1, **more)
+            after, _ = train(
+                rule, scaled, lambda w, _: torch.zeros_like(w), 3, lr=0.1, weight_decay=0.1, **more
+            )
             assert torch.allclose(after, scaled * 0.99**3, rtol=1e-6, atol=0)
 
 
@@ -139,15 +183,25 @@ def test_the_stored_weight_decays_not_the_visible_one() -> None:
 @EVERY
 @pytest.mark.parametrize("storage", ["float32", "exact", "master", "word", "states8"])
 @pytest.mark.parametrize("shape", [(3, 6, 10), (3, 10, 6), (1, 1, 4)], ids=str)
-def test_a_stack_has_the_bits_of_its_matrices(rule: MatrixRule, storage: str, shape: tuple[int, ...]) -> None:
+def test_a_stack_has_the_bits_of_its_matrices(
+    rule: MatrixRule, storage: str, shape: tuple[int, ...]
+) -> None:
     if rule is MUON and storage == "states8":
         return  # refused
     start = gaussian(*shape).bfloat16().to(getattr(torch, STORAGES[storage].visible))
-    stack, matrices = nn.Parameter(start.clone()), [nn.Parameter(matrix.clone()) for matrix in start]
+    stack, matrices = (
+        nn.Parameter(start.clone()),
+        [nn.Parameter(matrix.clone()) for matrix in start],
+    )
     options: dict[str, Any] = {"storage": storage, "compile": False}
     # The measure of Adafactor's relative steps, too.
-    group = options_of(rule, lr=0.02, weight_decay=0.1, **({"scale_parameter": True} if rule is ADAFACTOR else {}))
-    one, many = Optimizer([stack], rule, dict(group), **options), Optimizer(matrices, rule, dict(group), **options)
+    group = options_of(
+        rule, lr=0.02, weight_decay=0.1, **({"scale_parameter": True} if rule is ADAFACTOR else {})
+    )
+    one, many = (
+        Optimizer([stack], rule, dict(group), **options),
+        Optimizer(matrices, rule, dict(group), **options),
+    )
     for step in range(1, 7):
         stack.grad = noise(shape)(start, step).to(start.dtype)
         for matrix, gradient in zip(matrices, stack.grad, strict=True):
@@ -158,7 +212,10 @@ def test_a_stack_has_the_bits_of_its_matrices(rule: MatrixRule, storage: str, sh
     (saved,), apart = one.state_dict()["state"].values(), many.state_dict()["state"].values()
     for name in saved.keys() - {"step"}:
         assert torch.equal(saved[name], torch.stack([entry[name] for entry in apart])), name
-    assert whole_states(one, stack) == saved.keys() - {"step", *dict(one.state_of(stack).words)}  # in no shard
+    assert whole_states(one, stack) == saved.keys() - {
+        "step",
+        *dict(one.state_of(stack).words),
+    }  # in no shard
 
 
 @EVERY
@@ -166,7 +223,9 @@ def test_powers_of_two_on_the_gradients_change_no_bit(rule: MatrixRule) -> None:
     shape = (12, 20)
     silent = {"eps": (0.0, 0.0) if rule is ADAFACTOR else 0.0}
     one, _ = train(rule, gaussian(*shape), noise(shape), 7, **silent)
-    other, _ = train(rule, gaussian(*shape), lambda w, step: noise(shape)(w, step) * 2.0**-20, 7, **silent)
+    other, _ = train(
+        rule, gaussian(*shape), lambda w, step: noise(shape)(w, step) * 2.0**-20, 7, **silent
+    )
     assert torch.equal(one, other)
 
 
@@ -192,19 +251,29 @@ def test_a_step_inside_autocast_has_the_same_bits(rule: MatrixRule) -> None:
 
 @pytest.mark.parametrize("storage", ["states8", "compact"])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=["wide", "tall"])
-def test_low_rank_states_of_eight_bits_are_within_an_ulp(storage: str, shape: tuple[int, int]) -> None:
-    gradient, states = gaussian(*shape).bfloat16() * torch.logspace(-6, 6, shape[0], base=2.0)[:, None].bfloat16(), {}
+def test_low_rank_states_of_eight_bits_are_within_an_ulp(
+    storage: str, shape: tuple[int, int]
+) -> None:
+    gradient, states = (
+        gaussian(*shape).bfloat16() * torch.logspace(-6, 6, shape[0], base=2.0)[:, None].bfloat16(),
+        {},
+    )
     for name in ("exact", storage):
         weight = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
         optimizer = optimizers.GaLore([weight], rank=4, storage=name, compile=False)
         weight.grad = gradient.clone()
         optimizer.step()
-        states[name] = {k: optimizer.stored(weight, k) for k in shapes_of_states(GALORE, shape, optimizer.defaults)}
+        states[name] = {
+            k: optimizer.stored(weight, k)
+            for k in shapes_of_states(GALORE, shape, optimizer.defaults)
+        }
     for name, exact in states["exact"].items():
         code = STORAGES[storage].exp_avg_sq if name.endswith("sq") else STORAGES[storage].exp_avg
         bound = exact.abs().amax(1, keepdim=True)
         # The window ends below twice the row's largest magnitude.
-        ulp = (exact.abs() * 2.0**-code.mantissa_bits).clamp(min=2 * bound * 2.0 ** (code.lowest - code.mantissa_bits))
+        ulp = (exact.abs() * 2.0**-code.mantissa_bits).clamp(
+            min=2 * bound * 2.0 ** (code.lowest - code.mantissa_bits)
+        )
         assert ((states[storage][name] - exact).abs() <= ulp).all(), name
         assert not torch.equal(states[storage][name], exact)
 
@@ -225,7 +294,9 @@ def test_states_have_their_shapes_before_the_first_step(rule: MatrixRule) -> Non
 def test_a_matrix_rules_transient_memory(rule: str) -> None:
     weight = nn.Parameter(gaussian(256, 2048).bfloat16())
     options = {"rank": 32} if rule in ("GaLore", "GradNormLoRP") else {}
-    optimizer = getattr(optimizers, rule)([weight], storage="word", compile=False, audit_every=2, **options)
+    optimizer = getattr(optimizers, rule)(
+        [weight], storage="word", compile=False, audit_every=2, **options
+    )
     for step in range(2):  # the second is audited
         weight.grad = step_gradients([weight], step)[0]
         peak = peak_bytes(optimizer.step)

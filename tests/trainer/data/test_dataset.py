@@ -31,7 +31,10 @@ WORDS = SENTENCE.split(" ")
 
 def text_of(number: int, length: int = 60) -> str:
     """Text that differs per number and repeats words often enough for a tokenizer to learn them."""
-    return " ".join(WORDS[(number * place + place * place) % len(WORDS)] for place in range(length)) + f" {number}\n"
+    return (
+        " ".join(WORDS[(number * place + place * place) % len(WORDS)] for place in range(length))
+        + f" {number}\n"
+    )
 
 
 @pytest.fixture
@@ -96,23 +99,45 @@ def test_the_unigram_loss_guesses_by_the_training_tokens_alone() -> None:
 def test_lines_of_json_are_split_by_their_text(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text_of(number), "id": number}) for number in range(40)]
     file = tmp_path / "lines.jsonl"
-    file.write_text("\n".join([*lines[:20], "", *lines[20:], '{"text": ""}', '{"text": "\\ud800"}']))
+    file.write_text(
+        "\n".join([*lines[:20], "", *lines[20:], '{"text": ""}', '{"text": "\\ud800"}'])
+    )
     assert [document.text for document in read_documents(file)] == [*map(text_of, range(40)), "?"]
     data = open_data(tokenized(file, tmp_path / "a"), 0.2, 0)
     file.write_text("\n".join(reversed(lines)))
     other = open_data(tokenized(file, tmp_path / "b"), 0.2, 0)
-    assert sorted(documents(other, other.valid)) == sorted(t for t in documents(data, data.valid) if t != "?")
+    assert sorted(documents(other, other.valid)) == sorted(
+        t for t in documents(data, data.valid) if t != "?"
+    )
 
 
 def test_a_folder_is_read_in_one_order_without_what_is_no_text(tmp_path: Path) -> None:
-    for name in ("b.md", "a/z.py", "a.txt", "c.jsonl", "d.png", ".hidden.txt", ".git/x.txt", "empty.txt"):
+    for name in (
+        "b.md",
+        "a/z.py",
+        "a.txt",
+        "c.jsonl",
+        "d.png",
+        ".hidden.txt",
+        ".git/x.txt",
+        "empty.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("" if name == "empty.txt" else '{"text": "row"}' if "json" in name else name)
+        (tmp_path / name).write_text(
+            "" if name == "empty.txt" else '{"text": "row"}' if "json" in name else name
+        )
     os.mkfifo(tmp_path / "pipe.txt")  # whose writer never comes
-    assert [document.text for document in read_documents(tmp_path)] == ["a.txt", "a/z.py", "b.md", "row"]
+    assert [document.text for document in read_documents(tmp_path)] == [
+        "a.txt",
+        "a/z.py",
+        "b.md",
+        "row",
+    ]
 
 
-def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "closed").mkdir()
     (tmp_path / "a.txt").write_text("a")
     true_scandir = os.scandir
@@ -127,11 +152,23 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: py
         list(read_documents(tmp_path))
 
 
-def test_the_end_of_text_is_the_one_that_the_tokenizer_names(dataset: Dataset, tmp_path: Path) -> None:
-    tokenizer, place = json.loads((dataset.folder / "tokenizer.json").read_text()), tmp_path / "other"
+def test_the_end_of_text_is_the_one_that_the_tokenizer_names(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    tokenizer, place = (
+        json.loads((dataset.folder / "tokenizer.json").read_text()),
+        tmp_path / "other",
+    )
     place.mkdir()
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 257, "content": "[DONE]"})
-    tokenizer["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][0], "id": 257, "content": "[DONE]"}
+    )
+    tokenizer["truncation"] = {
+        "direction": "Right",
+        "max_length": 8,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (place / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert load_tokenizer(place)[1] == dataset.end_of_text
     (place / "tokenizer_config.json").write_text('{"eos_token": {"content": "[DONE]"}}')
@@ -148,12 +185,23 @@ def test_the_end_of_text_is_the_one_that_the_tokenizer_names(dataset: Dataset, t
 def test_damaged_token_maps_are_refused(dataset: Dataset) -> None:
     folder = dataset.folder
     assert open_data(folder / "tokens.bin", 0.2, 1).fingerprint == dataset.fingerprint
-    head, content = json.loads((folder / "tokens.json").read_text()), (folder / "tokens.bin").read_bytes()
+    head, content = (
+        json.loads((folder / "tokens.json").read_text()),
+        (folder / "tokens.bin").read_bytes(),
+    )
     for name, changed, says in (
         ("tokens.bin", content[:-2], r"documents\.bin does not fit"),
         ("documents.bin", b"\0" * 16, r"documents\.bin does not fit"),
-        ("tokens.json", json.dumps({**head, "schema_version": 99}).encode(), "schema 99; this version reads up to"),
-        ("tokens.json", json.dumps({**head, "dtype": "float16"}).encode(), "its tokens are float16"),
+        (
+            "tokens.json",
+            json.dumps({**head, "schema_version": 99}).encode(),
+            "schema 99; this version reads up to",
+        ),
+        (
+            "tokens.json",
+            json.dumps({**head, "dtype": "float16"}).encode(),
+            "its tokens are float16",
+        ),
         ("tokens.bin", b"", "empty"),
     ):
         before = (folder / name).read_bytes()
@@ -172,7 +220,12 @@ def test_a_fingerprint_sees_other_tokens_and_another_order(num_tokens: int, tmp_
     head = {"schema_version": 1, "dtype": "uint16", "vocab_size": 1 << 16, "end_of_text": 0}
     (tmp_path / "tokens.json").write_text(json.dumps(head))
     prints = []
-    for changed in (tokens, np.roll(tokens, 1), tokens[:-1], np.where(np.arange(num_tokens) == 3000, 7, tokens)):
+    for changed in (
+        tokens,
+        np.roll(tokens, 1),
+        tokens[:-1],
+        np.where(np.arange(num_tokens) == 3000, 7, tokens),
+    ):
         changed.astype("<u2").tofile(tmp_path / "tokens.bin")
         prints.append(read_tokens(tmp_path).fingerprint)
     assert len(set(prints)) == (4 if num_tokens < 1 << 21 else 3)
@@ -191,7 +244,9 @@ def test_refusals_of_text(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", ["naïve 1e-3 <|endoftext|>\r\n\t\0 日本 🙂  x", text_of(3, 100_000) + "x" * 600_000])
+@pytest.mark.parametrize(
+    "text", ["naïve 1e-3 <|endoftext|>\r\n\t\0 日本 🙂  x", text_of(3, 100_000) + "x" * 600_000]
+)
 def test_every_text_comes_back(tmp_path: Path, text: str) -> None:
     tokenizer, end = load_tokenizer(None)
     tokens = read_tokens(write_tokens([Document("a", text)], tokenizer, end, tmp_path / "tokens"))
@@ -214,7 +269,9 @@ def test_an_epoch_holds_every_window_of_the_text_once(dataset: Dataset) -> None:
     epoch = np.concatenate([dataset.batch(step, 1, 16, seed=0) for step in range(num_windows)])
     assert epoch.dtype == np.int64 and epoch.shape == (num_windows, 17)
     tokens = all_tokens(dataset.train)
-    windows = {tuple(tokens[start : start + 17].tolist()) for start in range(0, num_windows * 16, 16)}
+    windows = {
+        tuple(tokens[start : start + 17].tolist()) for start in range(0, num_windows * 16, 16)
+    }
     assert {tuple(row) for row in epoch.tolist()} == windows
 
 
@@ -228,7 +285,9 @@ def test_validation_is_fixed_and_spread(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "windows"), [(32, 1), (33, 2)])
-def test_the_last_window_has_a_token_to_predict(dataset: Dataset, tokens: int, windows: int) -> None:
+def test_the_last_window_has_a_token_to_predict(
+    dataset: Dataset, tokens: int, windows: int
+) -> None:
     short = dataclasses.replace(dataset, valid=all_tokens(dataset.valid)[:tokens])
     assert short.validation(8, 16).shape == (windows, 17)
 
@@ -238,7 +297,9 @@ def test_a_sequence_longer_than_the_data_is_refused(dataset: Dataset) -> None:
     with pytest.raises(DataError, match=f"needs {length + 1} tokens; the data has {length}"):
         dataset.batch(0, 1, length, seed=0)
     length = len(dataset.valid)
-    with pytest.raises(DataError, match=f"needs {length + 1} tokens; the held-out part has {length}"):
+    with pytest.raises(
+        DataError, match=f"needs {length + 1} tokens; the held-out part has {length}"
+    ):
         dataset.validation(1, length)
 
 
@@ -274,7 +335,9 @@ def test_each_epoch_holds_every_window_once(num_windows: int) -> None:
         assert not (epochs[0] == epochs[1]).all()
 
 
-@pytest.mark.parametrize(("num_windows", "seed"), [(1, 0), (7, -1), (1000, 42), (2**33 + 1, 2**70 + 5)])
+@pytest.mark.parametrize(
+    ("num_windows", "seed"), [(1, 0), (7, -1), (1000, 42), (2**33 + 1, 2**70 + 5)]
+)
 def test_it_is_the_order_of_python_integers(num_windows: int, seed: int) -> None:
     """An old run must find its order again in every later version."""
     items = [0, 1, num_windows - 1, num_windows, 5 * num_windows + 3, 2**40]

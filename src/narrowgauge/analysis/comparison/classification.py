@@ -84,7 +84,11 @@ class RunStats:
     @property
     def counts(self) -> bool:
         """Return whether averages may include this run."""
-        return self.run.summary is not None and not self.divergence and self.run.summary.get("val_loss") is not None
+        return (
+            self.run.summary is not None
+            and not self.divergence
+            and self.run.summary.get("val_loss") is not None
+        )
 
     @property
     def data(self) -> str | None:
@@ -151,14 +155,30 @@ def classify(
     loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
     classes = {}
     for label, group in groups.items():
-        difference = None if baseline in (None, label) else _paired_difference(label, group, groups[baseline])
+        difference = (
+            None
+            if baseline in (None, label)
+            else _paired_difference(label, group, groups[baseline])
+        )
         faults, is_ranked = run_faults(group), rows[label]["num_seeds"] > 0
-        ranked = Rank.BASELINE if label == baseline else rank(difference, loss) if is_ranked else Rank.NO_LOSS
-        if difference is not None and ranked is Rank.WORSE and difference.mean > ACCEPTABLE * abs(loss):
+        ranked = (
+            Rank.BASELINE
+            if label == baseline
+            else rank(difference, loss)
+            if is_ranked
+            else Rank.NO_LOSS
+        )
+        if (
+            difference is not None
+            and ranked is Rank.WORSE
+            and difference.mean > ACCEPTABLE * abs(loss)
+        ):
             share = f" ({difference.mean / abs(loss):+.1%})" if loss else ""
             faults.append(f"ends worse than {baseline} by {difference.text}{share}")
         edq = _late_edq(group)
-        classes[label] = Classification(label, tuple(group), rows[label], ranked, difference, tuple(faults), edq)
+        classes[label] = Classification(
+            label, tuple(group), rows[label], ranked, difference, tuple(faults), edq
+        )
     return classes, baseline
 
 
@@ -171,7 +191,12 @@ def _widest(groups: Mapping[str, Sequence[RunStats]], rows: Mapping[str, Row]) -
     def width(label: str) -> tuple[bool, bool, float, int]:
         recipe = recipe_of(groups[label][0].run)
         bits = _WIDTHS.get(recipe.compute.name, 0) if recipe is not None else 0
-        return not run_faults(groups[label]), bits > 0, round(rows[label]["bytes_per_param"] or 0.0, 1), bits
+        return (
+            not run_faults(groups[label]),
+            bits > 0,
+            round(rows[label]["bytes_per_param"] or 0.0, 1),
+            bits,
+        )
 
     usable = [label for label in rows if rows[label]["num_seeds"]]
     return max(usable, key=width, default=None)
@@ -189,11 +214,17 @@ def rank(difference: PairedDifference | None, loss: float) -> Rank:
     return Rank.INCONCLUSIVE if difference.high > ACCEPTABLE * abs(loss) else Rank.WITHIN_NOISE
 
 
-def _paired_difference(label: str, group: Sequence[RunStats], baseline: Sequence[RunStats]) -> PairedDifference | None:
+def _paired_difference(
+    label: str, group: Sequence[RunStats], baseline: Sequence[RunStats]
+) -> PairedDifference | None:
     """Return a recipe's loss minus the baseline's over common seeds on the same data; ``None`` without any."""
     base = {run.seed: run for run in baseline if run.counts}
     paired = [(run, base[run.seed]) for run in group if run.counts and run.seed in base]
-    pairs = [run.loss - other.loss for run, other in paired if None in (run.data, other.data) or run.data == other.data]
+    pairs = [
+        run.loss - other.loss
+        for run, other in paired
+        if None in (run.data, other.data) or run.data == other.data
+    ]
     return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
 
 
@@ -213,7 +244,11 @@ def run_faults(group: Sequence[RunStats]) -> list[str]:
     edq = _late_edq(group)
     if edq is not None and edq < MIN_EDQ:
         faults.append(f"loses its updates (a late EDQ of {edq:.2f}, where 1 loses nothing)")
-    ended = [(run.run.summary, len(run.run.steps)) for run in group if run.counts and run.run.summary is not None]
+    ended = [
+        (run.run.summary, len(run.run.steps))
+        for run in group
+        if run.counts and run.run.summary is not None
+    ]
     taken = sum(int(summary.get("steps") or length) for summary, length in ended)
     skipped = sum(int(summary.get("num_skipped") or 0) for summary, _ in ended)
     if taken and skipped > MAX_SKIPPED * taken:

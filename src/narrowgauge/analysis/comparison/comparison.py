@@ -21,7 +21,12 @@ from itertools import combinations
 
 from narrowgauge.analysis.columns import column
 from narrowgauge.analysis.comparison.classification import Classification, Rank, RunStats, classify
-from narrowgauge.analysis.comparison.intervals import MOST_SEEDS, PairedDifference, seeds_needed, shown_loss
+from narrowgauge.analysis.comparison.intervals import (
+    MOST_SEEDS,
+    PairedDifference,
+    seeds_needed,
+    shown_loss,
+)
 from narrowgauge.analysis.comparison.labels import run_labels
 from narrowgauge.analysis.settings import settings_diff
 from narrowgauge.analysis.thresholds import ACCEPTABLE
@@ -70,7 +75,9 @@ class Comparison:
     @property
     def differences(self) -> tuple[PairedDifference, ...]:
         """Return the differences from the baseline, one per other recipe with a common seed."""
-        return tuple(recipe.difference for recipe in self.classes.values() if recipe.difference is not None)
+        return tuple(
+            recipe.difference for recipe in self.classes.values() if recipe.difference is not None
+        )
 
     @property
     def has_intervals(self) -> bool:
@@ -86,23 +93,41 @@ class Comparison:
     @property
     def cheapest(self) -> Classification | None:
         """Return the cheapest recipe that is fit for use. With one seed each, all compared ones without faults are."""
-        sized = [recipe for recipe in self.classes.values() if recipe.row["bytes_per_param"] is not None]
+        sized = [
+            recipe for recipe in self.classes.values() if recipe.row["bytes_per_param"] is not None
+        ]
         is_single = not self.has_intervals
-        usable = [r for r in sized if r.is_fit or (is_single and r.difference and r.usable_rank is Rank.NO_INTERVAL)]
+        usable = [
+            r
+            for r in sized
+            if r.is_fit or (is_single and r.difference and r.usable_rank is Rank.NO_INTERVAL)
+        ]
         return min(usable, key=lambda recipe: recipe.cost, default=None)
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
-        minus, classes = {difference.recipe: difference.text for difference in self.differences}, self.classes
-        difference = Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True)
+        minus, classes = (
+            {difference.recipe: difference.text for difference in self.differences},
+            self.classes,
+        )
+        difference = Column(
+            f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True
+        )
         columns = (
             Column("recipe", "recipe", code=True),
-            Column("val. loss", lambda row: _shown_loss(row, classes[row["recipe"]].runs), right=True),
+            Column(
+                "val. loss", lambda row: _shown_loss(row, classes[row["recipe"]].runs), right=True
+            ),
             *([difference] if minus else []),
-            *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
+            *(
+                Column(SUMMARY[k].label, SUMMARY[k].cell, right=True)
+                for k in ("bytes_per_param", "tokens_per_second")
+            ),
             Column("MiB a step", SUMMARY["step_memory_bytes"].cell, right=True),
             Column(
-                "late EDQ", lambda r: "–" if (x := classes[r["recipe"]].late_edq) is None else f"{x:.3f}", right=True
+                "late EDQ",
+                lambda r: "–" if (x := classes[r["recipe"]].late_edq) is None else f"{x:.3f}",
+                right=True,
             ),
             Column("seeds", "num_seeds", right=True),
             Column("verdict", lambda row: classes[row["recipe"]].verdict),
@@ -123,9 +148,18 @@ class Comparison:
         for recipe in self.classes.values():
             minus = recipe.difference
             ends = [minus.low, minus.high] if minus is not None and minus.num_pairs > 1 else None
-            judged = {"late_edq": recipe.late_edq, "difference": minus and minus.mean, "difference_interval": ends}
-            rows.append({**recipe.row, **judged, "verdict": recipe.verdict, "faults": recipe.faults})
-        return json.dumps(json_value(rows), indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+            judged = {
+                "late_edq": recipe.late_edq,
+                "difference": minus and minus.mean,
+                "difference_interval": ends,
+            }
+            rows.append(
+                {**recipe.row, **judged, "verdict": recipe.verdict, "faults": recipe.faults}
+            )
+        return (
+            json.dumps(json_value(rows), indent=1, allow_nan=False, ensure_ascii=False).encode()
+            + b"\n"
+        )
 
 
 def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
@@ -177,12 +211,16 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
     # Diverged runs also have a known speed and size.
     ended = counted or [run.run.summary for run in group if run.run.summary is not None]
 
-    def over(summaries: Sequence[Row], key: str, reduce: Callable[[list[float]], float]) -> float | None:
+    def over(
+        summaries: Sequence[Row], key: str, reduce: Callable[[list[float]], float]
+    ) -> float | None:
         values = [s[key] for s in summaries if s.get(key) is not None and math.isfinite(s[key])]
         return reduce(values) if values else None
 
     losses = [float(s["val_loss"]) for s in counted]
-    timed = [column(run.run, "steps", "seconds").finite for run in group if run.run.summary is not None]
+    timed = [
+        column(run.run, "steps", "seconds").finite for run in group if run.run.summary is not None
+    ]
     durations = [statistics.median(seconds.tolist()) for seconds in timed if len(seconds)]
     return {
         "recipe": label,
@@ -215,16 +253,27 @@ def _cheapest(comparison: Comparison) -> str:
         return f"No recipe is named: {base} learned no more than token frequencies, at {level}. Take more steps."
     best = comparison.cheapest
     if best is None:
-        has_bytes = any(recipe.row["bytes_per_param"] is not None for recipe in comparison.classes.values())
+        has_bytes = any(
+            recipe.row["bytes_per_param"] is not None for recipe in comparison.classes.values()
+        )
         reason = "no record holds bytes per parameter"
         if has_bytes:
             reason = "none of known bytes per parameter is fit for use"
         return f"No recipe is named the cheapest: {reason}."
-    reference, size = comparison.classes[base], f"{best.row['bytes_per_param']:.2f} bytes per parameter"
-    hint = "" if comparison.has_intervals else "One seed each, so a difference may be chance: take 3. "
+    reference, size = (
+        comparison.classes[base],
+        f"{best.row['bytes_per_param']:.2f} bytes per parameter",
+    )
+    hint = (
+        "" if comparison.has_intervals else "One seed each, so a difference may be chance: take 3. "
+    )
     if best.label == base:
         is_least = all(recipe.cost[0] >= best.cost[0] for recipe in comparison.classes.values())
-        words = "No recipe takes fewer bytes than" if is_least else "No smaller recipe is known to be as good as"
+        words = (
+            "No recipe takes fewer bytes than"
+            if is_least
+            else "No smaller recipe is known to be as good as"
+        )
         return f"{hint}{words} {base}: {size}."
     if best.cost[0] == reference.cost[0]:
         size += f", as {base}, and more tokens per second"
@@ -232,11 +281,18 @@ def _cheapest(comparison: Comparison) -> str:
         size += f" instead of the {reference.row['bytes_per_param']:.2f} of {base}"
     loss, difference = "", best.difference
     if difference is not None:
-        seeds = f" (95 % interval over {difference.num_pairs} seeds)" if difference.num_pairs > 1 else ""
+        seeds = (
+            f" (95 % interval over {difference.num_pairs} seeds)"
+            if difference.num_pairs > 1
+            else ""
+        )
         loss = f" Its loss differs from that of {base} by {difference.text}{seeds}."
     if hint:
         return f"{hint}{best.label} costs least: {size}.{loss}"
-    is_cheaper = [r.usable_rank is Rank.INCONCLUSIVE and r.cost < best.cost for r in comparison.classes.values()]
+    is_cheaper = [
+        r.usable_rank is Rank.INCONCLUSIVE and r.cost < best.cost
+        for r in comparison.classes.values()
+    ]
     place = "of those that these seeds can rank" if any(is_cheaper) else "within the noise"
     return f"{best.label} is the cheapest {place}: {size}.{loss}"
 
@@ -248,9 +304,15 @@ def _of_recipes(comparison: Comparison) -> Iterator[str]:
     for recipe in recipes:
         if recipe.difference is not None:
             named.setdefault(recipe.usable_rank, []).append(recipe.difference)
-    texts = {rank: listed(f"{d.recipe} ({d.text})" for d in differences) for rank, differences in named.items()}
+    texts = {
+        rank: listed(f"{d.recipe} ({d.text})" for d in differences)
+        for rank, differences in named.items()
+    }
     if unsure := named.get(Rank.INCONCLUSIVE):
-        needed = [seeds_needed(difference.spread, comparison.acceptable) or MOST_SEEDS + 1 for difference in unsure]
+        needed = [
+            seeds_needed(difference.spread, comparison.acceptable) or MOST_SEEDS + 1
+            for difference in unsure
+        ]
         most = max(*needed, *(difference.num_pairs + 1 for difference in unsure))
         advice = f"{most} seeds tell it in four of five such comparisons."
         if most > MOST_SEEDS:
@@ -259,9 +321,13 @@ def _of_recipes(comparison: Comparison) -> Iterator[str]:
         yield f"Not resolved, {question}: {texts[Rank.INCONCLUSIVE]}. {advice}"
     if Rank.WORSE in texts:
         yield f"Worse by less than 1 %, by their 95 % intervals: {texts[Rank.WORSE]}."
-    if faulty := [f"{recipe.label} {', '.join(recipe.faults)}" for recipe in recipes if recipe.faults]:
+    if faulty := [
+        f"{recipe.label} {', '.join(recipe.faults)}" for recipe in recipes if recipe.faults
+    ]:
         yield f"Not to be used: {'; '.join(faulty)}."
-    unseen = [r.label for r in recipes if not r.faults and r.row["num_seeds"] and r.late_edq is None]
+    unseen = [
+        r.label for r in recipes if not r.faults and r.row["num_seeds"] and r.late_edq is None
+    ]
     if unseen and len(recipes) > 1:
         yield f"Not audited, so lost updates would not be seen: {listed(unseen)}."
 
@@ -277,19 +343,28 @@ def _of_runs(runs: Sequence[RunStats]) -> Iterator[str]:
     unfinished = []
     for run in runs:
         if not run.counts and not run.divergence:
-            steps, planned = int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0, run.run.config.get("steps")
-            unfinished.append(f"{run.label}, seed {run.seed} ({steps}{f' of {planned}' if planned else ''} steps)")
+            steps, planned = (
+                int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0,
+                run.run.config.get("steps"),
+            )
+            unfinished.append(
+                f"{run.label}, seed {run.seed} ({steps}{f' of {planned}' if planned else ''} steps)"
+            )
     if unfinished:
         yield f"Left out of every number, not finished or without a validation loss: {listed(unfinished)}."
     values: dict[str, dict[str, None]] = {}
     for first, second in combinations(runs, 2):
-        for setting in settings_diff(first.run.run, second.run.run) if first.seed == second.seed else ():
+        for setting in (
+            settings_diff(first.run.run, second.run.run) if first.seed == second.seed else ()
+        ):
             is_config = setting.table == "config" and setting.name not in _FREE
             if is_config or (setting.table, setting.name) in _ALIKE:
                 values.setdefault(setting.name, {}).update(dict.fromkeys(setting.values))
     items = ["data, so those losses are not compared"] if values.pop("fingerprint", None) else []
     items += [f"{name} {', '.join(texts)}" for name, texts in values.items()]
     if logs := dict.fromkeys(run.label for run in runs if run.run.is_foreign):
-        items.append(f"logs of other frameworks, without recipe, audit or seed (0 is taken): {listed(logs)}")
+        items.append(
+            f"logs of other frameworks, without recipe, audit or seed (0 is taken): {listed(logs)}"
+        )
     if items:
         yield f"The runs differ in more than recipe and seed ({'; '.join(items)})."

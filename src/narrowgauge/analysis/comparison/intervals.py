@@ -70,7 +70,9 @@ def seeds_needed(spread: float, difference: float) -> int | None:
     """
     if not _resolves(MOST_SEEDS, spread, difference):
         return None
-    return 2 + bisect.bisect_left(range(2, MOST_SEEDS), True, key=lambda seeds: _resolves(seeds, spread, difference))
+    return 2 + bisect.bisect_left(
+        range(2, MOST_SEEDS), True, key=lambda seeds: _resolves(seeds, spread, difference)
+    )
 
 
 def _resolves(seeds: int, spread: float, difference: float) -> bool:

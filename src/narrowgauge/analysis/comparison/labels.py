@@ -55,20 +55,31 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         ['bfloat16/word, lr 0.001', 'bfloat16/word, lr 0.0001']
     """
     # A folder may carry the name of another recipe.
-    labels = [recipe_name(run.config["recipe"]) if "recipe" in run.config else run.path.name for run in runs]
+    labels = [
+        recipe_name(run.config["recipe"]) if "recipe" in run.config else run.path.name
+        for run in runs
+    ]
     for distinguish in (_by_settings, _by_folder):
         pairs = [(label, seed_of(run)) for label, run in zip(labels, runs, strict=True)]
         for label in sorted({label for label, seed in pairs if pairs.count((label, seed)) > 1}):
             places = [place for place, name in enumerate(labels) if name == label]
-            for place, suffix in zip(places, distinguish([runs[place] for place in places]), strict=True):
+            for place, suffix in zip(
+                places, distinguish([runs[place] for place in places]), strict=True
+            ):
                 labels[place] = label + suffix
     return labels
 
 
 def _by_settings(runs: Sequence[Run]) -> list[str]:
     """Return the differing settings that all runs record, as one text per run; empty texts if too many differ."""
-    shared = {key for key in runs[0].config if all(key in run.config for run in runs)} - {"recipe", "seed", "out"}
-    differing = [k for k in runs[0].config if k in shared and len({repr(run.config[k]) for run in runs}) > 1]
+    shared = {key for key in runs[0].config if all(key in run.config for run in runs)} - {
+        "recipe",
+        "seed",
+        "out",
+    }
+    differing = [
+        k for k in runs[0].config if k in shared and len({repr(run.config[k]) for run in runs}) > 1
+    ]
     named = differing if len(differing) <= MOST_SETTINGS else []
     return ["".join(f", {key} {run.config[key]}" for key in named) for run in runs]
 
@@ -76,5 +87,10 @@ def _by_settings(runs: Sequence[Run]) -> list[str]:
 def _by_folder(runs: Sequence[Run]) -> list[str]:
     """Return the comparison's folder if it distinguishes runs of one seed, else the run's path."""
     folders = [run.path.parent.name for run in runs]
-    is_distinct = len({(folder, seed_of(run)) for folder, run in zip(folders, runs, strict=True)}) == len(runs)
-    return [f" ({folder if is_distinct else run.path})" for folder, run in zip(folders, runs, strict=True)]
+    is_distinct = len(
+        {(folder, seed_of(run)) for folder, run in zip(folders, runs, strict=True)}
+    ) == len(runs)
+    return [
+        f" ({folder if is_distinct else run.path})"
+        for folder, run in zip(folders, runs, strict=True)
+    ]

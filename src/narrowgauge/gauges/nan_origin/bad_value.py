@@ -16,7 +16,15 @@ from narrowgauge.spec.formats import FORMATS
 Phase = Literal["input", "forward", "backward"]
 
 # Operators that return uninitialized memory.
-ALLOCATES = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
+ALLOCATES = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "empty_permuted",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+}
 _MOST_OPERANDS = 4
 
 
@@ -78,7 +86,10 @@ class BadValue:
     @property
     def message(self) -> str:
         """Return a sentence that describes the operation, and one of advice."""
-        bad, inside = self.result, f" in {self.module}" if self.module else " outside the model's modules"
+        bad, inside = (
+            self.result,
+            f" in {self.module}" if self.module else " outside the model's modules",
+        )
         first = f", the first at {list(bad.place)}" if bad.place else ""
         values = f"{bad.num_nonfinite} of {math.prod(bad.shape)} values ({bad.dtype} {list(bad.shape)}{first})"
         if self.phase == "input":
@@ -100,7 +111,9 @@ class BadValue:
             stored = "the update that wrote it, or the checkpoint it was loaded from"
             return f"Check {stored if is_stored else 'the batch of this step'}."
         if self.operation.removeprefix("aten.") in ALLOCATES:
-            return "This operation returns uninitialized memory, which was read before it was written."
+            return (
+                "This operation returns uninitialized memory, which was read before it was written."
+            )
         dtype = self.result.dtype
         number_format = FORMATS.get(dtype)
         if self.what == "inf" and number_format is not None and number_format.max < 1e6:

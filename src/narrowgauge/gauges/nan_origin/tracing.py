@@ -105,7 +105,11 @@ class NanTracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.modules = {id(m): plain_name(name) for name, m in model.named_modules()}
-        self.computes = {plain_name(n): m.compute.name for n, m in model.named_modules() if isinstance(m, NarrowLayer)}
+        self.computes = {
+            plain_name(n): m.compute.name
+            for n, m in model.named_modules()
+            if isinstance(m, NarrowLayer)
+        }
         self.parameters = {plain_name(name): p for name, p in model.named_parameters()}
         # Names of parameters, buffers and arguments, by their memory. They keep the tensors alive.
         self._named: dict[int, list[tuple[str, Tensor]]] = {}
@@ -121,9 +125,13 @@ class NanTracer(TorchDispatchMode):
         self._hooks = ExitStack()
 
     def __enter__(self) -> NanTracer:
-        self._hooks.callback(self.model.register_forward_pre_hook(self._name_arguments, with_kwargs=True).remove)
+        self._hooks.callback(
+            self.model.register_forward_pre_hook(self._name_arguments, with_kwargs=True).remove
+        )
         self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
-        self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
+        self._hooks.callback(
+            register_module_forward_hook(self._leave_module, always_call=True).remove
+        )
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -167,7 +175,9 @@ class NanTracer(TorchDispatchMode):
                 if isinstance(work, torch.ScriptObject):
                     work.wait()  # type: ignore[attr-defined]  # of the class that c10d registers
         if not getattr(func, "is_view", False):  # of a tensor that was already checked
-            operands = [Read(name, x, copies.get(id(x), x)) for name, x in tensors if name not in ignored]
+            operands = [
+                Read(name, x, copies.get(id(x), x)) for name, x in tensors if name not in ignored
+            ]
             results = [*(x for name, x in tensors if name in written), *tree_leaves(result)]
             self._trace_results(func, operands, results, is_deliberate(func, (args, kwargs)))
         # Note a gradient that arrives at a parameter, whatever happens to it afterwards.
@@ -176,7 +186,9 @@ class NanTracer(TorchDispatchMode):
                 self._note_end(x, f"the gradient of {name}", "autograd")
         return result
 
-    def _trace_results(self, func: Any, operands: list[Read], results: list[Any], deliberate: bool) -> None:
+    def _trace_results(
+        self, func: Any, operands: list[Read], results: list[Any], deliberate: bool
+    ) -> None:
         for result in results:
             if not isinstance(result, Tensor):
                 continue
@@ -188,10 +200,14 @@ class NanTracer(TorchDispatchMode):
                         self.sources.pop(storage._cdata, None)
                 continue
             source = self._origin(func, operands, kinds)
-            if source is None or (deliberate and not any(nonfinite_kinds(x.values) & kinds for x in operands)):
+            if source is None or (
+                deliberate and not any(nonfinite_kinds(x.values) & kinds for x in operands)
+            ):
                 source = Source(self._count, self._describe(func, operands, result), deliberate)
             self._remember(result, source)
-            if not source.deliberate and (self.earliest is None or source.order < self.earliest.order):
+            if not source.deliberate and (
+                self.earliest is None or source.order < self.earliest.order
+            ):
                 self.earliest = source
 
     def _origin(self, func: Any, operands: list[Read], kinds: Kinds) -> Source | None:
@@ -217,9 +233,17 @@ class NanTracer(TorchDispatchMode):
             if source is not None and weak is not None and not weak.expired():
                 return source
         name, content = self._find(tensor) or (None, values)
-        is_mask = "nan" not in kinds and name not in self.parameters and (kinds == {"-inf"} or values.ndim == 0)
+        is_mask = (
+            "nan" not in kinds
+            and name not in self.parameters
+            and (kinds == {"-inf"} or values.ndim == 0)
+        )
         bad = bad_value(
-            "input", self._where()[1], reader, content if nonfinite_kinds(content) else values, name or "it"
+            "input",
+            self._where()[1],
+            reader,
+            content if nonfinite_kinds(content) else values,
+            name or "it",
         )
         source = Source(self._count, replace(bad, parameter=name), is_mask)
         self._remember(tensor, source)
@@ -229,8 +253,15 @@ class NanTracer(TorchDispatchMode):
         phase, module = self._where()
         bad = bad_value(phase, module, operator_name(func), result)
         named = [(self._name_of(x.tensor) or x.name, x.values) for x in operands]
-        described = tuple(summary(name + inner, part) for name, x in named for inner, part in parts_of(x))
-        return replace(bad, operands=described, parameter=self._accumulated(), compute=self.computes.get(module))
+        described = tuple(
+            summary(name + inner, part) for name, x in named for inner, part in parts_of(x)
+        )
+        return replace(
+            bad,
+            operands=described,
+            parameter=self._accumulated(),
+            compute=self.computes.get(module),
+        )
 
     def _storages(self, x: Tensor) -> list[Any]:
         return [part.untyped_storage() for _, part in parts_of(x)]
@@ -308,10 +339,14 @@ def nonfinite_kinds(x: Tensor) -> Kinds:
     kinds: set[str] = set()
     for _, part in parts_of(x):
         # float8 has no comparisons.
-        low, high = torch.stack((part.float() if part.dtype.itemsize == 1 else part).aminmax()).tolist()
+        low, high = torch.stack(
+            (part.float() if part.dtype.itemsize == 1 else part).aminmax()
+        ).tolist()
         if math.isfinite(low) and math.isfinite(high):
             continue
-        kinds |= {"nan"} if math.isnan(low) else {f"{end:+}" for end in (low, high) if math.isinf(end)}
+        kinds |= (
+            {"nan"} if math.isnan(low) else {f"{end:+}" for end in (low, high) if math.isinf(end)}
+        )
     return frozenset(kinds)
 
 
@@ -320,12 +355,18 @@ def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     if hasattr(x, "__tensor_flatten__"):
         for name in x.__tensor_flatten__()[0]:
             # A DTensor names its mesh as well.
-            for inner, part in parts_of(value) if isinstance(value := getattr(x, name), Tensor) else ():
+            for inner, part in (
+                parts_of(value) if isinstance(value := getattr(x, name), Tensor) else ()
+            ):
                 yield f".{name.lstrip('_')}{inner}", part
     elif x.layout is torch.strided and is_float(x) and x.numel() and x.device.type != "meta":
         x = x.detach()
-        is_fake = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # in a compiler's trace
-        yield from () if is_fake else [("", torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)]
+        is_fake = (
+            type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        )  # in a compiler's trace
+        yield from (
+            () if is_fake else [("", torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)]
+        )
 
 
 def is_float(x: Tensor) -> bool:
@@ -354,13 +395,19 @@ def summary(name: str, x: Tensor) -> Operand:
         lows += [finite[finite > 0].min().item()] if bool((finite > 0).any()) else []
     place = torch.unravel_index(torch.tensor(first, device="cpu"), x.shape) if num_bad else ()
     low, high = min(lows, default=None), max(highs, default=None)
-    return Operand(name, tuple(x.shape), dtype_name(x.dtype), low, high, num_bad, tuple(map(int, place)))
+    return Operand(
+        name, tuple(x.shape), dtype_name(x.dtype), low, high, num_bad, tuple(map(int, place))
+    )
 
 
 def operator_name(func: Any) -> str:
     """Return the name with its namespace: ``aten.mm``, ``narrowgauge::grouped_output``."""
     space = getattr(func, "namespace", "")
-    return f"{space}::{packet_name(func)}" if space == "narrowgauge" else str(getattr(func, "overloadpacket", func))
+    return (
+        f"{space}::{packet_name(func)}"
+        if space == "narrowgauge"
+        else str(getattr(func, "overloadpacket", func))
+    )
 
 
 def packet_name(func: Any) -> str:
@@ -372,16 +419,25 @@ def packet_name(func: Any) -> str:
 def writes(func: Any) -> tuple[frozenset[str], frozenset[str]]:
     """Return the arguments that it writes to, and the subset whose old values it does not read."""
     schema = getattr(func, "_schema", None)
-    written = [a for a in (schema.arguments if schema else ()) if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        a
+        for a in (schema.arguments if schema else ())
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
     ignored = [a.name for a in written if a.is_out or packet_name(func) in _OVERWRITES]
     return frozenset(a.name for a in written), frozenset(ignored)
 
 
 def is_deliberate(func: Any, arguments: Any) -> bool:
     """Return whether a non-finite result is intended: of a given infinity, or uninitialized memory."""
-    name, numbers = packet_name(func), [value for value in tree_leaves(arguments) if isinstance(value, float)]
+    name, numbers = (
+        packet_name(func),
+        [value for value in tree_leaves(arguments) if isinstance(value, float)],
+    )
     # torch.where makes tensors of its numbers, NaN too.
-    is_given = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)
+    is_given = any(
+        math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers
+    )
     return is_given or name in ALLOCATES
 
 

@@ -53,7 +53,8 @@ class Certificate:
         unset = {name for name, entry in now.items() if entry["shown"] == "None"}
         before = {k: x for k, x in saved.items() if k.partition("|")[0] in names and k not in unset}
         return [
-            replace(r, advice=f"{r.tensor}: {r.advice}") for r in differences(before, now, "after the load", "", [])
+            replace(r, advice=f"{r.tensor}: {r.advice}")
+            for r in differences(before, now, "after the load", "", [])
         ]
 
     def _entries(self, objects: Mapping[str, Any]) -> dict[str, Entry]:

@@ -96,7 +96,9 @@ class Fingerprints:
 
     def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
         """Return a context that records this rank's addend to the sum of the gradients."""
-        return reduction.shown_to(self.sent) if self.is_on and reduction is not None else nullcontext()
+        return (
+            reduction.shown_to(self.sent) if self.is_on and reduction is not None else nullcontext()
+        )
 
     def sent(self, gradient: Tensor) -> None:
         """Record a gradient that this rank adds to the sum. Equal runs have them in the same order."""
@@ -105,7 +107,9 @@ class Fingerprints:
         self._own["sent"] = combine([self._own.get("sent", 0), number])
 
     @contextmanager
-    def micro_batch(self, tokens: Tensor | None, first_sequence: int, *, is_absent: bool = False) -> Iterator[None]:
+    def micro_batch(
+        self, tokens: Tensor | None, first_sequence: int, *, is_absent: bool = False
+    ) -> Iterator[None]:
         """Record the forward pass of one micro-batch in this context.
 
         Args:
@@ -120,7 +124,9 @@ class Fingerprints:
             self._add("tokens:batch", tokens, first_sequence)
         with ExitStack() as undo:
             if self.sees_outputs:
-                hooks.follow_outputs(undo, self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence))
+                hooks.follow_outputs(
+                    undo, self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence)
+                )
             yield
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
@@ -148,14 +154,22 @@ class Fingerprints:
         """Record the stored weights and moments after a step, and close its row."""
         if not self.is_on:
             return
-        control = self.optimizer.last_control if step and isinstance(self.optimizer, Optimizer) else None
+        control = (
+            self.optimizer.last_control if step and isinstance(self.optimizer, Optimizer) else None
+        )
         if control is not None:  # the factor by which the update multiplied the gradients
-            numel = sum(int(entry[2]) for key, entry in self._entries.items() if key.startswith("grad:"))
+            numel = sum(
+                int(entry[2]) for key, entry in self._entries.items() if key.startswith("grad:")
+            )
             self._clip = float(control[0])
             self._entries["clip:factor"] = [fingerprint(control[:1]), self._clip, numel]
         numbers, local = self._record(self._stored(is_stepped=step > 0))
         self._recorded = {"step": step, "whole": numbers, "own": local}
-        changed = {key: entry for entries in self.here.gather(self._changed) for key, entry in entries.items()}
+        changed = {
+            key: entry
+            for entries in self.here.gather(self._changed)
+            for key, entry in entries.items()
+        }
         self.last = {"step": step, "tensors": {**changed, **self._entries}, **self._of_ranks()}
         self._entries, self.is_on = {}, False
 
@@ -168,7 +182,9 @@ class Fingerprints:
             return {}
         of_all = self.here.gather((self._own, self._alike, self._clip))
         kinds = dict.fromkeys(kind for digests, _, _ in of_all for kind in digests)
-        row: Row = {"ranks": {kind: [digests.get(kind) for digests, _, _ in of_all] for kind in kinds}}
+        row: Row = {
+            "ranks": {kind: [digests.get(kind) for digests, _, _ in of_all] for kind in kinds}
+        }
         if any(factor is not None for _, _, factor in of_all):
             row["ranks"]["clip"] = [factor for _, _, factor in of_all]
         parted = _parted([numbers for _, numbers, _ in of_all])
@@ -194,14 +210,18 @@ class Fingerprints:
             self._entries[key] = _entry(number, named[key])
         if self.here.size > 1:
             for key, tensor in named.items():
-                for group in replica_groups(tensor):  # a DTensor knows which other ranks hold the same shard
+                for group in replica_groups(
+                    tensor
+                ):  # a DTensor knows which other ranks hold the same shard
                     self._alike[key, tuple(dist.get_process_group_ranks(group))] = local[key]
             self._digest_kinds({key: local[key] for key in named})
         return numbers, local
 
     def _digest_kinds(self, numbers: Mapping[str, int]) -> None:
         for kind in dict.fromkeys(key.partition(":")[0] for key in numbers):
-            self._own[kind] = _digest({key: n for key, n in numbers.items() if key.startswith(f"{kind}:")})
+            self._own[kind] = _digest(
+                {key: n for key, n in numbers.items() if key.startswith(f"{kind}:")}
+            )
 
     def _join_outputs(self) -> None:
         """Join the entries of all ranks' micro-batches."""
@@ -209,7 +229,10 @@ class Fingerprints:
             self._digest_kinds({key: int(entry[0]) for key, entry in self._entries.items()})
             of_ranks = self.here.gather(self._entries)
             keys = list(dict.fromkeys(key for entries in of_ranks for key in entries))
-            self._entries = {key: _joined([entries[key] for entries in of_ranks if key in entries]) for key in keys}
+            self._entries = {
+                key: _joined([entries[key] for entries in of_ranks if key in entries])
+                for key in keys
+            }
         for entry in self._entries.values():
             entry[1] = entry[1] ** 0.5
 
@@ -258,7 +281,10 @@ def _parted(of_all: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> Row:
         if len({of_all[rank].get((key, ranks)) for rank in ranks}) > 1:
             # Shards have separate groups. Their numbers may differ between groups.
             name = f"{key} of {in_words(ranks)}" if key in parted else key
-            parted[name] = [numbers.get((key, ranks)) if rank in ranks else None for rank, numbers in enumerate(of_all)]
+            parted[name] = [
+                numbers.get((key, ranks)) if rank in ranks else None
+                for rank, numbers in enumerate(of_all)
+            ]
     return dict(list(parted.items())[:_SHOWN])
 
 
@@ -301,7 +327,12 @@ class LoopFingerprints(Fingerprints):
     def expect(self, step: int) -> None:
         """Expect the step that ends as number ``step``. Changes before its first pass count as between steps."""
         self.close()
-        self._step, self._num_sequences, self._is_past_backward, self._has_begun = step, 0, False, False
+        self._step, self._num_sequences, self._is_past_backward, self._has_begun = (
+            step,
+            0,
+            False,
+            False,
+        )
 
     def close(self) -> None:
         """Remove the hooks of a pass and of a backward pass."""
@@ -332,7 +363,9 @@ class LoopFingerprints(Fingerprints):
             return
         self.after_pass()  # one that raised
         # The tokens are the first integer input with two dims: batch, sequence.
-        tensors = (x for x in inputs if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point())
+        tensors = (
+            x for x in inputs if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
+        )
         tokens = next(tensors, None)
         self.sees_outputs = not torch_names.is_compiled_model(self.model)
         self._pass.enter_context(self.micro_batch(tokens, self._num_sequences))
@@ -363,4 +396,6 @@ class LoopFingerprints(Fingerprints):
                 raise
             self._pass.close()
             self.every, self.is_on, self.last = 0, False, None
-            self._on_failure(f"no more fingerprints are recorded: {type(error).__name__}: {error}"[:300])
+            self._on_failure(
+                f"no more fingerprints are recorded: {type(error).__name__}: {error}"[:300]
+            )

@@ -54,7 +54,9 @@ class IntendedStep:
         try:
             devices = {p.device for p in members if p.is_cuda}
             with torch.random.fork_rng(list(devices)):
-                self._twins = [_stepped(optimizer, members, dtype) for dtype in (None, torch.float64)]
+                self._twins = [
+                    _stepped(optimizer, members, dtype) for dtype in (None, torch.float64)
+                ]
         except Exception as error:  # a step that needs whole tensors, a closure, or another device
             self.why_not = f"its step cannot be repeated on a copy ({type(error).__name__})"
 
@@ -68,7 +70,11 @@ class IntendedStep:
             stored, exact = self._twins
             now = _part(p, p)
             intended, change = exact[p] - before, now.double() - before
-            sums = intended.square().sum(), (intended * change).sum(), (now.double() - stored[p]).square().sum()
+            sums = (
+                intended.square().sum(),
+                (intended * change).sum(),
+                (now.double() - stored[p]).square().sum(),
+            )
             rows.append(torch.stack(sums) * (p.numel() / now.numel()))
         table = dict(zip(self._before, on_host(rows), strict=False))
         sums_of = {p: row[:2] for p, row in table.items() if row[2] <= REPEATED**2 * row[0]}
@@ -86,14 +92,24 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
         return ""
     if dist.is_initialized() and dist.get_world_size() > 1:
         return "its step may talk to other ranks"
-    known = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys() | {"step", "found_inf", "grad_scale"}
-    others = [name for name, value in vars(optimizer).items() if name not in known and not isinstance(value, _PLAIN)]
+    known = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys() | {
+        "step",
+        "found_inf",
+        "grad_scale",
+    }
+    others = [
+        name
+        for name, value in vars(optimizer).items()
+        if name not in known and not isinstance(value, _PLAIN)
+    ]
     return f"its attribute {others[0]} may be shared with the run" if others else ""
 
 
 def _keeps_visible(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> bool:
     """Return whether the visible weight is all that is kept: no master copy, no compensation, no sharded tensor."""
-    return not is_sharded(p) and (_is_torchs(optimizer) or not storage_of(optimizer, group, p).beside)
+    return not is_sharded(p) and (
+        _is_torchs(optimizer) or not storage_of(optimizer, group, p).beside
+    )
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -112,7 +128,9 @@ def _stepped(
     """Return each parameter's values after the step of a copy, whose tensors have a dtype, or their own for ``None``."""
 
     def cast(x: Tensor) -> Tensor:
-        is_cast = dtype is not None and x.is_floating_point() and type(x) in (Tensor, torch.nn.Parameter)
+        is_cast = (
+            dtype is not None and x.is_floating_point() and type(x) in (Tensor, torch.nn.Parameter)
+        )
         return x.to(dtype) if is_cast else x
 
     def state_part(value: Any, p: Tensor) -> Any:

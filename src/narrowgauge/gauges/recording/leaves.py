@@ -24,7 +24,10 @@ def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
     tensors, copies = dict(model.named_parameters()), list[dict[str, Tensor]]()
     for other in gc.get_objects():
         # Code of other libraries is not called.
-        if issubclass(type(other), nn.Module) and type(other).named_parameters is nn.Module.named_parameters:
+        if (
+            issubclass(type(other), nn.Module)
+            and type(other).named_parameters is nn.Module.named_parameters
+        ):
             parameters = dict(other.named_parameters()) if "_modules" in vars(other) else {}
             is_alike = parameters.keys() == tensors.keys() and all(
                 p.shape == tensors[n].shape for n, p in parameters.items()

@@ -109,5 +109,7 @@ def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
                 change = f"the run started with {name} {before} and resumes with {now}"
                 sentences.append(f"{change}: bits may differ from an uninterrupted run")
     if results:
-        sentences.append(f"this machine's arithmetic is not that of the run's start, in: {told(results, 5)}")
+        sentences.append(
+            f"this machine's arithmetic is not that of the run's start, in: {told(results, 5)}"
+        )
     return sentences

@@ -123,8 +123,20 @@ class Record(AbstractContextManager["Record"]):
         def alarmed(alarms: list[Alarm]) -> None:
             before(alarms)
             for alarm in alarms:
-                advice, value, step = f"storage '{alarm.fallback}'", alarm.reading.edq, self.num_steps + 1
-                event = Event("lost_updates", step, alarm.message, alarm.tensor, value, advice=advice, stage="storage")
+                advice, value, step = (
+                    f"storage '{alarm.fallback}'",
+                    alarm.reading.edq,
+                    self.num_steps + 1,
+                )
+                event = Event(
+                    "lost_updates",
+                    step,
+                    alarm.message,
+                    alarm.tensor,
+                    value,
+                    advice=advice,
+                    stage="storage",
+                )
                 self.event(replace(event, detector="audit"))
 
         optimizer.on_alarm = alarmed
@@ -145,10 +157,15 @@ class Record(AbstractContextManager["Record"]):
         Args:
             columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, … They replace those read here.
         """
-        reader, scaler = self.reader, None if self.reader.ours is None else self.reader.ours.loss_scaler
+        reader, scaler = (
+            self.reader,
+            None if self.reader.ours is None else self.reader.ours.loss_scaler,
+        )
         columns = numbers(columns, "step")
         if "step" in columns:
-            raise NarrowgaugeError("step was given a column 'step', which the record counts itself.", "Leave it out.")
+            raise NarrowgaugeError(
+                "step was given a column 'step', which the record counts itself.", "Leave it out."
+            )
         row = reader.row(self.num_steps + 1, columns, tokens_before=self.tokens)
         self.num_steps, self.tokens = int(row["step"]), row.get("tokens") or self.tokens
         self.seconds += row["seconds"] or 0.0
@@ -157,7 +174,9 @@ class Record(AbstractContextManager["Record"]):
             self.event(event, shown=True)
         spike, is_skipped = row.get("spike"), bool(row.get("skipped"))
         # The scale of the step; the scaler may have lowered it since.
-        can_lower_scale = scaler is not None and math.isfinite(row.get("loss") or 0.0) and reader.scale > FLOOR
+        can_lower_scale = (
+            scaler is not None and math.isfinite(row.get("loss") or 0.0) and reader.scale > FLOOR
+        )
         self.is_bad = is_skipped and (spike is not None or not can_lower_scale)
         if is_skipped and spike is not None:
             message = f"{symptom(row)}; the batch was skipped and no weight changed"
@@ -168,8 +187,13 @@ class Record(AbstractContextManager["Record"]):
         self._num_failed = 0 if is_finite(row) or can_lower_scale else self._num_failed + 1
         if self._num_failed == FAILURES:
             message = f"the last {FAILURES} steps failed: {symptom(row)}"
-            self.event(Event("divergence", self.num_steps, message, advice=GO_BACK, stage="loss"), shown=True)
-        if self.gauges is not None and self.gauges.step != self.num_steps:  # the loop did not call the optimizer
+            self.event(
+                Event("divergence", self.num_steps, message, advice=GO_BACK, stage="loss"),
+                shown=True,
+            )
+        if (
+            self.gauges is not None and self.gauges.step != self.num_steps
+        ):  # the loop did not call the optimizer
             self.gauges.step = self.num_steps
         reader.begin()
         return row
@@ -177,7 +201,12 @@ class Record(AbstractContextManager["Record"]):
     def eval(self, columns: Mapping[str, Any]) -> None:
         """Record a validation: ``val_loss``, and any other metric. Its time does not count as a step's."""
         tokens = {"tokens": self.tokens} if self.tokens else {}
-        row = {"step": self.num_steps, "seconds": self.seconds, **tokens, **numbers(columns, "eval")}
+        row = {
+            "step": self.num_steps,
+            "seconds": self.seconds,
+            **tokens,
+            **numbers(columns, "eval"),
+        }
         self._append("evals", row)
         self.evaluated = self.num_steps
         self.reader.restart_clock()
@@ -214,7 +243,9 @@ class Record(AbstractContextManager["Record"]):
 
     # ── start and end ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def go_back(self, step: int, *, first: int = 1, digests: Mapping[str, Any] | None = None) -> None:
+    def go_back(
+        self, step: int, *, first: int = 1, digests: Mapping[str, Any] | None = None
+    ) -> None:
         """Continue after ``step``. Delete later rows, since the loop repeats these steps.
 
         Raises:
@@ -229,7 +260,9 @@ class Record(AbstractContextManager["Record"]):
         run = self._rebuild()
         self.num_steps, self._num_failed = step, 0
         self.evaluated = run.evals[-1]["step"] if run.evals else -1
-        self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)
+        self.tokens = next(
+            (row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0
+        )
         self.seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
         if self.gauges is not None:
             self.gauges.restart(step)
@@ -243,10 +276,20 @@ class Record(AbstractContextManager["Record"]):
         for row in run.steps:
             if sums := row.get("audit_sums"):
                 total += torch.tensor(
-                    [sums.get(name, math.nan) for name in UPDATE_SUMS], dtype=torch.float64, device="cpu"
+                    [sums.get(name, math.nan) for name in UPDATE_SUMS],
+                    dtype=torch.float64,
+                    device="cpu",
                 )
-        rates = [row["tokens_per_second"] for row in run.steps if row.get("tokens_per_second") is not None]
-        memory = [row["step_memory_bytes"] for row in run.steps if row.get("step_memory_bytes") is not None]
+        rates = [
+            row["tokens_per_second"]
+            for row in run.steps
+            if row.get("tokens_per_second") is not None
+        ]
+        memory = [
+            row["step_memory_bytes"]
+            for row in run.steps
+            if row.get("step_memory_bytes") is not None
+        ]
         losses = [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
         values = {
             "val_loss": losses[-1] if losses else None,
@@ -258,13 +301,20 @@ class Record(AbstractContextManager["Record"]):
             "wall_seconds": self._seconds_before + time.perf_counter() - self._began,
             **columns,
         }
-        measured = {"tokens_per_second": statistics.median_high(rates) if rates else None, **figures_of(total)}
+        measured = {
+            "tokens_per_second": statistics.median_high(rates) if rates else None,
+            **figures_of(total),
+        }
         return {name: value for name, value in values.items() if value is not None} | measured
 
     def finish(self, summary: Row) -> None:
         """Write the last event and ``summary.json``."""
         loss = summary.get("val_loss")
-        message = f"after {counted(summary['steps'], 'step')}" if loss is None else f"validation loss {loss:.4f}"
+        message = (
+            f"after {counted(summary['steps'], 'step')}"
+            if loss is None
+            else f"validation loss {loss:.4f}"
+        )
         self.event(Event("finish", summary["steps"], message))
         # Write the summary last: it makes the run finished. A finished run is not resumed to add missing parts.
         if self.writer is not None:
@@ -287,9 +337,14 @@ class Record(AbstractContextManager["Record"]):
 def numbers(row: Any, caller: str) -> Row:
     """Return a row of plain values; it may hold tensors of one number."""
     if not isinstance(row, Mapping):
-        raise NarrowgaugeError(f"{caller} was given {row!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.')
+        raise NarrowgaugeError(
+            f"{caller} was given {row!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.'
+        )
     try:
-        return {str(key): value.item() if hasattr(value, "item") else value for key, value in row.items()}
+        return {
+            str(key): value.item() if hasattr(value, "item") else value
+            for key, value in row.items()
+        }
     except (ValueError, RuntimeError) as error:
         raise NarrowgaugeError(
             f"{caller} was given a value that is not one number: {error}.", "Give numbers."

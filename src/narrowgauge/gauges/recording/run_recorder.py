@@ -32,7 +32,12 @@ from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.recording.certificate import SAVED, Certificate
 from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
-from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences, formats_of
+from narrowgauge.gauges.recording.provenance import (
+    describe_model,
+    describe_process,
+    differences,
+    formats_of,
+)
 from narrowgauge.gauges.recording.record import OnRow, Record
 from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.gauges.recording.watch import RunNotice, Watch
@@ -139,7 +144,10 @@ class RunRecorder(Watch):
         content, here = self._description(policy, dict(settings or {})), all_ranks()
         goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
         self._record = Record(
-            lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content), policy, warn, on_row
+            lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content),
+            policy,
+            warn,
+            on_row,
         )
         self.folder = self._record.folder
         with ExitStack() as undo:
@@ -148,7 +156,11 @@ class RunRecorder(Watch):
             undo.callback(self._record.close)
             earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
             self._prints = LoopFingerprints(
-                unwrapped_model(model), self.optimizer, fingerprints_every, here, partial(self.event, "note")
+                unwrapped_model(model),
+                self.optimizer,
+                fingerprints_every,
+                here,
+                partial(self.event, "note"),
             )
             self._record.undo.callback(self._prints.close)
             self._has_formats = False
@@ -161,7 +173,12 @@ class RunRecorder(Watch):
             self._recomputed: Row = {}
             if audit_every:
                 self._audited = StepCheck(
-                    model, self.optimizer, audit_every, self._audited_step, max_grad_norm=max_grad_norm, ignore=ignore
+                    model,
+                    self.optimizer,
+                    audit_every,
+                    self._audited_step,
+                    max_grad_norm=max_grad_norm,
+                    ignore=ignore,
                 )
                 self._record.undo.callback(self._audited.remove)
             self._certificate = Certificate(model, self.optimizer)
@@ -220,7 +237,9 @@ class RunRecorder(Watch):
             **columns,
         }
         self._recomputed, self._columns = {}, {}
-        row = self._record.step({name: value for name, value in entries.items() if value is not None})
+        row = self._record.step(
+            {name: value for name, value in entries.items() if value is not None}
+        )
         super().step(row.get("loss"))
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
@@ -277,20 +296,29 @@ class RunRecorder(Watch):
         began, goes_on = self.num_steps, self._must_go_back or step > 0
         # The first row may be of a later step, if the loop continued another run's checkpoint.
         run = self._record.here.of_first(lambda: read_run(self.folder))
-        rows, paths = run.steps, [e["message"] for e in run.events if e["kind"] == "checkpoint" and e["step"] == step]
+        rows, paths = (
+            run.steps,
+            [e["message"] for e in run.events if e["kind"] == "checkpoint" and e["step"] == step],
+        )
         self._record.go_back(step, first=rows[0]["step"] if rows else step + 1)
-        if not began:  # a rollback keeps the samples of the start, which a new process does not know
+        if (
+            not began
+        ):  # a rollback keeps the samples of the start, which a new process does not know
             self._has_start = not rows or rows[0]["step"] > step
             self._start_samples()
         self._step = step
         if self._audited is not None:
             self._audited.go_on_from_checkpoint()
         self._must_go_back = False
-        for reading in self._certificate.differences(paths[-1].removeprefix(SAVED), objects) if paths else ():
+        for reading in (
+            self._certificate.differences(paths[-1].removeprefix(SAVED), objects) if paths else ()
+        ):
             self._record.event(event_of(reading, step), shown=True)
         self._begin_at(step)
         if goes_on or began:
-            self.event("resume", f"from step {step}" + (f", after {began} were done" if began else ""))
+            self.event(
+                "resume", f"from step {step}" + (f", after {began} were done" if began else "")
+            )
 
     def close(self, finished: bool = True) -> None:
         """End the record. A second call does nothing. Without a call, the end of the process or of the recorder is one.
@@ -324,10 +352,15 @@ class RunRecorder(Watch):
 
     def _check(self, step: int) -> None:
         """Check the set-up. Missing parameters may have another optimizer. Report each kind once."""
-        readings = {r.what: r for r in reversed(in_order(static_readings(set_up_of(self.model, self.optimizer))))}
+        readings = {
+            r.what: r
+            for r in reversed(in_order(static_readings(set_up_of(self.model, self.optimizer))))
+        }
         silent = {"missing-parameters", "no-gradient"}
         self._record_new(
-            [r for r in readings.values() if r.severity != "note" and r.what not in silent], step, static=True
+            [r for r in readings.values() if r.severity != "note" and r.what not in silent],
+            step,
+            static=True,
         )
 
     def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
@@ -341,7 +374,9 @@ class RunRecorder(Watch):
             place = reading.what, "" if static else reading.tensor
             if place not in self._reported:
                 self._reported.add(place)
-                self._record.event(event_of(reading, step), shown=not static and reading.severity != "note")
+                self._record.event(
+                    event_of(reading, step), shown=not static and reading.severity != "note"
+                )
 
     def _say(self, readings: list[Reading]) -> None:
         """Write an event for each reading, and show them in a sentence."""
@@ -352,7 +387,9 @@ class RunRecorder(Watch):
     def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         yield from super()._sampled_readings(optimizer, step)
         if not isinstance(optimizer, Optimizer):  # the rows of ours have the audit's figures
-            self._columns = {name: x for name, x in self.numbers().items() if name.startswith("effective_lr")}
+            self._columns = {
+                name: x for name, x in self.numbers().items() if name.startswith("effective_lr")
+            }
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -388,12 +425,18 @@ class RunRecorder(Watch):
         if before is None and self._record.writer is not None:
             self._record.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
         elif before not in (None, now):
-            message = f"the model computed in {before} when the run began, and now computes in {now}"
+            message = (
+                f"the model computed in {before} when the run began, and now computes in {now}"
+            )
             self.event("note", message, detector="changed-settings")
 
     def _summary(self) -> Row:
         stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
-        stored = {n: weight_of(self.optimizer, p) for n, p in self.model.named_parameters() if p in stepped}
+        stored = {
+            n: weight_of(self.optimizer, p)
+            for n, p in self.model.named_parameters()
+            if p in stepped
+        }
         config = self._record.here.of_first(lambda: read_run(self.folder)).config
         return self._record.summary(
             recipe=config.get("recipe"),
@@ -433,13 +476,21 @@ class RunRecorder(Watch):
 
 def _is_plain(value: object) -> bool:
     """Return whether TOML can hold a value. ``Adafactor`` has an epsilon of ``None`` in a tuple."""
-    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, (bool, int, float, str))
+    return (
+        all(map(_is_plain, value))
+        if isinstance(value, tuple)
+        else isinstance(value, (bool, int, float, str))
+    )
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
     """Return the compute and storage of a model in a user's loop, for the alarms. ``None`` if unknown."""
     narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
-    storage = STORAGES.get(optimizer.param_groups[0]["storage"]) if isinstance(optimizer, Optimizer) else None
+    storage = (
+        STORAGES.get(optimizer.param_groups[0]["storage"])
+        if isinstance(optimizer, Optimizer)
+        else None
+    )
     if storage is None:
         return None
     try:

@@ -42,7 +42,9 @@ class StepReader:
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Any = None) -> None:
-        self.optimizer: torch.optim.Optimizer | None = None if optimizer is None else unwrapped(optimizer)
+        self.optimizer: torch.optim.Optimizer | None = (
+            None if optimizer is None else unwrapped(optimizer)
+        )
         self.model = model
         self.peak_tokens_per_second: float | None = None
         self.ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
@@ -88,7 +90,9 @@ class StepReader:
         return first | row
 
     def _taken(self, optimizer: torch.optim.Optimizer) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # torch.amp.GradScaler's, of a fused optimizer
+        found_inf = getattr(
+            optimizer, "found_inf", None
+        )  # torch.amp.GradScaler's, of a fused optimizer
         self._num_taken += found_inf is None or not bool(found_inf)
 
     def _num_changes(self) -> tuple[int, int]:
@@ -101,13 +105,18 @@ class StepReader:
         if self.optimizer is None:
             return {}
         group = self.optimizer.param_groups[0]
-        row: Row = {} if group["lr"] is None else {"lr": float(group["lr"])}  # Adafactor may have none
+        row: Row = (
+            {} if group["lr"] is None else {"lr": float(group["lr"])}
+        )  # Adafactor may have none
         if torch.cuda.is_available():
             row["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         reduction = None if self.model is None else reduction_of(self.model)
         if reduction is not None and reduction.size > 1:
             seconds = all_ranks().gather(reduction.seconds())
-            row |= {"communication_seconds": fmean(seconds), "wait_seconds": fmean(seconds) - min(seconds)}
+            row |= {
+                "communication_seconds": fmean(seconds),
+                "wait_seconds": fmean(seconds) - min(seconds),
+            }
         if self.ours is None:
             self.was_skipped = self._before == self._num_changes()
             return row | {"skipped": self.was_skipped}
@@ -121,7 +130,10 @@ class StepReader:
         sums, self.ours.last_audit = self.ours.last_audit, None
         if sums is not None:
             sums = sums.to("cpu", torch.float64)
-            row |= {**figures_of(sums), "audit_sums": dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))}
+            row |= {
+                **figures_of(sums),
+                "audit_sums": dict(zip(UPDATE_SUMS, sums.tolist(), strict=True)),
+            }
         return row
 
     def bytes_per_param(self) -> float | None:
@@ -129,7 +141,12 @@ class StepReader:
         if self.optimizer is None or self.ours is not None:
             return None if self.ours is None else self.ours.bytes_per_param()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        states = [t for p in parameters for t in self.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
+        states = [
+            t
+            for p in parameters
+            for t in self.optimizer.state.get(p, {}).values()
+            if isinstance(t, Tensor)
+        ]
         local = [local_of(t) for t in (*parameters, *parameters, *states)]
         total: int = sum(t.numel() * t.element_size() for t in local)
         number: int = sum(local_of(p).numel() for p in parameters)
@@ -143,7 +160,10 @@ def batch_checksum(batch: np.ndarray) -> str:
         >>> batch_checksum(np.zeros((2, 3), dtype=np.int64)) == batch_checksum(np.ones((2, 3), dtype=np.int64))
         False
     """
-    hashes = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in np.atleast_2d(batch).astype(np.uint32))
+    hashes = (
+        hashlib.blake2b(row.tobytes(), digest_size=8).digest()
+        for row in np.atleast_2d(batch).astype(np.uint32)
+    )
     return f"{sum(int.from_bytes(number, 'big') for number in hashes) % 2**64:016x}"
 
 
@@ -153,9 +173,17 @@ def batch_checksum(batch: np.ndarray) -> str:
 def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
     """Return which gradient overflowed in the last step, and the new loss scale. All ranks call it."""
     # A rank knows of the rows that it holds.
-    names = list(dict.fromkeys(name for overflow in ranks.gather(optimizer.last_overflow) for name in overflow))
+    names = list(
+        dict.fromkeys(
+            name for overflow in ranks.gather(optimizer.last_overflow) for name in overflow
+        )
+    )
     scaler = optimizer.loss_scaler
-    where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
+    where = (
+        f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        if names
+        else ""
+    )
     scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
     return f"gradients are not finite{where}; no weight changed{scale}"
 

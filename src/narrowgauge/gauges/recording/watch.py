@@ -22,7 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, in_order, of_all
-from narrowgauge.analysis.thresholds import EVALUATIONS_APART, LOSS_APART, SETTLED, TWICE, UNIFORM_STEPS
+from narrowgauge.analysis.thresholds import (
+    EVALUATIONS_APART,
+    LOSS_APART,
+    SETTLED,
+    TWICE,
+    UNIFORM_STEPS,
+)
 from narrowgauge.checks.gradients import has_own_batches, vocabulary_of
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
@@ -70,9 +76,15 @@ class Watch:
         unseen: what is not watched, and why.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None
+    ) -> None:
         set_up = set_up_of(model, optimizer)
-        self.watched_model, self.optimizers, self.every = unwrapped_model(model), set_up.optimizers, every
+        self.watched_model, self.optimizers, self.every = (
+            unwrapped_model(model),
+            set_up.optimizers,
+            every,
+        )
         self._is_sharded = any(is_sharded(p) for p in self.watched_model.parameters())
         self.unseen: dict[str, str] = {}
         if self._is_sharded:
@@ -82,7 +94,12 @@ class Watch:
         self._trained = {p.name: p.parameter for p in set_up.trained}
         self._optimizer_of = {p.parameter: p.optimizer for p in set_up.stepped}
         self._step, self._numbers, self._told = 0, dict[str, float](), dict[str, float]()
-        self._had_gradient, self._num_zero, self._num_uniform, self._num_overflows = set[str](), 0, 0, 0
+        self._had_gradient, self._num_zero, self._num_uniform, self._num_overflows = (
+            set[str](),
+            0,
+            0,
+            0,
+        )
         self._start_samples()
         # Of the current step:
         self._num_passes = self._num_backward = 0
@@ -105,11 +122,16 @@ class Watch:
         if self._here.size > 1:
             self.unseen["losses of ranks"] = "watch.step(loss) was not called"
         # A compiler skips hooks inside the model that it compiles.
-        self._hook(self.watched_model, called or (model if is_compiled_model(model) else self.watched_model))
+        self._hook(
+            self.watched_model,
+            called or (model if is_compiled_model(model) else self.watched_model),
+        )
 
     def _start_samples(self) -> None:
         self._start = {name: self._elements(p) for name, p in self._trained.items()}
-        self._moved = {name: torch.zeros_like(values, dtype=torch.bool) for name, values in self._start.items()}
+        self._moved = {
+            name: torch.zeros_like(values, dtype=torch.bool) for name, values in self._start.items()
+        }
 
     def _elements(self, p: Tensor) -> Tensor:
         """Copy spread elements of the stored weight, on its device."""
@@ -118,24 +140,37 @@ class Watch:
     def _hook(self, model: nn.Module, called: nn.Module) -> None:
         """Hook the called model, the blocks, the smallest trained parameter, and the optimizers."""
         after_every_step(_remember)
-        self._undo.callback(called.register_forward_pre_hook(OwnHook(self._before_pass), with_kwargs=True).remove)
+        self._undo.callback(
+            called.register_forward_pre_hook(OwnHook(self._before_pass), with_kwargs=True).remove
+        )
         self._undo.callback(called.register_forward_hook(OwnHook(self._after_pass)).remove)
-        blocks = {name for name, _ in model.named_modules() if name and _BLOCK.fullmatch(plain_name(name))}
+        blocks = {
+            name for name, _ in model.named_modules() if name and _BLOCK.fullmatch(plain_name(name))
+        }
         hooks.follow_outputs(self._undo, model, self._add_sum, blocks)
         dense = [p for p in self._trained.values() if p.is_leaf and not is_sharded(p) and p.numel()]
         self._probe = min(dense, key=lambda p: p.numel(), default=None)
         if self._probe is not None:
             self._undo.callback(self._probe.register_hook(OwnHook(self._before_gradient)).remove)
-        self._dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
-        self._modal = [*self._dropouts, *(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))]
+        self._dropouts = [
+            m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0
+        ]
+        self._modal = [
+            *self._dropouts,
+            *(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)),
+        ]
         self._vocabulary = vocabulary_of(model)
         for optimizer in self.optimizers:
             follower = Follower(
-                optimizer, partial(self._guarded, self._before_step), partial(self._guarded, self._after_step)
+                optimizer,
+                partial(self._guarded, self._before_step),
+                partial(self._guarded, self._after_step),
             )
             self._undo.callback(follower.remove)
 
-    def _guarded(self, function: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
+    def _guarded(
+        self, function: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer
+    ) -> None:
         """End the watch instead of the loop. Ranks wait for each other, so there the error ends the loop."""
         try:
             function(optimizer)
@@ -143,7 +178,9 @@ class Watch:
             if self._here.size > 1 or isinstance(error, UserWarning):
                 raise
             self.remove()
-            warnings.warn(f"the watch ended: {type(error).__name__}: {error}", RunNotice, stacklevel=2)
+            warnings.warn(
+                f"the watch ended: {type(error).__name__}: {error}", RunNotice, stacklevel=2
+            )
 
     def remove(self) -> None:
         """Remove every hook."""
@@ -166,23 +203,33 @@ class Watch:
         """
         if loss is not None:
             self.unseen.pop("losses of ranks", None)
-            self._report(self._loss_readings(float(loss.detach() if isinstance(loss, Tensor) else loss)))
+            self._report(
+                self._loss_readings(float(loss.detach() if isinstance(loss, Tensor) else loss))
+            )
 
     # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _report(self, readings: Iterable[Reading]) -> None:
         """Say what is new: each kind once, and again when it is twice as far beyond its bound."""
-        fresh = [r for r in readings if r.what not in self._told or r.excess > TWICE * self._told[r.what]]
+        fresh = [
+            r for r in readings if r.what not in self._told or r.excess > TWICE * self._told[r.what]
+        ]
         self._told |= {r.what: r.excess for r in fresh}
         if fresh:
             self._say(in_order(fresh))
 
     def _say(self, readings: list[Reading]) -> None:
         """Show the readings of one step in a sentence."""
-        parts = [(r.advice if r.tensor in r.advice else f"{r.tensor}: {r.advice}").rstrip(".") for r in readings]
+        parts = [
+            (r.advice if r.tensor in r.advice else f"{r.tensor}: {r.advice}").rstrip(".")
+            for r in readings
+        ]
         # No line of the loop is at fault, so none is shown.
         warnings.warn_explicit(
-            f"step {readings[0].step}: {'; '.join(parts)}", RunNotice, "narrowgauge.watch", readings[0].step
+            f"step {readings[0].step}: {'; '.join(parts)}",
+            RunNotice,
+            "narrowgauge.watch",
+            readings[0].step,
         )
 
     # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
@@ -197,16 +244,30 @@ class Watch:
         self._modes.add(module.training or any(m.training for m in self._modal))
         if self._here.size > 1 and self._step == 1 and self._hashes is None:
             inputs = enumerate(tree_leaves((args, kwargs)))
-            batch = {str(k): x for k, x in inputs if isinstance(x, Tensor) and x.element_size() <= 8}
-            device, draws = next(module.parameters()).device, any(m.training for m in self._dropouts)
-            state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-            self._hashes = fingerprint_all(batch) if batch else "", fingerprint_all({"": state}) if draws else ""
+            batch = {
+                str(k): x for k, x in inputs if isinstance(x, Tensor) and x.element_size() <= 8
+            }
+            device, draws = (
+                next(module.parameters()).device,
+                any(m.training for m in self._dropouts),
+            )
+            state = (
+                torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+            )
+            self._hashes = (
+                fingerprint_all(batch) if batch else "",
+                fingerprint_all({"": state}) if draws else "",
+            )
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         """Walk the graph of the first two steps to its leaves, and remember those that the optimizers do not step."""
-        is_seen = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
+        is_seen = (
+            torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
+        )
         # The leaves of sharded parameters are gathered copies.
-        for node in graph_nodes(output) if is_seen and self._step < 2 and not self._is_sharded else ():
+        for node in (
+            graph_nodes(output) if is_seen and self._step < 2 and not self._is_sharded else ()
+        ):
             leaf = getattr(node, "variable", None)
             if leaf is not None and leaf not in self._names:
                 reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
@@ -224,14 +285,18 @@ class Watch:
         if torch.compiler.is_compiling() or self._probe is None:
             return
         self._num_backward += 1
-        if self._here.size > 1 and self._is_sampled(self._step + 1):  # the ranks' gradients are not summed yet
+        if self._here.size > 1 and self._is_sampled(
+            self._step + 1
+        ):  # the ranks' gradients are not summed yet
             step, square = self._square
             self._square = (
                 self._step,
                 gradient.detach().float().square().sum() + (square if step == self._step else 0.0),
             )
         last = self._probe.grad
-        self._was_cleared |= True if last is None or last.layout is not torch.strided else ~last.any()
+        self._was_cleared |= (
+            True if last is None or last.layout is not torch.strided else ~last.any()
+        )
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -249,9 +314,14 @@ class Watch:
             self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
         self._intervals[optimizer] = interval
         norms = torch._foreach_norm(list(gradients.values())) if gradients else []
-        scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, for fused optimizers
+        scale = getattr(
+            optimizer, "grad_scale", None
+        )  # of torch.amp.GradScaler, for fused optimizers
         self._flags = {f"output:{name}": x for name, x in self._sums.items()}
-        self._flags |= {f"grad:{n}": x if scale is None else x / scale for n, x in zip(gradients, norms, strict=True)}
+        self._flags |= {
+            f"grad:{n}": x if scale is None else x / scale
+            for n, x in zip(gradients, norms, strict=True)
+        }
         self._sums = {}
         if probe is not None and optimizer is self._optimizer_of[probe]:
             if self._num_backward > last.num_backward and step > 1:
@@ -267,9 +337,15 @@ class Watch:
         """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the values."""
         members = [p for group in optimizer.param_groups for p in group["params"]]
         named = {
-            self._names.get(p, "a new tensor"): local_of(g) for p in reversed(members) if (g := p.grad) is not None
+            self._names.get(p, "a new tensor"): local_of(g)
+            for p in reversed(members)
+            if (g := p.grad) is not None
         }
-        return {n: g if g.layout is torch.strided else g.coalesce().values() for n, g in named.items() if g.numel()}
+        return {
+            n: g if g.layout is torch.strided else g.coalesce().values()
+            for n, g in named.items()
+            if g.numel()
+        }
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -309,7 +385,9 @@ class Watch:
             yield KINDS["wrong-mode"].reading("", 1, 0, step=step, words=words)
         # A loop with such passes in most steps means them.
         if self._evaluations == {True} and step >= EVALUATIONS_APART * self._num_evaluated:
-            words = f"the evaluation ran in training mode, with {things}: call model.eval() before it"
+            words = (
+                f"the evaluation ran in training mode, with {things}: call model.eval() before it"
+            )
             yield KINDS["wrong-mode"].reading("", 1, 0, step=step - 1, words=words)
         self._modes, self._evaluations = set(), set()
         if step == 3:
@@ -331,8 +409,12 @@ class Watch:
         for other in _STEPPED.difference(self.optimizers):
             groups = [group for o in self.optimizers for group in o.param_groups]
             is_same = any(group is g for group in other.param_groups for g in groups)
-            inner = {value for value in vars(other).values() if isinstance(value, torch.optim.Optimizer)}
-            names = [self._names[p] for g in other.param_groups for p in g["params"] if p in self._names]
+            inner = {
+                value for value in vars(other).values() if isinstance(value, torch.optim.Optimizer)
+            }
+            names = [
+                self._names[p] for g in other.param_groups for p in g["params"] if p in self._names
+            ]
             if names and not is_same and not inner & {*self.optimizers}:
                 yield KINDS["parameters-twice"].reading(of_all(names), len(names), 0, step=step)
 
@@ -350,14 +432,20 @@ class Watch:
             yield KINDS["gradients-kept"].reading("", 1, 0, step=step)
         is_skipped = bool(values.pop("skipped", 0.0))
         norms = {key[5:]: x for key, x in values.items() if key.startswith("grad:")}
-        bad = [key[7:] for key, x in values.items() if key.startswith("output:") and not math.isfinite(x)]
+        bad = [
+            key[7:]
+            for key, x in values.items()
+            if key.startswith("output:") and not math.isfinite(x)
+        ]
         if bad:
             yield KINDS["nonfinite-output"].reading(bad[0], math.nan, step=step)
         names = [n for n, x in norms.items() if not math.isfinite(x)]
         self._num_overflows = self._num_overflows + 1 if names and is_skipped else 0
         if self._num_overflows == KINDS["first-nonfinite"].bound:
             words = f", in {self._num_overflows} skipped steps in a row"
-            yield KINDS["first-nonfinite"].reading(names[0], self._num_overflows, step=step, words=words)
+            yield KINDS["first-nonfinite"].reading(
+                names[0], self._num_overflows, step=step, words=words
+            )
         elif names and not is_skipped and not bad:
             words = f", of {counted(len(names), 'tensor')}, and the optimizer took the step"
             yield KINDS["first-nonfinite"].reading(names[0], len(names), 0, 0, step, words=words)
@@ -371,7 +459,9 @@ class Watch:
     # ── sampled steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
-        first = sum(len(o.param_groups) for o in self.optimizers[: self.optimizers.index(optimizer)])
+        first = sum(
+            len(o.param_groups) for o in self.optimizers[: self.optimizers.index(optimizer)]
+        )
         sums = self._sums_of(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             members = [p for p in group["params"] if p in sums and sums[p][0] > 0]
@@ -381,9 +471,14 @@ class Watch:
             table = torch.tensor([sums[p] for p in members], dtype=torch.float64, device="cpu")
             intended, stored = table.sum(0).tolist()
             edq, worst = stored / intended, min(edqs, key=lambda p: edqs[p])
-            self._numbers |= {f"lr/group{first + index}": rate, f"effective_lr/group{first + index}": rate * edq}
+            self._numbers |= {
+                f"lr/group{first + index}": rate,
+                f"effective_lr/group{first + index}": rate * edq,
+            }
             kind = KINDS["effective-rate"]
-            if edq < kind.bound and not isinstance(optimizer, Optimizer):  # our audit has alarms of its own
+            if edq < kind.bound and not isinstance(
+                optimizer, Optimizer
+            ):  # our audit has alarms of its own
                 yield kind.reading(
                     "", rate * edq, None, kind.bound * rate, step, rate=rate, format=dtype_name(worst.dtype), share=edq,
                     worst=self._names[worst], least=edqs[worst],
@@ -396,7 +491,12 @@ class Watch:
         """Read copies of the model that the loop writes, such as an average of its weights."""
         stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
         if self._copies is None:
-            tensors = [(n, p) for copy in copies_of(self.watched_model) for n, p in copy.items() if n in self._trained]
+            tensors = [
+                (n, p)
+                for copy in copies_of(self.watched_model)
+                for n, p in copy.items()
+                if n in self._trained
+            ]
             self._copies = [
                 (n, step, weakref.ref(p), p._version, evenly_spread(p).clone())
                 for n, p in tensors
@@ -405,7 +505,11 @@ class Watch:
         written, norms = list[tuple[str, int, Tensor]](), list[Tensor]()
         for name, first, reference, version, start in self._copies:
             # An average is written in every step. A copy of the best weights is not, and another model has an optimizer.
-            if (p := reference()) is not None and p._version - version >= SETTLED and p not in stepped:
+            if (
+                (p := reference()) is not None
+                and p._version - version >= SETTLED
+                and p not in stepped
+            ):
                 now = evenly_spread(p)
                 values = now - start, now, self._start[name], self._elements(self._trained[name])
                 device = start.device  # an average may be on the CPU
@@ -414,7 +518,9 @@ class Watch:
         rows, kind = [*zip(written, on_host(norms), strict=True)], KINDS["average-apart"]
         for (name, _, _), (_, size, *sizes) in rows:
             if max(sizes) < math.inf and not size <= kind.bound * max(sizes):
-                yield kind.reading(name, size / max(sizes), step=step, size=size, largest=max(sizes))
+                yield kind.reading(
+                    name, size / max(sizes), step=step, size=size, largest=max(sizes)
+                )
                 break
         still = {
             name: dtype_name(p.dtype)
@@ -423,7 +529,9 @@ class Watch:
         }
         if still:
             formats = of_all(dict.fromkeys(still.values()))
-            yield KINDS["average-unmoved"].reading(of_all(still), len(still), 0, step=step, formats=formats)
+            yield KINDS["average-unmoved"].reading(
+                of_all(still), len(still), 0, step=step, formats=formats
+            )
 
     def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[float]]:
         """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, from our audit or from the repeated step."""
@@ -438,7 +546,9 @@ class Watch:
             self.unseen["effective learning rate"] = self._intended.why_not
         elif unrepeated:
             names = of_all(self._names[p] for p in unrepeated)
-            self.unseen["effective learning rate"] = f"the step of {names} is not repeated by a copy"
+            self.unseen["effective learning rate"] = (
+                f"the step of {names} is not repeated by a copy"
+            )
         return sums
 
     def _moved_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
@@ -449,10 +559,16 @@ class Watch:
                     self._moved[name] |= now != self._start[name]
         changes = {self._names[p]: evenly_spread(p) != values for p, values in self._frozen.items()}
         flags = on_host([x.any() for x in (*self._moved.values(), *changes.values())])
-        if frozen := [name for name, is_changed in zip(changes, flags[len(self._moved) :], strict=True) if is_changed]:
+        if frozen := [
+            name
+            for name, is_changed in zip(changes, flags[len(self._moved) :], strict=True)
+            if is_changed
+        ]:
             yield KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step)
         still = [
-            n for (n, x), has_moved in zip(self._moved.items(), flags, strict=False) if x.numel() and not has_moved
+            n
+            for (n, x), has_moved in zip(self._moved.items(), flags, strict=False)
+            if x.numel() and not has_moved
         ]
         without = [name for name in self._trained if name not in self._had_gradient]
         self._has_moved = self._trained.keys() - {*still}
@@ -461,16 +577,31 @@ class Watch:
             return
         if without and self._num_passes and len(without) < len(self._trained):
             count = len(self._trained)
-            yield KINDS["no-gradient"].reading(of_all(without), len(without), 0, step=step, count=count)
-        rates = {p: group["lr"] for o in self.optimizers for group in o.param_groups for p in group["params"]}
+            yield KINDS["no-gradient"].reading(
+                of_all(without), len(without), 0, step=step, count=count
+            )
+        rates = {
+            p: group["lr"]
+            for o in self.optimizers
+            for group in o.param_groups
+            for p in group["params"]
+        }
         for is_zero in (True, False):
             moves = {*still}.difference(without)
-            names = [n for n, p in self._trained.items() if n in moves and (rates.get(p) == 0) is is_zero]
+            names = [
+                n for n, p in self._trained.items() if n in moves and (rates.get(p) == 0) is is_zero
+            ]
             if names:
                 formats = of_all(dtype_name(self._trained[name].dtype) for name in names)
-                cause = "the learning rate of the group is 0" if is_zero else f"{formats} rounds the updates away"
+                cause = (
+                    "the learning rate of the group is 0"
+                    if is_zero
+                    else f"{formats} rounds the updates away"
+                )
                 things = f"{counted(len(names), 'tensor')} {'has' if len(names) == 1 else 'have'}"
-                yield KINDS["never-moved"].reading(of_all(names), len(names), 0, step=step, things=things, cause=cause)
+                yield KINDS["never-moved"].reading(
+                    of_all(names), len(names), 0, step=step, things=things, cause=cause
+                )
 
     # ── losses and ranks ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -480,7 +611,13 @@ class Watch:
         self._num_uniform = self._num_uniform + 1 if abs(loss / expected - 1) < kind.bound else 0
         if self._num_uniform == UNIFORM_STEPS:
             yield kind.reading(
-                "", loss, expected, kind.bound * expected, self._step, vocabulary=self._vocabulary, steps=UNIFORM_STEPS
+                "",
+                loss,
+                expected,
+                kind.bound * expected,
+                self._step,
+                vocabulary=self._vocabulary,
+                steps=UNIFORM_STEPS,
             )
         if self._here.size == 1 or not self._is_sampled(self._step):
             return

@@ -22,7 +22,12 @@ from narrowgauge.numerics.rounding import sqrt
 
 
 def collage_adamw(
-    weight: Parts, gradient: Tensor, exp_avg: Parts, exp_avg_sq: Parts, s: Mapping[str, Tensor], rn: NearestEven
+    weight: Parts,
+    gradient: Tensor,
+    exp_avg: Parts,
+    exp_avg_sq: Parts,
+    s: Mapping[str, Tensor],
+    rn: NearestEven,
 ) -> tuple[Tensor, Parts, Parts, Parts]:
     """Take one step of Collage's AdamW; return the intended change, a part, and the new weight and moments.
 

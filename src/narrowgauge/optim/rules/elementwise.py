@@ -60,7 +60,9 @@ class Rule:
     @property
     def kept(self) -> tuple[tuple[str, str], ...]:
         """Return the states, each with the code of a storage that it takes."""
-        return tuple((state, "exp_avg_sq" if state in self.squares else "exp_avg") for state in self.states)
+        return tuple(
+            (state, "exp_avg_sq" if state in self.squares else "exp_avg") for state in self.states
+        )
 
 
 # Replaces eps = 0: where every gradient was zero, 0/0 must be no step; the smallest normal float32 changes no other step.
@@ -99,10 +101,25 @@ def _adam(w: Any, g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
     return _without_decay(g + w * s["weight_decay"], m, v, s)
 
 
-_ADAM_SCALARS = ("one_minus_beta1", "one_minus_beta2", "negative_step_size", "inverse_root_correction2", "eps")
+_ADAM_SCALARS = (
+    "one_minus_beta1",
+    "one_minus_beta2",
+    "negative_step_size",
+    "inverse_root_correction2",
+    "eps",
+)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-ADAMW = Rule("adamw", _MOMENTS, (*_ADAM_SCALARS, "negative_decay"), _adamw_scalars, _adamw, decay="negative_decay")
-ADAM = Rule("adam", _MOMENTS, (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True)
+ADAMW = Rule(
+    "adamw",
+    _MOMENTS,
+    (*_ADAM_SCALARS, "negative_decay"),
+    _adamw_scalars,
+    _adamw,
+    decay="negative_decay",
+)
+ADAM = Rule(
+    "adam", _MOMENTS, (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True
+)
 
 
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -130,7 +147,14 @@ def _plain_sgd(w: Any, g: Any, s: Scalars) -> tuple[Any, ...]:
 
 PLAIN_SGD = Rule("sgd", (), ("weight_decay", "negative_lr"), _plain_sgd_scalars, _plain_sgd)
 """SGD without momentum, which has no state."""
-_SGD_SCALARS = ("weight_decay", "momentum", "gain", "share_of_gradient", "share_of_momentum", "negative_lr")
+_SGD_SCALARS = (
+    "weight_decay",
+    "momentum",
+    "gain",
+    "share_of_gradient",
+    "share_of_momentum",
+    "negative_lr",
+)
 SGD = Rule("sgd", ("momentum_buffer",), _SGD_SCALARS, _sgd_scalars, _sgd, coupled=True)
 
 
@@ -141,7 +165,9 @@ def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
 
 def _lion(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
     direction = (m + (g - m) * s["one_minus_beta1"]).sign()
-    return direction * s["negative_lr"] + w * s["negative_decay"], m + (g - m) * s["one_minus_beta2"]
+    return direction * s["negative_lr"] + w * s["negative_decay"], m + (g - m) * s[
+        "one_minus_beta2"
+    ]
 
 
 _LION_SCALARS = ("one_minus_beta1", "one_minus_beta2", "negative_lr", "negative_decay")

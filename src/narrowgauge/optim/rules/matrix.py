@@ -90,7 +90,9 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape) if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
 
 
-def shapes_of_states(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
+def shapes_of_states(
+    rule: AnyRule, shape: Sequence[int], options: Options
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a rule's states for a parameter of ``shape``, by name."""
     beside = rule.beside if isinstance(rule, MatrixRule) else rule.states
     apart = {name: state.shape for name, state in extras_of(rule, shape, options).items()}
@@ -103,7 +105,9 @@ def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str
         return {}
     *number, rows, cols = matrix_shape(shape)
     states = rule.states((rows, cols), options)
-    return {name: MatrixState((*number, *state.shape), state.role) for name, state in states.items()}
+    return {
+        name: MatrixState((*number, *state.shape), state.role) for name, state in states.items()
+    }
 
 
 def decay_of(options: Options) -> float:
@@ -114,9 +118,15 @@ def decay_of(options: Options) -> float:
 def _lengths(matrices: Sequence[Tensor]) -> Tensor:
     """Return the L2 norms of equal shapes in float64, where squares of float32 values neither overflow nor vanish."""
     # The sum of a tensor in such a list does not depend on the others.
-    norms = torch._foreach_norm([rows for matrix in matrices for rows in row_pieces(matrix)], dtype=torch.float64)
+    norms = torch._foreach_norm(
+        [rows for matrix in matrices for rows in row_pieces(matrix)], dtype=torch.float64
+    )
     pieces = torch.stack(norms).view(len(matrices), -1)
-    return pieces.squeeze(1) if pieces.shape[1] == 1 else torch.stack(torch._foreach_norm(pieces.unbind()))
+    return (
+        pieces.squeeze(1)
+        if pieces.shape[1] == 1
+        else torch.stack(torch._foreach_norm(pieces.unbind()))
+    )
 
 
 def _root_mean_square(matrix: Tensor) -> Tensor:
@@ -178,7 +188,9 @@ def _multiplies_stacks(shape: tuple[int, ...], dtype: torch.dtype, device: torch
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
     x = x.div_(math.sqrt(shape[1] * shape[2])).to(dtype)
-    return torch.equal(_newton_schulz(x, 2), torch.stack([_newton_schulz(matrix.clone(), 2) for matrix in x]))
+    return torch.equal(
+        _newton_schulz(x, 2), torch.stack([_newton_schulz(matrix.clone(), 2) for matrix in x])
+    )
 
 
 def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
@@ -189,12 +201,16 @@ def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
 def _momentum(g: Tensor, states: States, scalars: Scalars) -> Result:
     m = states["momentum_buffer"]
     m = m + (g - m) * scalars["one_minus_momentum"]
-    return torch.where(scalars["nesterov"] != 0, g + (m - g) * scalars["momentum"], m), {"momentum_buffer": m}
+    return torch.where(scalars["nesterov"] != 0, g + (m - g) * scalars["momentum"], m), {
+        "momentum_buffer": m
+    }
 
 
 def _muon(g: Tensor, measure: Tensor | None, states: States, options: Options, step: int) -> Result:
     size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape[-2:])
-    return orthogonalise(g, options["ns_steps"], getattr(torch, options["ns_dtype"])).mul_(-size), {}
+    return orthogonalise(g, options["ns_steps"], getattr(torch, options["ns_dtype"])).mul_(
+        -size
+    ), {}
 
 
 # ── Adafactor ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,7 +227,9 @@ def _least_rms(options: Options) -> Callable[[Tensor], Tensor] | None:
     return lambda w: _root_mean_square(w).clamp(min=options["eps"][1]).float()
 
 
-def _adafactor(g: Tensor, rms: Tensor | None, states: States, options: Options, step: int) -> Result:
+def _adafactor(
+    g: Tensor, rms: Tensor | None, states: States, options: Options, step: int
+) -> Result:
     # The second moment is an outer product: row means times column means, over the mean of all.
     row_means, column_sums = [], []
     for rows in row_pieces(g):
@@ -228,9 +246,14 @@ def _adafactor(g: Tensor, rms: Tensor | None, states: States, options: Options, 
     for rows, root in zip(pieces, root_row.split([len(rows) for rows in pieces]), strict=True):
         rows.div_((root * root_col).clamp_(min=TINY))
     g.div_((_root_mean_square(g) / options["clip_threshold"]).clamp(min=1.0).float())
-    size = min(float(options["lr"]), step**-0.5) if options["relative_step"] else float(options["lr"])
+    size = (
+        min(float(options["lr"]), step**-0.5) if options["relative_step"] else float(options["lr"])
+    )
     change = g.mul_(-size)
-    return change if rms is None else change.mul_(rms), {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
+    return change if rms is None else change.mul_(rms), {
+        "exp_avg_sq_row": row,
+        "exp_avg_sq_col": col,
+    }
 
 
 # ── Low rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,7 +263,9 @@ def adam_step(
     gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, options: Options, count: int
 ) -> tuple[Tensor, ...]:
     """Return Adam's step for coordinates, and the new moments: ``ADAMW`` on a weight of zero."""
-    values = torch.tensor(ADAMW.prepare(options, count), dtype=torch.float32, device=gradient.device)
+    values = torch.tensor(
+        ADAMW.prepare(options, count), dtype=torch.float32, device=gradient.device
+    )
     scalars = dict(zip(ADAMW.scalars, values.unbind(), strict=True))
     change, *moments = ADAMW.update(gradient.new_zeros(()), gradient, exp_avg, exp_avg_sq, scalars)
     return change, *moments
@@ -257,7 +282,9 @@ def _galore_states(shape: tuple[int, int], options: Options) -> dict[str, Matrix
     }
 
 
-def _galore(g: Tensor, measure: Tensor | None, states: States, options: Options, step: int) -> Result:
+def _galore(
+    g: Tensor, measure: Tensor | None, states: States, options: Options, step: int
+) -> Result:
     """Return Adam's step for ``g`` in the subspace, lifted back, and the new states."""
     basis = refreshed(states["projector"], g, step, options["update_proj_gap"])
     m, v = states["projected_exp_avg"], states["projected_exp_avg_sq"]
@@ -268,10 +295,16 @@ def _galore(g: Tensor, measure: Tensor | None, states: States, options: Options,
 
 def _gradnorm_lorp_states(shape: tuple[int, int], options: Options) -> dict[str, MatrixState]:
     lengths = MatrixState(shape[1:])
-    return {**_galore_states(shape, options), "magnitude_exp_avg": lengths, "magnitude_exp_avg_sq": lengths}
+    return {
+        **_galore_states(shape, options),
+        "magnitude_exp_avg": lengths,
+        "magnitude_exp_avg_sq": lengths,
+    }
 
 
-def _gradnorm_lorp(g: Tensor, w: Tensor | None, states: States, options: Options, step: int) -> Result:
+def _gradnorm_lorp(
+    g: Tensor, w: Tensor | None, states: States, options: Options, step: int
+) -> Result:
     """Step the lengths of a weight's columns and, within a subspace, their directions.
 
     Every step begins with ``V = W``, which keeps a direction's rate at ``lr / M``. A separate ``V`` would grow, since its
@@ -283,12 +316,18 @@ def _gradnorm_lorp(g: Tensor, w: Tensor | None, states: States, options: Options
     unit = w / norms.float().clamp(min=TINY)
     along = (g * unit).sum(0)
     turn, new = _galore(g.sub_(unit.mul_(along)), None, states, options, step)
-    stretch, m, v = adam_step(along, states["magnitude_exp_avg"], states["magnitude_exp_avg_sq"], options, step)
+    stretch, m, v = adam_step(
+        along, states["magnitude_exp_avg"], states["magnitude_exp_avg_sq"], options, step
+    )
     longer = stretch.double() - norms * decay_of(options)
     # A length that passes through zero comes out on the other side as a turned direction, whose slope has the other sign.
     m = torch.where(norms + longer < 0, -m, m)
     scale = _scale_minus_one(w, turn, norms, longer).float()
-    return w * scale + turn * (scale + 1), {**new, "magnitude_exp_avg": m, "magnitude_exp_avg_sq": v}
+    return w * scale + turn * (scale + 1), {
+        **new,
+        "magnitude_exp_avg": m,
+        "magnitude_exp_avg_sq": v,
+    }
 
 
 def _column_lengths(x: Tensor) -> Tensor:
@@ -319,11 +358,25 @@ def _decay_scalars(options: Options, step: int) -> tuple[float, ...]:
 
 
 # By functions with names, by which rules are pickled.
-_DECAY: dict[str, Any] = {"scalars": (NEGATIVE_DECAY,), "prepare": _decay_scalars, "decay": NEGATIVE_DECAY}
+_DECAY: dict[str, Any] = {
+    "scalars": (NEGATIVE_DECAY,),
+    "prepare": _decay_scalars,
+    "decay": NEGATIVE_DECAY,
+}
 _AVERAGE = (NEGATIVE_DECAY, "momentum", "one_minus_momentum", "nesterov")
 MUON = MatrixRule(
-    "muon", None, _muon, _AVERAGE, _muon_scalars, NEGATIVE_DECAY, ("momentum_buffer",), _momentum, stacks=True
+    "muon",
+    None,
+    _muon,
+    _AVERAGE,
+    _muon_scalars,
+    NEGATIVE_DECAY,
+    ("momentum_buffer",),
+    _momentum,
+    stacks=True,
 )
 ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, measure=_least_rms, **_DECAY)
 GALORE = MatrixRule("galore", _galore_states, _galore, **_DECAY)
-GRADNORM_LORP = MatrixRule("gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=_weight_itself)
+GRADNORM_LORP = MatrixRule(
+    "gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=_weight_itself
+)

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from narrowgauge.analysis.columns import Series, column
-from narrowgauge.report.figures.traces import Curve, Figure, curve_of, fit_axis, layout_of, traces_of
+from narrowgauge.report.figures.traces import (
+    Curve,
+    Figure,
+    curve_of,
+    fit_axis,
+    layout_of,
+    traces_of,
+)
 from narrowgauge.report.recipe_groups import Group
 
 SMALLEST_SPAN = 0.001
@@ -19,13 +26,18 @@ _BAND = (
 )
 
 
-def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> dict[str, list[Figure]]:
+def comparison_figures(
+    groups: Sequence[Group], baseline: str | None = None
+) -> dict[str, list[Figure]]:
     """Return all figures with data, by section. ``baseline`` is the label of the group to compare with (None: the first)."""
     sections: dict[str, list[Figure | None]] = {
         "loss": [training_loss(groups), validation_loss(groups), difference(groups, baseline)],
         "history": [gradient_norm(groups), loss_scale(groups)],
     }
-    return {name: [figure for figure in figures if figure is not None] for name, figures in sections.items()}
+    return {
+        name: [figure for figure in figures if figure is not None]
+        for name, figures in sections.items()
+    }
 
 
 def _curves(groups: Sequence[Group], table: str, name: str) -> list[Curve]:
@@ -54,20 +66,36 @@ def _losses(title: str, curves: Sequence[Curve], how: str) -> Figure | None:
 
 def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure | None:
     """Draw the validation loss minus the baseline's loss with the same seed."""
-    first = next((group for group in groups if group.label == baseline), groups[0] if groups else None)
+    first = next(
+        (group for group in groups if group.label == baseline), groups[0] if groups else None
+    )
     if first is None or len(groups) < 2:
         return None
     theirs, curves = first.seeds(), []
     for group in groups:
-        pairs = [(run, theirs[seed]) for seed, run in group.seeds().items() if seed in theirs and group is not first]
-        curves.append(curve_of(group, [_minus(*(column(run, "evals", "val_loss") for run in pair)) for pair in pairs]))
+        pairs = [
+            (run, theirs[seed])
+            for seed, run in group.seeds().items()
+            if seed in theirs and group is not first
+        ]
+        curves.append(
+            curve_of(
+                group,
+                [_minus(*(column(run, "evals", "val_loss") for run in pair)) for pair in pairs],
+            )
+        )
     if not any(curve.means.size for curve in curves):
         return None
     # Noise in the last digits must look small.
-    losses = np.abs([line.finite[-1] for line in first.lines("evals", "val_loss") if line.finite.size])
+    losses = np.abs(
+        [line.finite[-1] for line in first.lines("evals", "val_loss") if line.finite.size]
+    )
     least = SMALLEST_SPAN / 2 * float(losses.mean())
     layout = layout_of(
-        "step", f"loss minus {first.label}", zeroline=True, autorangeoptions={"include": [-least, least]}
+        "step",
+        f"loss minus {first.label}",
+        zeroline=True,
+        autorangeoptions={"include": [-least, least]},
     )
     how = (
         f"Above zero a recipe is worse than {first.label}, below zero better. Each run is compared with the run of the same "

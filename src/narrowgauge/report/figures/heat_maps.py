@@ -111,15 +111,24 @@ def heat_maps(rows: Sequence[Row]) -> dict[str, Row]:
     """
     names = {(metric.table, metric.field): name for name, metric in HEAT_MAPS.items()}
     steps = np.array([step_of(row) for row in rows])
-    cells = {name: defaultdict[str, Array](lambda: np.full(len(rows), np.nan)) for name in HEAT_MAPS}
+    cells = {
+        name: defaultdict[str, Array](lambda: np.full(len(rows), np.nan)) for name in HEAT_MAPS
+    }
     for column, row in enumerate(rows):
         for table, tensor, metrics in gauge_metrics(row):
             for field, value in metrics.items():
                 if (table, field) in names:
                     line = cells[names[table, field]][tensor]
                     line[column] = value if value is not None and math.isfinite(value) else math.nan
-    finite = {name: {t: x for t, x in lines.items() if not np.isnan(x).all()} for name, lines in cells.items()}
-    return {name: _heat_map(HEAT_MAPS[name], tensors, steps) for name, tensors in finite.items() if tensors}
+    finite = {
+        name: {t: x for t, x in lines.items() if not np.isnan(x).all()}
+        for name, lines in cells.items()
+    }
+    return {
+        name: _heat_map(HEAT_MAPS[name], tensors, steps)
+        for name, tensors in finite.items()
+        if tensors
+    }
 
 
 def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: npt.NDArray[np.int64]) -> Row:
@@ -131,7 +140,9 @@ def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: npt.NDArray[n
     lines = np.sort(np.argsort(-reach, kind="stable")[:MOST_TENSORS])
     shown, num_columns = [names[line] for line in lines], min(len(steps), MOST_COLUMNS)
     starts = [len(steps) * column // num_columns for column in range(num_columns)]
-    low, high = (reduce(values[lines], starts, axis=1) for reduce in (np.fmin.reduceat, np.fmax.reduceat))
+    low, high = (
+        reduce(values[lines], starts, axis=1) for reduce in (np.fmin.reduceat, np.fmax.reduceat)
+    )
     worst = np.where(high - metric.good >= metric.good - low, high, low)
     low_end, high_end = metric.scaled(np.array([metric.low, metric.high])).tolist()
     places, labels = list(range(len(worst))), [plain(name) for name in shown]
@@ -147,7 +158,11 @@ def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: npt.NDArray[n
     }  # fmt: skip
     how = metric.how
     if len(worst) < len(names):
-        how += f" Shown are the {len(worst)} of {len(names)} tensors that were farthest from health."
+        how += (
+            f" Shown are the {len(worst)} of {len(names)} tensors that were farthest from health."
+        )
     if num_columns < len(steps):
-        how += f" Each column joins {math.ceil(len(steps) / num_columns)} samples and shows the worst."
+        how += (
+            f" Each column joins {math.ceil(len(steps) / num_columns)} samples and shows the worst."
+        )
     return {"data": [trace], "layout": layout, "how": how}

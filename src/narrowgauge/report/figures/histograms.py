@@ -42,10 +42,17 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
     if not counted:
         return None
     num_steps = min(len(counted), MOST_STEPS)
-    chosen = [counted[round(place * (len(counted) - 1) / max(1, num_steps - 1))] for place in range(num_steps)]
+    chosen = [
+        counted[round(place * (len(counted) - 1) / max(1, num_steps - 1))]
+        for place in range(num_steps)
+    ]
     kinds = [kind for kind in KIND_TITLES if any(kind in counts for _, counts in chosen)]
-    spans = {kind: _span([counts[kind] for _, counts in chosen if kind in counts]) for kind in kinds}
-    frames = [[_shares(counts.get(kind), span) for kind, span in spans.items()] for _, counts in chosen]
+    spans = {
+        kind: _span([counts[kind] for _, counts in chosen if kind in counts]) for kind in kinds
+    }
+    frames = [
+        [_shares(counts.get(kind), span) for kind, span in spans.items()] for _, counts in chosen
+    ]
     data = [
         {
             "type": "bar", "x": [bin + FIRST_EXPONENT for bin in range(*span)], "y": frames[-1][panel], "offset": 0, "width": 1,
@@ -74,7 +81,8 @@ def _counts(row: Row) -> dict[str, list[float]]:
     """Return the histograms of a row that count anything. A bin without a valid count is empty."""
     histograms = row.get("histograms") or {}
     counts = {
-        kind: [max(0.0, finite_number(count) or 0.0) for count in histograms.get(kind) or ()] for kind in KIND_TITLES
+        kind: [max(0.0, finite_number(count) or 0.0) for count in histograms.get(kind) or ()]
+        for kind in KIND_TITLES
     }
     return {kind: bins for kind, bins in counts.items() if any(bins)}
 

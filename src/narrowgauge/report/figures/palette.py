@@ -43,4 +43,9 @@ def plain(text: str) -> str:
         >>> plain("<b>a</b> & %{x}")
         '&lt;b&gt;a&lt;/b&gt; &amp; %&#123;x}'
     """
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%{", "%&#123;")
+    return (
+        text.replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+        .replace("%{", "%&#123;")
+    )

@@ -37,7 +37,10 @@ def rounded(value: float, digits: int = 6) -> float:
 
 def json_list(values: npt.ArrayLike, digits: int = 6) -> list[float | None]:
     """Return rounded numbers for JSON, a gap as ``None``."""
-    return [None if value != value else rounded(value, digits) for value in np.asarray(values, float).tolist()]
+    return [
+        None if value != value else rounded(value, digits)
+        for value in np.asarray(values, float).tolist()
+    ]
 
 
 def band(lines: Sequence[Series]) -> Band:
@@ -57,11 +60,17 @@ def band(lines: Sequence[Series]) -> Band:
     has_value = ~np.isnan(values)
     count = has_value.sum(axis=0)
     mean = np.where(has_value, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
-    low, high = (reduce(values, axis=0, initial=np.nan) for reduce in (np.fmin.reduce, np.fmax.reduce))
+    low, high = (
+        reduce(values, axis=0, initial=np.nan) for reduce in (np.fmin.reduce, np.fmax.reduce)
+    )
     # A change of runs is a gap. Next to a step without any run, a gap exists already.
-    changes = (has_value[:, 1:] != has_value[:, :-1]).any(axis=0) & (count[1:] > 0) & (count[:-1] > 0)
+    changes = (
+        (has_value[:, 1:] != has_value[:, :-1]).any(axis=0) & (count[1:] > 0) & (count[:-1] > 0)
+    )
     at = np.flatnonzero(changes) + 1
-    return Band(np.insert(x, at, x[at]), *(np.insert(side, at, np.nan) for side in (mean, low, high)))
+    return Band(
+        np.insert(x, at, x[at]), *(np.insert(side, at, np.nan) for side in (mean, low, high))
+    )
 
 
 def in_columns(joined: Band, num_columns: int = NUM_COLUMNS) -> Band:
@@ -82,10 +91,14 @@ def in_columns(joined: Band, num_columns: int = NUM_COLUMNS) -> Band:
     ends = np.append(starts[1:], length)
     is_gap = np.isnan(joined.mean)
     count = np.add.reduceat(~is_gap, starts, dtype=int)
-    mean = np.add.reduceat(np.where(is_gap, 0.0, joined.mean), starts) / np.where(count, count, np.nan)
+    mean = np.add.reduceat(np.where(is_gap, 0.0, joined.mean), starts) / np.where(
+        count, count, np.nan
+    )
     low, high = np.fmin.reduceat(joined.low, starts), np.fmax.reduceat(joined.high, starts)
     x, at = joined.x[ends - 1], np.flatnonzero((count > 0) & (count < ends - starts)) + 1
-    return Band(np.insert(x, at, x[at - 1]), *(np.insert(side, at, np.nan) for side in (mean, low, high)))
+    return Band(
+        np.insert(x, at, x[at - 1]), *(np.insert(side, at, np.nan) for side in (mean, low, high))
+    )
 
 
 def outline(joined: Band) -> Series:

@@ -95,10 +95,17 @@ def _crosses(curve: Curve) -> Row:
 
 
 def _scatter(line: Series, group: Group) -> Row:
-    return {"type": "scatter", "x": json_list(line.x, 9), "y": json_list(line.y), "meta": {"group": group.index}}
+    return {
+        "type": "scatter",
+        "x": json_list(line.x, 9),
+        "y": json_list(line.y),
+        "meta": {"group": group.index},
+    }
 
 
-def layout_of(x: str, y: str, *, log_y: bool = False, can_log_x: bool = False, **yaxis: object) -> Row:
+def layout_of(
+    x: str, y: str, *, log_y: bool = False, can_log_x: bool = False, **yaxis: object
+) -> Row:
     """Return axes with titles. ``can_log_x`` adds a button that toggles a log scale on the horizontal axis."""
     layout: Row = {
         "xaxis": {"title": {"text": x}},
@@ -137,5 +144,9 @@ def fit_axis(curves: Sequence[Curve], layout: Row) -> str:
     margin = 0.15 * (high - low)
     layout["yaxis"] |= {"range": [rounded(float(low - margin)), rounded(float(high + margin))]}
     beyond = [curve.group.label for curve in curves if curve.means.max(initial=0.0) > 1.5 * limit]
-    named = f" Beyond the axis, which ends a little above the first losses: {', '.join(beyond)}." if beyond else ""
+    named = (
+        f" Beyond the axis, which ends a little above the first losses: {', '.join(beyond)}."
+        if beyond
+        else ""
+    )
     return f" Double-click to see spikes whole.{named}"

@@ -20,12 +20,21 @@ FAR = 10.0
 def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | None:
     """Return each recipe's paired difference from the baseline, with its 95 % interval; ``None`` if there is none."""
     pairs = [(group, comparison.classes[group.label].difference) for group in groups]
-    finite = [(group, paired) for group, paired in pairs if paired is not None and math.isfinite(paired.mean)]
+    finite = [
+        (group, paired)
+        for group, paired in pairs
+        if paired is not None and math.isfinite(paired.mean)
+    ]
     threshold = comparison.acceptable
     drawn = [(group, paired) for group, paired in finite if abs(paired.mean) <= FAR * threshold]
     if not drawn or comparison.baseline is None or not 0 < threshold < math.inf:
         return None
-    reach = [abs(side) for _, paired in drawn for side in (paired.low, paired.high, paired.mean) if math.isfinite(side)]
+    reach = [
+        abs(side)
+        for _, paired in drawn
+        for side in (paired.low, paired.high, paired.mean)
+        if math.isfinite(side)
+    ]
     # An interval may be much wider than any difference, and may leave the figure.
     limit = 1.1 * max(1.5 * threshold, min(max(reach), 1.5 * FAR * threshold))
     layout = layout_of(f"loss minus {plain(comparison.baseline)} (nats per token)", "")
@@ -45,11 +54,22 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
     )
     if any(not math.isfinite(paired.half) for _, paired in drawn):
         how += " A mark without a bar is one seed alone, which has no interval."
-    beyond = [f"{g.label} ({shown_difference(p.mean, p.half)})" for g, p in finite if abs(p.mean) > FAR * threshold]
+    beyond = [
+        f"{g.label} ({shown_difference(p.mean, p.half)})"
+        for g, p in finite
+        if abs(p.mean) > FAR * threshold
+    ]
     if beyond:
         how += f" Far beyond the axis: {', '.join(beyond)}."
     data = [_bar(group, paired, line) for line, (group, paired) in enumerate(drawn)]
-    return Figure("verdict-figure", "Difference from the baseline", how, data, layout, height=110 + 34 * len(drawn))
+    return Figure(
+        "verdict-figure",
+        "Difference from the baseline",
+        how,
+        data,
+        layout,
+        height=110 + 34 * len(drawn),
+    )
 
 
 def _bar(group: Group, paired: PairedDifference, line: int) -> Row:

@@ -109,15 +109,21 @@ class Dataset:
         They are always the same, and spread evenly over the validation data.
         """
         self.require(sequence_length)
-        num_chosen, num_windows = (self.num_validation(most, sequence_length) for most in (limit, 1 << 62))
+        num_chosen, num_windows = (
+            self.num_validation(most, sequence_length) for most in (limit, 1 << 62)
+        )
         chosen = np.arange(num_chosen) * num_windows // num_chosen
         return self._windows(self.valid, chosen[rows or slice(None)], sequence_length)
 
-    def _windows(self, tokens: Stream | np.ndarray, windows: np.ndarray, sequence_length: int) -> np.ndarray:
+    def _windows(
+        self, tokens: Stream | np.ndarray, windows: np.ndarray, sequence_length: int
+    ) -> np.ndarray:
         places = windows[:, None] * sequence_length + np.arange(sequence_length + 1)
         ids = tokens[places].astype(np.int64)
         if ids.size and ids.max() >= self.vocab_size:
-            raise DataError(f"The tokens hold {ids.max()}, and their vocabulary has {self.vocab_size}.")
+            raise DataError(
+                f"The tokens hold {ids.max()}, and their vocabulary has {self.vocab_size}."
+            )
         return ids
 
 
@@ -131,19 +137,32 @@ def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
     tokens = read_tokens(folder)
     ends = tokens.documents[:, 1].astype(np.int64)
     segments = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
-    is_valid = np.array([_is_held_out(int(name), held_out, seed) for name in tokens.documents[:, 0]], dtype=bool)
+    is_valid = np.array(
+        [_is_held_out(int(name), held_out, seed) for name in tokens.documents[:, 0]], dtype=bool
+    )
     train, valid = Stream(tokens.ids, segments[~is_valid]), Stream(tokens.ids, segments[is_valid])
     notes: tuple[str, ...] = ()
     if not (len(train) and len(valid)):
         size = len(tokens.ids)
         num_tail = max(1, int(size * held_out))
         train, valid = (
-            Stream(tokens.ids, np.array([part])) for part in ((0, size - num_tail), (size - num_tail, size))
+            Stream(tokens.ids, np.array([part]))
+            for part in ((0, size - num_tail), (size - num_tail, size))
         )
         documents = "1 document" if len(segments) == 1 else f"{len(segments)} documents"
-        notes = (f"The data has {documents}, too few to hold one out; the last {num_tail} tokens are held out.",)
+        notes = (
+            f"The data has {documents}, too few to hold one out; the last {num_tail} tokens are held out.",
+        )
     fingerprint = data_fingerprint(tokens, held_out, seed)
-    return Dataset(train, valid, tokens.vocab_size, tokens.end_of_text, tokens.folder.resolve(), fingerprint, notes)
+    return Dataset(
+        train,
+        valid,
+        tokens.vocab_size,
+        tokens.end_of_text,
+        tokens.folder.resolve(),
+        fingerprint,
+        notes,
+    )
 
 
 def data_fingerprint(tokens: TokenMap, held_out: float, seed: int) -> str:

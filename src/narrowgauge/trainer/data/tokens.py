@@ -55,7 +55,10 @@ def read_documents(source: str | Path) -> Iterator[Document]:
     """
     path = Path(source)
     if not (path.is_dir() or path.is_file()):
-        raise DataError(f"No text in {source}: there is no such file or folder.", "Name a file or folder of text.")
+        raise DataError(
+            f"No text in {source}: there is no such file or folder.",
+            "Name a file or folder of text.",
+        )
     for file, name in _files(path) if path.is_dir() else [(path, path.name)]:
         yield from (document for document in _read_file(file, name) if document.text)
 
@@ -65,14 +68,20 @@ def _files(root: Path) -> list[tuple[Path, str]]:
     files = []
     for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = [Path(folder, name) for name in names if name.endswith(SUFFIXES) and not name.startswith(".")]
+        paths = [
+            Path(folder, name)
+            for name in names
+            if name.endswith(SUFFIXES) and not name.startswith(".")
+        ]
         # A pipe would wait for its writer.
         files += [(path, path.relative_to(root).as_posix()) for path in paths if not path.is_fifo()]
     return sorted(files, key=lambda pair: pair[1])
 
 
 def _refuse(error: OSError) -> NoReturn:
-    raise DataError(f"Cannot read the text in {error.filename}: {error.strerror}.", "Check who may read it.") from error
+    raise DataError(
+        f"Cannot read the text in {error.filename}: {error.strerror}.", "Check who may read it."
+    ) from error
 
 
 def _read_file(path: Path, name: str) -> Iterator[Document]:
@@ -86,7 +95,9 @@ def _read_file(path: Path, name: str) -> Iterator[Document]:
                 number += 1
                 if line.strip():  # JSON can hold lone surrogates, UTF-8 cannot
                     encoded = load_json(line)["text"].encode(errors="replace")
-                    yield Document(hashlib.blake2b(encoded, digest_size=16).hexdigest(), encoded.decode())
+                    yield Document(
+                        hashlib.blake2b(encoded, digest_size=16).hexdigest(), encoded.decode()
+                    )
     except UnicodeDecodeError as error:
         raise DataError(
             f"The file {path} is not UTF-8 text: byte {error.object[error.start]:#04x} ({error.reason}).",
@@ -134,7 +145,9 @@ def read_tokens(path: str | Path) -> TokenMap:
     try:
         head = load_json((folder / "tokens.json").read_bytes())
         if head["schema_version"] > SCHEMA_VERSION:
-            raise ValueError(f"schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
+            raise ValueError(
+                f"schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}"
+            )
         dtype = np.dtype(head["dtype"]).newbyteorder("<")
         if dtype.kind != "u":
             raise ValueError(f"its tokens are {head['dtype']}, and uint16 or uint32 are read")
@@ -147,7 +160,11 @@ def read_tokens(path: str | Path) -> TokenMap:
                 raise ValueError(f"documents.bin does not fit its {len(ids):,} tokens")
         identity = [len(ids), head["dtype"], int(head["vocab_size"]), int(head["end_of_text"])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"no {Path(error.filename).name} is there" if isinstance(error, FileNotFoundError) else error
+        reason = (
+            f"no {Path(error.filename).name} is there"
+            if isinstance(error, FileNotFoundError)
+            else error
+        )
         advice = f"Make it from text: narrowgauge tokenize {folder} OUT, then --data OUT."
         raise DataError(f"Cannot use the token map {folder}: {reason}.", advice) from error
     state = hashlib.blake2b(json.dumps(identity).encode() + documents.tobytes(), digest_size=16)
@@ -162,7 +179,9 @@ def read_tokens(path: str | Path) -> TokenMap:
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def write_tokens(documents: Iterable[Document], tokenizer: Tokenizer, end_of_text: int, out: Path) -> Path:
+def write_tokens(
+    documents: Iterable[Document], tokenizer: Tokenizer, end_of_text: int, out: Path
+) -> Path:
     """Tokenize documents into a new token map, complete or absent. The token ``end_of_text`` ends each document.
 
     Text that spells a special token is encoded like other text. A document of more than 2^18 characters is encoded in pieces,
@@ -181,7 +200,10 @@ def write_tokens(documents: Iterable[Document], tokenizer: Tokenizer, end_of_tex
                 np.array([*ids, end_of_text], dtype=dtype).tofile(stream)
                 ends.append((name_hash, stream.tell() // dtype.itemsize))
         if not ends:
-            raise DataError("Cannot make a token map because there is no text.", f"Give {' '.join(SUFFIXES)} files.")
+            raise DataError(
+                "Cannot make a token map because there is no text.",
+                f"Give {' '.join(SUFFIXES)} files.",
+            )
         np.array(ends, dtype="<u8").tofile(folder / "documents.bin")
         head = {"schema_version": SCHEMA_VERSION, "dtype": dtype.name}
         head |= {"vocab_size": vocab_size, "end_of_text": end_of_text}
@@ -199,7 +221,9 @@ def load_tokenizer(path: str | Path | None) -> tuple[Tokenizer, int]:
 
     if path is None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+        tokenizer = Tokenizer(
+            models.BPE({letter: number for number, letter in enumerate(alphabet)}, [])
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
@@ -207,7 +231,10 @@ def load_tokenizer(path: str | Path | None) -> tuple[Tokenizer, int]:
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise DataError(f"No tokenizer in {path}: there is no file {file}.", "Name a tokenizer.json or its folder.")
+        raise DataError(
+            f"No tokenizer in {path}: there is no file {file}.",
+            "Name a tokenizer.json or its folder.",
+        )
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
@@ -228,7 +255,9 @@ def load_tokenizer(path: str | Path | None) -> tuple[Tokenizer, int]:
 
 
 def hash_name(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little"
+    )
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -237,7 +266,9 @@ def pieces(text: str) -> Iterator[str]:
     while start < len(text):
         end = len(text)
         if end - start > _PIECE_CHARACTERS:
-            end = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1 or start + _PIECE_CHARACTERS
+            end = (
+                text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1 or start + _PIECE_CHARACTERS
+            )
         while (word := _LONG_WORD.search(text, start, end)) is not None:
             yield text[start : word.end()]
             start = word.end()
@@ -246,7 +277,9 @@ def pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def _encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[int, list[int]]]:
+def _encoded(
+    documents: Iterable[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[int, list[int]]]:
     """Yield the hash of each document's name, and its tokens. Some millions of characters are encoded at once."""
     batch: list[Document] = []
     size = 0
@@ -256,8 +289,12 @@ def _encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tu
             size += len(document.text)
             if size < _BATCH_CHARACTERS:
                 continue
-        parts = [(number, piece) for number, (_, text) in enumerate(batch) for piece in pieces(text)]
-        encodings = tokenizer.encode_batch_fast([piece for _, piece in parts], add_special_tokens=False)
+        parts = [
+            (number, piece) for number, (_, text) in enumerate(batch) for piece in pieces(text)
+        ]
+        encodings = tokenizer.encode_batch_fast(
+            [piece for _, piece in parts], add_special_tokens=False
+        )
         ids: list[list[int]] = [[] for _ in batch]
         for (number, _), encoding in zip(parts, encodings, strict=True):
             ids[number] += encoding.ids
