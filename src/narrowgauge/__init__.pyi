@@ -48,6 +48,5 @@ from .runs.record import read_run as read_run
 from .spec.notation import parse as parse
 from .spec.recipes import Recipe as Recipe
 from .trainer.compare import compare as compare
-from .trainer.rounding_places import rounding_places as rounding_places
 
 __version__: str

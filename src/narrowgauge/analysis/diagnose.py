@@ -254,10 +254,7 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
         for e in run.events
         if e.get("detector") in CHANGES or e.get("kind") not in (*NOT_ALARMS, None)
     ]
-    config = run.run.get("config")
-    had_detectors = "recorder" in run.run or (
-        isinstance(config, dict) and config.get("on_spike") is not None
-    )
+    had_detectors = "recorder" in run.run or isinstance(run.run.get("data"), dict)
     if had_detectors and run.events:
         return recorded
     alarms = Alarms(recipe, is_audited=any(row.get("edq") is not None for row in run.steps))
