@@ -156,28 +156,48 @@ def on_one_memory(model: Model) -> nn.Module:
     return model
 
 
-HOLDERS: list[tuple[Callable[[Model], nn.Module], str]] = [
-    (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
-    (lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))), "FSDP"),
-    (
-        lambda model: FullyShardedDataParallel(
-            model, use_orig_params=True, device_id=torch.device("cpu")
-        ),
-        "FSDP",
+HOLDERS: list[Callable[[Model], nn.Module]] = [
+    nn.parallel.DistributedDataParallel,
+    lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
+    lambda model: FullyShardedDataParallel(
+        model, use_orig_params=True, device_id=torch.device("cpu")
     ),
-    (on_one_memory, "share their memory"),
 ]
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("wrap", "reason"), HOLDERS)
-def test_parameters_whose_memory_others_hold_are_refused(
-    wrap: Callable[[Model], nn.Module], reason: str
+@pytest.mark.parametrize("wrap", HOLDERS)
+@pytest.mark.parametrize(
+    ("kind", "storage", "row"),
+    [
+        (ng.AdamW, "word", "float32-states8"),
+        (ng.AdamW, "exact", "float32"),
+        (ng.Muon, "word", "float32"),
+    ],
+)
+def test_parameters_that_a_wrapper_holds_stay_in_float32(
+    wrap: Callable[[Model], nn.Module], kind: Any, storage: str, row: str
 ) -> None:
+    """One line trains them in the usual order. The warning says what it costs."""
+    model, theirs = wrap(Model()), wrap(Model())
+    with pytest.warns(UserWarning, match=f"Kept float32 weights as they are.* '{row}' takes"):
+        optimizer = kind(model.parameters(), lr=1e-2, storage=storage)
+    assert {group["storage"] for group in optimizer.param_groups} == {row}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    losses = train(model, optimizer, 20, autocast=True)
+    assert losses[-1] < losses[0]
+    if kind is ng.AdamW:
+        reference = train(
+            theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), 20, autocast=True
+        )
+        assert losses == pytest.approx(reference, abs=0.02)
+
+
+def test_parameters_on_one_memory_are_refused() -> None:
     """Nothing is changed, and a storage of float32 takes them."""
-    model = wrap(Model())
+    model = on_one_memory(Model())
     first = nn.Parameter(torch.ones(3, 3))
-    with pytest.raises(ng.errors.RecipeError, match=reason):
+    with pytest.raises(ng.errors.RecipeError, match="share their memory"):
         ng.AdamW([{"params": [first]}, {"params": list(model.parameters())}])
     assert {p.dtype for p in (first, *model.parameters())} == {torch.float32}
     ng.AdamW(model.parameters(), storage="float32")

@@ -396,10 +396,7 @@ def _record(path: Path) -> Run:
             f"One run was asked about, and {path} holds {len(places)}: {names}.",
             f"Name one: narrowgauge diagnose {places[0]}; narrowgauge report {path} has the readings of all.",
         )
-    run = read_run(places[0])
-    for note in run.notes:
-        click.echo(f"note: {note}.", err=True)
-    return run
+    return read_run(places[0])
 
 
 main.add_command(planning.plan_group)

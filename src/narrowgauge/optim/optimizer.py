@@ -31,7 +31,14 @@ from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
 from narrowgauge.optim.multi_tensor import Launches, Table
-from narrowgauge.optim.parameter_formats import refuse_rounding, round_in_place, rounding_note
+from narrowgauge.optim.parameter_formats import (
+    float32_row,
+    is_any_taken,
+    kept_note,
+    refuse_rounding,
+    round_in_place,
+    rounding_note,
+)
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState, allocate_all
@@ -190,6 +197,13 @@ class Optimizer(torch.optim.Optimizer):
                     self.keep_float32 and self.keep_float32(names[parameter], parameter)
                 ):
                     to_round[parameter] = visible
+            if is_any_taken(to_round):
+                asked = validation.known_row(group["storage"])
+                row = float32_row(asked, isinstance(self.rule, MatrixRule))
+                group["storage"] = row.name
+                warnings.warn(kept_note(asked, row), stacklevel=4)
+                to_round.clear()
+            for parameter in group["params"]:
                 self._pair_of(group, parameter, to_round.get(parameter))
             refuse_rounding(list(to_round), self._parameters())
         except Exception:

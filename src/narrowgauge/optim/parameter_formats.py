@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
-from narrowgauge.spec.storages import VISIBLE, Storage
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.torch_names import was_taken_by_fsdp
 
 _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
@@ -110,20 +110,44 @@ def rounding_note(values: Mapping[Tensor, Tensor], storages: Iterable[Storage]) 
     return note
 
 
+def is_any_taken(parameters: Iterable[Tensor]) -> bool:
+    """Return whether DistributedDataParallel, FSDP or parallelize_module holds a parameter, whose format then must stay."""
+    replicated = _in_ddp()
+    for parameter in parameters:
+        is_flat = getattr(parameter, "_fsdp_flattened", False) or was_taken_by_fsdp(parameter)
+        if parameter in replicated or is_flat or local_of(parameter) is not parameter:
+            return True
+    return False
+
+
+def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
+    """Return the storage for float32 weights that must stay: with moments in 8 bits, unless those of ``storage`` have 32.
+
+    A matrix rule takes no moments in 8 bits.
+
+    Example:
+        >>> float32_row(STORAGES["word"], False).name, float32_row(STORAGES["exact"], False).name
+        ('float32-states8', 'float32')
+    """
+    is_wide = is_matrix_rule or dict(storage.fields)["exp_avg"] == 32
+    return STORAGES["float32" if is_wide else "float32-states8"]
+
+
+def kept_note(before: Storage, now: Storage) -> str:
+    """Tell that weights stay in float32, what it costs, and how to have the storage that was asked for."""
+    return (
+        "Kept float32 weights as they are, because DistributedDataParallel, FSDP or parallelize_module has taken them: "
+        f"'{now.name}' takes {now.bytes_per_param:g} bytes a parameter with its gradient, '{before.name}' "
+        f"{before.bytes_per_param:g}. For '{before.name}', make the optimizer before, or call "
+        f"ng.cast_parameters(model, torch.{before.visible}) before."
+    )
+
+
 def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> None:
     """Refuse parameters that cannot change their format, since others hold their memory. ``others`` are of the same optimizer."""
     if not parameters:
         return
     keep = "or keep them in float32: keep_float32=, or a param group with storage='float32'."
-    replicated = _in_ddp()
-    for parameter in parameters:
-        is_flat = getattr(parameter, "_fsdp_flattened", False) or was_taken_by_fsdp(parameter)
-        if parameter in replicated or is_flat or local_of(parameter) is not parameter:
-            raise RecipeError(
-                f"Cannot round a float32 parameter of shape {tuple(parameter.shape)} because DistributedDataParallel, FSDP or "
-                "parallelize_module has taken it.",
-                f"Make the optimizer before, call ng.cast_parameters(model, torch.bfloat16) before, {keep}",
-            )
     spans = sorted(map(_span, {*parameters, *others}), key=lambda span: span[:2])
     for (_, end, before), (start, _, after) in pairwise(spans):
         if start < end and not {*parameters}.isdisjoint((before, after)):

@@ -245,9 +245,6 @@ def test_a_resumed_run_does_not_say_how_far_its_weights_moved_and_a_rolled_back_
     summary = ng.read_run(tmp_path / "run").summary
     assert summary is not None and all(share > 0 for share, *_ in summary["moved"].values())
     (tmp_path / "run" / "summary.json").write_text("{")
-    with pytest.raises(ng.errors.RecordError, match=r"summary\.json is damaged"):
-        ng.RunRecorder(tmp_path / "run", model, optimizer, resume=True)
-    (tmp_path / "run" / "summary.json").unlink()
     with ng.RunRecorder(
         tmp_path / "run", model, optimizer, resume=True
     ) as recorder:  # no lock was left
