@@ -366,7 +366,11 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     """
     from narrowgauge.analysis import diagnose as diagnosing
 
-    diagnosis: Any = diagnosing.diagnose(_record(run), *([] if other is None else [_record(other)]))
+    runs = [_record(path) for path in (run, other) if path is not None]
+    diagnosis: Any = diagnosing.diagnose(*runs)
+    for record in runs:
+        for note in record.notes:
+            click.echo(f"note: {note}.", err=True)
     return tables.write_json(diagnosis.to_dict()) if as_json else click.echo(diagnosis)
 
 

@@ -444,7 +444,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "not a number": (
         write("steps.jsonl", rows(*({"step": k, "loss": "nan"} for k in range(1, 60)))), 0, "59 of 59 steps have a loss",
     ),
-    "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 0, "1 damaged row of 3, the first in line 1"),
+    "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 0, "1 damaged row of 3, "),
     "broken gauges": (write("gauges.jsonl", "xx\n{}\n"), 0, "gauges.jsonl has 2 damaged rows of 2"),
     "short gauges": (
         write("gauges.jsonl", rows({"step": 20, "tensors": {"grad:a": [None, 1]}, "moments": {"x": []}})),
