@@ -54,7 +54,7 @@ from narrowgauge.checks.ranked import (
 )
 from narrowgauge.checks.resume import generators
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
-from narrowgauge.checks.shadow import Key, Shadow, eager
+from narrowgauge.checks.shadow import Key, Shadow, eager, is_finite
 from narrowgauge.checks.slope import slope_readings
 from narrowgauge.checks.step_check import joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
@@ -216,7 +216,7 @@ def _of_the_copy(model: nn.Module) -> Iterator[None]:
 
 def _ranked(run: Callable[..., _Configured], first: _Configured) -> Ranked:
     """Rank the roundings of a configured step, or name the first value that is not finite."""
-    if not all(bool(g.isfinite().all()) for g in first.gradients.values()):
+    if not all(map(is_finite, first.gradients.values())):
         return not_finite(run(True, traces=True).causes)
     assert first.mode is not None
     if first.gradients and not first.shadows:
@@ -245,7 +245,7 @@ def _ranked_copy(twin: nn.Module, parts: Sequence[Any], loss: Loss) -> Ranked:
         gradients, shadows, mode = run(measures=True)
     except RuntimeError as error:  # such as inputs that FSDP2 would have cast
         return not_measured(str(error).splitlines()[0][:200])
-    if not all(bool(g.isfinite().all()) for g in gradients.values()):
+    if not all(map(is_finite, gradients.values())):
         return not_measured("the gradient of a copy is not finite")
     return rank(gradients, shadows, mode, lambda chosen: run(chosen=chosen)[1])
 
@@ -643,7 +643,7 @@ def _compared(
         g = configured.gradients.get(name)
         if name in differing:
             readings[name] = KINDS["not-reduced"].reading(name, differing[name], 0)
-        elif g is not None and not bool(g.isfinite().all()):
+        elif g is not None and not is_finite(g):
             bad.append(name)
         elif g is None or not bool(g.any()):
             if bool(r.any()):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
-from narrowgauge.checks.shadow import SUM, Key, Shadow, Site, eager, is_float
+from narrowgauge.checks.shadow import SUM, Key, Shadow, Site, eager, is_finite, is_float
 from narrowgauge.put_back import put_back
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_names import plain_name
@@ -284,7 +284,7 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Ranked:
         return gradients, shadows, mode, [mode.first_bad(x) for x in bad if is_float(x)]
 
     gradients, shadows, mode, _ = run(measures=True)
-    if not all(bool(g.isfinite().all()) for g in gradients.values()):
+    if not all(map(is_finite, gradients.values())):
         return not_finite(run(traces=True)[3])
     return rank(gradients, shadows, mode, lambda chosen: run(chosen)[1])
 

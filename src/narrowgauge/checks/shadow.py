@@ -399,7 +399,7 @@ class Shadow(TorchDispatchMode):
     # ── values that are not finite ──────────────────────────────────────────────────────────────
 
     def _bad_operands(self, tensors: list[Tensor]) -> list[tuple[Tensor, FirstBad | None]]:
-        return [(x, self.first_bad(x)) for x in tensors if is_float(x) and not _is_finite(x)]
+        return [(x, self.first_bad(x)) for x in tensors if is_float(x) and not is_finite(x)]
 
     def _trace(
         self, name: str, tensors: list[Tensor], bad: list[Any], results: list[Tensor], arguments: Any
@@ -409,7 +409,7 @@ class Shadow(TorchDispatchMode):
         numbers = [x for x in tree_leaves(arguments) if isinstance(x, float)]
         is_asked_for = any(map(math.isinf, numbers)) or name in _ALLOCATES
         for x in results:
-            if _is_finite(x):
+            if is_finite(x):
                 self._bad.pop(_key(x), None)
                 continue
             causes = [cause for _, cause in bad if cause is not None and not cause.is_deliberate]
@@ -513,7 +513,8 @@ def _unit(name: str) -> float:
     return float(number_format.epsilon / 2)
 
 
-def _is_finite(x: Tensor) -> bool:
+def is_finite(x: Tensor) -> bool:
+    """Return whether all values are finite."""
     values = x.detach()
     values = values.float() if values.element_size() == 1 else values
     return not values.numel() or bool(torch.isfinite(values.sum())) or bool(values.isfinite().all())
