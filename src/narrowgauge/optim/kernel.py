@@ -1,9 +1,9 @@
-"""Kernels: the step of many elements in 32-bit words, compiled from the definition itself.
+"""The definition of a step: of many elements in 32-bit words.
 
-:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. Eager, this code is
-the reference. Compiled, it is one fused loop over 32-bit words. An elementwise rule runs between reading and writing. Storages of
-Collage run AdamW in the published expansions. A matrix rule runs outside, on whole matrices: :func:`make_average` averages the
-gradients before it, and the step writes its change.
+:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. Eager, this code is the
+reference. Traced and printed (:mod:`narrowgauge.optim.multi_tensor`), it is one loop over 32-bit words. An elementwise rule runs
+between reading and writing. Storages of Collage run AdamW in the published expansions. A matrix rule runs outside, on whole
+matrices: :func:`make_average` averages the gradients before it, and the step writes its change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import Compiled, compiled
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.metrics import CHANGE_SUMS, DECAY_SUMS, decay_terms, update_terms
@@ -28,7 +27,6 @@ from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
-from narrowgauge.triton_printer import launches_on
 
 Step = Callable[..., Tensor]
 Summarize = Callable[[Sequence[Tensor]], Tensor]
@@ -233,93 +231,45 @@ def steps_of(rule: AnyRule, storage: Storage) -> tuple[Step, Step]:
 
 
 class Kernel:
-    """Step the words of one (rule, storage): compiled, or eagerly in cache-sized chunks.
+    """Name the step of one (rule, storage), and say how it ran.
 
-    Both store the same bits. They add the audit's sums in different orders, so its last digits differ. For a matrix rule it
-    only averages, and writes the change that the rule computed on a whole matrix.
+    For a matrix rule it only averages, and writes the change that the rule computed on a whole matrix.
+
+    Attributes:
+        not_printed: why the next step runs by the definition, or an empty string: the optimizer decides at each step.
+        how_it_ran: in the last step: a language, or why the definition ran. ``None`` if nothing was stepped.
     """
 
     def __init__(self, rule: AnyRule, storage: Storage) -> None:
         self.rule, self.storage = rule, storage
-        self.compile = False  # the optimizer decides at each step, from the elements that it steps
-        self.ran_compiled: bool | None = None  # in the last step
+        self.not_printed = ""
+        self.how_it_ran: str | None = None
         self.is_matrix = isinstance(rule, MatrixRule)
         self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
-        # Expansions reuse too much for one loop. Their many loops run a chunk at a time.
-        self.one_loop = storage.arithmetic == "float32"
 
     def decay(self, options: Mapping[str, Any], step: int) -> float:
         """Return the fraction that a step's decay takes from each weight. It is 0 if decay is part of the gradient."""
         if not self.rule.decay:
             return 0.0
-        return -float(
-            dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))[
-                self.rule.decay
-            ]
-        )
+        scalars = dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))
+        return -float(scalars[self.rule.decay])
 
-    def run(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> None:
-        """Step tensors in place, without gradients.
+    def run(
+        self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, *, audited: bool
+    ) -> Tensor | None:
+        """Step tensors in place by the definition, in chunks that fit a cache, without gradients.
 
         ``tensors`` are the words, the multipliers of rows, and the changes of a matrix rule, of equal length. ``values`` are the
-        scalars of ``CONTROL`` and of the rule, float32 or float64. ``seed`` is 0-d int32.
+        scalars of ``CONTROL`` and of the rule, float32 or float64. ``seed`` is 0-d int32. Return the audit's sums, float64
+        ``[num_sums]``, if ``audited``.
         """
-        self.ran_compiled = self._call(0, tensors, values, seed)[0]
-
-    def audit(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> Tensor:
-        """Return the audit's sums over each row of words, or over flat words: float64 ``[num_sums, rows]``. Write nothing."""
-        none = values.new_zeros(self.num_sums, 0, dtype=torch.float64)
-        parts = self._call(1, tensors, values, seed)[1]
-        return torch.cat([none, *(part.double().view(self.num_sums, -1) for part in parts)], 1)
-
-    def _call(
-        self, which: int, tensors: Sequence[Tensor], values: Tensor, seed: Tensor
-    ) -> tuple[bool, list[Tensor]]:
-        """Call the step or its audit. Return whether compiled code ran, and the results."""
-        first, function = tensors[0], steps_of(self.rule, self.storage)[which]
-        if not first.numel():
-            return False, []
-        one_loop = self.one_loop and not which
-        run = self._compiled(function, tensors, values, seed, one_loop=one_loop, exact=not which)
-        if run is not None and self.one_loop:
-            return True, [run(*tensors, values, seed)]
-        size, results = max(1, chunk_size(first.device) // first[0].numel()), []
-        for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
-            # A trace for many rows is wrong for one row.
-            arguments = [*chunk, values, seed]
-            results.append(
-                (run if run is not None and run.accepts(arguments) else function)(*arguments)
-            )
-        return run is not None, results
-
-    def compiles_for(self, device: torch.device) -> bool:
-        """Return whether to use compiled code on a device.
-
-        Float64 is a reference, and runs eagerly. On a CPU a matrix rule's own products take longer than its write. On a GPU that
-        would be some eighty small operations for each matrix.
-        """
-        return (
-            self.compile
-            and self.storage.arithmetic != "float64"
-            and (launches_on(device) or not self.is_matrix)
-        )
-
-    def _compiled(
-        self,
-        function: Step,
-        tensors: Sequence[Tensor],
-        values: Tensor,
-        seed: Tensor,
-        **options: bool,
-    ) -> Compiled | None:
-        """Return the compiled function, or ``None`` if there is none for such tensors."""
-        if not self.compiles_for(values.device) or min(tensors[0].shape) <= 1:
-            return None
-
-        def proof() -> list[Tensor]:
-            """Return scalars that all count: in its first step a run may skip, or have a rate or a decay of 0."""
-            scalars = torch.linspace(0.1, 0.9, len(values), dtype=values.dtype, device="cpu")
-            scalars[: len(CONTROL)] = torch.tensor([1.0, 0.0], device="cpu")
-            return [*tensors, scalars.to(values.device), seed]
-
-        return compiled(function, [*tensors, values, seed], proof=proof, **options)
+        step, audit = steps_of(self.rule, self.storage)
+        total = values.new_zeros(self.num_sums, dtype=torch.float64)
+        if tensors[0].numel():
+            rows = max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
+            for chunk in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
+                if audited:
+                    sums = audit(*chunk, values, seed)
+                    total += sums.double().view(self.num_sums, -1).sum(1)
+                step(*chunk, values, seed)
+        return total if audited else None

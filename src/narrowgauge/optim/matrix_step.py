@@ -29,7 +29,7 @@ from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL, Numbers, average, lanes_of
 from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.triton_printer import launches_on
+from narrowgauge.torch_support.triton import runs_on
 
 MOST_TOGETHER = 1 << 24
 """Elements of matrices that share launches on a GPU. A larger matrix keeps a GPU busy alone."""
@@ -63,7 +63,7 @@ def step_matrices(
 
 def _room(device: torch.device) -> int:
     """Return how many elements to step together. A CPU gains nothing: it does not wait for launches."""
-    return MOST_TOGETHER if launches_on(device) else 0
+    return MOST_TOGETHER if runs_on(device) else 0
 
 
 def _step_batch(
@@ -278,9 +278,9 @@ class MatrixStep:
                 *words,
                 *(change.clone(memory_format=torch.contiguous_format) for change in changes),
             ]
-            if numbers.audited:
-                totals.append(self.kernel.audit(tensors, numbers.values, numbers.seed).sum(1))
-            self.kernel.run(tensors, numbers.values, numbers.seed)
+            sums = self.kernel.run(tensors, numbers.values, numbers.seed, audited=numbers.audited)
+            if sums is not None:
+                totals.append(sums)
         return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
 
     def _pieces(self, values: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
@@ -292,7 +292,8 @@ class MatrixStep:
         if not state.parameter.numel():
             return
         tensors, weight = state.kernel_tensors()
-        matrix, lanes = state.layout.lanes(values)
+        in_form = values.view(state.form)
+        matrix, lanes = state.layout.lanes(in_form)
         length, row = len(tensors[0]), tensors[0][0].numel()
         # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16 bytes at a time.
         least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)
@@ -304,6 +305,6 @@ class MatrixStep:
                 [x[start : start + size] for x in several] for several in (tensors, lanes)
             )
             yield words, piece
-        if matrix is not values:
+        if matrix is not in_form:
             values.copy_(matrix.reshape(values.shape))
         state.write_back(weight)
