@@ -3,7 +3,7 @@
 Claim: a step in 6 to 14 bytes a parameter takes no longer than torch's fused float32 AdamW, and the host keeps up with it.
 Baselines, in the same rounds: ``torch.optim.AdamW(fused=True)`` over float32; ``nn.Linear`` in bfloat16. Peers that are not
 installed are left out with a line. Steps have their gradients, clip nothing and are not audited; kernels are compiled before
-the first round. First steps are whole processes, without the import of Narrowgauge.
+the first round. First steps are whole processes, without the import of Narrowgauge; plain and audited steps are built and proved.
 
 Run: ``./dev bench speed [--quick]``; ``ATEN_CPU_CAPABILITY=avx2`` measures code for AVX2.
 """
@@ -25,8 +25,8 @@ from timing import Contender, Report, Row, measure, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge import triton_printer
 from narrowgauge.optim import multi_tensor
+from narrowgauge.torch_support import triton
 
 STORAGES = ("word", "exact", "compact", "states8")
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -126,8 +126,8 @@ def host_times(counts: Sequence[int]) -> Iterator[Row]:
         return 1e6 * statistics.median(times) / count
 
     with (
-        mock.patch.object(triton_printer, "INTERPRET", True),
-        mock.patch.object(multi_tensor, "is_proven", lambda *args: True),
+        mock.patch.object(triton, "INTERPRET", True),
+        mock.patch.object(multi_tensor, "why_not_printed", lambda *args: ""),
         mock.patch.object(multi_tensor.Table, "launch", lambda *args, **options: None),
     ):
         for count in counts:
@@ -156,7 +156,7 @@ def first_steps(storages: Sequence[str]) -> Iterator[Row]:
     """The seconds of the first step of a process, from an empty and from a warm cache."""
     for storage in storages:
         with tempfile.TemporaryDirectory() as folder:
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+            environment = {**os.environ, "NARROWGAUGE_CACHE": folder}
             command = [sys.executable, "-c", FIRST_STEP.format(storage=storage)]
             empty, warm = (
                 float(

@@ -44,6 +44,7 @@ from narrowgauge.optim.step_graph import input_names, num_addresses
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_names import is_captured, send, to_device
 from narrowgauge.torch_support import triton
+from narrowgauge.torch_support.cpp import CPP
 from narrowgauge.torch_support.printer import prove
 
 PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}
@@ -65,12 +66,12 @@ def language_on(device: torch.device) -> str:
     """Return the language of printed steps on a device, or an empty string if there is none."""
     if triton.runs_on(device):
         return triton.TRITON.name
-    return cpp_step.CPP.name if device.type == "cpu" else ""
+    return CPP.name if device.type == "cpu" else ""
 
 
 def words_of_program(layout: Layout, device: torch.device) -> int:
     """Return the words of a row that a program steps. A longer row has several programs, on a CPU."""
-    if language_on(device) == cpp_step.CPP.name:
+    if language_on(device) == CPP.name:
         return cpp_step.TILE
     return 1 << 60 if layout.by_rows else triton_step.BLOCK
 
@@ -142,7 +143,7 @@ class Table:
     def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
         self.rule, self.storage, self.device = rule, storage, device
         self.layout = layout_of(storage)
-        self._is_cpp = language_on(device) == cpp_step.CPP.name
+        self._is_cpp = language_on(device) == CPP.name
         self._num_inputs = len(input_names(rule))
         self._width = num_addresses(rule, storage) + len(SIZES)
         self._places: dict[ParameterState, int] = {}
@@ -399,8 +400,8 @@ def why_not_printed(rule: AnyRule, storage: Storage, device: torch.device) -> st
     language = language_on(device)
     if not language:
         return f"nothing is printed for {device.type}"
-    place = "cpu" if device.type == "cpu" else "gpu"
-    if (device.type == "cuda" or language == cpp_step.CPP.name) and not can_compile(place):
+    is_compiled = device.type == "cuda" or language == CPP.name
+    if is_compiled and not can_compile("cpu" if device.type == "cpu" else "gpu"):
         return "there is no compiler"
     key = rule, storage, device, language
     with _lock:
@@ -415,7 +416,7 @@ def why_not_printed(rule: AnyRule, storage: Storage, device: torch.device) -> st
 
 def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool:
     """Return whether a launch, plain and audited, gives the bits of the definition, which runs on the CPU."""
-    if language_on(device) == cpp_step.CPP.name:
+    if language_on(device) == CPP.name:
         cpp_step.build_all(rule, storage)
     kernel = Kernel(rule, storage)
     scalars, seed = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist(), 12345

@@ -75,7 +75,7 @@ def bound_rows(state: Any, values: Tensor) -> list[Tensor]:
     if "weight" in bounding(rule, storage):
         weights = _peaks(state, state.parameter.detach())
     old = {name: bound.view(-1) for name, bound in state.bounds.items()}
-    multipliers = []
+    multipliers: list[Tensor] = []
     for name, (bound, into, back) in scales_of_rows(
         rule, storage, slopes, weights, old, values
     ).items():

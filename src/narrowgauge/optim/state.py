@@ -7,7 +7,7 @@ shape: :meth:`ParameterState.saved` returns copies, :meth:`ParameterState.take` 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -413,19 +413,21 @@ class ParameterState:
 
         After a step of copies, pass the second result to :meth:`write_back`. It is ``None`` in place.
         """
-        gradient = self.gradient
-        if gradient is NO_GRADIENT:
-            gradient = torch.zeros_like(self.parameter)
         states = self.layout.in_order(self.words)
-        weights = slopes = None
+        has_gradient = self.gradient is not NO_GRADIENT
+        weight = self.parameter.detach()
         if self.order is None:
-            weights = self.layout.in_place(self.parameter.detach(), self.form)
-            slopes = self.layout.in_place(gradient, self.form)
-        if weights is not None and slopes is not None:
-            return [*weights, *slopes, *states], None
-        weight, weights = self.layout.copied(self.in_form(self.parameter.detach()).view(self.form))
-        _, slopes = self.layout.copied(self.in_form(gradient).view(self.form))
-        return [*weights, *slopes, *states], weight
+            weights = self.layout.in_place(weight, self.form)
+            if weights is not None and not has_gradient:
+                return [*weights, *_zeros_like(weights), *states], None
+            slopes = self.layout.in_place(self.gradient, self.form) if has_gradient else None
+            if weights is not None and slopes is not None:
+                return [*weights, *slopes, *states], None
+        copy, weights = self.layout.copied(self.in_form(weight).view(self.form))
+        slopes = _zeros_like(weights)
+        if has_gradient:
+            _, slopes = self.layout.copied(self.in_form(self.gradient).view(self.form))
+        return [*weights, *slopes, *states], copy
 
     def pieces(self) -> Iterator[tuple[list[codes.Lane], list[Tensor]]]:
         """Yield the lanes of some elements at a time, and the words of their planes: a walk that takes little memory."""
@@ -447,6 +449,11 @@ class ParameterState:
         """Write the copy of the weight that a step has changed."""
         if weight is not None:
             self.parameter.detach().copy_(self.in_shape(weight))
+
+
+def _zeros_like(words: Sequence[Tensor]) -> list[Tensor]:
+    """Return a zero for each word, without memory of their size."""
+    return [tensor.new_zeros(()).expand_as(tensor) for tensor in words]
 
 
 def extra_code(storage: Storage, role: str | None) -> Code:

@@ -112,8 +112,13 @@ def step_graph(
     if averages:
         definition = make_average(rule, storage)
     else:
-        definition = make_step(rule, storage, list if audited else None)
+        definition = make_step(rule, storage, all_terms if audited else None)
     return trace(definition, language.device, *arguments, with_sources=with_sources)
+
+
+def all_terms(terms: Sequence[Tensor]) -> Any:
+    """Return the terms of an audit as they are: a printed step adds them itself."""
+    return list(terms)
 
 
 def num_values(rule: AnyRule) -> int:

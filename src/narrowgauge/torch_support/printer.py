@@ -76,7 +76,7 @@ class _Recorder(TorchDispatchMode):
     """Record the operations that run. ``make_fx`` records the same ones, and takes ten times as long."""
 
     def __init__(self, with_sources: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self._with_sources = with_sources
 
