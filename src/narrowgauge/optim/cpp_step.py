@@ -193,10 +193,12 @@ class _Text:
 
         Of one vector only the first ``inside`` words count in a sum.
         """
-        lines = [f"char* const p{k} = p[{k}];" for k in range(len(streams))]
+        lines = [f"char* const p{k} = p[{k}];  // {s.name}" for k, s in enumerate(streams)]
+        meanings = dict(zip(self.values, (*CONTROL, *self.rule.scalars), strict=True))
         for k, uniform in enumerate(uniforms):
             value = f"int_of(u[{k}])" if uniform == "seed" else f"u[{k}]"
-            lines.append(f"const auto {uniform} = {value};")
+            comment = f"  // {meanings[uniform]}" if uniform in meanings else ""
+            lines.append(f"const auto {uniform} = {value};{comment}")
         lines += begin
         lines.append("for (int64_t at = 0; at < LANES * blocks; at += LANES) {")
         for k, stream in enumerate(streams):

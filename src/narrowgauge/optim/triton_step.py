@@ -89,9 +89,10 @@ class _Text:
             f"row = table + tl.load(tiles + program).to(tl.int64) * {width + len(SIZES)}",
         ]
         lines += [f"{name} = tl.load(row + {width + k})" for k, name in enumerate(SIZES)]
-        lines += [f"v_{k} = tl.load(control + {k})" for k in range(len(CONTROL))]
+        lines += [f"v_{k} = tl.load(control + {k})  # {name}" for k, name in enumerate(CONTROL)]
         lines.append(f"scalars = numbers + number * {scalars + 1}")
-        lines += [f"v_{len(CONTROL) + k} = tl.load(scalars + {k})" for k in range(scalars)]
+        for k, name in enumerate(self.rule.scalars):
+            lines.append(f"v_{len(CONTROL) + k} = tl.load(scalars + {k})  # {name}")
         lines += [
             f"seed = tl.load(scalars + {scalars}).to(tl.int32, bitcast=True)",
             "place = program - first",

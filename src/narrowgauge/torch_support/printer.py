@@ -95,8 +95,10 @@ def _source_of(frame: FrameType | None) -> str:
     """Return the innermost function of the definition: ``codes.encode_weight``, or an empty string."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith("narrowgauge.") and ".torch_support." not in module:
-            return f"{module.rpartition('.')[2]}.{frame.f_code.co_name}"
+        is_ours = module.startswith("narrowgauge.") and ".torch_support." not in module
+        function = frame.f_code.co_name
+        if is_ours and not function.startswith("<"):  # a comprehension
+            return f"{module.rpartition('.')[2]}.{function}"
         frame = frame.f_back
     return ""
 
