@@ -511,9 +511,12 @@ def test_programs_that_share_rows_bound_them_together(monkeypatch: pytest.Monkey
         share_rows = multi_tensor.Table._share_rows
 
         def counted(
-            table: multi_tensor.Table, found: list[int] = found, share_rows: Any = share_rows
+            table: multi_tensor.Table,
+            order: Any,
+            found: list[int] = found,
+            share_rows: Any = share_rows,
         ) -> None:
-            share_rows(table)
+            share_rows(table, order)
             found.append(len(table._shared))
 
         with monkeypatch.context() as patch:

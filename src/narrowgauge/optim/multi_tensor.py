@@ -20,6 +20,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}
 """The place of each size, from the end of a row of the table."""
 NO_AUDIT = 1 << 40, 1 << 40
 SUMS = len(KERNEL_SUMS)
+MOST_PERIOD = 32
+"""Audits that it takes at most to read each program of a tensor once."""
 MOST_SELECTIONS = 256
 """Selections of tensors that a table keeps: of the batches of a step, or of experts with a gradient."""
 MANY_ROWS = 258
@@ -96,21 +99,29 @@ def audit_of(state: ParameterState, turn: int, device: torch.device) -> tuple[in
     An audit reads at least 256 words, a 16th of the first 65,536 words, and a 32nd of all, in whole programs. The period, after
     which each program was read once, is a power of two.
     """
-    layout, count = state.layout, num_programs(state, device)
-    group, columns = (1, *state.extent)[-2:]
-    rows, elements = (1, *layout.matrix(state.form))[-2:]
+    words = words_of_program(state.layout, device)
+    return _audit_of(state.layout, state.form, turn % MOST_PERIOD, words)
+
+
+@lru_cache(1 << 14)
+def _audit_of(
+    layout: Layout, form: tuple[int, ...], turn: int, words: int
+) -> tuple[int, int, int]:
+    group, columns = (1, *layout.extent(form))[-2:]
+    rows, elements = (1, *layout.matrix(form))[-2:]
+    pieces = -(-columns // words)
+    count = pieces * group
     num_words = layout.num_parts * group * columns
-    period = max(min(num_words // 256, 16), min(num_words // 4096, 32))
+    period = max(min(num_words // 256, 16), min(num_words // 4096, MOST_PERIOD))
     period = max(1, min(period, count))
     period = 1 << (period.bit_length() - 1)
     places = np.arange(turn % period, count, period)
-    pieces = num_pieces(state, device)
     line, piece = places // pieces, places % pieces
-    width = layout.per_word * min(columns, words_of_program(layout, device))
+    width = layout.per_word * min(columns, words)
     widths = np.clip(elements - piece * width, 0, width)
-    num_lines = sum(
-        (part * group + line < rows).astype(np.int64) for part in range(layout.num_parts)
-    )
+    num_lines = np.zeros(len(places), np.int64)
+    for part in range(layout.num_parts):
+        num_lines += part * group + line < rows
     return period, turn % period, int((widths * num_lines).sum())
 
 
@@ -181,7 +192,7 @@ class Table:
             row[-1:].view(np.int32)[0] = seed
         self._select(order)
         if self.storage.scaled:
-            self._share_rows()
+            self._share_rows(order)
 
     def _add_rows(self, states: Sequence[ParameterState], num_numbers: int) -> None:
         """Lay out the memory again, with the rows of new states."""
@@ -260,13 +271,13 @@ class Table:
         tiles = torch.empty_like(on_host, device=self.device)
         return _Selection(order, first, tiles, on_host, len(programs), num_whole)
 
-    def _share_rows(self) -> None:
+    def _share_rows(self, order: Any) -> None:
         """Find the states with rows that several programs or ranks step, and give each row a record."""
         self._shared, num_records = [], 0
-        for state in self._states:
-            place = self._places[state]
-            self._rows[place, PLACE["record"]] = -1
-            if self._rows[place, PLACE["pieces"]] > 1 or state.column_groups:
+        self._rows[order, PLACE["record"]] = -1
+        has_pieces = self._rows[order, PLACE["pieces"]] > 1
+        for place, state, is_split in zip(order, self._states, has_pieces.tolist(), strict=True):
+            if is_split or state.column_groups:
                 self._rows[place, PLACE["record"]] = num_records
                 num_records += state.extent[0]
                 self._shared.append(state)
@@ -377,11 +388,11 @@ class Table:
                 arguments = self._on_device(), order, sums, totals, self._width
                 add_up[(len(totals),)](*arguments, **triton.LAUNCH)
             return totals
-        rows = self._rows[selection.order]
+        names = ("first", "count", "period", "phase")
+        columns = [self._rows[selection.order, PLACE[name]].tolist() for name in names]
         on_host = sums.numpy()
-        for total, row in zip(totals.numpy(), rows, strict=True):
-            first, count = row[PLACE["first"]], row[PLACE["count"]]
-            audited = on_host[first : first + count][row[PLACE["phase"]] :: row[PLACE["period"]]]
+        for total, first, count, period, phase in zip(totals.numpy(), *columns, strict=True):
+            audited = on_host[first + phase : first + count : period]
             total[:] = audited.sum(0, dtype=np.float64)
         return totals
 
@@ -548,12 +559,12 @@ class Launches:
         batch = self._batches[kernel, device]
         numbers = kernel.rule.prepare(group, count), step_seed(group["seed"], count)
         batch.numbers.append(numbers)
+        spacings = stepper.audited_spacings(states[0]) if is_audited else 0.0
         for state in states:
             audit: Sequence[int] = NO_AUDIT
             if is_audited:
                 *audit, elements = audit_of(state, count // audit_every, device)
-                spacings = elements * stepper.audited_spacings(state)
-                batch.audited.append((len(batch.states), elements, spacings))
+                batch.audited.append((len(batch.states), elements, elements * spacings))
             batch.states.append(state)
             batch.choices.append((len(batch.numbers) - 1, *audit))
 

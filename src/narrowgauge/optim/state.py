@@ -17,6 +17,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.dtensor import (
+    is_sharded,
     largest_over_ranks,
     local_of,
     placed_like,
@@ -404,7 +405,9 @@ class ParameterState:
     @property
     def column_groups(self) -> list[Any]:
         """Return the process groups that share the rows of this state's parameter."""
-        return split_groups(self.owner, columns=self.row_dims) if self.row_dims else []
+        if not self.row_dims or not is_sharded(self.owner):
+            return []
+        return split_groups(self.owner, columns=self.row_dims)
 
     # ── as the definition takes it ──────────────────────────────────────────────────────────────────────────────────
 
