@@ -1,8 +1,9 @@
 """The step of all tensors on a CPU, as C++: one call over a table of addresses.
 
-A *program* steps one tile: ``TILE`` words of a flat storage, or one row of each part where rows have scales. It walks over streams
-(:class:`narrowgauge.optim.step_graph.Stream`) in whole vectors. What is left at the end of a row, or missing in a second part, goes
-through a copy padded with zeros. Programs run on all threads, with one barrier at the end of the call.
+A *program* steps one tile: ``TILE`` words of a flat storage, or one row of each part where rows
+have scales. It walks over streams (:class:`narrowgauge.optim.step_graph.Stream`) in whole vectors.
+What is left at the end of a row, or missing in a second part, goes through a copy padded with
+zeros. Programs run on all threads, with one barrier at the end of the call.
 """
 
 from __future__ import annotations
@@ -39,15 +40,19 @@ from narrowgauge.torch_support.printer import print_graph
 TILE = 4096
 """Words of a tile: 16 KB of each stream. A longer row is stepped in several tiles."""
 AHEAD = 64
-"""Words between a load and its prefetch. The hardware's own prefetch leaves a loop of many streams waiting."""
+"""Words between a load and its prefetch.
+
+The hardware's own prefetch leaves a loop of many streams waiting.
+"""
 SIZES = (
     "columns", "group", "elements", "rows", "first", "count", "pieces", "record", "number", "period", "phase",
 )  # fmt: skip
 """The table after the addresses.
 
-Each part has ``group`` rows of ``columns`` words. The tensor has ``rows`` rows of ``elements``. Its ``count`` programs begin at
-``first``, with ``pieces`` for each row. Where rows are bounded before the step, their records begin at ``record``, else it is -1.
-``number`` is the row of its scalars. An audit sums every ``period``-th program, from ``phase`` on.
+Each part has ``group`` rows of ``columns`` words. The tensor has ``rows`` rows of ``elements``. Its
+``count`` programs begin at ``first``, with ``pieces`` for each row. Where rows are bounded before
+the step, their records begin at ``record``, else it is -1. ``number`` is the row of its scalars. An
+audit sums every ``period``-th program, from ``phase`` on.
 """
 SUMS = len(KERNEL_SUMS)
 
@@ -110,7 +115,9 @@ class _Text:
 
     @property
     def record(self) -> int:
-        """Return the floats of a row that is bounded before the step: its largest magnitudes and old bounds."""
+        """Return the floats of a row that is bounded before the step: its largest magnitudes and
+        old bounds.
+        """
         return len(self.peaks) + len(self.storage.scaled) * self.layout.num_parts
 
     def whole(self) -> str:
@@ -189,7 +196,8 @@ class _Text:
         body: Sequence[str],
         ends: Sequence[str],
     ) -> str:
-        """Return ``name(p, blocks, inside, u, out)``: walk over vectors of the streams ``p``, with the same numbers ``u``.
+        """Return ``name(p, blocks, inside, u, out)``: walk over vectors of the streams ``p``, with
+        the same numbers ``u``.
 
         Of one vector only the first ``inside`` words count in a sum.
         """
@@ -221,7 +229,9 @@ class _Text:
         )
 
     def place(self) -> list[str]:
-        """Return lines that find the tile of a program: its row of the table, its streams, and its whole vectors."""
+        """Return lines that find the tile of a program: its row of the table, its streams, and its
+        whole vectors.
+        """
         width = num_addresses(self.rule, self.storage)
         lines = [f"const int64_t* row = table + tiles[program] * {width + len(SIZES)};"]
         lines += [f"const int64_t {name} = row[{width + k}];" for k, name in enumerate(SIZES)]
@@ -279,7 +289,9 @@ class _Text:
         return lines
 
     def peak_lines(self) -> list[str]:
-        """Return lines that find the largest magnitudes of a tile in ``peak_NAME_PART``, which exist."""
+        """Return lines that find the largest magnitudes of a tile in ``peak_NAME_PART``, which
+        exist.
+        """
         lines = []
         for name, part in self.peaks:
             k = part if name == "weight" else self.layout.num_parts + part
@@ -299,7 +311,9 @@ class _Text:
         ]
 
     def bounds(self) -> list[str]:
-        """Return lines that bound the rows of a program, and define the multipliers of each code and part."""
+        """Return lines that bound the rows of a program, and define the multipliers of each code
+        and part.
+        """
         assert isinstance(self.rule, Rule)
         old = self.old_bounds()
         lines = [f"float peak_{name}{part} = 0;" for name, part in self.peaks]
@@ -327,7 +341,9 @@ class _Text:
         return lines
 
     def find_peaks(self) -> list[str]:
-        """Return lines that write a row's record: its largest magnitudes, over all its tiles, and its bounds so far."""
+        """Return lines that write a row's record: its largest magnitudes, over all its tiles, and
+        its bounds so far.
+        """
         lines = [
             "if (record < 0) continue;",
             f"float* found = records + (record + line) * {self.record};",
@@ -352,7 +368,9 @@ class _Text:
 def source(
     rule: AnyRule, storage: Storage, *, audited: bool = False, with_sources: bool = False
 ) -> str:
-    """Return the C++ of ``step``, ``find_peaks`` of rows with scales and ``average`` of a matrix rule, or of ``step_and_audit``."""
+    """Return the C++ of ``step``, ``find_peaks`` of rows with scales and ``average`` of a matrix
+    rule, or of ``step_and_audit``.
+    """
     return _Text(rule, storage, audited=audited, with_sources=with_sources).whole()
 
 
@@ -363,7 +381,10 @@ def record_size(rule: AnyRule, storage: Storage) -> int:
 
 @lru_cache(None)
 def functions(rule: AnyRule, storage: Storage, audited: bool) -> dict[str, Any]:
-    """Return the functions of :func:`source`. Build them, unless this machine has done so before."""
+    """Return the functions of :func:`source`.
+
+    Build them, unless this machine has done so before.
+    """
     library = build(source(rule, storage, audited=audited))
     result = {}
     for name in ("step", "step_and_audit", "find_peaks", "average"):

@@ -1,4 +1,5 @@
-"""Layout: where the bits of live states are in memory. All other code sees tensors in the parameter's shape.
+"""Layout: where the bits of live states are in memory. All other code sees tensors in the
+parameter's shape.
 
 A loop over 32-bit values runs at full vector width. A loop that mixes 16- and 32-bit loads does not. So a kernel reads all
 tensors as 32-bit *words*. In ``word``, a word of the weight holds two neighbours, an even and an odd *lane*::
@@ -14,8 +15,9 @@ In ``compact``, with a and b in an upper row and p and q in a lower row::
     tail     [ a  b  p  q ]          8 bits each
     packed   [ a | b ]  [ p | q ]    two moments in 16 bits
 
-A *plane* is one state tensor, of one field or several packed fields. A storage with two parts, or with codes scaled by row, is a
-matrix of rows. Other storages are flat. Odd ends are padded with zeros.
+A *plane* is one state tensor, of one field or several packed fields. A storage with two parts, or
+with codes scaled by row, is a matrix of rows. Other storages are flat. Odd ends are padded with
+zeros.
 """
 
 from __future__ import annotations
@@ -34,12 +36,16 @@ from narrowgauge.optim.codes import INTEGER, SIGN
 from narrowgauge.spec.storages import VISIBLE, Storage, low_parts, width_of
 
 LEAST_ROW = 64
-"""Trailing dimensions are joined until a row has so many values, such as those of a convolution's kernel."""
+"""Trailing dimensions are joined until a row has so many values, such as those of a convolution's
+kernel.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Describe one state tensor: its name, bits per element, and the packed ``(field, shift, bits)``."""
+    """Describe one state tensor: its name, bits per element, and the packed ``(field, shift,
+    bits)``.
+    """
 
     name: str
     bits: int
@@ -53,10 +59,11 @@ class Plane:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Describe how a storage's tensors are read as words. ``planes`` are the state tensors, in the kernel's order.
+    """Describe how a storage's tensors are read as words. ``planes`` are the state tensors, in the
+    kernel's order.
 
-    A word has ``per_word`` neighbouring weights. One iteration of the kernel's loop steps ``num_lanes`` weights, of ``num_parts``
-    parts. With ``by_rows`` the words are a matrix of rows.
+    A word has ``per_word`` neighbouring weights. One iteration of the kernel's loop steps
+    ``num_lanes`` weights, of ``num_parts`` parts. With ``by_rows`` the words are a matrix of rows.
     """
 
     storage: Storage
@@ -67,7 +74,9 @@ class Layout:
     by_rows: bool
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape in which elements of a flat tensor or a matrix are read: ``(rows, columns)`` or flat."""
+        """Return the shape in which elements of a flat tensor or a matrix are read: ``(rows,
+        columns)`` or flat.
+        """
         if not self.by_rows:
             return (math.prod(shape),)
         return (math.prod(shape[:-1]), shape[-1] if shape else 1)
@@ -83,7 +92,10 @@ class Layout:
         return self.num_lanes // plane.per_word
 
     def row_dims(self, shape: Sequence[int]) -> int:
-        """Return how many trailing dimensions of a whole parameter are one row. The first dimension never joins."""
+        """Return how many trailing dimensions of a whole parameter are one row.
+
+        The first dimension never joins.
+        """
         count, size = min(1, len(shape)), shape[-1] if shape else 1
         while count < len(shape) - 1 and size < LEAST_ROW:
             count += 1
@@ -100,7 +112,9 @@ class Layout:
         }
 
     def allocate_bounds(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Return a zero bound of each row for each code scaled by row: float32 ``[parts, rows, 1]``."""
+        """Return a zero bound of each row for each code scaled by row: float32 ``[parts, rows,
+        1]``.
+        """
         return {
             name: torch.zeros(self.num_parts, num_rows, 1, device=device, dtype=torch.float32)
             for name in self.storage.scaled
@@ -128,7 +142,10 @@ class Layout:
         return result
 
     def from_parameter_order(self, plane: Plane, values: Tensor) -> Tensor:
-        """Return the words of a plane: the inverse of :meth:`to_parameter_order`. Padding is zero."""
+        """Return the words of a plane: the inverse of :meth:`to_parameter_order`.
+
+        Padding is zero.
+        """
         _, elements = self.padded(values.view(INTEGER[plane.bits]))
         lanes = elements.unflatten(-1, (-1, self.per_word)).movedim(-1, 1)
         tensors = lanes.reshape(self.num_tensors(plane), plane.per_word, *lanes.shape[2:]).movedim(
@@ -138,7 +155,10 @@ class Layout:
         return words.view(len(tensors), *lanes.shape[2:])
 
     def padded(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy a parameter-shaped tensor. Return the copy as a matrix, and its memory with padding, ``[parts, …]``."""
+        """Copy a parameter-shaped tensor.
+
+        Return the copy as a matrix, and its memory with padding, ``[parts, …]``.
+        """
         extent, matrix = self.extent(values.shape), self.matrix(values.shape)
         *rows, columns = (self.num_parts, *extent)
         memory = values.new_zeros(*rows, columns * self.per_word)
@@ -147,7 +167,9 @@ class Layout:
         return copy, memory
 
     def lanes(self, values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return a contiguous tensor and its lanes, each of :meth:`extent`: views of its memory, or of a padded copy."""
+        """Return a contiguous tensor and its lanes, each of :meth:`extent`: views of its memory, or
+        of a padded copy.
+        """
         matrix, memory = values, values
         if math.prod(self.extent(values.shape)) * self.num_lanes != values.numel():
             matrix, memory = self.padded(values)
@@ -157,7 +179,9 @@ class Layout:
     def fields_of(
         self, words: Mapping[str, Tensor], shape: Sequence[int]
     ) -> dict[str, tuple[Tensor, int]]:
-        """Return the fields of a state in the parameter's order, as in a :class:`narrowgauge.optim.codes.Lane`."""
+        """Return the fields of a state in the parameter's order, as in a
+        :class:`narrowgauge.optim.codes.Lane`.
+        """
         fields = {}
         for plane in self.planes:
             bits = self._bits(plane, words, shape).reshape(self.matrix(shape))
@@ -167,7 +191,10 @@ class Layout:
     def set_fields(
         self, words: Mapping[str, Tensor], shape: Sequence[int], fields: Mapping[str, Tensor]
     ) -> None:
-        """Overwrite fields of a state's words. They are in the parameter's order, in place in a word."""
+        """Overwrite fields of a state's words.
+
+        They are in the parameter's order, in place in a word.
+        """
         for plane in self.planes:
             present = [field for field in plane.fields if field[0] in fields]
             if not present:
@@ -186,7 +213,9 @@ class Layout:
     # ── weights and gradients in memory ─────────────────────────────────────────────────────────────────────────────
 
     def in_place(self, tensor: Tensor, form: Sequence[int]) -> list[Tensor] | None:
-        """Return a weight or gradient in place as the kernel's words, or ``None`` if it has odd ends, strides or address."""
+        """Return a weight or gradient in place as the kernel's words, or ``None`` if it has odd
+        ends, strides or address.
+        """
         extent, offset = self.extent(form), tensor.storage_offset() * tensor.element_size()
         is_padded = math.prod(extent) * self.num_lanes != tensor.numel()
         if is_padded or not tensor.is_contiguous() or offset % 4:
@@ -195,7 +224,10 @@ class Layout:
         return list(words.unbind(0))
 
     def copied(self, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Copy a weight or gradient. Return the copy as a matrix, and its memory as the kernel's words."""
+        """Copy a weight or gradient.
+
+        Return the copy as a matrix, and its memory as the kernel's words.
+        """
         copy, memory = self.padded(tensor)
         words = memory.view(-1).view(torch.int32)  # flat: a dim of no element may have any stride
         return copy, list(words.view(self.num_parts, *self.extent(tensor.shape)).unbind(0))
@@ -203,7 +235,9 @@ class Layout:
     # ── in the kernel ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def by_lane(self, words: Sequence[Tensor]) -> list[dict[str, tuple[Tensor, int]]]:
-        """Return for each lane the word and the shift of every field, from the kernel's tensors of planes."""
+        """Return for each lane the word and the shift of every field, from the kernel's tensors of
+        planes.
+        """
         lanes: list[dict[str, tuple[Tensor, int]]] = [{} for _ in range(self.num_lanes)]
         queue = iter(words)
         for plane in self.planes:
@@ -217,7 +251,9 @@ class Layout:
         return lanes
 
     def join_lanes(self, fields: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Return the kernel's output words from each lane's fields in place: the inverse of :meth:`by_lane`."""
+        """Return the kernel's output words from each lane's fields in place: the inverse of
+        :meth:`by_lane`.
+        """
         result = []
         for plane in self.planes:
             for first in range(0, len(fields), plane.per_word):
@@ -230,7 +266,9 @@ class Layout:
     def with_fields(
         self, lanes: Sequence[Any], fields: Sequence[Mapping[str, Tensor]]
     ) -> list[Tensor]:
-        """Return the kernel's words of lanes (:class:`narrowgauge.optim.codes.Lane`), with some fields replaced."""
+        """Return the kernel's words of lanes (:class:`narrowgauge.optim.codes.Lane`), with some
+        fields replaced.
+        """
         merged = []
         for lane, replaced in zip(lanes, fields, strict=True):
             every = dict(replaced)
@@ -293,7 +331,9 @@ def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
 
 
 def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bits of every lane of a visible tensor (:func:`narrowgauge.optim.codes.visible_value`) from its parts."""
+    """Return the bits of every lane of a visible tensor
+    (:func:`narrowgauge.optim.codes.visible_value`) from its parts.
+    """
     if visible == "float32":
         return list(words)
     if visible == "bfloat16":

@@ -1,17 +1,20 @@
 """One call for all tensors of a (rule, storage): the step on CPUs and GPUs.
 
-The definition of a step is traced and printed: as C++ for CPUs (:mod:`narrowgauge.optim.cpp_step`), as Triton for GPUs
-(:mod:`narrowgauge.optim.triton_step`). Weights, gradients and states are read where they are:
+The definition of a step is traced and printed: as C++ for CPUs (:mod:`narrowgauge.optim.cpp_step`),
+as Triton for GPUs (:mod:`narrowgauge.optim.triton_step`). Weights, gradients and states are read
+where they are:
 
     table    int64 [tensors, width]     for each tensor its addresses and sizes, and its row of numbers
     numbers  float32 [kinds, scalars]   the rule's scalars and the seed, for each param group and step count
     tiles    int32 [programs]           the tensor of each program; a tensor's programs follow one another
     records  float32 [rows, size]       the largest magnitudes of rows that several programs or ranks share
 
-A GPU's table and numbers are one buffer, copied to the device once a step. An audited launch also sums the terms of each program.
-A matrix rule has one more address, of its float32 change: one launch averages gradients into it, and a later one writes it.
+A GPU's table and numbers are one buffer, copied to the device once a step. An audited launch also
+sums the terms of each program. A matrix rule has one more address, of its float32 change: one
+launch averages gradients into it, and a later one writes it.
 
-At its first use a printed step is compared with its definition on ordinary and edge values. If a bit differs, the definition runs.
+At its first use a printed step is compared with its definition on ordinary and edge values. If a
+bit differs, the definition runs.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ SUMS = len(KERNEL_SUMS)
 MOST_PERIOD = 32
 """Audits that it takes at most to read each program of a tensor once."""
 MOST_SELECTIONS = 256
-"""Selections of tensors that a table keeps: of the batches of a step, or of experts with a gradient."""
+"""Selections of tensors that a table keeps: of the batches of a step, or of experts with a
+gradient.
+"""
 MANY_ROWS = 258
 """Rows of 256 weights in a proof."""
 GRADIENT = 2
@@ -73,7 +78,10 @@ def language_on(device: torch.device) -> str:
 
 
 def words_of_program(layout: Layout, device: torch.device) -> int:
-    """Return the words of a row that a program steps. A longer row has several programs, on a CPU."""
+    """Return the words of a row that a program steps.
+
+    A longer row has several programs, on a CPU.
+    """
     if language_on(device) == CPP.name:
         return cpp_step.TILE
     return 1 << 60 if layout.by_rows else triton_step.BLOCK
@@ -94,19 +102,18 @@ def num_programs(state: ParameterState, device: torch.device) -> int:
 
 
 def audit_of(state: ParameterState, turn: int, device: torch.device) -> tuple[int, int, int]:
-    """Return ``period`` and ``phase`` of audit number ``turn``, and the number of elements that it reads.
+    """Return ``period`` and ``phase`` of audit number ``turn``, and the number of elements that it
+    reads.
 
-    An audit reads at least 256 words, a 16th of the first 65,536 words, and a 32nd of all, in whole programs. The period, after
-    which each program was read once, is a power of two.
+    An audit reads at least 256 words, a 16th of the first 65,536 words, and a 32nd of all, in whole
+    programs. The period, after which each program was read once, is a power of two.
     """
     words = words_of_program(state.layout, device)
     return _audit_of(state.layout, state.form, turn % MOST_PERIOD, words)
 
 
 @lru_cache(1 << 14)
-def _audit_of(
-    layout: Layout, form: tuple[int, ...], turn: int, words: int
-) -> tuple[int, int, int]:
+def _audit_of(layout: Layout, form: tuple[int, ...], turn: int, words: int) -> tuple[int, int, int]:
     group, columns = (1, *layout.extent(form))[-2:]
     rows, elements = (1, *layout.matrix(form))[-2:]
     pieces = -(-columns // words)
@@ -149,7 +156,10 @@ class _Selection:
 
 
 class Table:
-    """Step tensors of one (rule, storage), not in float64, on one device. Rows and selections are kept between steps."""
+    """Step tensors of one (rule, storage), not in float64, on one device.
+
+    Rows and selections are kept between steps.
+    """
 
     def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
         self.rule, self.storage, self.device = rule, storage, device
@@ -222,7 +232,10 @@ class Table:
         return addresses + [sizes.get(name, 0) for name in SIZES]
 
     def _addresses(self) -> list[list[int]]:
-        """Return the addresses of the inputs of each state. What is not in the order of its words is copied."""
+        """Return the addresses of the inputs of each state.
+
+        What is not in the order of its words is copied.
+        """
         self._copies, self._inputs = [], []
         addresses = []
         for state in self._states:
@@ -236,7 +249,10 @@ class Table:
         return addresses
 
     def _copied(self, state: ParameterState) -> tuple[Tensor, Tensor]:
-        """Return weight and gradient in the order of the words. Copies live until the launch, which writes the weight back."""
+        """Return weight and gradient in the order of the words.
+
+        Copies live until the launch, which writes the weight back.
+        """
         weight, gradient = state.in_form(state.parameter.detach()), state.in_form(state.gradient)
         self._inputs += [weight, gradient]
         if weight.data_ptr() != state.parameter.data_ptr():
@@ -272,7 +288,9 @@ class Table:
         return _Selection(order, first, tiles, on_host, len(programs), num_whole)
 
     def _share_rows(self, order: Any) -> None:
-        """Find the states with rows that several programs or ranks step, and give each row a record."""
+        """Find the states with rows that several programs or ranks step, and give each row a
+        record.
+        """
         self._shared, num_records = [], 0
         self._rows[order, PLACE["record"]] = -1
         has_pieces = self._rows[order, PLACE["pieces"]] > 1
@@ -303,10 +321,11 @@ class Table:
     def launch(
         self, control: Tensor, *, audited: bool = False, averages: bool = False
     ) -> Tensor | None:
-        """Step the states in place, with what was sent, or write the averages of a matrix rule into their changes.
+        """Step the states in place, with what was sent, or write the averages of a matrix rule into
+        their changes.
 
-        ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device. Return the audit, float64 ``[states,
-        KERNEL_SUMS]``, if ``audited``.
+        ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device. Return the
+        audit, float64 ``[states, KERNEL_SUMS]``, if ``audited``.
         """
         records = self._find_peaks(control) if self._shared else None
         call = self._call_cpp if self._is_cpp else self._call_triton
@@ -325,7 +344,9 @@ class Table:
         return None if sums is None else self._add_up(sums)
 
     def _find_peaks(self, control: Tensor) -> Tensor:
-        """Return the records of shared rows: their largest magnitudes over all programs and ranks, and their bounds."""
+        """Return the records of shared rows: their largest magnitudes over all programs and ranks,
+        and their bounds.
+        """
         size = cpp_step.record_size(self.rule, self.storage)
         records = torch.zeros(self._num_records, size, dtype=torch.float32, device=self.device)
         call = self._call_cpp if self._is_cpp else self._call_triton
@@ -401,11 +422,16 @@ class Table:
 
 _lock = threading.Lock()
 _reasons: dict[tuple[AnyRule, Storage, torch.device, str], str] = {}
-"""Why a printed step is not used, or an empty string: only what every later comparison would find too."""
+"""Why a printed step is not used, or an empty string: only what every later comparison would find
+too.
+"""
 
 
 def why_not_printed(rule: AnyRule, storage: Storage, device: torch.device) -> str:
-    """Return why the printed step cannot be used on a device, or an empty string. Compare it with the definition once."""
+    """Return why the printed step cannot be used on a device, or an empty string.
+
+    Compare it with the definition once.
+    """
     if storage.arithmetic == "float64":
         return "float64 is a reference"
     language = language_on(device)
@@ -426,7 +452,9 @@ def why_not_printed(rule: AnyRule, storage: Storage, device: torch.device) -> st
 
 
 def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool:
-    """Return whether a launch, plain and audited, gives the bits of the definition, which runs on the CPU."""
+    """Return whether a launch, plain and audited, gives the bits of the definition, which runs on
+    the CPU.
+    """
     if language_on(device) == CPP.name:
         cpp_step.build_all(rule, storage)
     kernel = Kernel(rule, storage)
@@ -480,7 +508,8 @@ def _cases(
 ) -> list[ParameterState]:
     """Draw tensors: ordinary values, odd ends, and in the last two rows edge values.
 
-    A fault of a division's last bit shows in one of a thousand weights of 16 bits. An interpreter is too slow for as many.
+    A fault of a division's last bit shows in one of a thousand weights of 16 bits. An interpreter
+    is too slow for as many.
     """
     kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
     rows = 4 if triton.INTERPRET and proven.type == "cpu" else MANY_ROWS
@@ -513,7 +542,10 @@ def _cases(
 
 @dataclass(slots=True)
 class _Batch:
-    """Hold the states of one kernel in a step. ``audited`` has a state's place, and how many elements and ulps are audited."""
+    """Hold the states of one kernel in a step.
+
+    ``audited`` has a state's place, and how many elements and ulps are audited.
+    """
 
     states: list[ParameterState] = field(default_factory=list)
     numbers: list[HostNumbers] = field(default_factory=list)
@@ -522,14 +554,20 @@ class _Batch:
 
 
 class Launches:
-    """Step the states of an optimizer by one launch for each (rule, storage) and device. Keep ``tables`` between steps."""
+    """Step the states of an optimizer by one launch for each (rule, storage) and device.
+
+    Keep ``tables`` between steps.
+    """
 
     def __init__(self, tables: dict[tuple[Kernel, torch.device], Table]) -> None:
         self.tables = tables
         self._batches = defaultdict[tuple[Kernel, torch.device], _Batch](_Batch)
 
     def take(self, stepper: Any, states: Sequence[ParameterState]) -> list[ParameterState]:
-        """Take states of the group of a :class:`narrowgauge.optim.step.Stepper`. Return those that no launch steps."""
+        """Take states of the group of a :class:`narrowgauge.optim.step.Stepper`.
+
+        Return those that no launch steps.
+        """
         alike: dict[Any, list[ParameterState]] = defaultdict(list)
         for state in states:
             alike[state.kernel, state.parameter.device, state.step + 1].append(state)
@@ -571,9 +609,11 @@ class Launches:
     def run(
         self, control: Tensor, auditor: Auditor, *, sends: bool = True, launches: bool = True, averages: bool = False
     ) -> None:  # fmt: skip
-        """Step all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``.
+        """Step all states that were taken, and pass the audits on. ``control`` is the step's,
+        ``[2]``.
 
-        A captured step only ``launches``. Before each replay the host only ``sends``. Matrices are first averaged.
+        A captured step only ``launches``. Before each replay the host only ``sends``. Matrices are
+        first averaged.
         """
         for (kernel, device), batch in self._batches.items():
             table = self.tables.get((kernel, device))

@@ -1,8 +1,8 @@
 """Bounds of rows: the scale of each row of a matrix, computed before a step writes anything.
 
-A storage scaled by row keeps a bound for each scaled code. No exact value of a row exceeds it. The rule itself is applied to
-the largest magnitudes of each row. It is monotone in them, so the result bounds every new state of the row. So a row's scale
-depends only on its own gradients.
+A storage scaled by row keeps a bound for each scaled code. No exact value of a row exceeds it. The
+rule itself is applied to the largest magnitudes of each row. It is monotone in them, so the result
+bounds every new state of the row. So a row's scale depends only on its own gradients.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def weight_bound(peaks: Tensor) -> Tensor:
 def scales_of_rows(
     rule: Rule, storage: Storage, slopes: Tensor, weights: Tensor, old: Mapping[str, Tensor], values: Tensor
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return for each scaled code the bounds of rows after a step, and its multipliers into the window and back.
+    """Return for each scaled code the bounds of rows after a step, and its multipliers into the
+    window and back.
 
-    Apply the rule to the largest magnitudes of rows: of gradients (``slopes``), ``weights``, and the ``old`` bounds. A skipped
-    step keeps its bounds.
+    Apply the rule to the largest magnitudes of rows: of gradients (``slopes``), ``weights``, and
+    the ``old`` bounds. A skipped step keeps its bounds.
     """
     slopes = slopes * values[0].abs()
     scalars = {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
@@ -65,7 +66,8 @@ def scales_of_rows(
 
 
 def bound_rows(state: Any, values: Tensor) -> list[Tensor]:
-    """Set the new bounds of a state's rows, which has its gradient. Return the multipliers of this step for the definition.
+    """Set the new bounds of a state's rows, which has its gradient. Return the multipliers of this
+    step for the definition.
 
     ``values`` are the scalars of ``CONTROL`` and of the rule, float32.
     """
@@ -87,7 +89,10 @@ def bound_rows(state: Any, values: Tensor) -> list[Tensor]:
 
 
 def _peaks(state: Any, values: Tensor) -> Tensor:
-    """Return the largest magnitude of each row, float32, over all ranks that share the row. Padding rows have 0."""
+    """Return the largest magnitude of each row, float32, over all ranks that share the row.
+
+    Padding rows have 0.
+    """
     rows = largest_of_rows(state.in_form(values))
     count = state.layout.num_parts * state.extent[0]
     rows = torch.nn.functional.pad(rows, (0, count - len(rows)))

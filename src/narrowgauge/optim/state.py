@@ -1,7 +1,8 @@
 """The stored state of one parameter.
 
-Kernels read and write its words, in the layout of :mod:`narrowgauge.optim.layout`. All other code uses tensors in the parameter's
-shape: :meth:`ParameterState.saved` returns copies, :meth:`ParameterState.take` restores them bit for bit.
+Kernels read and write its words, in the layout of :mod:`narrowgauge.optim.layout`. All other code
+uses tensors in the parameter's shape: :meth:`ParameterState.saved` returns copies,
+:meth:`ParameterState.take` restores them bit for bit.
 """
 
 from __future__ import annotations
@@ -39,23 +40,26 @@ NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
 class ParameterState:
     """Hold one parameter and its packed state.
 
-    It reads as a dict of copies, as a ``state_dict()`` holds them. ``state["exp_avg"]`` of a packed state is its float32 value.
+    It reads as a dict of copies, as a ``state_dict()`` holds them. ``state["exp_avg"]`` of a packed
+    state is its float32 value.
 
-    Attributes:
-        owner: the parameter of the model.
-        parameter: the local tensor: the owner, or this rank's shard of a DTensor.
-        made_for: its shape, dtype and device.
-        words: the words of each plane, by plane name.
-        bounds: for each code scaled by row, a bound on the exact values of each row: float32 ``[parts, rows, 1]``, with padding.
-            A rounded value may exceed its bound: the window ends at 1.7 times the power of two above.
-        order: the parameter's dimensions from the slowest in memory to the fastest, where they are dense in another order than its
-            own. The words are in memory order.
-        form: the shape in which the layout sees the parameter: in memory order, with the dimensions of a row joined.
+    Attributes: owner: the parameter of the model. parameter: the local tensor: the owner, or this
+        rank's shard of a DTensor. made_for: its shape, dtype and device. words: the words of each
+        plane, by plane name. bounds: for each code scaled by row, a bound on the exact values of
+        each row: float32 ``[parts, rows, 1]``, with padding.
+            A rounded value may exceed its bound: the window ends at 1.7 times the power of two
+                above.
+        order: the parameter's dimensions from the slowest in memory to the fastest, where they are
+            dense in another order than its own. The words are in memory order.
+        form: the shape in which the layout sees the parameter: in memory order, with the dimensions
+            of a row joined.
         row_dims: how many trailing dimensions one bound covers.
         extras: the tensors of a matrix rule's states that are separate from the weight.
-        extra_bounds: the largest magnitude of each of their rows, if their code is scaled: float32 ``[…, rows, 1]``.
+        extra_bounds: the largest magnitude of each of their rows, if their code is scaled: float32
+            ``[…, rows, 1]``.
         gradient: set during a step.
-        change: of a matrix rule, float32 in the parameter's shape: during a step the averaged gradient, then the change.
+        change: of a matrix rule, float32 in the parameter's shape: during a step the averaged
+            gradient, then the change.
         requested: the storage name in its param group.
     """
 
@@ -105,7 +109,8 @@ class ParameterState:
     # ── the parameter's memory ──────────────────────────────────────────────────────────────────────────────────────
 
     def memory_order(self) -> tuple[int, ...] | None:
-        """Return the parameter's dimensions in memory order, or ``None`` if they are in order, or not dense.
+        """Return the parameter's dimensions in memory order, or ``None`` if they are in order, or
+        not dense.
 
         A matrix rule reads whole matrices in order. Rows must stay rows.
         """
@@ -128,13 +133,17 @@ class ParameterState:
         return (*shape[:first], math.prod(shape[first:]))
 
     def in_form(self, values: Tensor) -> Tensor:
-        """Return a tensor in the parameter's shape as the layout sees it: a matrix or flat, in memory order, contiguous."""
+        """Return a tensor in the parameter's shape as the layout sees it: a matrix or flat, in
+        memory order, contiguous.
+        """
         if self.order is not None:
             values = values.permute(self.order)
         return values.reshape(self.layout.matrix(self.form)).contiguous()
 
     def in_shape(self, values: Tensor) -> Tensor:
-        """Return values that the layout sees in the parameter's shape, contiguous: the inverse of :meth:`in_form`."""
+        """Return values that the layout sees in the parameter's shape, contiguous: the inverse of
+        :meth:`in_form`.
+        """
         if self.order is None:
             return values.reshape(self.parameter.shape).contiguous()
         shape = [self.parameter.shape[dim] for dim in self.order]
@@ -142,7 +151,10 @@ class ParameterState:
         return values.reshape(shape).permute(back).contiguous()
 
     def set_parameter(self, parameter: Tensor) -> None:
-        """Take the local tensor of the parameter in this step. Reorder the words if its memory order has changed."""
+        """Take the local tensor of the parameter in this step.
+
+        Reorder the words if its memory order has changed.
+        """
         self.parameter = parameter
         if parameter.is_contiguous() and self.order is None:
             return
@@ -167,7 +179,10 @@ class ParameterState:
     # ── what a checkpoint holds ─────────────────────────────────────────────────────────────────────────────────────
 
     def saved(self) -> dict[str, Tensor]:
-        """Return ``step`` and copies of all tensors in the parameter's shape. They are DTensors if the parameter is one."""
+        """Return ``step`` and copies of all tensors in the parameter's shape.
+
+        They are DTensors if the parameter is one.
+        """
         saved = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
         extras = self.tensors_of_extras()
         bounds = {f"{name}_bound" for name in self.bounds}
@@ -208,7 +223,9 @@ class ParameterState:
     )
 
     def in_parameter_order(self) -> dict[str, Tensor]:
-        """Return copies of this rank's part: planes in the parameter's shape, bounds as ``…_bound``, and extras."""
+        """Return copies of this rank's part: planes in the parameter's shape, bounds as
+        ``…_bound``, and extras.
+        """
         values = {}
         for plane in self.layout.planes:
             in_form = self.layout.to_parameter_order(plane, self.words[plane.name], self.form)
@@ -272,7 +289,9 @@ class ParameterState:
         return [*self.words.values(), *self.bounds.values(), *self.tensors_of_extras().values()]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each live tensor with its fields: states, then the weight under ``""``, then its tail."""
+        """Yield each live tensor with its fields: states, then the weight under ``""``, then its
+        tail.
+        """
         beside: list[tuple[str, Tensor]] = []
         for plane in self.layout.planes:
             fields = [name for name, _, _ in plane.fields]
@@ -304,7 +323,9 @@ class ParameterState:
         return self._extra_codes.get(name) or self.storage.code(name)
 
     def stored(self, name: str) -> Tensor:
-        """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in float32."""
+        """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in
+        float32.
+        """
         if name in self.extras:
             return self.extra(name).clone()
         lane, is_weight = self._lane(), name == "weight"
@@ -316,7 +337,10 @@ class ParameterState:
         return self.in_shape(value).clone()
 
     def leading(self, count: int, name: str) -> Tensor | None:
-        """Return the first ``count`` values of :meth:`stored`, if the name is stored. Storages in rows are unpacked whole."""
+        """Return the first ``count`` values of :meth:`stored`, if the name is stored.
+
+        Storages in rows are unpacked whole.
+        """
         if name != "weight" and name not in dict(self.storage.states):
             return None
         if self.layout.by_rows or self.order is not None:
@@ -331,7 +355,10 @@ class ParameterState:
         return part.stored(name)[: min(count, self.parameter.numel())]
 
     def extra(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return the float32 values of an extra, or of its ``index``. For a float32 extra this is its own memory, not a copy."""
+        """Return the float32 values of an extra, or of its ``index``.
+
+        For a float32 extra this is its own memory, not a copy.
+        """
         bound = self.extra_bounds[name][index] if name in self.extra_bounds else None
         return codes.alone_value(self._extra_codes[name], self.extras[name][index], bound)
 
@@ -353,7 +380,10 @@ class ParameterState:
                 )
 
     def adopt(self, values: Tensor) -> None:
-        """Store ``values`` as the weight, rounded to nearest. The parameter becomes its visible part."""
+        """Store ``values`` as the weight, rounded to nearest.
+
+        The parameter becomes its visible part.
+        """
         value, lane = self._as_matrix("weight", values), self._lane()
         addend = half(codes.dropped_bits(self.storage.weight))
         bits, fields = codes.write_weight(self.storage, lane, value, addend)
@@ -366,7 +396,10 @@ class ParameterState:
         self.layout.set_fields(self.words, self.form, fields)
 
     def put(self, name: str, values: Tensor, seed: Tensor) -> None:
-        """Store the values of a state. A stochastic code rounds stochastically under ``seed`` (0-d int32)."""
+        """Store the values of a state.
+
+        A stochastic code rounds stochastically under ``seed`` (0-d int32).
+        """
         if name in self.extras:
             self.put_extra(name, values, seed)
             return
@@ -414,7 +447,8 @@ class ParameterState:
     def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
         """Return parameter, gradient and states as words: in place, or else as copies.
 
-        After a step of copies, pass the second result to :meth:`write_back`. It is ``None`` in place.
+        After a step of copies, pass the second result to :meth:`write_back`. It is ``None`` in
+        place.
         """
         states = self.layout.in_order(self.words)
         has_gradient = self.gradient is not NO_GRADIENT
@@ -433,7 +467,9 @@ class ParameterState:
         return [*weights, *slopes, *states], copy
 
     def pieces(self) -> Iterator[tuple[list[codes.Lane], list[Tensor]]]:
-        """Yield the lanes of some elements at a time, and the words of their planes: a walk that takes little memory."""
+        """Yield the lanes of some elements at a time, and the words of their planes: a walk that
+        takes little memory.
+        """
         if not self.parameter.numel():
             return
         tensors, _ = self.kernel_tensors()

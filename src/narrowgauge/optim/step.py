@@ -1,7 +1,7 @@
 """One step of a param group: its numbers, matrices, and the definition where no printed step runs.
 
-Elementwise rules step all tensors by one launch (:mod:`narrowgauge.optim.multi_tensor`). Matrix rules average, gather and write in
-batches (:mod:`narrowgauge.optim.matrix_step`).
+Elementwise rules step all tensors by one launch (:mod:`narrowgauge.optim.multi_tensor`). Matrix
+rules average, gather and write in batches (:mod:`narrowgauge.optim.matrix_step`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from narrowgauge.torch_names import to_device
 
 
 def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Copy a seed, int32 0-d, and floats ``[n]`` to a device at once. Each begins at a multiple of 16 bytes."""
+    """Copy a seed, int32 0-d, and floats ``[n]`` to a device at once.
+
+    Each begins at a multiple of 16 bytes.
+    """
     if device.type == "cpu":
         return seed, values
     both = torch.cat([seed.view(1), seed.new_zeros(3), values.view(torch.int32)])
@@ -103,7 +106,10 @@ class Stepper:
         self.auditor.fresh.append(([state.owner], row.unsqueeze(0)))
 
     def audited_spacings(self, state: ParameterState) -> float:
-        """Return the decay that an audit looks for in the next step, in ulps of an element. It is 0 without decay."""
+        """Return the decay that an audit looks for in the next step, in ulps of an element.
+
+        It is 0 without decay.
+        """
         decay = state.kernel.decay(self.group, state.step + 1)
         if decay <= 0:
             return 0.0

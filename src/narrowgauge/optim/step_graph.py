@@ -59,7 +59,9 @@ def bounds_column(rule: AnyRule, storage: Storage) -> int:
 
 
 def streams_of(rule: AnyRule, storage: Storage) -> list[Stream]:
-    """Return the streams of a step: weight, gradient and planes, in the order of the definition, then changes."""
+    """Return the streams of a step: weight, gradient and planes, in the order of the definition,
+    then changes.
+    """
     layout, names = layout_of(storage), input_names(rule)
     streams = []
     for column, name in enumerate(("weight", "gradient")):
@@ -101,7 +103,9 @@ def step_graph(
     averages: bool = False,
     with_sources: bool = False,
 ) -> Graph:
-    """Trace a step of ``word`` streams, multipliers, changes, ``values`` and ``seed``, or the average of a matrix rule."""
+    """Trace a step of ``word`` streams, multipliers, changes, ``values`` and ``seed``, or the
+    average of a matrix rule.
+    """
     by_rows = layout_of(storage).by_rows
     shape = (4, 8) if by_rows else (8,)
     words = [s for s in streams_of(rule, storage) if not s.floats]
@@ -143,7 +147,8 @@ def magnitude_graph(storage: Storage, language: Language) -> Graph:
 def scales_graph(rule: Rule, storage: Storage, language: Language) -> Graph:
     """Trace for each scaled code a row's new bound and its multipliers into the window and back.
 
-    The arguments are ``values``, the largest magnitudes of :func:`row_bounds.bounding`, and the old bounds.
+    The arguments are ``values``, the largest magnitudes of :func:`row_bounds.bounding`, and the old
+    bounds.
     """
     count = len(bounding(rule, storage))
 

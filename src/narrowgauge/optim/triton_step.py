@@ -1,8 +1,9 @@
 """The step of all tensors on a GPU, as Triton: one launch over a table of addresses.
 
-A *program* steps ``BLOCK`` words of a flat storage, or one row of each part where rows have scales. A tensor is *whole* if its rows
-are multiples of 16 bytes and begin at multiples of 16 bytes. The others are read in elements, by a second launch. Where rows have
-scales, a program reads the row's gradient twice: for the new bounds, then for the step.
+A *program* steps ``BLOCK`` words of a flat storage, or one row of each part where rows have scales.
+A tensor is *whole* if its rows are multiples of 16 bytes and begin at multiples of 16 bytes. The
+others are read in elements, by a second launch. Where rows have scales, a program reads the row's
+gradient twice: for the new bounds, then for the step.
 """
 
 from __future__ import annotations
@@ -136,7 +137,9 @@ class _Text:
         self.loads[word] = f"tl.load({name} + at, mask={inside}, other=0)"
 
     def add_change(self, part: int) -> None:
-        """Add the loads and the stores of a matrix rule's change: a float for each weight of a word."""
+        """Add the loads and the stores of a matrix rule's change: a float for each weight of a
+        word.
+        """
         per_word, line = self.layout.per_word, f"({part} * group + line)"
         place = f"{line} * elements + {per_word} * origin"
         name = f"change_at{part}"
@@ -227,7 +230,9 @@ class _Text:
         ]
 
     def bounds(self) -> list[str]:
-        """Return lines that bound the rows of a program, and define the multipliers of each code and part."""
+        """Return lines that bound the rows of a program, and define the multipliers of each code
+        and part.
+        """
         if not self.peaks:
             return []
         assert isinstance(self.rule, Rule)
@@ -273,7 +278,9 @@ def _over_span(body: Sequence[str]) -> str:
 
 
 def source(rule: AnyRule, storage: Storage, *, whole: bool, with_sources: bool = False) -> str:
-    """Return the Triton of ``step``, ``step_and_audit``, ``add_up``, ``find_peaks`` of rows with scales, and ``average``."""
+    """Return the Triton of ``step``, ``step_and_audit``, ``add_up``, ``find_peaks`` of rows with
+    scales, and ``average``.
+    """
     return _Text(rule, storage, whole=whole, with_sources=with_sources).whole()
 
 

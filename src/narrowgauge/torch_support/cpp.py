@@ -1,9 +1,11 @@
-"""C++, the language of CPUs: the text of each operation, on vectors and on scalars, and libraries built from a text.
+"""C++, the language of CPUs: the text of each operation, on vectors and on scalars, and libraries
+built from a text.
 
-The vector types are those of g++ and clang (``vector_size``), on every processor. ``+``, ``&``, ``<<`` and ``==`` are operators of
-the language, so that no loop depends on what a compiler recognizes. No function is taken from PyTorch's headers: a file is built in
-a second. A library is named by a hash of its text, flags, compiler and processor. It is written beside and renamed, so that
-processes and threads may build it at once.
+The vector types are those of g++ and clang (``vector_size``), on every processor. ``+``, ``&``,
+``<<`` and ``==`` are operators of the language, so that no loop depends on what a compiler
+recognizes. No function is taken from PyTorch's headers: a file is built in a second. A library is
+named by a hash of its text, flags, compiler and processor. It is written beside and renamed, so
+that processes and threads may build it at once.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ _TYPES = {torch.float32: "float", torch.int32: "int", torch.bool: "bool"}
 
 
 def _literal(value: Any, dtype: torch.dtype) -> str:
-    """Return a number as an argument of an operation in a dtype. A float is hexadecimal, hence exact."""
+    """Return a number as an argument of an operation in a dtype.
+
+    A float is hexadecimal, hence exact.
+    """
     if value is None or dtype is torch.bool:
         return str(value)
     if dtype is torch.int32:
@@ -196,7 +201,9 @@ _TUNING = [
     "-mtune-ctrl=^inter_unit_moves_to_vec",
 ]
 _BY_CAPABILITY = {"DEFAULT": ["-mno-avx2", "-mno-avx512f"], "AVX2": ["-mno-avx512f"]}
-"""Flags by PyTorch's name of the instructions that it uses here, which ``ATEN_CPU_CAPABILITY`` may limit."""
+"""Flags by PyTorch's name of the instructions that it uses here, which ``ATEN_CPU_CAPABILITY`` may
+limit.
+"""
 _locks_lock = threading.Lock()
 _locks: dict[str, threading.Lock] = {}
 _libraries: dict[str, ctypes.CDLL] = {}
@@ -230,7 +237,9 @@ def _version(compiler: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of built libraries: ``NARROWGAUGE_CACHE``, or ``narrowgauge`` in the user's folder of caches."""
+    """Return the folder of built libraries: ``NARROWGAUGE_CACHE``, or ``narrowgauge`` in the user's
+    folder of caches.
+    """
     candidates = []
     chosen, home = os.environ.get("NARROWGAUGE_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if chosen:
@@ -273,7 +282,9 @@ def _write(file: Path, text: str) -> None:
 
 
 def _load(file: Path, command: tuple[str, ...], text: str) -> ctypes.CDLL:
-    """Load a library, or build it: one that is damaged, or half written by a process that was killed, is built again."""
+    """Load a library, or build it: one that is damaged, or half written by a process that was
+    killed, is built again.
+    """
     checksum = file.with_suffix(".sha256")
     with contextlib.suppress(OSError):
         if hashlib.sha256(file.read_bytes()).hexdigest() == checksum.read_text():

@@ -1,8 +1,8 @@
 """Print a traced function of pointwise operations as lines of C++ or Triton.
 
-The definition of a step is a function of tensors. It is run once on a few values, and its operations are recorded. A
-:class:`Language` is a table with the text of each operation. Every printed operation rounds as PyTorch's own: no approximate
-division, no fused multiply-add.
+The definition of a step is a function of tensors. It is run once on a few values, and its
+operations are recorded. A :class:`Language` is a table with the text of each operation. Every
+printed operation rounds as PyTorch's own: no approximate division, no fused multiply-add.
 """
 
 from __future__ import annotations
@@ -29,14 +29,11 @@ Argument = tuple[torch.dtype, Sequence[int]]
 class Language:
     """Hold the texts of a language.
 
-    Attributes:
-        name: as messages show it.
-        operations: the text of each operation of PyTorch, from its arguments and the ``type`` of its result.
-        types: the name of each dtype.
-        literal: returns a number as an argument of an operation in a dtype.
-        assignment: the text that gives a ``value`` a ``name``.
-        comment: begins a comment.
-        device: where a definition takes the branches of this language.
+    Attributes: name: as messages show it. operations: the text of each operation of PyTorch, from
+        its arguments and the ``type`` of its result. types: the name of each dtype. literal:
+        returns a number as an argument of an operation in a dtype. assignment: the text that gives
+        a ``value`` a ``name``. comment: begins a comment. device: where a definition takes the
+        branches of this language.
     """
 
     name: str
@@ -54,7 +51,9 @@ _UNCHANGED = ("detach", "alias", "clone", "expand", "scalar_tensor")
 
 @dataclass(frozen=True)
 class Operation:
-    """Hold one operation of a trace: its name in PyTorch, its arguments, its result, and the function that called it."""
+    """Hold one operation of a trace: its name in PyTorch, its arguments, its result, and the
+    function that called it.
+    """
 
     name: str
     arguments: Sequence[Any]
@@ -65,7 +64,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class Graph:
-    """Hold the operations of a function in their order, its arguments and its results. Tensors are compared by identity."""
+    """Hold the operations of a function in their order, its arguments and its results.
+
+    Tensors are compared by identity.
+    """
 
     inputs: Sequence[Tensor]
     operations: Sequence[Operation]
@@ -73,7 +75,10 @@ class Graph:
 
 
 class _Recorder(TorchDispatchMode):
-    """Record the operations that run. ``make_fx`` records the same ones, and takes ten times as long."""
+    """Record the operations that run.
+
+    ``make_fx`` records the same ones, and takes ten times as long.
+    """
 
     def __init__(self, with_sources: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,7 +111,8 @@ def _source_of(frame: FrameType | None) -> str:
 def trace(
     function: Callable[..., Any], device: str, *arguments: Argument, with_sources: bool = False
 ) -> Graph:
-    """Return the operations of a function of tensors, given by dtype and shape. The shapes should be small.
+    """Return the operations of a function of tensors, given by dtype and shape. The shapes should
+    be small.
 
     ``with_sources`` keeps the function of the definition that each operation comes from.
     """
@@ -162,7 +168,10 @@ def print_graph(graph: Graph, inputs: Sequence[str], prefix: str, language: Lang
 
 
 class _Printer:
-    """Print the operations of a graph, one after the other. ``names`` has the name of each tensor, by its identity."""
+    """Print the operations of a graph, one after the other.
+
+    ``names`` has the name of each tensor, by its identity.
+    """
 
     def __init__(self, prefix: str, language: Language) -> None:
         self._prefix, self._language = prefix, language
@@ -227,16 +236,20 @@ class _Printer:
         return name
 
     def add_source(self, source: str) -> None:
-        """Print as a comment the function of the definition that the next operation comes from, where it changes."""
+        """Print as a comment the function of the definition that the next operation comes from,
+        where it changes.
+        """
         if source and source != self._source:
             self._source = source
             self.printed.lines.append(f"{self._language.comment} {source}")
 
 
 class Proof(NamedTuple):
-    """Say why a printed kernel cannot be used: an empty string if it has the bits of its definition.
+    """Say why a printed kernel cannot be used: an empty string if it has the bits of its
+    definition.
 
-    ``is_final``: every later comparison would find the same. An error may pass, such as a full disk.
+    ``is_final``: every later comparison would find the same. An error may pass, such as a full
+        disk.
     """
 
     reason: str

@@ -1,7 +1,7 @@
 """Triton, the language of GPUs: the text of each operation, and functions loaded from a text.
 
-``div_rn`` and ``sqrt_rn`` round as on a CPU. A launch with :data:`LAUNCH` fuses no multiply-add. Triton's interpreter runs the same
-text on a CPU.
+``div_rn`` and ``sqrt_rn`` round as on a CPU. A launch with :data:`LAUNCH` fuses no multiply-add.
+Triton's interpreter runs the same text on a CPU.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ def runs_on(device: torch.device) -> bool:
 
 
 def load(source: str, *, interpret: bool = False) -> dict[str, Any]:
-    """Return the names that a text defines. Its ``@triton.jit`` functions are compiled at their first launch, or interpreted."""
+    """Return the names that a text defines.
+
+    Its ``@triton.jit`` functions are compiled at their first launch, or interpreted.
+    """
     import triton
 
     file = f"<narrowgauge kernel {next(_numbers)}>"  # Triton reads the text of a function there
