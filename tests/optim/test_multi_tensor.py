@@ -27,7 +27,7 @@ from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support import cpp, triton
-from optim.pairs import PAIRS, RULES, build, everything, parameters
+from optim.pairs import PAIRS, RULES, build, everything, over, parameters
 from script_modules import benchmark_module
 from tensors import assert_same_bits, gaussian
 
@@ -97,14 +97,14 @@ def language(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         yield request.param
 
 
-@pytest.mark.parametrize(("rule", "storage"), KERNELS)
+@over(KERNELS)
 def test_the_printed_step_has_the_bits_of_the_definition(rule: str, storage: str) -> None:
     """Ordinary and edge values, infinities, NaNs, odd ends, plain and audited."""
     assert multi_tensor.why_not_printed(*kernel_of(rule, storage), CPU) == ""
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("rule", "storage"), KERNELS)
+@over(KERNELS)
 def test_the_printed_kernel_has_the_bits_of_the_definition(rule: str, storage: str) -> None:
     assert multi_tensor.why_not_printed(*kernel_of(rule, storage), CPU) == ""
 

@@ -251,7 +251,7 @@ class _Text:
 
     def place_of(self, k: int, stream: Stream) -> list[str]:
         """Return lines that find a stream's address and the bytes of the tile that are there."""
-        at = f"({stream.number} * group + line)"
+        at = f"({stream.part} * group + line)"
         address = f"p[{k}] = (char*)row[{stream.column}]"
         if stream.is_plane:
             return [f"{address} + 4 * ({at} * columns + origin);", f"bytes[{k}] = 4 * span;"]

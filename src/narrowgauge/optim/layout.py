@@ -39,6 +39,8 @@ LEAST_ROW = 64
 """Trailing dimensions are joined until a row has so many values, such as those of a convolution's
 kernel.
 """
+LARGE_BYTES, STAGGERED_BYTES = 1 << 22, 153 * 64
+"""Tensors of so many bytes begin so many bytes apart: 153 lines, modulo 4 KiB and 64 KiB a fresh place for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +105,23 @@ class Layout:
         return count
 
     def allocate(self, extent: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        """Return zeroed words of each plane, ``[tensors, *extent]``. Zero encodes 0."""
-        return {
-            plane.name: torch.zeros(
-                self.num_tensors(plane), *extent, dtype=INTEGER[max(32, plane.bits)], device=device
-            )
-            for plane in self.planes
-        }
+        """Return zeroed words of each plane, ``[tensors, *extent]``. Zero encodes 0.
+
+        Large tensors would begin at the same place of a page. Then their lines meet in the same sets of
+        the caches, and a step that walks over seven of them takes up to 1.6 times as long. So each
+        begins some lines later than the one before.
+        """
+        words, place = {}, 2  # weight and gradient come first
+        for plane in self.planes:
+            count, dtype = self.num_tensors(plane), INTEGER[max(32, plane.bits)]
+            size = math.prod(extent)
+            step = STAGGERED_BYTES // dtype.itemsize if size * dtype.itemsize >= LARGE_BYTES else 0
+            total = count * (size + step) + place * step
+            memory = torch.zeros(total, dtype=dtype, device=device)[place * step :]
+            rows = memory.view(count, size + step)[:, :size]
+            words[plane.name] = rows.unflatten(1, tuple(extent))
+            place += count
+        return words
 
     def allocate_bounds(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
         """Return a zero bound of each row for each code scaled by row: float32 ``[parts, rows,

@@ -222,7 +222,7 @@ class Table:
     def _row(self, state: ParameterState) -> list[int]:
         group, columns = (1, *state.extent)[-2:]
         rows, elements = (1, *self.layout.matrix(state.form))[-2:]
-        memory = [state.words[plane.name] for plane in self.layout.planes]
+        memory = self.layout.in_order(state.words)
         memory += [state.bounds[name] for name in self.storage.scaled]
         sizes = {"columns": columns, "group": group, "elements": elements, "rows": rows}
         sizes["count"] = num_programs(state, self.device)

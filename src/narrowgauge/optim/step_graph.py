@@ -31,14 +31,14 @@ class Stream:
     Attributes:
         name: of the input or plane, and the number of the part or tensor.
         column: the place of its address in a row of the table.
-        number: of the part or tensor.
+        part: of an input. Each tensor of a plane has an address of its own.
         is_plane: planes have whole words in every row. Inputs have the parameter's own rows.
         floats: of a word: 0, or for a matrix rule's change the weights of a word.
     """
 
     name: str
     column: int
-    number: int
+    part: int
     is_plane: bool
     floats: int = 0
 
@@ -50,7 +50,9 @@ def input_names(rule: AnyRule) -> tuple[str, ...]:
 
 def num_addresses(rule: AnyRule, storage: Storage) -> int:
     """Return the number of addresses in a row of the table: of inputs, planes and bounds."""
-    return len(input_names(rule)) + len(layout_of(storage).planes) + len(storage.scaled)
+    layout = layout_of(storage)
+    num_tensors = sum(layout.num_tensors(plane) for plane in layout.planes)
+    return len(input_names(rule)) + num_tensors + len(storage.scaled)
 
 
 def bounds_column(rule: AnyRule, storage: Storage) -> int:
@@ -67,9 +69,11 @@ def streams_of(rule: AnyRule, storage: Storage) -> list[Stream]:
     for column, name in enumerate(("weight", "gradient")):
         for part in range(layout.num_parts):
             streams.append(Stream(f"{name}{part}", column, part, is_plane=False))
-    for column, plane in enumerate(layout.planes, len(names)):
+    column = len(names)
+    for plane in layout.planes:
         for number in range(layout.num_tensors(plane)):
-            streams.append(Stream(f"{plane.name}{number}", column, number, is_plane=True))
+            streams.append(Stream(f"{plane.name}{number}", column, 0, is_plane=True))
+            column += 1
     if "change" in names:
         for part in range(layout.num_parts):
             floats = layout.per_word

@@ -77,7 +77,7 @@ class _Text:
         self.lines = self.place()
         for stream in streams_of(rule, storage):
             if stream.floats:
-                self.add_change(stream.number)
+                self.add_change(stream.part)
             else:
                 self.add_words(stream)
 
@@ -122,7 +122,7 @@ class _Text:
         word = f"w{len(self.loads)}"
         is_there = stream.is_plane or self.is_whole
         by_halves = not is_there and per_word == 2
-        line = f"({stream.number} * group + line)"
+        line = f"({stream.part} * group + line)"
         inside = "inside" if is_there else f"(inside & ({line} < rows))"
         kind = "tl.int16" if by_halves else "tl.int32"
         address = f"tl.load(row + {stream.column}).to(tl.pointer_type({kind}))"
