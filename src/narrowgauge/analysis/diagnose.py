@@ -39,7 +39,9 @@ CHANGES = frozenset({"changed-settings", "changed-software"})
 """Detectors of notes that do become readings: the software or settings changed at a resume."""
 _SKIPPED = 3
 """Skipped steps without a reading beside ``MAX_SKIPPED``, after the search for a loss scale."""
-_ORIGIN = "Repeat the first of these steps with ng.ranked_places, which names the operation and its line."
+_ORIGIN = (
+    "Repeat the first of these steps with ng.ranked_places, which names the operation and its line."
+)
 _LASTING, _LEAST_SECONDS = 20, 10.0
 """Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
 
