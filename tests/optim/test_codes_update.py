@@ -11,7 +11,7 @@ from torch import Tensor
 
 import expectations
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.numerics.rounding import bits_of, float_of, half
+from narrowgauge.numerics.rounding import bits_of, float_of
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import (
     Lane,
@@ -68,11 +68,9 @@ def started(
     lane = empty_lane(
         storage, len(weight), {name: float(values[name].abs().max()) for name in storage.scaled}
     )
-    seen, fields = write_weight(storage, lane, weight, half(codes.dropped_bits(storage.weight)))
+    seen, fields = write_weight(storage, lane, weight, None)
     for name, value in states.items():
-        fields |= write_state(
-            storage, lane, name, value, half(codes.dropped_bits(storage.code(name)))
-        )
+        fields |= write_state(storage, lane, name, value, None)
     return filled(lane, seen, codes.visible_bits(storage.visible, gradient), fields)
 
 
