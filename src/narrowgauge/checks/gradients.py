@@ -115,6 +115,9 @@ def gradient_readings(
     if any(p.is_complex() for p in model.parameters()):
         unseen["the gradient"] = "complex parameters"
         return [], [], []
+    if any(isinstance(getattr(p, "main_grad", None), Tensor) for p in model.parameters()):
+        unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
+        return [], [], []
     inside = set(map(id, model.parameters()))
     outside: dict[str, Any] = {
         p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside
@@ -170,6 +173,14 @@ def gradient_readings(
             exact.set_bounds(configured, rounding, samples)
             more, words = _compared(exact, configured, differing, rounding, reasons)
             readings += more
+            bad = [name for name, g in reversed(first.gradients.items()) if not is_finite(g)]
+            if bad and configured is not first:
+                number = int((~first.gradients[bad[0]].isfinite()).sum())
+                place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
+                wide = "in evaluation mode they were compared"
+                kind = KINDS["nonfinite-gradient"]
+                more.append(kind.reading(bad[0], number, 0, wide=wide, place=place))
+                readings.append(more[-1])
             if not any(reading.what == "nonfinite-gradient" for reading in more):
                 readings += rounding.readings()
             lines += words
