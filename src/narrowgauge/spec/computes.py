@@ -46,10 +46,7 @@ _TURNED: dict[str, Granularity] = {
     "tensor": "tensor",
     "row": "column",
     "column": "row",
-} | {
-    name: "x".join(reversed(name.split("x")))  # type: ignore[misc]  # a word of Granularity, as its turned one is
-    for name in BLOCKS
-}
+} | {name: "x".join(reversed(name.split("x"))) for name in BLOCKS}
 """The granularity of a matrix's transpose."""
 ROTATION_SIZE = 16
 """Consecutive elements of the contraction that one Hadamard rotation mixes."""
@@ -422,11 +419,9 @@ def _nvfp4(fit: Fit = "largest") -> Products:
 def _quantized_aware(x: Cast, weight: Cast) -> Products:
     """Return a forward pass of codes, and a wide backward pass of the same codes' values: the straight-through estimator."""
     gradient = Cast("bfloat16")
-    turned = [
-        cast if cast.is_wide else replace(cast, granularity=_TURNED[cast.granularity])
-        for cast in (weight, x)
-    ]
-    return (Product(x, weight), Product(gradient, turned[0]), Product(gradient, turned[1]))
+    turned_weight = replace(weight, granularity=_TURNED[weight.granularity])  # type: ignore[arg-type]
+    turned_x = replace(x, granularity=_TURNED[x.granularity])  # type: ignore[arg-type]
+    return (Product(x, weight), Product(gradient, turned_weight), Product(gradient, turned_x))
 
 
 def _int8() -> Products:
