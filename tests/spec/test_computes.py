@@ -73,7 +73,6 @@ REFUSED = {
     "4 or 6 of powers of two": lambda: Cast("float4_e2m1fn", "1x32", "power-of-two", fit="four-or-six"),
     "outliers of blocks": lambda: Cast("int8", "1x32", outliers=6.0),
     "a left column": lambda: Product(Cast("int8", "column"), Cast("int8", "row")),
-    "int32 sums of floats": lambda: Product(Cast("float8_e4m3fn", "row"), Cast("int8", "row"), "int32"),
     "outliers of a gradient": lambda: replace(
         COMPUTES["int8-row"], name="mine", grad_input=COMPUTES["int8-outlier"].output
     ),

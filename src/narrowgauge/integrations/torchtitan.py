@@ -24,8 +24,6 @@ from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.optim import optimizers
 from narrowgauge.spec.notation import get_compute
 
-_STEP = "narrowgauge.step"
-
 
 class SwappableLinear(DeferredLinear, Linear):
     """torchtitan's linear layer with the requested compute, which is active once the layer is swapped."""

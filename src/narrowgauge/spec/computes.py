@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, get_format
@@ -41,12 +41,13 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "16x16": (16, 16),
 }
 """Shapes ``(rows, contraction)`` of the blocks that share a scale."""
-_TURNED: dict[str, Granularity] = {
+_TURNED: dict[str, Any] = {
     "none": "none",
     "tensor": "tensor",
     "row": "column",
     "column": "row",
-} | {name: "x".join(reversed(name.split("x"))) for name in BLOCKS}
+    **{name: "x".join(reversed(name.split("x"))) for name in BLOCKS},
+}
 """The granularity of a matrix's transpose."""
 ROTATION_SIZE = 16
 """Consecutive elements of the contraction that one Hadamard rotation mixes."""
@@ -216,11 +217,6 @@ class Product:
                 f"Cannot scale the left operand of a matmul per column ({self.left}) because such a scale belongs to one term of "
                 "the sum.",
                 "Scale it per row, tensor or block; the right operand may have columns.",
-            )
-        if self.accumulation == "int32" and {self.left.carrier, self.right.carrier} != {"int8"}:
-            raise RecipeError(
-                f"Cannot add products of {self.left.format} and {self.right.format} in int32.",
-                'Take accumulation "float32".',
             )
 
     @property
@@ -419,8 +415,8 @@ def _nvfp4(fit: Fit = "largest") -> Products:
 def _quantized_aware(x: Cast, weight: Cast) -> Products:
     """Return a forward pass of codes, and a wide backward pass of the same codes' values: the straight-through estimator."""
     gradient = Cast("bfloat16")
-    turned_weight = replace(weight, granularity=_TURNED[weight.granularity])  # type: ignore[arg-type]
-    turned_x = replace(x, granularity=_TURNED[x.granularity])  # type: ignore[arg-type]
+    turned_weight = replace(weight, granularity=_TURNED[weight.granularity])
+    turned_x = replace(x, granularity=_TURNED[x.granularity])
     return (Product(x, weight), Product(gradient, turned_weight), Product(gradient, turned_x))
 
 
