@@ -619,5 +619,5 @@ def test_a_step_is_shown_with_the_functions_of_its_definition(language: str, com
 
 @pytest.mark.parametrize("words", [("wrd",), ("float64",), ("word", "adamx"), ("kahan", "lion2")])
 def test_a_step_that_is_not_printed_is_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(ng.errors.RecipeError, match="Cannot print|no storage"):
+    with pytest.raises(ng.errors.RecipeError, match=r"Cannot print|no storage"):
         printed_step(*words)
