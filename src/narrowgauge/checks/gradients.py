@@ -70,6 +70,7 @@ class _Configured(NamedTuple):
 
     Args:
         draws: whether a pass drew random numbers.
+        scale: loss scale of the passes.
         unstepped: names of tensors with a gradient that are no parameters of a module and in no optimizer.
     """
 
@@ -79,6 +80,7 @@ class _Configured(NamedTuple):
     is_training: bool
     draws: bool
     unstepped: list[str]
+    scale: float
 
 
 def gradient_readings(
@@ -101,8 +103,8 @@ def gradient_readings(
         p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside
     }
     reference, versions = float32_copy(model), [p._version for p in model.parameters()]
-    parts = _micro_batches(reference, batch, loss)
-    run = partial(_configured, set_up, outside, batch, parts, loss, backward, unseen)
+    parts = micro_batches(reference, batch, loss)
+    run = partial(configured_step, set_up, outside, batch, parts, loss, backward, unseen)
     configured = run(True)
     if ranks.largest(int(configured.draws)):
         configured = run(False)
@@ -126,13 +128,13 @@ def gradient_readings(
         lines, done, reasons = list[str](), list[str](), dict[str, str]()
         readings = list(_equal_batches(model, of_ranks))
         whole_batch, leaves = concatenated(all_parts), _trainable(reference) | outside
-        with _reason_for_none("the slope of the loss", reasons):
+        with reason_for_none("the slope of the loss", reasons):
             _set_training(reference, True)
             more, words, value = slope_readings(reference, leaves, whole_batch, loss)
             readings += more + _loss_readings(model, value, words)
             lines += words
             done.append("the slope of the loss")
-        with _reason_for_none("the gradient", reasons):
+        with reason_for_none("the gradient", reasons):
             _set_training(reference, configured.is_training)
             exact = _Reference(
                 reference, leaves, outside, whole_batch, all_parts, loss, unit, ranks.size
@@ -159,7 +161,7 @@ def gradient_readings(
 
 
 @contextmanager
-def _reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
+def reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
     """Note why an area is not compared: a kernel that takes other formats, too little memory, no slope."""
     try:
         yield
@@ -185,7 +187,7 @@ def _set_training(model: nn.Module, is_training: bool) -> None:
         model.train()
 
 
-def _micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
+def micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
     """Return the micro-batches in a list. A list of tensors that ``loss`` takes is one batch, as a DataLoader makes it."""
     if not isinstance(batch, list):
         return [batch]
@@ -204,7 +206,7 @@ def _micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
     return batch
 
 
-def _configured(
+def configured_step(
     set_up: SetUp, outside: Mapping[str, Any], batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None,
     unseen: dict[str, str], is_training: bool,
 ) -> _Configured:  # fmt: skip
@@ -268,7 +270,7 @@ def _configured(
             inner_name(name) for name, x in leaves if x.grad is not None and id(x) not in known
         ]
     unseen |= unrestored
-    return _Configured(gradients, dtypes, value, is_training, draws, unstepped)
+    return _Configured(gradients, dtypes, value, is_training, draws, unstepped, float(scale))
 
 
 @contextmanager
