@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +185,10 @@ def narrow(model: Any, batch: Any) -> Tensor:
     )
 
 
+def autoencoded(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).mT, batch[2])
+
+
 def by_class(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], weight=torch.arange(1.0, 6.0))
 
@@ -214,7 +217,7 @@ NEXT = {
 HEALTHY: dict[str, tuple[Any, Any, Loss, dict[str, Any]]] = {
     "usual": (Model(), PADDED, usual, NEXT | EQUAL | {"sees_padding": False, "after": 17}),
     "smoothed": (Model(), PADDED, lambda m, b: usual(m, b, label_smoothing=0.1), NEXT | EQUAL | {"smoothing": 0.1}),
-    "sum": (Model(), PADDED, lambda m, b: usual(m, b, reduction="sum"), NEXT | {"weights": "equal", "weight_sum": float(LEARNED)}),
+    "sum": (Model(), PADDED, lambda m, b: usual(m, b, reduction="sum"), NEXT | {"weight_sum": float(LEARNED)}),
     "prompts": (Model(), data(False, 6), usual, {"learned": 56, "before": 20, "shift": 1} | EQUAL),
     "packed": (Model(documents=(7, 12)), data(False), usual, {"first_seen": 12, "shift": 1}),
     "compiled": (torch.compile(Model()), PADDED, usual, NEXT | EQUAL),
@@ -227,7 +230,7 @@ HEALTHY: dict[str, tuple[Any, Any, Loss, dict[str, Any]]] = {
     "heads": (Model(), data(False), heads, {"shift": 1, "learns": "token t+1 and t+2", "weights": "head", "weight_sum": 1.5}),
     "preferences": (Model(), PADDED, preferences, {"shift": 1, "weights": "sequence", "unlearned": 21, "smoothed_alone": 0}),
     "distilled": (Model(), PADDED, distilled, {"learns": "a distribution", "smoothed_alone": 0, "weight_sum": 1.0}),
-    "all positions": (Model(ahead=LENGTH), data(False), lambda m, b: F.cross_entropy(m(b[0]).mT, b[2]), {"shift": 0, "sees_later": True}),
+    "all positions": (Model(ahead=LENGTH), data(False), autoencoded, {"shift": 0, "sees_later": True}),
     "selected rows": (Model(), PADDED, selected, {"shift": None, "learns": "a label", "learned": LEARNED} | EQUAL),
     "classes": (nn.Linear(8, 5), CLASSES, by_class, {"weights": "label", "learned": 12, "shift": None, "sees_later": None}),
     "contrastive": (nn.Linear(8, 5), CLASSES, contrastive, {"learned": 24, "learns": "a label"} | EQUAL),

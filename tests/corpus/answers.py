@@ -26,13 +26,16 @@ LOCATES: dict[str, set[str]] = {
         "missing-parameters", "replaced-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
     },
     "data": {"gradient", "gradient-factor", "padding-learned", "wrong-shift"},
-    "forward": {"gradient", "gradient-factor", "step-in-backward", "sees-its-target", "padding-seen"},
+    "forward": {
+        "gradient", "gradient-factor", "step-in-backward", "rounding", "sees-its-target", "padding-seen",
+    },
     "loss": {
-        "gradient", "gradient-factor", "wrong-shift", "counts-unlearned", "ignored-smoothed", "narrow-log-softmax",
+        "gradient", "gradient-factor", "rounding", "wrong-shift", "counts-unlearned", "ignored-smoothed",
+        "narrow-log-softmax",
     },
     "gradient": {
         "slope", "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
-        "replaced-parameters", "gradients-kept", "zero-gradients",
+        "replaced-parameters", "gradients-kept", "zero-gradients", "rounding", "many-roundings",
     },
     "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
     "state": {

@@ -137,7 +137,7 @@ def checked_lesson(
     outside = {p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside}
 
     def run() -> float:
-        step = configured_step(set_up, outside, batch, parts, loss, backward, {}, True)
+        step = configured_step(set_up, outside, batch, parts, loss, backward, {}, False, True)
         return step.scale
 
     readings = Readings()
