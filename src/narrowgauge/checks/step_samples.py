@@ -112,7 +112,7 @@ class Sample:
             elif code.mantissa_bits < 23:
                 ends = None
                 if code.scaled:
-                    back = codes.multipliers(code, state.bounds[name])[1].double().log2() - (
+                    back = codes.multipliers(code, state.row_bounds[name])[1].double().log2() - (
                         code.lowest + 126
                     )
                     ends = spread(
