@@ -85,7 +85,7 @@ class _Configured(NamedTuple):
         mode: the shadow execution; ``None`` without.
         causes: what made values of the loss and the gradients that are not finite, where it was traced.
         draws: whether a pass drew random numbers.
-        scale: loss scale of the passes.
+        loss_scale: of the passes, whether or not the gradients are unscaled.
         unstepped: names of tensors with a gradient that are no parameters of a module and in no optimizer.
     """
 
@@ -97,7 +97,7 @@ class _Configured(NamedTuple):
     is_training: bool
     draws: bool
     unstepped: list[str]
-    scale: float
+    loss_scale: float
 
 
 def gradient_readings(
@@ -319,11 +319,13 @@ def configured_step(
         draws = generators() != states
         # A scaler's step would still divide gradients that were scaled last.
         scale: Any = calls[-1][1].get_scale() if calls and calls[-1][0] == "scale" else 1.0
+        scaled = [scaler for name, scaler in calls if name == "scale"]
         for scaler, request in requests:
             if (
                 scaler.request is not request
             ):  # this pass scaled its loss; the optimizer would divide
                 scale, scaler.request = scaler.scale_tensor, request
+        loss_scale = float(scaled[-1].get_scale()) if scaled else float(scale)
         raw = dict[str, Tensor]()
         for name, p in parameters.items():
             gradient = gradient_of(p)
@@ -341,7 +343,7 @@ def configured_step(
         ]
     unseen |= unrestored
     return _Configured(
-        gradients, shadows, mode, causes, value, is_training, draws, unstepped, float(scale)
+        gradients, shadows, mode, causes, value, is_training, draws, unstepped, loss_scale
     )
 
 

@@ -138,7 +138,7 @@ def checked_lesson(
 
     def run() -> float:
         step = configured_step(set_up, outside, batch, parts, loss, backward, {}, False, True)
-        return step.scale
+        return step.loss_scale
 
     readings = Readings()
     with reason_for_none("what the loss teaches", unseen), put_back(model, outside.values()):
