@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any
 
 from narrowgauge.errors import ChipError, RecipeError
+from narrowgauge.planner.candidates import STORAGE_RECIPES, read_recipes, suited_recipes
+from narrowgauge.planner.job import OPTIMIZER_STATES
 from narrowgauge.planner.layouts import Layout, read_layout
-from narrowgauge.planner.model_state import OPTIMIZER_STATES, RANKS, bytes_per_parameter, shared
-from narrowgauge.planner.plan import STORAGE_RECIPES, read_recipes, suited_recipes
+from narrowgauge.planner.model_state import RANKS, bytes_per_parameter, shared
 from narrowgauge.planner.units import axes_text, bytes_text, count_text
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.chips import Chip, get_chip
