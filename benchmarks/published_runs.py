@@ -414,17 +414,20 @@ def write_errors() -> None:
             chosen = [row for row in rows if row.kind == kind]
             if len(chosen) < FEWEST_VALUES:
                 continue
-            ratios, wider = [row.ratio for row in chosen], widening_of(chosen)
-            (low, high), middle = interval_of(ratios, wider), 1.0
-            if len(chosen) < FEW_VALUES:
-                low, high = min(ratios), max(ratios)
+            ratios, middle, wider = [row.ratio for row in chosen], 1.0, 1.0
+            low, high = min(ratios), max(ratios)
+            if len(chosen) >= FEW_VALUES:
+                wider = widening_of(chosen)
+                low, high = interval_of(ratios, wider)
             lines += ["", f"[{what}.{kind}]"]
             if what != "memory" and kind in CENTRED:  # the plan's seconds become the median
                 middle = statistics.median(ratios)
                 lines.append(f"median = {middle * median_of(what, kind):.3f}")
             lines += [f"low = {low / middle:.3f}", f"high = {high / middle:.3f}"]
             lines.append(f"runs = {len(chosen)}")
-            print(f"{what:8} {kind:9} {low:.3f} to {high:.3f}, {len(chosen)} values, to the power of {wider:.2f}")
+            print(
+                f"{what:8} {kind:9} {low:.3f} to {high:.3f}, {len(chosen)} values, to the power of {wider:.2f}"
+            )
     (DATA / "errors.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -441,7 +444,9 @@ def write_runs() -> None:
                 facts = {"tokens_per_second": round(point.measured, 1)}
                 if point.peak:
                     facts["memory_gb"] = round(point.peak / 1e9, 1)
-                lines.append(_run_row(point.run.model, point.job, point.kind, point.run.source, facts))
+                lines.append(
+                    _run_row(point.run.model, point.job, point.kind, point.run.source, facts)
+                )
     for name in dict.fromkeys(answer.question["name"] for answer in asked()):
         answers = [answer for answer in asked() if answer.question["name"] == name]
         question = answers[0].question
@@ -449,7 +454,9 @@ def write_runs() -> None:
         model = question["ask"]["model"]
         if question["ask"].get("base", "bfloat16") != "bfloat16":
             model += f", {question['ask']['base']} base"
-        lines.append(_run_row(model, answers[0].job, answers[0].job.kind, question["source"], facts))
+        lines.append(
+            _run_row(model, answers[0].job, answers[0].job.kind, question["source"], facts)
+        )
     (DATA / "runs.toml").write_text("run = [\n" + "\n".join(lines[3:]) + "\n]\n", encoding="utf-8")
     text = (DATA / "runs.toml").read_text(encoding="utf-8")
     (DATA / "runs.toml").write_text("\n".join(lines[:3]) + text, encoding="utf-8")
@@ -469,7 +476,11 @@ def _run_row(model: str, job: Estimate, kind: str, source: str, facts: dict[str,
         **facts,
         "source": source,
     }
-    return "    { " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in fields.items()) + " },"
+    return (
+        "    { "
+        + ", ".join(f"{key} = {json.dumps(value)}" for key, value in fields.items())
+        + " },"
+    )
 
 
 def main() -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from functools import cache
 from pathlib import Path
@@ -91,7 +90,9 @@ def ask(question: dict[str, Any]) -> list[Answer]:
         ends = best.memory_interval
         share = best.allocated_bytes / best.memory.total / 1e9
         interval = (ends[0] * share, ends[1] * share) if ends else None
-        answers.append(Answer(question, "memory", memory, best.allocated_bytes / 1e9, interval, best))
+        answers.append(
+            Answer(question, "memory", memory, best.allocated_bytes / 1e9, interval, best)
+        )
     rate = _rate(fact, best)
     if rate:
         chips = best.num_chips

@@ -336,9 +336,7 @@ def test_fused_experts_do_not_save_their_results() -> None:
 def test_a_much_faster_layout_that_may_not_fit_is_named() -> None:
     answer = plan("llama-70b", recipes="bfloat16/word", chip="H100-SXM", chips=8)
     assert (
-        answer.best.has_room
-        and answer.best.faster is not None
-        and not answer.best.faster.has_room
+        answer.best.has_room and answer.best.faster is not None and not answer.best.faster.has_room
     )
     assert answer.best.faster.tokens_per_second > 1.1 * answer.best.tokens_per_second
     assert any("faster if its memory suffices" in line for line in answer.sentences())

@@ -217,10 +217,10 @@ def _show_state(params: float, question: dict[str, Any], as_json: bool) -> None:
     from narrowgauge.planner.state import SENTENCES, plan_state, state_table
 
     known = ("recipes", "chip", "chips", "layout", "optimizer")
-    for name in question:
-        if name not in known:
+    for name, value in question.items():
+        if value and name not in known:
             raise click.UsageError(f"--{name.replace('_', '-')} needs a model: name --model.")
-    rows = plan_state(params, **question)
+    rows = plan_state(params, **{name: question[name] for name in known if name in question})
     _show(rows, [state_table(rows, params)], SENTENCES, as_json)
 
 
@@ -251,11 +251,15 @@ def _show(
     if as_json:
         return tables.write_json(row)
     if first:
-        click.echo("\n".join([*first, ""]))
+        _write_lines([*first, ""])
     tables.write(parts)
     if sentences:
-        click.echo()
-    for line in sentences:
+        _write_lines(["", *sentences])
+
+
+def _write_lines(lines: Sequence[str]) -> None:
+    """Print lines, broken at :data:`WIDTH` columns."""
+    for line in lines:
         click.echo(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False))
 
 
@@ -273,7 +277,7 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
 
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
-    from narrowgauge.planner.scaling_laws import fit, read_points, tables_of
+    from narrowgauge.planner.scaling_laws import causes_of, fit, read_points, tables_of
 
     row = fit(read_points(measured)).row(at or ())
-    _show(row, tables_of(row), [], as_json, first=row["sentences"])
+    _show(row, tables_of(row), causes_of(row), as_json, first=row["sentences"])

@@ -184,10 +184,8 @@ def _options_table(jobs: Sequence[Estimate], title: str) -> Table:
     columns = (
         *name_columns(recipe=lambda job: job.recipe.title),
         *text_columns(cluster=lambda job: job.cluster.name if has_places else ""),
-        *number_columns(
-            B_per_param="bytes_per_param",
-            a_chip=lambda job: bytes_text(job.memory.total),
-        ),
+        Column("B/param", lambda job: "" if has_places else f"{job.bytes_per_param:g}", right=True),
+        *number_columns(a_chip=lambda job: bytes_text(job.memory.total)),
         Column("80 %", lambda job: _memory_ends(job), right=True),
         *number_columns(free=lambda job: bytes_text(job.headroom_bytes)),
         *text_columns(fits=_fits_text),
@@ -195,7 +193,7 @@ def _options_table(jobs: Sequence[Estimate], title: str) -> Table:
         Column("80 %", lambda job: _ends(job.rate_interval), right=True),
         Column("MFU", lambda job: f"{job.mfu:.0%}", right=True),
         *number_columns(
-            tokens_a_step=lambda job: f"{job.tokens_per_step:,}" if has_steps else "",
+            a_step=lambda job: count_text(job.tokens_per_step) if has_steps else "",
         ),
         *text_columns(
             matmuls=lambda job: "" if multiplies(job.recipe.compute, job.chip) else "emulated"

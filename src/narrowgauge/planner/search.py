@@ -199,7 +199,7 @@ def fastest_removed(best: Estimate, fixed: Mapping[str, Any]) -> tuple[Estimate,
     named = [row for row in PROGRAMS.values() if row.limits]
     programs = [best.program] if best.program.limits else named
     rate = best.step.total / best.layout.num_sequences
-    removed: Estimate | None = None
+    removed: tuple[Estimate, str] | None = None
     for shape in _shapes(best, fixed):
         batch = replace(
             shape,
@@ -211,19 +211,17 @@ def fastest_removed(best: Estimate, fixed: Mapping[str, Any]) -> tuple[Estimate,
         if unsuited(best.architecture, batch, best.sequence_length):
             continue
         option = replace(best, layout=batch, faster=None)
-        if programs_of(option) or option.step.total / batch.num_sequences * MUCH_FASTER > rate:
+        pace = option.step.total / batch.num_sequences
+        if pace * MUCH_FASTER > rate or programs_of(option) or not option.fits:
             continue
-        if option.fits:
-            rate = option.step.total / batch.num_sequences / MUCH_FASTER
-            removed = option
-    if removed is None:
-        return None
-    # The program that runs this layout of another recipe says why it does not run this one.
-    reasons = [(row, why_not(row, removed)) for row in programs]
-    axes = {axis for axis in (*AXES, "expert") if getattr(removed.layout, axis) > 1}
-    reasons.sort(key=lambda item: len(axes - {*item[0].limits["axes"]}))
-    program, why = reasons[0]
-    return removed, f"{program.text}: {why}"
+        # A layout that no program runs even under AdamW is nobody's.
+        usual = replace(option, optimizer="adamw")
+        runs = [row for row in programs if not why_not(row, usual)]
+        if runs or best.program.limits:
+            rate = pace / MUCH_FASTER
+            program = (runs or programs)[0]
+            removed = option, f"{program.text}: {why_not(program, option)}"
+    return removed
 
 
 def _fastest(jobs: Sequence[Estimate]) -> Estimate:

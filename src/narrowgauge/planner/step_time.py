@@ -199,7 +199,7 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         has_mixture=job.architecture.mixture is not None,
         tokens=job.sequence_length,
     )
-    beyond = median_of("named" if job.software else "assumed", kind) / job.correction - 1
+    beyond = median_of("named" if job.software else "assumed", kind) * job.correction - 1
     if beyond:
         formula = f"{seconds:.3g} s × {beyond:.3g}, the median of published runs of this kind"
         if job.correction != 1:
