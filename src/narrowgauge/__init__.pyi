@@ -15,6 +15,7 @@ from .analysis.diagnose import diagnose as diagnose
 from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
 from .checks.moved import moved as moved
+from .checks.ranked import ranked_places as ranked_places
 from .checks.resume import check_resume as check_resume
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError

@@ -25,11 +25,11 @@ LOCATES: dict[str, set[str]] = {
         "missing-parameters", "replaced-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
     },
     "data": {"gradient", "gradient-factor"},
-    "forward": {"gradient", "gradient-factor", "step-in-backward"},
-    "loss": {"gradient", "gradient-factor"},
+    "forward": {"gradient", "gradient-factor", "step-in-backward", "rounding"},
+    "loss": {"gradient", "gradient-factor", "rounding"},
     "gradient": {
         "slope", "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
-        "replaced-parameters", "gradients-kept", "zero-gradients",
+        "replaced-parameters", "gradients-kept", "zero-gradients", "rounding", "many-roundings",
     },
     "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
     "state": {

@@ -85,10 +85,12 @@ def sum_on_grid(values: Iterable[float], exponent: int = -74) -> float:
 
 
 def nearest_float32(value: Fraction) -> float:
-    """The float32 nearest to a fraction in its normal range, ties to even."""
+    """The float32 nearest to a fraction, zero or not subnormal, ties to even; an infinity beyond the range."""
     if value == 0:
         return 0.0
     size = abs(value)
+    if size >= Fraction(2) ** 128 - Fraction(2) ** 103:
+        return math.copysign(math.inf, value)
     exponent = size.numerator.bit_length() - size.denominator.bit_length()
     if Fraction(2) ** exponent > size:
         exponent -= 1

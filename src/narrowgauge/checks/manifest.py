@@ -173,7 +173,9 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
         if all(getattr(p, place, None) is None for place in places)
     ]
     if lost and len(lost) < len(trained):
-        yield KINDS["no-gradient"].reading(of_all(lost), len(lost), 0, count=len(trained))
+        yield KINDS["no-gradient"].reading(
+            of_all(lost), len(lost), 0, count=len(trained), words="; the others have one"
+        )
 
 
 def _missing(set_up: SetUp) -> Iterator[Reading]:

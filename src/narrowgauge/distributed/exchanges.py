@@ -22,7 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import has_group
-from narrowgauge.numerics.exact_sums import ExactSums, sum_rows
+from narrowgauge.numerics.exact_sums import (
+    LARGEST,
+    ExactSums,
+    exceeds_two_words,
+    on_cpu,
+    sum_rows,
+)
 from narrowgauge.spec.sums import Reduction
 
 
@@ -140,6 +146,10 @@ class Exchange:
     def discard(self) -> None:
         """Forget the micro-batches since the last step."""
 
+    def has_lost(self) -> bool:
+        """Return whether a finite value had no place in a sum since the last call."""
+        return False
+
     def num_bytes(self) -> int:
         return 0
 
@@ -175,25 +185,40 @@ def all_gather(output: Tensor, part: Tensor, group: Any = None) -> None:
 #     (s: shard, r: the replica's piece of it)      2 │ s0 r1   3 │ s1 r1
 
 
+FIRST_MARGIN = 256.0
+"""A GPU's sums are wide if the first gradient is within this factor of what narrow sums hold."""
+
+
 class ExactExchange(Exchange):
     """Sum exactly over ranks and micro-batches; see :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
 
+    Sums become wide, for all of float32's range, when a value needs it. A CPU sees that before it adds. A GPU would have to wait
+    for the values, so it looks once, in the first sum, and then with a margin. Later it keeps a flag, see :meth:`has_lost`.
+
     Cost: it sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a step take
-        16 bytes for each element that this rank keeps.
+        16 bytes for each element that this rank keeps, 40 in wide sums.
     """
 
     _sums: ExactSums | None = None
     _has_begun = False
+    _is_wide = False
+    _is_beyond: Tensor | None = (
+        None  # on a GPU: a value since the last step did not fit narrow sums
+    )
 
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         rows = self._received(gradient)
+        if not self._is_wide:
+            self._look(rows)
         part = output if self.grid.replicas == 1 else output.new_empty(rows.shape[1])
         divisor = self.grid.size if self.average else 1
         if is_last and not self._has_begun:
-            sum_rows(rows, part, divisor)
+            sum_rows(rows, part, divisor, is_wide=self._is_wide)
         else:
             if self._sums is None or self._sums.numel != rows.shape[1]:
                 self._sums = ExactSums(rows.shape[1], rows.device)
+            if self._is_wide:
+                self._sums.widen_()
             self._sums.add_(rows)
             self._has_begun = not is_last
             if is_last:
@@ -206,8 +231,27 @@ class ExactExchange(Exchange):
             all_gather(gathered, part, self.grid.replica_group)
             output.copy_(gathered[: output.numel()])
 
+    def _look(self, rows: Tensor) -> None:
+        """Widen the sums if the first values ask for it. Later keep a flag of values that do not fit."""
+        if on_cpu(rows):
+            return
+        if self._is_beyond is None:
+            self._is_wide = bool(exceeds_two_words(rows, LARGEST / FIRST_MARGIN))
+            self._is_beyond = torch.zeros((), dtype=torch.bool, device=rows.device)
+            return
+        self._is_beyond |= exceeds_two_words(rows)
+
+    def has_lost(self) -> bool:
+        """Return whether a sum since the last call lost a finite value, and make the next sums wide if so."""
+        if self._is_wide or self._is_beyond is None or not self._is_beyond:
+            return False
+        self._is_wide = True
+        return True
+
     def discard(self) -> None:
         self._has_begun = False
+        if self._is_beyond is not None:
+            self._is_beyond.zero_()
         if self._sums is not None:
             self._sums.clear_()
 

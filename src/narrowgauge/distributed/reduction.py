@@ -426,9 +426,26 @@ class ExactReduction(GradientReduction):
                 "rank: ignored_params=… of fully_shard.",
             )
         self._replicated.add(is_absent=micro_batch.is_absent, is_last=micro_batch.is_last)
-        if not micro_batch.is_last:
-            for parameter in self._sharded:
-                parameter.grad = None
+        if micro_batch.is_last:
+            self._require_kept()
+            return
+        for parameter in self._sharded:
+            parameter.grad = None
+
+    def _require_kept(self) -> None:
+        """Refuse sums in which a value too large for narrow sums was lost. Only a GPU's can, see ``ExactExchange``."""
+        lost = [exchange.has_lost() for exchange in self._exchanges]
+        if not any(lost):
+            return
+        names = []
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None and local_of(parameter.grad).isnan().any():
+                names.append(name)
+        raise RecipeError(
+            f"Cannot sum the gradient of '{', '.join(names[:3])}' exactly because values beyond 2^18 appeared in it after the "
+            "first step.",
+            "Repeat the step: from now on these sums take all of float32's range.",
+        )
 
     def _require_surrounded(self) -> None:
         """Refuse a forward pass in training outside ``micro_batch``, where nobody sees the random numbers that it draws."""

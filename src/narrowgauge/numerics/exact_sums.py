@@ -18,8 +18,11 @@ is exact, and 1.5 · 2^-22 rounds it to ``lower``. 4,096 addends have |upper| <=
 of the upper word is exact. The lower word holds 2^53 · 2^-74 = 8 · 2^-24, more than six addends and a remainder. After each six
 its multiple of 2^-23 is *carried* to the upper word. That multiple may depend on the order. Both words together do not.
 
+Larger values take three words more, multiples of 2^100, 2^59 and 2^18, which hold all of float32's range. They exist only if
+such a value does. The grids are absolute, so the total does not depend on which rank widened its sums, or when.
+
 Values below 2^-50 in magnitude have bits below the grid. Rounding to the grid changes them by at most 2^-75. The total is
-rounded once to float32, ties to even. The float64 nearest to ``upper + lower`` may be a tie of float32 although the sum is not
+rounded once to float32, ties to even. The float64 nearest to a sum of words may be a tie of float32 although the sum is not
 one. So if that addition rounds, first correct it to *odd*: an odd float64 is not a tie.
 """
 
@@ -180,13 +183,22 @@ def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
 # ── elementwise ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 LARGEST = 2.0**18
-"""The largest magnitude of an addend."""
+"""The largest magnitude that two words hold."""
 MOST_ADDENDS = 4096
 """Largest number of addends of a sum."""
-# 1.5 · 2^52 of the ulps 2^-23 and 2^-74.
-_UPPER, _LOWER = 1.5 * 2.0**29, 1.5 * 2.0**-22
+_GRIDS = (2.0**100, 2.0**59, 2.0**18, 2.0**-23, 2.0**-74)
+"""The steps of the words, coarse to fine. Two words are the last two."""
+_ROUNDERS = tuple(1.5 * 2.0**52 * step for step in _GRIDS)
+"""Numbers whose ulp is a word's step: added and subtracted, they round to it."""
+_NARROW, _WIDE = 2, len(_GRIDS)
 _BETWEEN_CARRIES = 6
 _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def exceeds_two_words(rows: Tensor, limit: float = LARGEST) -> Tensor:
+    """Return whether a finite magnitude is beyond ``limit``: bool 0-d."""
+    magnitude = rows.abs()
+    return ((magnitude > limit) & (magnitude < torch.inf)).any()
 
 
 class ExactSums:
@@ -195,12 +207,14 @@ class ExactSums:
     Args:
         numel: number of elements of each tensor.
         device: of the sums and of the tensors.
+        is_wide: take values of all float32's range. On a CPU the sums become wide themselves when a value is beyond 2^18. On a
+            GPU that would have to wait for the values: there such a value is NaN in narrow sums, see :func:`exceeds_two_words`.
 
     Invariant: :meth:`total` depends only on each element's multiset of values. Each value is rounded to a multiple of 2^-74.
-    The total is the float32 nearest to their exact sum. Both round ties to even. It is NaN if a value was NaN, infinite, or
-    beyond 2^18. A sum of zero is +0.
+    The total is the float32 nearest to their exact sum. Both round ties to even. It is NaN if a value was NaN or infinite, and
+    infinite if the sum is beyond float32. A sum of zero is +0.
 
-    Cost: 16 bytes per element. On one CPU thread adding takes 2.5 ns an element, rounding the total 4 ns once.
+    Cost: 16 bytes per element, 40 if wide. On one CPU thread adding takes 2.5 ns an element, rounding the total 4 ns once.
     Example:
         >>> sums = ExactSums(1)
         >>> for value in (2.0**18, 2.0**-60, -(2.0**18)):
@@ -209,9 +223,12 @@ class ExactSums:
         tensor([True])
     """
 
-    def __init__(self, numel: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, numel: int, device: torch.device | str = "cpu", *, is_wide: bool = False
+    ) -> None:
         # The first addends fill it.
-        self._words = torch.empty(2, numel, dtype=torch.float64, device=device)
+        num_words = _WIDE if is_wide else _NARROW
+        self._words = torch.empty(num_words, numel, dtype=torch.float64, device=device)
         self._num_addends = 0
 
     @property
@@ -222,6 +239,13 @@ class ExactSums:
     def num_bytes(self) -> int:
         return self._words.numel() * 8
 
+    def widen_(self) -> None:
+        """Take values of all float32's range from now on."""
+        narrow = self._words
+        if len(narrow) < _WIDE:
+            self._words = narrow.new_zeros(_WIDE, self.numel)
+            self._words[-_NARROW:] = narrow
+
     @torch.no_grad()
     def add_(self, values: Tensor) -> None:
         """Add a tensor ``[numel]``, or each row of ``[rows, numel]``, in bfloat16, float16 or float32.
@@ -231,6 +255,8 @@ class ExactSums:
         """
         rows = values if values.ndim == 2 else values.unsqueeze(0)
         _check(rows, self._words.shape[1], self._num_addends + rows.shape[0])
+        if _needs_width(rows):
+            self.widen_()
         scratch = _scratch(rows, 4)
         for start, stop in _spans(rows):
             words = self._words[:, start:stop]
@@ -261,18 +287,19 @@ class ExactSums:
 
 
 @torch.no_grad()
-def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1) -> Tensor:
+def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1, *, is_wide: bool = False) -> Tensor:
     """Write :class:`ExactSums` of the rows of one tensor, divided, to ``output``. The words exist for one chunk only.
 
     ``rows`` is ``[rows, numel]`` in bfloat16, float16 or float32. ``output`` has any floating-point dtype, and may be the only
     row.
     """
     _check(rows, rows.shape[1], rows.shape[0])
-    scratch = _scratch(rows, 6)
+    num_words = _WIDE if is_wide or _needs_width(rows) else _NARROW
+    scratch = _scratch(rows, num_words + 4)
     for start, stop in _spans(rows):
-        words = scratch[:2, : stop - start]
-        _add(rows[:, start:stop], words, scratch[2:], is_first=True)
-        _round(words, scratch[2:], output[start:stop], divisor)
+        words = scratch[:num_words, : stop - start]
+        _add(rows[:, start:stop], words, scratch[num_words:], is_first=True)
+        _round(words, scratch[num_words:], output[start:stop], divisor)
     return output
 
 
@@ -290,7 +317,18 @@ def _check(rows: Tensor, numel: int, num_addends: int) -> None:
         )
 
 
-def _on_cpu(tensor: Tensor) -> bool:
+def _needs_width(rows: Tensor) -> bool:
+    """Return whether two words are too few for values that can be read without waiting."""
+    if not on_cpu(rows) or rows.numel() == 0:
+        return False
+    # One pass without a temporary, as in largest_magnitude.
+    least, largest = torch.aminmax(rows)
+    if -least.item() <= LARGEST and largest.item() <= LARGEST:
+        return False
+    return bool(exceeds_two_words(rows))
+
+
+def on_cpu(tensor: Tensor) -> bool:
     """Return whether a value can be read without waiting for a device."""
     return tensor.is_cpu
 
@@ -308,65 +346,68 @@ def _spans(rows: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _add(rows: Tensor, words: Tensor, scratch: Tensor, *, is_first: bool) -> None:
-    """Add rows to ``words [2, numel]``, or overwrite them if ``is_first``.
+    """Add rows to ``words [words, numel]``, or overwrite them if ``is_first``.
 
-    The lower word is at most 2^-24 before, and seven times that afterwards. ``scratch`` has two rows or more.
+    The last word is at most 2^-24 before, and seven times that afterwards. ``scratch`` has two rows or more.
     """
-    upper, lower = words
-    rest, rounded = scratch[:2, : upper.numel()]
-    for place, row in enumerate(_in_range(rows)):
+    rest, rounded = scratch[:2, : words.shape[1]]
+    for place, row in enumerate(rows):
         rest.copy_(row)
-        if is_first and place == 0:
-            torch.add(rest, _UPPER, out=upper)
-            rest -= upper.sub_(_UPPER)
-            torch.add(rest, _LOWER, out=lower)
-            lower.sub_(_LOWER)
-            continue
-        if place > 0 and place % _BETWEEN_CARRIES == 0:
+        if len(words) == _NARROW and not on_cpu(row):
+            rest.masked_fill_(rest.abs() > LARGEST, torch.nan)
+        starts = is_first and place == 0
+        if not starts and place > 0 and place % _BETWEEN_CARRIES == 0:
             _carry(words, scratch[1:])
-        torch.add(rest, _UPPER, out=rounded)
-        upper += rounded.sub_(_UPPER)
-        rest -= rounded
-        lower += rest.add_(_LOWER).sub_(_LOWER)
+        for word, rounder in zip(words, _ROUNDERS[-len(words) :], strict=True):
+            target = word if starts else rounded
+            torch.add(rest, rounder, out=target)
+            rest -= target.sub_(rounder)
+            if not starts:
+                word += rounded
 
 
 def _carry(words: Tensor, scratch: Tensor) -> None:
-    """Move the lower word's multiple of 2^-23 to the upper one."""
-    upper, lower = words
-    carried = scratch[0, : upper.numel()]
-    torch.add(lower, _UPPER, out=carried)
-    upper += carried.sub_(_UPPER)
-    lower -= carried
+    """Move the last word's multiple of 2^-23 to the word before."""
+    _carry_into(words[-2], words[-1], _ROUNDERS[-2], scratch)
 
 
-def _in_range(rows: Tensor) -> Tensor:
-    """Replace values that are too large by NaN. (NaN and infinities become NaN in the sum.)"""
-    if _on_cpu(rows) and rows.numel() > 0:
-        least, largest = (value.item() for value in torch.aminmax(rows))
-        if least >= -LARGEST and largest <= LARGEST:
-            return rows
-    return torch.where(rows.abs() <= LARGEST, rows, torch.nan)
+def _carry_into(coarse: Tensor, fine: Tensor, rounder: float, scratch: Tensor) -> None:
+    carried = scratch[0, : fine.numel()]
+    torch.add(fine, rounder, out=carried)
+    coarse += carried.sub_(rounder)
+    fine -= carried
 
 
 def _round(words: Tensor, scratch: Tensor, output: Tensor, divisor: int) -> None:
     """Write the sum of the words as the nearest float32, divided and in the format of ``output``."""
-    upper, lower = words
-    total, part, error, result = scratch[:, : upper.numel()]
-    # The exact rounding error of the addition (Knuth).
-    torch.add(upper, lower, out=total)
-    torch.sub(total, upper, out=part)
-    torch.sub(total, part, out=error)
-    torch.sub(upper, error, out=error)
-    torch.sub(lower, part, out=part)
-    error += part
-    if not _on_cpu(upper):
-        total = _odd(total, error)
-    elif any(value.item() != 0 for value in torch.aminmax(error)):
-        places = error.nonzero().squeeze(1)
-        total[places] = _odd(total[places], error[places])
-    single = result.view(torch.float32)[: upper.numel()]
-    single.copy_(total)
+    total, part, error, result = scratch[:, : words.shape[1]]
+    if len(words) == _WIDE:
+        # Each word then is at most half a step of the next coarser one, so the odd bit of a finer sum survives.
+        for place in range(_WIDE - 1, 0, -1):
+            _carry_into(words[place - 1], words[place], _ROUNDERS[place - 1], scratch)
+    finer = words[-1]
+    for word in reversed(words[:-1]):
+        finer = _add_to_odd(word, finer, total, part, error)
+    single = result.view(torch.float32)[: words.shape[1]]
+    single.copy_(finer)
     output.copy_(single.div_(divisor) if divisor != 1 else single)
+
+
+def _add_to_odd(coarse: Tensor, fine: Tensor, total: Tensor, part: Tensor, error: Tensor) -> Tensor:
+    """Return ``coarse + fine``, rounded to odd. The last three are scratch."""
+    # The exact rounding error of the addition (Knuth).
+    sums = coarse + fine if fine is total else torch.add(coarse, fine, out=total)
+    torch.sub(sums, coarse, out=part)
+    torch.sub(sums, part, out=error)
+    torch.sub(coarse, error, out=error)
+    torch.sub(fine, part, out=part)
+    error += part
+    if not on_cpu(coarse):
+        return _odd(sums, error)
+    if any(value.item() != 0 for value in torch.aminmax(error)):
+        places = error.nonzero().squeeze(1)
+        sums[places] = _odd(sums[places], error[places])
+    return sums
 
 
 def _odd(total: Tensor, error: Tensor) -> Tensor:

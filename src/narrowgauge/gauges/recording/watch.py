@@ -578,7 +578,7 @@ class Watch:
         if without and self._num_passes and len(without) < len(self._trained):
             count = len(self._trained)
             yield KINDS["no-gradient"].reading(
-                of_all(without), len(without), 0, step=step, count=count
+                of_all(without), len(without), 0, step=step, count=count, words=f" in {step} steps"
             )
         rates = {
             p: group["lr"]
