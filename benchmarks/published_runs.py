@@ -376,9 +376,10 @@ def residuals(what: str) -> list[Residual]:
         question, ratio = answer.question, answer.planned / answer.measured
         if what == "memory" and answer.what == "memory":
             rows.append(Residual(answer.job.kind, question["source"], 1 / ratio))
-        elif what != "memory" and answer.what == "speed":
-            if what == "named" or "software" not in question["ask"]:
-                rows.append(Residual(answer.job.kind, question["source"], ratio))
+            continue
+        is_usual = what == "named" or "software" not in question["ask"]
+        if what != "memory" and answer.what == "speed" and is_usual:
+            rows.append(Residual(answer.job.kind, question["source"], ratio))
     return rows
 
 
@@ -404,9 +405,9 @@ def widening_of(rows: Sequence[Residual]) -> float:
 def write_errors() -> None:
     """Write the quantiles of each class into the planner's table."""
     lines = [
-        "# Written by benchmarks/published_runs.py --write: 10 and 90 % quantiles of measured over planned values by class of question,",
-        "# from runs and questions in view. named, assumed: seconds, with the software named and with the usual one. memory: bytes.",
-        "# A class without a row has no published run.",
+        "# Written by benchmarks/published_runs.py --write: 10 and 90 % quantiles of measured over planned values",
+        "# by class, from runs and questions in view. named, assumed: seconds, with the software named and with the",
+        "# usual one. memory: bytes. A class without a row has no published run.",
     ]
     for what in ("named", "assumed", "memory"):
         rows = residuals(what)
@@ -432,10 +433,10 @@ def write_errors() -> None:
 
 
 def write_runs() -> None:
-    """Write the published runs that the planner prints beside its answers: those in view, those held out, and the questions' facts."""
+    """Write the published runs that the planner prints beside its answers: all rounds, and the facts of questions in view."""
     lines = [
-        "# Written by benchmarks/published_runs.py --write: training runs that others measured and published, for the nearest one beside a",
-        "# plan. tokens_per_second is that of a chip, memory_gb what the framework's allocator printed.",
+        "# Written by benchmarks/published_runs.py --write: training runs that others measured and published.",
+        "# tokens_per_second is that of a chip, memory_gb what the framework's allocator printed.",
         "",
     ]
     for later in (False, True):

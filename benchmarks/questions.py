@@ -1,7 +1,7 @@
 """Ask the planner questions whose answers others published, as a reader of their pages would ask them.
 
-Claim: at least 80 % of the questions are answered within 10 % of a memory, 15 % of a speed or length, 20 % of the hours of a run, and 75
-to 85 % of the facts lie within the interval that the answer states.
+Claim: at least 80 % of the questions are answered within 10 % of a memory, 15 % of a speed or length, and 75 to 85 % of the
+facts lie within the interval that the answer states.
 
 The questions of ``questions_held_out.toml`` were written down before the planner was redrawn, and no figure was set with them.
 
