@@ -72,6 +72,8 @@ _NEAR = 0.005
 """Relative distance within which a factor equals a number of the set-up."""
 MOST_TERMS = 16
 """Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks."""
+LEAST_VOCABULARY = 16
+"""Rows of the smallest embedding that counts as one of tokens."""
 _DRAWS = 8
 """Passes whose mean is compared, where evaluation mode draws random numbers too."""
 Backward = Callable[[nn.Module, Any], object]
@@ -408,7 +410,13 @@ def vocabulary_of(model: nn.Module) -> int:
         >>> vocabulary_of(nn.Sequential(nn.Embedding(65, 8), nn.Embedding(256, 8), nn.Linear(8, 65)))  # 256 positions
         65
     """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Linear):
+        return head.out_features
     sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    sizes = {
+        size for size in sizes if size >= LEAST_VOCABULARY
+    }  # two token types are no vocabulary
     outputs = [
         m.out_features
         for m in model.modules()

@@ -447,7 +447,7 @@ class Shadow(TorchDispatchMode):
     def site(self) -> Site:
         """Return the site of the current operation. Backward operations get the line of their forward."""
         node = torch_names.autograd_node()
-        line, is_backward = _user_line()
+        line, is_backward = user_line()
         if line:  # forward, recomputed forward, or the user's own backward
             self._lines[torch_names.next_sequence_number()] = line
             return Site(line, is_backward)
@@ -529,7 +529,7 @@ def _largest(x: Tensor) -> float:
     return float(values.where(values.isfinite(), 0.0).amax())
 
 
-def _user_line() -> tuple[str, bool]:
+def user_line() -> tuple[str, bool]:
     """Return the innermost line that is no library's, with the layer of torch that it called, and if it is a backward.
 
     In backward without a frame of the user's the line is empty.

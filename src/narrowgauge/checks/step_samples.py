@@ -28,6 +28,20 @@ RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
 """The optimizer classes that are recomputed. Derived classes are too, unless they replace the step under another name."""
 
 
+def plain(value: Any) -> Any:
+    """Return a value of an optimizer's state as it can be read: a plain tensor, dequantized if it holds codes.
+
+    A tensor of another class is ``None``: its elements are unknown.
+    """
+    if not isinstance(value, Tensor) or type(value) in (Tensor, torch.nn.Parameter):
+        return value
+    if is_sharded(value):
+        return value
+    if type(value).dequantize is not Tensor.dequantize:
+        return value.dequantize()
+    return None
+
+
 def evenly_spread(tensor: Tensor) -> Tensor:
     """Return evenly spread elements of this rank's shard, 1-D: a view where possible, the same places at every call.
 
@@ -112,7 +126,7 @@ class Sample:
             elif code.mantissa_bits < 23:
                 ends = None
                 if code.scaled:
-                    back = codes.multipliers(code, state.bounds[name])[1].double().log2() - (
+                    back = codes.multipliers(code, state.row_bounds[name])[1].double().log2() - (
                         code.lowest + 126
                     )
                     ends = spread(
@@ -167,7 +181,7 @@ def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
 def stored_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return the stored tensors of a parameter by name: any optimizer's states, and the weight with its tail for ours."""
     if not isinstance(optimizer, Optimizer):
-        return dict(optimizer.state.get(parameter, {}))
+        return {k: plain(value) for k, value in optimizer.state.get(parameter, {}).items()}
     stored: dict[str, Any] = {}
     for name in ("weight", *STATES) if optimizer.num_steps(parameter) else ("weight",):
         with suppress(KeyError):  # another rule has other states, and a frozen parameter none

@@ -40,35 +40,36 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
     return torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local)
 
 
-def split_groups(tensor: Any, *, columns: bool = False) -> list[Any]:
-    """Return the process groups of the mesh axes that split a tensor's elements, or only its last dimension (``columns``)."""
-    splits = _splits_columns if columns else lambda tensor, placement: _splits(placement)
-    axes = enumerate(tensor.placements) if is_sharded(tensor) else ()
-    return [
-        tensor.device_mesh.get_group(axis) for axis, placement in axes if splits(tensor, placement)
-    ]
+def split_groups(tensor: Any, *, columns: int | None = None) -> list[Any]:
+    """Return the process groups of the mesh axes that split a tensor's elements, or only its last ``columns`` dimensions."""
+    groups = []
+    for axis, placement in enumerate(tensor.placements if is_sharded(tensor) else ()):
+        if _splits(placement) and (columns is None or _splits_row(tensor, placement, columns)):
+            groups.append(tensor.device_mesh.get_group(axis))
+    return groups
 
 
-def _splits_columns(tensor: Any, placement: Any) -> bool:
-    return _splits(placement) and bool(placement.dim == tensor.ndim - 1)
+def _splits_row(tensor: Any, placement: Any, row_dims: int) -> bool:
+    """Return whether a placement splits one of the last dimensions, which are a row."""
+    return _splits(placement) and bool(placement.dim >= tensor.ndim - row_dims)
 
 
-def placed_like(owner: Any, part: Tensor, *, is_per_row: bool = False) -> Tensor:
+def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
     """Return this rank's part of a state as a DTensor placed like its parameter ``owner``. Keep it for a plain parameter.
 
     A distributed checkpoint can save and reshard the result. Int16 becomes int32.
 
     Args:
-        part: parameter-shaped. With ``is_per_row``, its last dimension is 1, and ranks that share rows hold the same values.
+        part: parameter-shaped. Its last ``row_dims`` dimensions are 1 instead, and ranks that share rows hold the same values.
     """
     if not is_sharded(owner) or part.ndim != owner.ndim:
         return part
     from torch.distributed.tensor import DTensor, Replicate
 
     part, shape, placements = sendable(owner, part), owner.shape, owner.placements
-    if is_per_row:
-        shape = torch.Size((*shape[:-1], 1))
-        placements = [Replicate() if _splits_columns(owner, p) else p for p in placements]
+    if row_dims:
+        shape = torch.Size((*shape[:-row_dims], *[1] * row_dims))
+        placements = [Replicate() if _splits_row(owner, p, row_dims) else p for p in placements]
     stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
     result: Tensor = DTensor.from_local(
         part, owner.device_mesh, placements, run_check=False, shape=shape, stride=stride

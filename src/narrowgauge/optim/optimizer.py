@@ -34,15 +34,16 @@ from narrowgauge.optim.multi_tensor import Launches, Table
 from narrowgauge.optim.parameter_formats import refuse_rounding, round_in_place, rounding_note
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
-from narrowgauge.optim.state import NO_GRADIENT, ParameterState, allocate_all
+from narrowgauge.optim.state import NO_GRADIENT, ParameterState
 from narrowgauge.optim.step import Stepper
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_names import HostCopy, is_captured, plain_name
-from narrowgauge.triton_printer import launches_on
 
 Group = dict[str, Any]
+PRINTED_ELEMENTS = 1 << 14
+"""On a CPU, print and compile a step of at least this many elements. It takes a second once."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -67,7 +68,7 @@ class Optimizer(torch.optim.Optimizer):
             not finite changes nothing. ``num_skipped`` counts such steps.
         seed: seed of the stochastic rounding.
         audit_every: steps between audits; 0 never audits.
-        compile: compile the kernels. ``None`` decides at each step: always on a GPU, on a CPU for 2¹⁸ elements or more.
+        compile: print and compile the steps. ``None`` decides at each step: always on a GPU, on a CPU for 2¹⁴ elements or more.
             :meth:`ran_compiled` tells the outcome. Storages in float64 never run compiled.
         loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a step with a non-finite
             gradient, and updates the scaler. It refuses a step if the scaler has scaled no loss since the last one.
@@ -124,7 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._members: set[Tensor] = set()  # parameters that were the model's when it was named
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
-        self._tables: dict[Kernel, Table] = {}
+        self._tables: dict[tuple[Kernel, torch.device], Table] = {}
         self._control = StepControl(self._is_worth_compiling)
         self.loss_scaler = (
             loss_scaler  # frameworks that make the scaler later set it before the first step
@@ -284,14 +285,13 @@ class Optimizer(torch.optim.Optimizer):
     def make_states(
         self, group: Group, parameters: Iterable[Tensor]
     ) -> dict[Tensor, ParameterState]:
-        """Return new states under a group's options. Small parameters of one call share a bucket."""
+        """Return new states under a group's options."""
         if torch.is_inference_mode_enabled():
             raise RecipeError(
                 "Cannot make states in torch.inference_mode() because they could not change outside of it.",
                 "Take torch.no_grad().",
             )
         states: dict[Tensor, ParameterState] = {}
-        alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = defaultdict(list)
         for parameter in parameters:
             require_float64([parameter])
             rule, storage = self._pair_of(group, parameter)
@@ -304,22 +304,28 @@ class Optimizer(torch.optim.Optimizer):
             states[parameter] = state = ParameterState(
                 parameter, storage, kernel, group["storage"], extras
             )
-            alike[kernel, state.parameter.device].append(state)
-        for (kernel, device), members in alike.items():
-            allocate_all(members, joined=not kernel.is_matrix and not launches_on(device))
-            for state in members:
-                state.begin()
+            state.allocate()
+            state.begin()
         return states
 
-    def _is_worth_compiling(self, num_elements: int, device: torch.device) -> bool:
-        return (
-            self.compile
-            if self.compile is not None
-            else is_worth_compiling(num_elements, device.type)
-        )
+    def _why_not_printed(self, num_elements: int, device: torch.device) -> str:
+        """Return why a step of so many elements runs by its definition, or an empty string."""
+        if self.compile is not None:
+            return "" if self.compile else "compile=False"
+        if device.type == "cpu" and num_elements < PRINTED_ELEMENTS:
+            return f"{num_elements:,} elements, fewer than {PRINTED_ELEMENTS:,}"
+        return ""
 
-    def ran_compiled(self) -> dict[str, bool]:
-        """Return whether the last step ran compiled code, by rule and storage. Nothing runs in a step that a CPU skips.
+    def _is_worth_compiling(self, num_elements: int, device: torch.device) -> bool:
+        """Return whether to compile the norm of so many elements."""
+        if self.compile is not None:
+            return self.compile
+        return is_worth_compiling(num_elements, device.type)
+
+    def ran_compiled(self) -> dict[str, str]:
+        """Return which code the last step ran, by rule and storage: ``"C++"``, ``"Triton"``, or why its definition.
+
+        Nothing runs in a step that a CPU skips.
 
         Example:
             >>> import torch, narrowgauge as ng
@@ -327,13 +333,13 @@ class Optimizer(torch.optim.Optimizer):
             >>> weight.grad, optimizer = torch.ones_like(weight), ng.AdamW([weight], lr=1e-3)
             >>> optimizer.step()
             >>> optimizer.ran_compiled()  # few elements on a CPU
-            {'adamw/word': False}
+            {'adamw/word': 'definition: 64 elements, fewer than 16,384'}
         """
-        pairs = [
-            (f"{rule}/{storage.name}", kernel.ran_compiled)
-            for (rule, storage), kernel in self._kernels.items()
-        ]
-        return {name: compiled for name, compiled in pairs if compiled is not None}
+        codes = {}
+        for (rule, storage), kernel in self._kernels.items():
+            if kernel.how_it_ran is not None:
+                codes[f"{rule}/{storage.name}"] = kernel.how_it_ran
+        return codes
 
     def adopt(
         self,
@@ -503,10 +509,8 @@ class Optimizer(torch.optim.Optimizer):
         for state in states:
             num_elements[state.kernel] += state.parameter.numel()
         for kernel in self._kernels.values():
-            kernel.ran_compiled, kernel.compile = (
-                None,
-                self._is_worth_compiling(num_elements[kernel], device),
-            )
+            kernel.how_it_ran = None
+            kernel.not_printed = self._why_not_printed(num_elements[kernel], device)
         scaling = {
             "scaler": self.loss_scaler,
             "grad_scale": getattr(self, "grad_scale", None),
@@ -624,11 +628,9 @@ class Optimizer(torch.optim.Optimizer):
             )  # the model was moved, as Fabric does after the optimizer is made
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
-            state.gradient, state.parameter = (
-                local_of(validation.gradient_of(parameter)),
-                local_of(parameter),
-            )
-            validation.check_fits(state, group["storage"])
+            state.gradient = local_of(validation.gradient_of(parameter))
+            validation.check_fits(state, group["storage"], local_of(parameter))
+            state.set_parameter(local_of(parameter))
             if isinstance(self.rule, MatrixRule):
                 rule = self.rule_in(group, parameter)
                 validation.check_same_rule(
@@ -743,7 +745,7 @@ class _Captured:
     work: list[tuple[Group, list[ParameterState]]]
     gradients: list[Tensor]
     step_control: StepControl
-    tables: dict[Kernel, Table]
+    tables: dict[tuple[Kernel, torch.device], Table]
     decision: Decision
 
     def take(self, auditor: Auditor, launches: Launches) -> list[ParameterState]:

@@ -175,14 +175,14 @@ def gradient_of(parameter: Tensor) -> Tensor:
 # ── states and their parameters ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_fits(state: ParameterState, storage: str) -> None:
-    """Refuse a parameter whose storage, shape or dtype differs from its state's."""
+def check_fits(state: ParameterState, storage: str, parameter: Tensor) -> None:
+    """Refuse a local parameter whose storage, shape or dtype differs from its state's."""
     if state.requested != storage:
         raise RecipeError(
             f"Cannot step because a group's storage was changed to '{storage}', and its states are in '{state.requested}'.",
             "Build a new optimizer with that storage. Its adopt(weights, moments) takes the old one's stored() values.",
         )
-    present, earlier = (state.parameter.shape, state.parameter.dtype), state.made_for[:2]
+    present, earlier = (parameter.shape, parameter.dtype), state.made_for[:2]
     if present != earlier:
         now, then = (
             f"{dtype_name(dtype)} of shape {tuple(shape)}" for shape, dtype in (present, earlier)
