@@ -17,6 +17,7 @@ from .checks.checking import check as check
 from .checks.moved import moved as moved
 from .checks.ranked import ranked_places as ranked_places
 from .checks.resume import check_resume as check_resume
+from .checks.teaches import teaches as teaches
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
 from .gauges.attach import attach_gauges as attach_gauges

@@ -777,3 +777,22 @@ def test_small_networks_whose_units_flip_are_not_accused() -> None:
         layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
         model, batch = nn.Sequential(*layers), (torch.randn(16, 16), torch.randn(16, 4))
         assert check(model, batch, loss=loss).ok, seed
+
+
+def test_gradients_that_are_not_finite_in_training_mode_alone_are_read() -> None:
+    class Divided(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.dropout(self.embed(tokens))
+            return self.head(self.norm(x)) + (x.abs().sqrt().sum() * 1e-3)
+
+    result = check(Divided(0.5), tokens_of(0))
+    (reading,) = [r for r in result if r.what == "nonfinite-gradient"]
+    assert reading.tensor == "embed.weight" and "First in the step: " in reading.advice
+
+
+def test_gradients_that_a_kernel_adds_elsewhere_are_not_accused() -> None:
+    model = Model()
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p)
+    result = check(model, tokens_of(0))
+    assert not read(result) and "main_grad" in result.unseen["the gradient"]

@@ -22,6 +22,7 @@ from narrowgauge.machine import compiler_missing
 from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.optim import clip, cpp_step, multi_tensor, triton_step
+from narrowgauge.optim.printed import printed_step
 from narrowgauge.optim.rules import matrix
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState
@@ -608,3 +609,15 @@ def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, st
     """Compiled without a GPU. ``./dev gpu --compile`` compiles all pairs, for three architectures."""
     row = benchmark_module("gpu").compiled_row(*kernel_of(rule, storage), True, False, 90)
     assert row["passes"] == "yes", row
+
+
+@pytest.mark.parametrize(("language", "comment"), [("cpp", "//"), ("triton", "#")])
+def test_a_step_is_shown_with_the_functions_of_its_definition(language: str, comment: str) -> None:
+    text = printed_step("compact", language=language)
+    assert f"{comment} codes.decode_weight" in text and f"{comment} one_minus_beta1" in text
+
+
+@pytest.mark.parametrize("words", [("wrd",), ("float64",), ("word", "adamx"), ("kahan", "lion2")])
+def test_a_step_that_is_not_printed_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(ng.errors.RecipeError, match=r"Cannot print|no storage"):
+        printed_step(*words)

@@ -42,8 +42,6 @@ def float32_copy(model: nn.Module, *, widens: bool = True) -> nn.Module:
             if isinstance(x, nn.Parameter):
                 values = values.float() if widens else values.to(dtypes.get(x, x.dtype))
                 memo[id(x)] = nn.Parameter(values, x.requires_grad)
-                if isinstance(fused := getattr(x, "main_grad", None), Tensor):
-                    memo[id(x)].main_grad = torch.zeros_like(whole(fused))
             else:  # results of an earlier pass, such as an auxiliary loss, become constants
                 values = values.float() if widens and x.dtype in NARROW else values
                 memo[id(x)] = values.requires_grad_(x.is_leaf and x.requires_grad)

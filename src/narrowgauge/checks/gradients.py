@@ -86,6 +86,7 @@ class _Configured(NamedTuple):
         mode: the shadow execution; ``None`` without.
         causes: what made values of the loss and the gradients that are not finite, where it was traced.
         draws: whether a pass drew random numbers.
+        loss_scale: of the passes, whether or not the gradients are unscaled.
         unstepped: names of tensors with a gradient that are no parameters of a module and in no optimizer.
     """
 
@@ -97,6 +98,7 @@ class _Configured(NamedTuple):
     is_training: bool
     draws: bool
     unstepped: list[str]
+    loss_scale: float
 
 
 def gradient_readings(
@@ -114,15 +116,18 @@ def gradient_readings(
     if any(p.is_complex() for p in model.parameters()):
         unseen["the gradient"] = "complex parameters"
         return [], [], []
+    if any(isinstance(getattr(p, "main_grad", None), Tensor) for p in model.parameters()):
+        unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
+        return [], [], []
     inside = set(map(id, model.parameters()))
     outside: dict[str, Any] = {
         p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside
     }
     reference = float32_copy(model)
     versions = [p._version for p in model.parameters()]
-    parts = _micro_batches(reference, batch, loss)
+    parts = micro_batches(reference, batch, loss)
     follows = ranks.size == 1 and not any(map(is_sharded, model.parameters()))
-    run = partial(_configured, set_up, outside, batch, parts, loss, backward, unseen, follows)
+    run = partial(configured_step, set_up, outside, batch, parts, loss, backward, unseen, follows)
     first = configured = run(True, measures=True)
     stepped = []
     for (name, p), values, version in zip(
@@ -149,13 +154,13 @@ def gradient_readings(
         lines, done, reasons = list[str](), list[str](), dict[str, str]()
         readings = list(_equal_batches(model, of_ranks))
         whole_batch, leaves = concatenated(all_parts), _trainable(reference) | outside
-        with _reason_for_none("the slope of the loss", reasons), _of_the_copy(model):
+        with reason_for_none("the slope of the loss", reasons), _of_the_copy(model):
             _set_training(reference, True)
             more, words, value = slope_readings(reference, leaves, whole_batch, loss)
             readings += more + _loss_readings(model, value, words)
             lines += words
             done.append("the slope of the loss")
-        with _reason_for_none("the gradient", reasons):
+        with reason_for_none("the gradient", reasons):
             _set_training(reference, configured.is_training)
             rounding = ranked
             if twin is not None:
@@ -169,6 +174,14 @@ def gradient_readings(
             exact.set_bounds(configured, rounding, samples)
             more, words = _compared(exact, configured, differing, rounding, reasons)
             readings += more
+            bad = [name for name, g in reversed(first.gradients.items()) if not is_finite(g)]
+            if bad and configured is not first:
+                number = int((~first.gradients[bad[0]].isfinite()).sum())
+                place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
+                wide = "in evaluation mode they were compared"
+                kind = KINDS["nonfinite-gradient"]
+                more.append(kind.reading(bad[0], number, 0, wide=wide, place=place))
+                readings.append(more[-1])
             if not any(reading.what == "nonfinite-gradient" for reading in more):
                 readings += rounding.readings()
             lines += words
@@ -187,7 +200,7 @@ def gradient_readings(
 
 
 @contextmanager
-def _reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
+def reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
     """Note why an area is not compared: a kernel that takes other formats, too little memory, no slope."""
     try:
         yield
@@ -264,7 +277,7 @@ def _set_training(model: nn.Module, is_training: bool) -> None:
         model.train()
 
 
-def _micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
+def micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
     """Return the micro-batches in a list. A list of tensors that ``loss`` takes is one batch, as a DataLoader makes it."""
     if not isinstance(batch, list):
         return [batch]
@@ -283,7 +296,7 @@ def _micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
     return batch
 
 
-def _configured(
+def configured_step(
     set_up: SetUp, outside: Mapping[str, Any], batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None,
     unseen: dict[str, str], follows: bool, is_training: bool, *, seed: int | None = None, **asks: Any,
 ) -> _Configured:  # fmt: skip
@@ -318,11 +331,13 @@ def _configured(
         draws = generators() != states
         # A scaler's step would still divide gradients that were scaled last.
         scale: Any = calls[-1][1].get_scale() if calls and calls[-1][0] == "scale" else 1.0
+        scaled = [scaler for name, scaler in calls if name == "scale"]
         for scaler, request in requests:
             if (
                 scaler.request is not request
             ):  # this pass scaled its loss; the optimizer would divide
                 scale, scaler.request = scaler.scale_tensor, request
+        loss_scale = float(scaled[-1].get_scale()) if scaled else float(scale)
         raw = dict[str, Tensor]()
         for name, p in parameters.items():
             gradient = gradient_of(p)
@@ -339,7 +354,9 @@ def _configured(
             inner_name(name) for name, x in leaves if x.grad is not None and id(x) not in known
         ]
     unseen |= unrestored
-    return _Configured(gradients, shadows, mode, causes, value, is_training, draws, unstepped)
+    return _Configured(
+        gradients, shadows, mode, causes, value, is_training, draws, unstepped, loss_scale
+    )
 
 
 def _passes(

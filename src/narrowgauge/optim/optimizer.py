@@ -41,6 +41,7 @@ from narrowgauge.optim.step import Stepper
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
+from narrowgauge.torch_hooks import announce
 from narrowgauge.torch_names import HostCopy, is_captured, plain_name
 
 Group = dict[str, Any]
@@ -156,6 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         formats, self._to_round = self._to_round or {}, None
         self._round(formats)
         self._take_over([p for p in self._parameters() if p not in formats])
+        announce(self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
