@@ -467,7 +467,8 @@ class Optimizer(torch.optim.Optimizer):
             The closure's loss, if there is one.
         Raises:
             RecipeError: a gradient is sparse or in another format. A parameter's storage, shape or format has changed since
-                its state was made. In a first step: parameters were replaced since then, or the model lacks them.
+                its state was made. In a first step: parameters were replaced since then, the model
+                lacks them, or two share memory.
 
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
             largest parameter: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.
@@ -493,6 +494,7 @@ class Optimizer(torch.optim.Optimizer):
         if not self._stepped:
             validation.check_replaced(self.state, list(self._parameters()))
             validation.check_in_use(self.parameter_names(), self._model(), self._members)
+            validation.check_apart(p for p in self._parameters() if p.grad is not None)
         work = [(group, self._with_gradient(group)) for group in self.param_groups]
         states = [state for _, members in work for state in members]
         if not states:
@@ -628,7 +630,8 @@ class Optimizer(torch.optim.Optimizer):
             )  # the model was moved, as Fabric does after the optimizer is made
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
-            state.gradient = local_of(validation.gradient_of(parameter))
+            # A printed step reads memory: a negative view must hold its values.
+            state.gradient = local_of(validation.gradient_of(parameter)).resolve_neg()
             validation.check_fits(state, group["storage"], local_of(parameter))
             state.set_parameter(local_of(parameter))
             if isinstance(self.rule, MatrixRule):

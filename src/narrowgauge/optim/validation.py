@@ -5,6 +5,7 @@ The table ``LAWS`` has one row per option of a rule. It is checked when a param 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.low_bits import LOW_BITS
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
@@ -220,6 +222,25 @@ def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -
             "Call narrowgauge.integrations.accelerate.pass_states_on(optimizer) after accelerator.prepare, or prepare the model "
             "after it was changed.",
         )
+
+
+def check_apart(parameters: Iterable[Tensor]) -> None:
+    """Refuse dense parameters that share memory: a step writes all of them at the same time."""
+    spans = []
+    for parameter in map(local_of, parameters):
+        reach = 1
+        for size, stride in zip(parameter.shape, parameter.stride(), strict=True):
+            reach += (size - 1) * stride
+        start = parameter.data_ptr()
+        if start and reach == parameter.numel():
+            spans.append((start, start + parameter.nbytes, tuple(parameter.shape)))
+    spans.sort()
+    for (_, end, before), (start, _, after) in itertools.pairwise(spans):
+        if start < end:
+            raise RecipeError(
+                f"Cannot step because parameters of shapes {before} and {after} share memory.",
+                "Tie weights by one parameter: decoder.weight = embedding.weight.",
+            )
 
 
 def check_in_use(
