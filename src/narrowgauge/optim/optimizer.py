@@ -695,7 +695,8 @@ class Optimizer(torch.optim.Optimizer):
         parameters = [p for p in group["params"] if p in gradients]
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
-            state.gradient = local_of(gradients[parameter])
+            # A printed step reads memory: a negative view must hold its values.
+            state.gradient = local_of(gradients[parameter]).resolve_neg()
             validation.check_fits(state, group["storage"], local_of(parameter))
             state.set_parameter(local_of(parameter))
             if isinstance(self.rule, MatrixRule):
