@@ -9,6 +9,7 @@ tensors, one of them or none (``verdict`` of ``tests/corpus/answers.py``); other
 healthy loop too. These tools see the loop alone:
 
 - ``check, record``: ``ng.check`` before the first step; ``ng.RunRecorder`` and ``ng.diagnose``, 6 steps, each audited.
+- ``teaches``: ``ng.teaches`` alone, before the first step: the part of the check that reads the loss.
 - ``watch``: ``ng.watch`` with its defaults and the losses, 52 steps.
 - ``anomaly``: ``torch.autograd.detect_anomaly``, 4 steps, where a gradient of the 52 steps is not finite. It names the
   operation whose backward makes NaN, and no tensor. It sees neither infinities nor wrong finite values.
@@ -54,6 +55,7 @@ from torch.utils._debug_mode import DebugMode
 from transformers.debug_utils import DebugUnderflowOverflow
 
 import narrowgauge as ng
+from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -69,7 +71,9 @@ SHORT, LONG, CAPTURED = 4, 52, 3
 SAMPLES, FACTOR, LOSSES, SIGMAS = 5, 100.0, 20, 4.0
 SIGNS = {"right place": "●", "elsewhere": "○", "wrong": "×", "silent": ""}
 OURS = "check, record", "watch"
-ALONE = *OURS, "anomaly", "overflow", "histograms", "loss guard"
+PART = "teaches"
+"""A part of the check, in a column of its own."""
+ALONE = *OURS, PART, "anomaly", "overflow", "histograms", "loss guard"
 BESIDE = "DebugMode", "two records"
 """Tools that see the loop alone, and beside its healthy loop."""
 PASSES, UPDATE, EVALUATION = (
@@ -90,6 +94,7 @@ POINTS_AT: dict[str, set[str]] = {
     "between steps": {"resume", "evaluation", "weights"},
 }
 """The stages of faults to which a method of the loop, or the stage of a reading, points."""
+OF_THE_LOSS = {name for name, kind in KINDS.items() if kind.by.startswith("ng.teaches")}
 Readings = list[Reading]
 
 
@@ -236,6 +241,7 @@ def written(row: Row, folder: Path) -> Path:
 def alone(row: Row, folder: Path) -> dict[str, Readings]:
     """Return what each tool that sees a loop alone says of it."""
     said, loop = {"check, record": answers(row, folder)}, row.loop(LONG)
+    said[PART] = [r for r in said["check, record"] if r.what in OF_THE_LOSS]
     said |= {
         "watch": watch(loop),
         "histograms": histograms(loop),

@@ -45,11 +45,12 @@ from narrowgauge.edge_values import edge_values
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.quantization import padded, quantize, random_words
-from narrowgauge.optim import multi_tensor
+from narrowgauge.optim import triton_step
 from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.torch_support.triton import LAUNCH
 
 SECTIONS = ("correctness", "steps", "layers", "training", "finetune")
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -208,15 +209,18 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
 
 def compiled_row(rule: Any, storage: Storage, whole: bool, audited: bool, architecture: int) -> Row:
     """Compile the kernel of a step for a GPU, which need not be here."""
-    function = multi_tensor.functions(rule, storage, whole, audited, False)["step"]
+    function = triton_step.functions(rule, storage, whole, False)[
+        "step_and_audit" if audited else "step"
+    ]
     types = {
         "table": "*i64",
         "tiles": "*i32",
         "numbers": "*fp32",
         "control": "*fp32",
+        "records": "*fp32",
         "sums": "*fp32",
+        "first_program": "i32",
     }
-    types |= {"first_program": "i32"} | ({} if audited else {"sums": "constexpr"})
     name = (
         f"{rule.name}/{storage.name}, {'whole' if whole else 'odd'}{', audited' if audited else ''}"
     )
@@ -240,9 +244,7 @@ def assembled(
     constants = {name: None for name, kind in types.items() if kind == "constexpr"}
     text = triton.compiler.ASTSource(function, types, constants, aligned)
     began = time.perf_counter()
-    kernel = triton.compile(
-        text, target=GPUTarget("cuda", architecture, 32), options=dict(multi_tensor.LAUNCH)
-    )
+    kernel = triton.compile(text, target=GPUTarget("cuda", architecture, 32), options=dict(LAUNCH))
     seconds, ptx = time.perf_counter() - began, kernel.asm["ptx"]
     target = f"sm_{architecture}{'a' if architecture >= 90 else ''}"
     tools = triton.knobs.nvidia

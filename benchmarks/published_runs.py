@@ -34,24 +34,25 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import questions
 from _published import Run, load, measured_tokens_per_second
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.clusters import Cluster, cluster_of
-from narrowgauge.planner.efficiency import Efficiency, efficiency_of, error_of
-from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.efficiency import Efficiency, efficiency_of, error_of, median_of
+from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.program import Program, read_program
 from narrowgauge.planner.search import search
 from narrowgauge.planner.step_time import UNSTEADY_GROUP, step_terms
 from narrowgauge.planner.terms import Terms
-from narrowgauge.spec.chips import Chip, get_chip
+from narrowgauge.spec.chips import CHIPS, Chip, get_chip
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
-TABLE = Path(__file__).parents[1] / "src/narrowgauge/planner/data/efficiency.toml"
+DATA = Path(__file__).parents[1] / "src/narrowgauge/planner/data"
 COMPUTES = {
     "float16": "float16",
     "bfloat16": "bfloat16",
@@ -74,8 +75,13 @@ PROGRAMS = (
     ("", "megatron-core"),
 )  # fmt: skip
 """The program of a publication's runs, by the beginning of their names."""
-FEWEST_PUBLICATIONS = 5
-"""Publications of a class from which one can be left out."""
+FEWEST_VALUES = 4
+"""Values of a class from which it has an interval."""
+CENTRED = ("mixture", "long")
+"""Classes whose plans are multiplied by the median of published runs."""
+FACTS = {"speed": "tokens_per_second", "memory": "memory_gb"}
+FEW_VALUES = 12
+"""Values of a class below which its interval holds all."""
 DEMONSTRATIONS = ("torchtitan", "torchao", "bloomberg")
 """Publications whose layouts show a feature and are not tuned for speed."""
 _UNSTATED_DEPTH = 4
@@ -89,9 +95,8 @@ class Point(NamedTuple):
     measured: float
     predicted: float
     terms: Terms
-    has_mixture: bool
     has_software: bool
-    job: Job
+    job: Estimate
     run: Run
 
     @property
@@ -105,10 +110,25 @@ class Point(NamedTuple):
         return self.predicted / self.measured
 
     @property
+    def kind(self) -> str:
+        """Return the class of question."""
+        return self.job.kind
+
+    @property
+    def has_mixture(self) -> bool:
+        return self.job.architecture.mixture is not None
+
+    @property
+    def peak(self) -> float:
+        """Return the printed peak in bytes; 0 without one."""
+        printed = self.run.measured
+        return printed.get("peak_memory_gib", 0) * 2**30 or printed.get("peak_memory_gb", 0) * 1e9
+
+    @property
     def is_inside(self) -> bool:
         """Tell whether the measured rate lies within the interval."""
-        _, low, high = error_of(has_mixture=self.has_mixture, has_software=self.has_software)
-        return low <= self.ratio <= high
+        ends = error_of("named" if self.has_software else "assumed", self.kind)
+        return ends is not None and ends[0] <= self.ratio <= ends[1]
 
 
 def layout_of(run: Run) -> Layout:
@@ -198,13 +218,11 @@ def predict(run: Run) -> Point:
     chip, shares = chip_of(run)
     layout, cluster, length = layout_of(run), cluster_of_run(run, chip), run.step["sequence_length"]
     program = replace(program_of(run), software=run.software)
-    job = Job(architecture, recipe, layout, cluster, length, shares, program)
+    job = Estimate(architecture, recipe, layout, cluster, length, shares, program)
     steady = step_terms(job).without(UNSTEADY_GROUP)
     tokens = layout.num_sequences * run.step["sequence_length"] / layout.num_ranks
-    measured, has_mixture = measured_tokens_per_second(run), architecture.mixture is not None
-    return Point(
-        run.name, measured, tokens / steady.total, steady, has_mixture, bool(run.software), job, run
-    )
+    measured = measured_tokens_per_second(run)
+    return Point(run.name, measured, tokens / steady.total, steady, bool(run.software), job, run)
 
 
 def predict_all(runs: list[Run]) -> tuple[list[Point], list[str]]:
@@ -297,16 +315,13 @@ def report_memory(points: list[Point]) -> str:
     ]
     errors, inside = [], []
     for point in points:
-        printed = point.run.measured
-        if (
-            peak := printed.get("peak_memory_gib", 0) * 2**30
-            or printed.get("peak_memory_gb", 0) * 1e9
-        ):
-            low, high = point.job.memory.interval
-            errors.append(point.job.memory.total / peak - 1)
-            inside.append(low <= peak <= high)
+        if point.peak:
+            planned = point.job.reserved_bytes
+            ends = error_of("memory", point.kind)
+            errors.append(planned / point.peak - 1)
+            inside.append(ends is not None and ends[0] <= point.peak / planned <= ends[1])
             print(
-                f"{point.name:48} {peak / 2**30:9,.1f} {point.job.memory.total / 2**30:9,.1f} GiB {errors[-1]:+7.1%}"
+                f"{point.name:48} {point.peak / 2**30:9,.1f} {planned / 2**30:9,.1f} GiB {errors[-1]:+7.1%}"
             )
     if errors:
         sizes = [abs(error) for error in errors]
@@ -333,54 +348,140 @@ def interval_of(ratios: Sequence[float], wider: float = 1.0) -> tuple[float, flo
     return middle * (cuts[0] / middle) ** wider, middle * (cuts[-1] / middle) ** wider
 
 
-def held_by_others(points: Sequence[Point], wider: float = 1.0) -> float:
-    """Return the share of runs that lie within the interval of the other publications' runs."""
-    inside = []
-    for family in {family_of(point) for point in points}:
-        others = [point.ratio for point in points if family_of(point) != family]
-        if len(others) > 1:
-            low, high = interval_of(others, wider)
-            inside += [low <= point.ratio <= high for point in points if family_of(point) == family]
-    return statistics.mean(inside)
+class Residual(NamedTuple):
+    """One measured over planned value: its class of question, and its publication."""
+
+    kind: str
+    family: str
+    ratio: float
 
 
-def widening_of(points: Sequence[Point]) -> float:
-    """Return the least widening of quantiles that holds 80 % of the runs of a publication left out; 1 for few publications."""
-    if len({family_of(point) for point in points}) < FEWEST_PUBLICATIONS:
-        return 1.0
-    return next(
-        wider for step in range(60) if held_by_others(points, wider := 1 + step / 20) >= 0.8
-    )
+@cache
+def asked() -> tuple[questions.Answer, ...]:
+    """Return the answers to the questions in view."""
+    rows = questions.load(held_out=False)
+    return tuple(answer for question in rows for answer in questions.ask(question))
+
+
+def residuals(what: str) -> list[Residual]:
+    """Return the residuals of runs and questions in view: of seconds (``named``, ``assumed``), or of bytes (``memory``)."""
+    rows = []
+    for point in points_in_view(assumed=what == "assumed"):
+        if what != "memory":
+            rows.append(Residual(point.kind, family_of(point), point.ratio))
+        elif point.peak:
+            ratio = point.peak / point.job.reserved_bytes
+            rows.append(Residual(point.kind, family_of(point), ratio))
+    for answer in asked():
+        question, ratio = answer.question, answer.planned / answer.measured
+        if what == "memory" and answer.what == "memory":
+            rows.append(Residual(answer.job.kind, question["source"], 1 / ratio))
+            continue
+        is_usual = what == "named" or "software" not in question["ask"]
+        if what != "memory" and answer.what == "speed" and is_usual:
+            rows.append(Residual(answer.job.kind, question["source"], ratio))
+    return rows
+
+
+def held_by_others(rows: Sequence[Residual], wider: float = 1.0) -> float:
+    """Return the share of values that lie within the interval of the other publications' values."""
+    held = 0
+    for family in {row.family for row in rows}:
+        others = [row.ratio for row in rows if row.family != family]
+        low, high = interval_of(others, wider)
+        held += sum(low <= row.ratio <= high for row in rows if row.family == family)
+    return held / len(rows)
+
+
+def widening_of(rows: Sequence[Residual]) -> float:
+    """Return the least widening of quantiles that holds 80 % of the values of a publication left out; 1 for few publications."""
+    for step in range(60):
+        wider = 1 + step / 20
+        if held_by_others(rows, wider) >= 0.8:
+            return wider
+    return 4.0
 
 
 def write_errors() -> None:
     """Write the quantiles of each class into the planner's table."""
     lines = [
-        "# Written by benchmarks/published_runs.py --write: 10 and 90 % quantiles of measured over planned seconds, runs in "
-        "view."
+        "# Written by benchmarks/published_runs.py --write: 10 and 90 % quantiles of measured over planned values",
+        "# by class, from runs and questions in view. named, assumed: seconds, with the software named and with the",
+        "# usual one. memory: bytes. A class without a row has no published run.",
     ]
-    for name, assumed in (("named", False), ("assumed", True)):
-        points = points_in_view(assumed=assumed)
-        for kind in ("dense", "mixture"):
-            chosen = [point for point in points if point.has_mixture == (kind == "mixture")]
-            ratios, wider = [point.ratio for point in chosen], widening_of(chosen)
-            (low, high), middle, lines_of_median = interval_of(ratios, wider), 1.0, []
-            if kind == "mixture":  # the plan's seconds become the median
+    for what in ("named", "assumed", "memory"):
+        rows = residuals(what)
+        for kind in dict.fromkeys(row.kind for row in rows):
+            chosen = [row for row in rows if row.kind == kind]
+            if len(chosen) < FEWEST_VALUES:
+                continue
+            ratios, middle, wider = [row.ratio for row in chosen], 1.0, 1.0
+            low, high = min(ratios), max(ratios)
+            if len(chosen) >= FEW_VALUES:
+                wider = widening_of(chosen)
+                low, high = interval_of(ratios, wider)
+            lines += ["", f"[{what}.{kind}]"]
+            if what != "memory" and kind in CENTRED:  # the plan's seconds become the median
                 middle = statistics.median(ratios)
-                written = middle * error_of(has_mixture=True, has_software=not assumed)[0]
-                lines_of_median = [f"median = {written:.3f}"]
-            ends = [
-                f"low = {low / middle:.3f}",
-                f"high = {high / middle:.3f}",
-                f"runs = {len(chosen)}",
-                "",
-            ]
-            lines += [f"[error.{kind}.{name}]", *lines_of_median, *ends]
+                lines.append(f"median = {middle * median_of(what, kind):.3f}")
+            lines += [f"low = {low / middle:.3f}", f"high = {high / middle:.3f}"]
+            lines.append(f"runs = {len(chosen)}")
             print(
-                f"{kind:8} {name:8} {low:.3f} to {high:.3f}, {len(chosen)} runs, quantiles to the power of {wider:.2f}"
+                f"{what:8} {kind:9} {low:.3f} to {high:.3f}, {len(chosen)} values, to the power of {wider:.2f}"
             )
-    text = TABLE.read_text(encoding="utf-8").partition("# Written by")[0]
-    TABLE.write_text(text + "\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    (DATA / "errors.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_runs() -> None:
+    """Write the published runs that the planner prints beside its answers: all rounds, and the facts of questions in view."""
+    lines = [
+        "# Written by benchmarks/published_runs.py --write: training runs that others measured and published.",
+        "# tokens_per_second is that of a chip, memory_gb what the framework's allocator printed.",
+        "",
+    ]
+    for later in (False, True):
+        for held_out in (False, True):
+            for point in predict_all(load(held_out, later))[0]:
+                facts = {"tokens_per_second": round(point.measured, 1)}
+                if point.peak:
+                    facts["memory_gb"] = round(point.peak / 1e9, 1)
+                lines.append(
+                    _run_row(point.run.model, point.job, point.kind, point.run.source, facts)
+                )
+    for name in dict.fromkeys(answer.question["name"] for answer in asked()):
+        answers = [answer for answer in asked() if answer.question["name"] == name]
+        question = answers[0].question
+        facts = {FACTS[answer.what]: round(answer.measured, 1) for answer in answers}
+        model = question["ask"]["model"]
+        if question["ask"].get("base", "bfloat16") != "bfloat16":
+            model += f", {question['ask']['base']} base"
+        lines.append(
+            _run_row(model, answers[0].job, answers[0].job.kind, question["source"], facts)
+        )
+    (DATA / "runs.toml").write_text("run = [\n" + "\n".join(lines[3:]) + "\n]\n", encoding="utf-8")
+    text = (DATA / "runs.toml").read_text(encoding="utf-8")
+    (DATA / "runs.toml").write_text("\n".join(lines[:3]) + text, encoding="utf-8")
+
+
+def _run_row(model: str, job: Estimate, kind: str, source: str, facts: dict[str, float]) -> str:
+    """Return a line of TOML."""
+    precision = job.recipe.compute.name
+    fields = {
+        "model": model,
+        "parameters": job.architecture.num_parameters,
+        "kind": kind,
+        "precision": precision,
+        "chip": job.chip.name if job.chip.name in CHIPS else "",
+        "chips": job.num_chips,
+        "length": job.sequence_length,
+        **facts,
+        "source": source,
+    }
+    return (
+        "    { "
+        + ", ".join(f"{key} = {json.dumps(value)}" for key, value in fields.items())
+        + " },"
+    )
 
 
 def main() -> int:
@@ -402,6 +503,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.write:
         write_errors()
+        write_runs()
         return 0
     runs = load(options.held_out, options.later)
     if options.assumed:

@@ -19,7 +19,10 @@ _QUIET = {"TOKENIZERS_PARALLELISM": "false"}
 # Two workers with two threads each would take twice the time on two processors, and so would pools of compilers.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 _CACHE = Path(__file__).parents[1] / ".cache" / "tests"
-_CACHES = {"TORCHINDUCTOR_CACHE_DIR": _CACHE / "inductor"}
+_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": _CACHE / "inductor",
+    "NARROWGAUGE_CACHE": _CACHE / "steps",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

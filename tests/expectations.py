@@ -98,14 +98,14 @@ STORAGES: dict[str, Storage] = {
     "master64": Storage(28, 1e-13, beside=("master",), vectors_whole=False, stands_for="words of 64 bits beside two lanes"),
     "float16/master": Storage(16, 0.002, beside=("master",), stands_for="float16 with a full copy"),
     "float16/split": Storage(12, 0.01, tail_bits=13, beside=("tail",), stands_for="float16 with a tail"),
-    "float16/naive": Storage(8, "lost", vectors_whole=False),
-    "float16/collage-light": Storage(10, 0.003, beside=_LOW, vectors_whole=False),
+    "float16/naive": Storage(8, "lost", vectors_whole=False, stands_for="float16, and nothing beside it"),
+    "float16/collage-light": Storage(10, 0.003, 8, beside=_LOW, vectors_whole=False),
     "float16/collage-plus": Storage(
-        12, 0.002, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions in float16"
+        12, 0.002, 8, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions in float16"
     ),
-    "float16-throughout/naive": Storage(8, "lost", vectors_whole=False, stands_for="float16, and nothing beside it"),
+    "float16-throughout/naive": Storage(8, "lost", 8, vectors_whole=False),
     "float16-throughout/stochastic": Storage(
-        8, "noisy", vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16, and nothing beside it, stochastic"
+        8, "noisy", 8, vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16 with scales by row, stochastic"
     ),
     "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by row"),
     "float8/collage-plus": Storage(10, "lost", 12, beside=_LOWER, stands_for="three parts, each relative to its row"),
@@ -143,14 +143,21 @@ COMPUTES: dict[str, Compute] = {
     "float8": Compute(2, default_storage="collage-plus"),
     "float8-tensor": Compute(1, _ALL, has=("served",)),
     "float8-row": Compute(2, has=("served",)),
+    "float8-row-wide-gw": Compute(2),
     "float8-block": Compute(2, ("weight",)),
+    "float8-block-float32": Compute(2, ("weight",)),
     "float8-tensor-e5m2": Compute(1, _ALL, has=("served",)),
     "int8-row": Compute(1, ("input", "weight"), has=("stochastic", "served")),
     "int8-outlier": Compute(2, ("gradient",), has=("served",)),
     "int8-outlier-codes": Compute(2, ("gradient",), has=("served",)),
     "mxfp8": Compute(2),
+    "mxfp8-ocp": Compute(2),
     "mxfp4": Compute(2, has=("stochastic",)),
     "nvfp4": Compute(2, has=("stochastic",)),
+    "nvfp4-4over6": Compute(2, has=("stochastic",)),
+    "int4-qat": Compute(2, _ALL),
+    "mxfp4-qat": Compute(2, ("gradient",)),
+    "nvfp4-qat": Compute(2, ("gradient",)),
     "scalify": Compute(1, _ALL),
     "scalify-float16": Compute(2),
 }
@@ -206,4 +213,11 @@ CHIPS: dict[str, tuple[int, float, float, float, int]] = {
     "RTX-5090": (32, 1792, 209.5, 25, 8),
     "TPU-v5e": (16, 819, 197, 25, 256),
     "TPU-v5p": (95, 2765, 459, 25, 8960),
+    "T4": (16, 320, 65, 25, 8),
+    "A10G": (24, 600, 70, 25, 8),
+    "RTX-3090": (24, 936, 71, 25, 8),
+    "RTX-A6000": (48, 768, 154.8, 25, 8),
+    "GH200-96GB": (96, 4000, 989, 200, 1),
+    "GB300-NVL72-per-GPU": (288, 8000, 2500, 800, 72),
+    "TPU-v6e": (32, 1640, 918, 25, 256),
 }

@@ -27,7 +27,7 @@ LAYERS = {
     "comparison": {"analysis.comparison"},
     "diagnosis": {f"analysis.{name}" for name in ("diagnose", "two_runs", "first_difference")},
     "torch_names": {"torch_names", "torch_hooks", "inductor", "put_back"},
-    "compile": {"compile", "edge_values", "triton_printer"},
+    "compile": {"compile", "edge_values", "torch_support"},
     "recording": {"gauges.recording"},
     "own_module": {"planner.own_module"},
     "cli": {"cli", "__main__"},

@@ -15,7 +15,9 @@ from .analysis.diagnose import diagnose as diagnose
 from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
 from .checks.moved import moved as moved
+from .checks.ranked import ranked_places as ranked_places
 from .checks.resume import check_resume as check_resume
+from .checks.teaches import teaches as teaches
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
 from .gauges.attach import attach_gauges as attach_gauges
@@ -30,6 +32,7 @@ from .optim.adam_states import full_weights as full_weights
 from .optim.adam_states import load_states as load_states
 from .optim.adam_states import to_torch_state as to_torch_state
 from .optim.audit import audit as audit
+from .optim.averaging import AveragedModel as AveragedModel
 from .optim.low_bits import fill_low_bits as fill_low_bits
 from .optim.optimizer import Optimizer as Optimizer
 from .optim.optimizers import SGD as SGD

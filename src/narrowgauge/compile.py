@@ -19,16 +19,17 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.edge_values import draw, same_numbers
-from narrowgauge.inductor import few_instructions, quiet
+from narrowgauge.inductor import quiet
 from narrowgauge.machine import compiler_missing, compiler_name, gpu_compiler_missing, switched_off
 from narrowgauge.torch_names import is_traced
 
@@ -39,14 +40,6 @@ MOST_VERSIONS = 8
 SMALL_SIDE = 256
 """Shorten longer sides to about this to compare compiled code with its function."""
 
-# Each threshold makes Inductor write an intermediate to memory. A fresh buffer of a large tensor's size costs more in page
-# faults than the whole step (measured: 4 to 10 times).
-_ONE_LOOP: dict[str, Any] = {
-    "realize_reads_threshold": 1000,
-    "realize_acc_reads_threshold": 1000,
-    "realize_opcount_threshold": 100_000,
-    "cpp.max_horizontal_fusion_size": 128,
-}
 _ON_CPU: dict[str, Any] = {
     "size_asserts": False,  # 3 µs a call
     "cpp.vec_isa_ok": True,  # otherwise three test programs are compiled, 3.5 s; a wrong answer fails to compile
@@ -101,6 +94,14 @@ class Compiled:
 
 
 _COMPILED: dict[tuple[Any, ...], list[Compiled | None]] = {}
+_lock = threading.RLock()  # Inductor compiles in one thread at a time
+
+
+class Outcome(NamedTuple):
+    """Hold compiled code, or ``None``. An error may pass, so it ``is_final`` only if the code was compared."""
+
+    code: Compiled | None
+    is_final: bool
 
 
 def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) -> Any:
@@ -132,8 +133,6 @@ def compiled(
     arguments: Sequence[Tensor | None],
     *,
     exact: bool = True,
-    one_loop: bool = False,
-    proof: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Compiled | None:
     """Return a function of tensors compiled for arguments like these, or ``None`` if that fails.
 
@@ -142,9 +141,6 @@ def compiled(
         arguments: arguments of the first call. A compiled function takes those that are not ``None``.
         exact: compare returned floats bit for bit. ``False``: sums of ordinary values may round differently, and those of edge
             values are not compared. Values written into arguments are always compared bit for bit.
-        one_loop: write no intermediate to memory. The compiler repeats an expression for each path through it. Deep expressions
-            with many reused values take hours.
-        proof: returns other arguments like these, whose small tensors make every expression count.
     Cost: 5 to 15 s the first time on a machine, under a second from Inductor's cache.
     """
     tensors = [argument for argument in arguments if argument is not None]
@@ -152,14 +148,18 @@ def compiled(
     for version in versions:
         if version is None or version.accepts(tensors):
             return version
-    if len(versions) == MOST_VERSIONS:
-        versions[:] = [None]
-        _warn_once(f"{_name(function)} was compiled for {MOST_VERSIONS} kinds of sizes")
-        return None
-    versions.append(
-        _compile_and_compare(function, arguments if proof is None else proof(), exact, one_loop)
-    )
-    return versions[-1]
+    with _lock:
+        for version in versions:  # another thread may have compiled it
+            if version is None or version.accepts(tensors):
+                return version
+        if len(versions) == MOST_VERSIONS:
+            versions[:] = [None]
+            _warn_once(f"{_name(function)} was compiled for {MOST_VERSIONS} kinds of sizes")
+            return None
+        outcome = _compile_and_compare(function, arguments, exact)
+        if outcome.is_final:
+            versions.append(outcome.code)
+        return outcome.code
 
 
 def can_compile(place: Literal["cpu", "gpu"]) -> bool:
@@ -180,10 +180,10 @@ def _warn_once(reason: str) -> None:
 
 
 def _compile_and_compare(
-    function: Callable[..., Any], arguments: Sequence[Tensor | None], exact: bool, one_loop: bool
-) -> Compiled | None:
+    function: Callable[..., Any], arguments: Sequence[Tensor | None], exact: bool
+) -> Outcome:
     if not can_compile(place_of(arguments)):
-        return None
+        return Outcome(None, False)
     present = [argument is not None for argument in arguments]
     tensors = [argument for argument in arguments if argument is not None]
 
@@ -192,13 +192,8 @@ def _compile_and_compare(
         return function(*(next(queue) if there else None for there in present))
 
     try:
-        with (
-            torch.no_grad(),
-            quiet(),
-            few_instructions(),
-            usual_defaults(),
-        ):  # the first call still compiles
-            run = _compiled_code(of_tensors, tensors, one_loop)
+        with torch.no_grad(), quiet(), usual_defaults():  # the first call still compiles
+            run = _compiled_code(of_tensors, tensors)
             same = [
                 matches(run, of_tensors, case, exact=exact, results=exact or number == 0)
                 for number, case in enumerate(_cases(run, tensors))
@@ -213,12 +208,12 @@ def _compile_and_compare(
             else f"{type(error).__name__}: {line}"
         )
         _warn_once(f"Cannot compile {_name(function)} ({why})")
-        return None
+        return Outcome(None, False)
     if not all(same):
         _warn_once(
             f"PyTorch {torch.__version__} compiles {_name(function)} to code that gives other bits"
         )
-    return run if all(same) else None
+    return Outcome(run if all(same) else None, True)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -235,9 +230,7 @@ def _is_stopped(error: BaseException) -> bool:
     return is_signal or (error.__cause__ is not None and _is_stopped(error.__cause__))
 
 
-def _compiled_code(
-    function: Callable[..., Any], arguments: Sequence[Tensor], one_loop: bool
-) -> Compiled:
+def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor]) -> Compiled:
     """Trace a function with symbolic sizes and compile the graph.
 
     Trace tensors without memory, of the arguments' sizes and strides. Compiled code reads a tensor at its own address, so guards
@@ -257,16 +250,14 @@ def _compiled_code(
         fakes.append(mode.from_tensor(empty))
         fakes[-1].fake_device = argument.device
     graph = make_fx(function, tracing_mode="symbolic")(*fakes)
-    call = torch._inductor.compile(
-        graph, list[Any](fakes), options=options(arguments[0].device, one_loop=one_loop)
-    )
+    call = torch._inductor.compile(graph, list[Any](fakes), options=options(arguments[0].device))
     guards = sizes.produce_guards_expression(fakes, ignore_static=False) or ""
     return Compiled(
         call, " and ".join(g for g in guards.split(" and ") if "storage_offset" not in g) or None
     )
 
 
-def options(device: torch.device, *, one_loop: bool = False) -> dict[str, Any]:
+def options(device: torch.device) -> dict[str, Any]:
     """Return Inductor's options for a device, without those that this release lacks."""
     from torch._inductor import config
 
@@ -280,8 +271,6 @@ def options(device: torch.device, *, one_loop: bool = False) -> dict[str, Any]:
         chosen = _ON_CPU | {name: value for name, value in by_machine.items() if value}
     else:
         chosen = _ON_GPU
-
-    chosen = chosen | (_ONE_LOOP if one_loop else {})
 
     def is_known(name: str) -> bool:
         folder, _, option = name.rpartition(".")

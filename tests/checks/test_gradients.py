@@ -204,12 +204,20 @@ HEALTHY: dict[str, Callable[[], ng.analysis.Readings]] = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_gradient_is_within_rounding(name: str) -> None:
+def test_a_healthy_gradient_has_the_structure_of_float32(name: str) -> None:
     result = HEALTHY[name]()
     assert not read(result), result
-    assert any("within rounding" in line for line in result.lines)
+    (near,) = [line for line in result.lines if line.endswith("of float32's in one process")]
+    if "  without" in near:
+        assert float(near.partition("within ")[2].partition(" ")[0]) <= 3e-6, near
+    else:
+        assert name in LOST
     (slope,) = [line for line in result.lines if line.startswith("slope: ")]
     assert float(slope.partition("within ")[2].partition(",")[0]) <= 2e-8, slope
+
+
+LOST: set[str] = set()
+"""Healthy set-ups of which some gradients are not followed."""
 
 
 # ── the slope of the loss ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -381,7 +389,7 @@ def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -
 
     for backward in (None, scaled, unscaled, unscaled):
         result = ng.check(model, optimizer, batch=tokens_of(0), loss=beside, backward=backward)
-        assert not read(result) and "gradients: 8 of 8 tensors equal" in str(result), result
+        assert not read(result) and "8 tensors within" in str(result), result
         assert "batches of the model" in result.unseen
     assert all(p.grad is None for p in (*model.parameters(), *head.parameters()))
     assert model.unlisted[0].weight.grad is None and not model.mean.any()
@@ -630,7 +638,11 @@ def wrapped(rank: int, how: str) -> Any:
     batch = tokens_of(rank) if how == "ddp, unlike counts" else tokens_of(0)
     parts = [batch, (batch[0].flip(0), batch[1].flip(0))]
     result = check(model, parts[::-1] if rank and how != "ddp, equal batches" else parts)
-    return [(r.what, r.tensor) for r in result], result.unseen, result.lines[-1]
+    return (
+        [(r.what, r.tensor) for r in result],
+        result.unseen,
+        next(x for x in result.lines if x.startswith("grad")),
+    )
 
 
 @pytest.mark.parametrize(
@@ -638,7 +650,10 @@ def wrapped(rank: int, how: str) -> Any:
 )
 def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) -> None:
     first, second = run_ranks(wrapped, 2, tmp_path, how)
-    assert first[0] == second[0] and "equal to float32's" in first[2]
+    assert first[0] == second[0]
+    assert first[2].startswith("gradients of 6 tensors: in a copy in one process, nothing was"), (
+        first
+    )
     whats = {
         "ddp, float16 sums": "gradient",
         "ddp, unlike counts": "gradient",
@@ -762,3 +777,22 @@ def test_small_networks_whose_units_flip_are_not_accused() -> None:
         layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
         model, batch = nn.Sequential(*layers), (torch.randn(16, 16), torch.randn(16, 4))
         assert check(model, batch, loss=loss).ok, seed
+
+
+def test_gradients_that_are_not_finite_in_training_mode_alone_are_read() -> None:
+    class Divided(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.dropout(self.embed(tokens))
+            return self.head(self.norm(x)) + (x.abs().sqrt().sum() * 1e-3)
+
+    result = check(Divided(0.5), tokens_of(0))
+    (reading,) = [r for r in result if r.what == "nonfinite-gradient"]
+    assert reading.tensor == "embed.weight" and "First in the step: " in reading.advice
+
+
+def test_gradients_that_a_kernel_adds_elsewhere_are_not_accused() -> None:
+    model = Model()
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p)
+    result = check(model, tokens_of(0))
+    assert not read(result) and "main_grad" in result.unseen["the gradient"]

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -24,12 +25,17 @@ LOCATES: dict[str, set[str]] = {
     "settings": {
         "missing-parameters", "replaced-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
     },
-    "data": {"gradient", "gradient-factor"},
-    "forward": {"gradient", "gradient-factor", "step-in-backward"},
-    "loss": {"gradient", "gradient-factor"},
+    "data": {"gradient", "gradient-factor", "padding-learned", "wrong-shift"},
+    "forward": {
+        "gradient", "gradient-factor", "step-in-backward", "rounding", "sees-its-target", "padding-seen",
+    },
+    "loss": {
+        "gradient", "gradient-factor", "rounding", "wrong-shift", "counts-unlearned", "ignored-smoothed",
+        "narrow-log-softmax",
+    },
     "gradient": {
         "slope", "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
-        "replaced-parameters", "gradients-kept", "zero-gradients",
+        "replaced-parameters", "gradients-kept", "zero-gradients", "rounding", "many-roundings",
     },
     "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
     "state": {
@@ -51,13 +57,32 @@ DELIBERATE = {"sharpness-aware", "gradient noise"}
 
 def answers(row: Row, folder: Path) -> list[Reading]:
     """Return every reading, the notes left out."""
+    return judged(row, folder)[0]
+
+
+def judged(row: Row, folder: Path) -> tuple[list[Reading], dict[str, Any]]:
+    """Return every reading, the notes left out, and the facts of the loss that are not what the row says."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        readings = [*_checked(row), *_recorded(row, folder)]
-    return [reading for reading in readings if reading.severity != "note"]
+        checked, surprises = _checked(row)
+        readings = [*checked, *_recorded(row, folder)]
+    return [reading for reading in readings if reading.severity != "note"], surprises
 
 
-def _checked(row: Row) -> list[Reading]:
+def lesson_of(row: Row, num_labels: int) -> dict[str, Any]:
+    """Return the facts of a row's loss, by its settings and its data."""
+    settings = row.settings
+    lesson = {
+        "shift": 1, "learned": num_labels, "weights": "equal", "weight_sum": 1.0, "unlearned": 0, "not_sure": 0,
+        "smoothing": settings.smoothing, "smoothed_alone": 0, "z_loss": 0.0, "other_terms": "", "dtype": "float32",
+        "sees_later": False, "sees_others": False, "first_seen": 8 if settings.is_packed else 0,
+        "sees_padding": False if settings.is_padded else None, "padding_learned": 0,
+    }  # fmt: skip
+    taught = {name: None if value == "unknown" else value for name, value in row.taught.items()}
+    return lesson | taught
+
+
+def _checked(row: Row) -> tuple[list[Reading], dict[str, Any]]:
     loop = row.loop(STEPS)
     settings = loop.settings
     parts = [(part, loop.labels(part)) for part in loop.read(0).chunk(settings.micro_batches)]
@@ -80,18 +105,18 @@ def _checked(row: Row) -> list[Reading]:
             loop.scaler = loop.new_scaler(settings.loss_scale)
 
     loop.step = 1
+    optimizers = [loop.optimizer, *loop.others]
     try:
-        return list(
-            ng.check(
-                loop.model,
-                [loop.optimizer, *loop.others],
-                batch=parts,
-                loss=loss,
-                backward=backward,
-            )
-        )
+        check = ng.check(loop.model, optimizers, batch=parts, loss=loss, backward=backward)
     except ng.errors.NarrowgaugeError:
-        return []
+        return [], {}
+    lesson = lesson_of(row, sum(loop.count(labels) for _, labels in parts))
+    surprises = {}
+    for name, value in lesson.items():
+        expected = pytest.approx(value, rel=2e-3, abs=1e-4) if isinstance(value, float) else value
+        if check.taught and check.taught[name] != expected:
+            surprises[name] = check.taught[name]
+    return list(check), surprises
 
 
 def _recorded(row: Row, folder: Path) -> list[Reading]:

@@ -3,6 +3,7 @@
 A two-layer transformer with rotary attention learns a synthetic sequence. Rows add lines where a comment stands alone.
 """
 
+# fmt: off
 from __future__ import annotations
 
 import copy
@@ -16,15 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY, WIDTH, LENGTH, BATCH, EPOCH, IGNORED, PADDING = (
-    64,
-    32,
-    16,
-    8,
-    2,
-    -100,
-    0,
-)  # an epoch has 2 steps
+VOCABULARY, WIDTH, LENGTH, BATCH, EPOCH, IGNORED, PADDING = 64, 32, 16, 8, 2, -100, 0  # an epoch has 2 steps
 
 Group = dict[str, Any]
 Groups = list[Group]
@@ -61,10 +54,7 @@ class AdamW(ByTensor, torch.optim.AdamW):
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        first, second = (
-            state["exp_avg"] / (1 - beta1**number),
-            state["exp_avg_sq"] / (1 - beta2**number),
-        )
+        first, second = state["exp_avg"] / (1 - beta1**number), state["exp_avg_sq"] / (1 - beta2**number)
         weight.sub_(group["lr"] * self.direction(first, second, gradient, group["eps"]))
         if weight is not p:
             p.copy_(weight)
@@ -154,25 +144,15 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = dropout
         self.attention_norm, self.mlp_norm = Norm(), Norm()
-        self.query, self.key, self.value, self.output = (
-            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
-        )
-        self.up, self.down = (
-            nn.Linear(WIDTH, 2 * WIDTH, bias=False),
-            nn.Linear(2 * WIDTH, WIDTH, bias=False),
-        )
+        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
         self.query_key_norm: Callable[[Tensor], Tensor] = lambda x: x
 
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         normed = self.attention_norm(x)
-        q, k = (
-            rotate(self.query_key_norm(split_heads(y)), angles)
-            for y in (self.query(normed), self.key(normed))
-        )
+        q, k = (rotate(self.query_key_norm(split_heads(y)), angles) for y in (self.query(normed), self.key(normed)))
         heads = self.attend(q, k, split_heads(self.value(normed)), mask)
-        x = x + functional.dropout(
-            self.output(heads.transpose(1, 2).flatten(2)), self.dropout, self.training
-        )
+        x = x + functional.dropout(self.output(heads.transpose(1, 2).flatten(2)), self.dropout, self.training)
         return x + self.mlp(self.mlp_norm(x))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -259,9 +239,7 @@ class Loop:
         self.model = Model(settings.dropout, settings.is_tied).to(settings.dtype)
         if settings.has_query_key_norm:
             for block in self.model.blocks:
-                block.query_key_norm = lambda x: functional.rms_norm(
-                    x.float(), x.shape[-1:], eps=1e-6
-                ).to(x.dtype)
+                block.query_key_norm = lambda x: functional.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
                 nn.init.normal_(block.query.weight, std=1e-5)
         if settings.has_adapters:
             self.model.requires_grad_(False)
@@ -278,23 +256,14 @@ class Loop:
         # at start
 
     def new_scaler(self, scale: float) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(
-            "cpu", init_scale=scale, growth_interval=self.settings.growth_interval
-        )
+        return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=self.settings.growth_interval)
 
     def groups(self) -> Groups:
         """Decay matrices, not vectors. The embedding can have its own rate."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         embedding = [trained.pop("embedding.weight")] if self.settings.embedding_rate != 1.0 else []
-        matrices, vectors = (
-            [p for p in trained.values() if (p.ndim > 1) == is_matrix]
-            for is_matrix in (True, False)
-        )
-        groups = [
-            (matrices, 0.1, 1.0),
-            (vectors, 0.0, 1.0),
-            (embedding, 0.1, self.settings.embedding_rate),
-        ]
+        matrices, vectors = ([p for p in trained.values() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+        groups = [(matrices, 0.1, 1.0), (vectors, 0.0, 1.0), (embedding, 0.1, self.settings.embedding_rate)]
         return [
             {"params": params, "weight_decay": decay, "lr": self.settings.lr, "rate": rate}
             for params, decay, rate in groups
@@ -306,9 +275,7 @@ class Loop:
 
     def schedule(self, step: int) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = (
-                self.settings.lr * group.get("rate", 1.0) * self.settings.rate_factor(step)
-            )
+            group["lr"] = self.settings.lr * group.get("rate", 1.0) * self.settings.rate_factor(step)
         # at schedule
 
     def place(self, step: int) -> int:
@@ -317,10 +284,7 @@ class Loop:
 
     def read(self, place: int) -> Tensor:
         generator = torch.Generator().manual_seed(place)
-        tokens = (
-            torch.randint(1, VOCABULARY // 4, (BATCH, LENGTH), generator=generator).cumsum(1)
-            % VOCABULARY
-        )
+        tokens = torch.randint(1, VOCABULARY // 4, (BATCH, LENGTH), generator=generator).cumsum(1) % VOCABULARY
         if self.settings.is_padded:
             tokens = tokens.clamp_min(1)
             for row in range(BATCH):
@@ -338,9 +302,7 @@ class Loop:
         if self.settings.has_prompts:
             labels[:, : labels.shape[1] // 2] = IGNORED
         if self.settings.is_packed:
-            labels[:, labels.shape[1] // 2] = (
-                IGNORED  # nothing predicts the first token of the second document
-            )
+            labels[:, labels.shape[1] // 2] = IGNORED  # nothing predicts the first token of the second document
         return labels
 
     def mask(self, length: int) -> Tensor:
@@ -402,11 +364,7 @@ class Loop:
             mean.lerp_(p, 0.05)
 
     def averages(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (
-            zip(self.average.parameters(), self.model.parameters(), strict=True)
-            if self.average
-            else iter(())
-        )
+        return zip(self.average.parameters(), self.model.parameters(), strict=True) if self.average else iter(())
 
     def resume(self) -> None:
         """Continue from a checkpoint that holds everything."""

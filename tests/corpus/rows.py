@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,10 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Row:
-    """A fault, and where a tool should locate it; or a healthy loop, without a stage."""
+    """A fault, and where a tool should locate it; or a healthy loop, without a stage.
+
+    ``taught`` has the facts of its loss that differ from what its settings say.
+    """
 
     name: str
     options: str = ""
@@ -30,6 +33,7 @@ class Row:
     stage: str = ""
     where: str = ""
     fault: str = ""
+    taught: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def settings(self) -> Settings:
@@ -66,7 +70,8 @@ def rows(stage: str, tables: dict[str, Any]) -> Iterator[Row]:
         edits = tuple((old, new) for old, new in row.get("edits", ()))
         for number, options in enumerate([settings] if isinstance(settings, str) else settings):
             numbered = f"{name} {number + 1}" if number else name
-            yield Row(numbered, options, edits, stage, row.get("where", ""), row.get("fault", ""))
+            where, fault = row.get("where", ""), row.get("fault", "")
+            yield Row(numbered, options, edits, stage, where, fault, row.get("taught", {}))
 
 
 def load(name: str) -> dict[str, Any]:

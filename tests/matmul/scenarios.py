@@ -16,7 +16,7 @@ import tensors
 from narrowgauge.matmul.gemm import EmulationNotice, operand_dtype
 from narrowgauge.matmul.layer_matmuls import without_outliers
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.operand import Keys, Operand, cast_matrix, key_of
+from narrowgauge.matmul.operand import Operand, _draw, cast_matrix
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
 from narrowgauge.spec import computes
@@ -116,8 +116,8 @@ def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list
         (0, 1), (matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True
     ):
         x = gaussian(*((side, contraction) if dim == 1 else (contraction, side)), seed=seed)
-        words = words_for(x, cast, dim, KEY)
-        operands.append(cast_matrix(x, cast, dim, operand_dtype(cast, matmul, CPU), words=words))
+        draw = None if cast.rounding == "nearest" else (KEY, torch.zeros_like(KEY))
+        operands.append(cast_matrix(x, cast, dim, operand_dtype(cast, matmul, CPU), draw=draw))
     return operands
 
 
@@ -156,7 +156,9 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
                 right.outer.view((1, -1) if of_left else (-1, 1)),
                 right._replace(outer=None),
             )
-        key = key_of(layer.keys() or Keys(layer.clock.words(CPU), layer.key), 2 + of_left)
+        key = KEY
+        if layer.keys() is not None:
+            key = _draw(2 + of_left, grad, layer.clock.words(CPU), layer.key[None])[0]
         left = quantized(first, matmul.left, of_left, key=key, fold=fold)
         found[place] = (
             exact(left) if of_left else exact(left).t(),

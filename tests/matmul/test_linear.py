@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +33,12 @@ from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of, swap_linears
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.spec.computes import COMPUTES, SLOTS, Cast, Compute
+from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.spec.computes import BLOCKS, COMPUTES, SLOTS, Cast, Compute, Product
+from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.notation import parse
 from oracles import linear as oracle
+from tables import exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 every_one_of_eight = pytest.mark.parametrize("row", EIGHT, **names)
@@ -90,6 +93,40 @@ def casting_one(row: Compute, tensor: str) -> Compute:
     return replace(row, dtype="float32", **products)
 
 
+def every_cast() -> Iterator[Cast]:
+    """Each cast to nearest of the formats that matmuls take, of each granularity and scale that :class:`Cast` accepts."""
+    for format in FORMATS.values():
+        if format.kind == "scale" or format.bits > 8:
+            continue
+        for granularity in ("tensor", "row", *BLOCKS):
+            for scale in ("float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"):
+                for fit in ("largest", "four-or-six"):
+                    with suppress(RecipeError):
+                        yield Cast(format.name, granularity, scale, fit=fit)
+
+
+@exhaustive("cast", every_cast())
+def test_every_cast_that_is_accepted_multiplies(cast: Cast) -> None:
+    """A compute of one's own is one line: all three products, against float64 products of what the cast says."""
+    product = Product(cast, cast)
+    row = Compute(f"own {cast}", *(product,) * 3, purpose="", source="")
+    shape = (20, 40, 24)
+    layer, _ = make_layer(row, *shape[1:], bias=False)
+    x, grad = batch(shape)
+    found, wanted = passed(layer, x, grad), expected(layer, x, grad)
+    for got, place in zip(found, PLACES[:3], strict=False):
+        value, off = wanted[place]
+        assert ((got.double() - value).abs() <= off + 2.0**-130).all(), place
+    # As far from the layer in float64 as the format is coarse, so the codes are no garbage.
+    steps = {4: 0.4, 6: 0.15, 8: 0.13}[cast.element.bits]
+    truth = x.double() @ layer.weight.double().t()
+    assert (found.output.double() - truth).norm() <= steps * truth.norm()
+
+
+def test_there_are_many_casts() -> None:
+    assert len(list(every_cast())) > 200
+
+
 @every_one_of_eight
 @pytest.mark.parametrize("tensor", ["input", "weight", "gradient"])
 def test_a_compute_may_cast_one_tensor_and_leave_the_others_in_float32(
@@ -135,6 +172,7 @@ def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int
     """Packed tokens are divided anywhere, whole sequences between each other."""
     x, grad = gaussian(24, 65, seed=3), gaussian(1, 17, seed=4).expand(24, 17)
     layer, linears = make_layer("int8-row")
+    linears.set_first_token(0)
     whole = passed(layer, x, grad).grad_input
     assert not torch.equal(whole[:1], whole[8:9])  # equal gradients round differently
     is_packed = shape[0] != 6
@@ -282,25 +320,112 @@ def test_kept_layers_and_wide_computes_do_not_warn(
     assert {warning.category for warning in recwarn} <= {EmulationNotice}
 
 
-def test_the_step_goes_on_with_an_optimizer_s() -> None:
+def test_the_step_is_that_of_the_optimizer_that_steps_the_model() -> None:
     model = Model()
     linears = swap_linears(model, "int8-row", seed=3)
     mine = torch.optim.SGD(model.parameters(), lr=0.0)
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+    other.step()
     assert linears.step == 0
     mine.step()
-    assert linears.step == 1
-    linears.follow(mine)
     other.step()
-    assert linears.step == 1
+    assert linears.step == 1 and mine.param_groups[0]["matmul_step"] == 1
+    assert "matmul_step" not in other.param_groups[0]
     mine.step()
     assert linears.step == 2
     assert len({id(layer.clock_words) for layer in linears.layers.values()}) == 1
-    assert linears.layers["q_proj"].clock_words.tolist() == [step_seed(3, 2), 0, 0]
+    assert linears.layers["q_proj"].clock_words.tolist() == [step_seed(3, 2), 0, 0, 0]
     assert len({layer.key.item() for layer in linears.layers.values()}) == 3
     handle = linears_of(model)
     assert handle is not None and handle.step == 2 and handle.layers == linears.layers
     assert linears_of(nn.LayerNorm(2)) is None
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("is_swapped_first", [True, False])
+def test_a_resumed_run_has_the_random_bits_of_one_that_never_stopped(
+    is_ours: bool, is_swapped_first: bool
+) -> None:
+    """Both state dicts are all that is saved."""
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        torch.manual_seed(0)
+        model, linears = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), None
+        if is_swapped_first:
+            linears = swap_linears(model, "int8-row")
+        if is_ours:
+            optimizer: Any = AdamW(model.parameters(), lr=1e-3, seed=5)
+        else:
+            optimizer = torch.optim.AdamW(model.bfloat16().parameters(), lr=1e-3)
+        return model, optimizer, linears or swap_linears(model, "int8-row")
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer, _ = begin()
+    train(model, optimizer, range(5))
+    stopped, half, _ = begin()
+    train(stopped, half, range(3))
+    saved = copy.deepcopy((stopped.state_dict(), half.state_dict()))
+    resumed, goes_on, linears = begin()
+    resumed.load_state_dict(saved[0])
+    if not is_ours:
+        linears.follow(goes_on)
+    goes_on.load_state_dict(saved[1])
+    assert linears.step == 3 and linears.clock.seed == (5 if is_ours else 0)
+    train(resumed, goes_on, range(3, 5))
+    assert same_parameters(resumed, model)
+    if not is_ours:  # found at its first step only, after a pass with the bits of step 0
+        late, goes_on, _ = begin()
+        late.load_state_dict(saved[0])
+        goes_on.load_state_dict(saved[1])
+        with pytest.raises(RecipeError, match=r"step 3 of a loaded AdamW.*step 0.*linears\.follow"):
+            train(late, goes_on, range(3, 4))
+    del saved[1]["param_groups"][0]["matmul_step"]
+    with pytest.warns(UserWarning, match="lacks matmul_step"):
+        optimizer.load_state_dict(saved[1])
+
+
+def same_parameters(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_second_optimizer_of_the_model_counts_once_the_first_has_stopped() -> None:
+    model = Model()
+    linears = swap_linears(model, "int8-row")
+    matrices, rest = AdamW([model.q_proj.weight]), AdamW([model.k_proj.weight])
+    for _ in range(3):  # as Muon beside AdamW
+        rest.step()
+        matrices.step()
+    assert linears.step == 3
+    for _ in range(3):
+        matrices.step()
+    assert linears.step == 6
+
+
+@pytest.mark.parametrize("compute", ["int8-row", "nvfp4"])
+def test_micro_batches_that_nobody_counts_round_independently(
+    compute: str,
+) -> None:
+    """Of equal mean and unequal values, 8 of them: the noise of the sum has the variance of independent ones."""
+    layer, linears = make_layer(compute, 64, 48, bias=False)
+    sums, parts = [], []
+    for seed in range(12):
+        linears.clock.set(seed=seed)
+        of_seed = []
+        for micro_batch in range(8):
+            x = gaussian(2, 32, 64, seed=micro_batch) + 0.5
+            grad = gaussian(2, 32, 48, seed=100 + micro_batch)
+            of_seed.append(torch.autograd.grad(layer(x), layer.weight, grad)[0].double())
+        sums.append(sum(of_seed))
+        parts.append(torch.stack(of_seed))
+    ratio = torch.stack(sums).var(0).mean() / torch.stack(parts).var(0).sum(0).mean()
+    assert 0.8 < ratio < 1.2  # 1.4 with shared bits
 
 
 def test_a_step_that_calls_its_base_class_s_counts_once() -> None:
@@ -370,7 +495,7 @@ def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(
     )
     for step in range(3):
         linears.step = others.step = step
-        for handle in (linears, others):
+        for handle in (linears, others) if step else ():  # at first the gradient's own bits key it
             handle.set_first_sequence(2 * step)
         x, grad = gaussian(2, 12, 65, seed=step), gaussian(2, 12, 17, seed=step + 50)
         wanted = passed(eager, x, grad, lambda x: eager(x * 1.3) * 0.7)
@@ -484,7 +609,7 @@ def test_a_copy_counts_steps_and_another_optimizer_may_step_before_backward() ->
         optimizer.step()
         optimizer.zero_grad()
     linears = linears_of(model)
-    assert linears is not None and linears.step == 6
+    assert linears is not None and linears.step == 3
     assert not torch.equal(gradients[0], gradients[1])
 
 

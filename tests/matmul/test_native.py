@@ -77,11 +77,13 @@ def values_of(operand: Operand, dim: int) -> Tensor:
 
 
 def test_which_computes_each_chip_multiplies_itself() -> None:
-    whole = {"float8-tensor", "float8-row", "float8-tensor-e5m2", "scalify"}
+    whole = {"float8-tensor", "float8-row", "float8-row-wide-gw", "float8-tensor-e5m2", "scalify"}
+    mx, blocks = {"mxfp8", "mxfp8-ocp"}, {"float8-block", "float8-block-float32"}
+    nv = {"nvfp4", "nvfp4-4over6"}
     expected = {
         **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942"), whole),
-        "gfx950": whole | {"mxfp8", "mxfp4"}, "sm90": whole | {"float8-block"},
-        "sm100": whole | {"mxfp8", "mxfp4", "nvfp4"}, "sm120": whole | {"mxfp8", "nvfp4"},
+        "gfx950": whole | mx | {"mxfp4"}, "sm90": whole | blocks,
+        "sm100": whole | mx | nv | {"mxfp4"}, "sm120": whole | mx | nv,
     }  # fmt: skip
     for architecture, computes in expected.items():
         needed = {

@@ -30,8 +30,12 @@ LARGEST = {
     "float6_e2m3fn": (Fraction(15, 2), 2),
     "float4_e2m1fn": (6, 2),
     "int8": (127, 6),
+    "int4": (7, 2),
 }
-BLOCKS = {"1x16": (1, 16), "1x32": (1, 32), "1x128": (1, 128), "128x128": (128, 128)}
+BLOCKS = {
+    "1x16": (1, 16), "16x1": (16, 1), "16x16": (16, 16), "1x32": (1, 32), "32x1": (32, 1), "1x128": (1, 128),
+    "128x1": (128, 1), "128x128": (128, 128),
+}  # fmt: skip
 SMALLEST_MAGNITUDE = Fraction(1, 2**100)
 SIGNS = [1 if 0x9E37 // 2**place % 2 else -1 for place in range(16)]
 
@@ -66,6 +70,8 @@ def quantize(
     granularity: str,
     scale: str = "float32",
     rounding: str = "nearest",
+    scale_rounding: str = "up",
+    fit: str = "largest",
     scaling: str = "current",
     rotation: str = "none",
     uniform: Floats | None = None,
@@ -84,7 +90,8 @@ def quantize(
     whole = None
     if scale == "float8_e4m3fn":
         whole = whole_scale(
-            largest(values) if amax is None else amax, Fraction(LARGEST[format][0]) * 448
+            largest(values) if amax is None else amax,
+            Fraction(LARGEST[format][0]) * (448 if fit == "largest" else 256),
         )
         outer[:] = whole
     for group in groups(*values.shape, granularity):
@@ -92,16 +99,21 @@ def quantize(
         inverse: Fraction | float = Fraction(1)
         if granularity != "none" and scaling != "static":
             magnitude = largest(part) if amax is None or granularity != "tensor" else amax
+            up = scale_rounding == "up"
             if scale == "float8_e4m3fn":
-                inner[group] = e4m3_scale(magnitude, whole, format, up=rounding == "stochastic")
+                ends = (6,) if fit == "largest" else (6, 4)
+                tried = [
+                    e4m3_scale(magnitude, whole, format, end, up=rounding == "stochastic")
+                    for end in ends
+                ]
+                errors = [squared_error(part, try_, whole, format) for try_ in tried]
+                inner[group] = tried[errors.index(min(errors))]
                 inverse = reciprocal(rational(inner[group].flat[0]) * rational(whole))
             elif granularity in BLOCKS:
-                inner[group] = power_of_two(
-                    magnitude, format, up=scale == "power-of-two" or rounding == "stochastic"
-                )
+                inner[group] = one_level(magnitude, format, scale, up=up)
                 inverse = reciprocal(rational(inner[group].flat[0]))
             else:
-                outer[group] = whole_scale(magnitude, Fraction(LARGEST[format][0]))
+                outer[group] = one_level(magnitude, format, scale, up=up)
                 inverse = reciprocal(rational(outer[group].flat[0]))
         scaled = product(part, np.float32(float(inverse)))
         if rounding == "nearest":
@@ -160,7 +172,32 @@ def power_of_two(magnitude: float, format: str, *, up: bool) -> float:
     return float(scale * 2 if up and at_least > end * scale else scale)
 
 
-def e4m3_scale(magnitude: float, whole: float, format: str, *, up: bool) -> float:
+def one_level(magnitude: float, format: str, scale: str, *, up: bool) -> float:
+    """The scale of a group without a second level."""
+    if scale == "float32":
+        return whole_scale(magnitude, Fraction(LARGEST[format][0]))
+    return power_of_two(magnitude, format, up=up)
+
+
+def squared_error(part: Floats, inner: float, whole: float, format: str) -> float:
+    """Of the values that a block's codes stand for; each operation in float32, sums by halves, of rows and then of columns."""
+    scale = (
+        np.float32(single(rational(inner) * rational(whole)))
+        if math.isfinite(whole)
+        else np.float32(np.nan)
+    )
+    inverse = reciprocal(rational(float(scale)))
+    with np.errstate(all="ignore"):
+        codes = nearest(product(part, np.float32(float(inverse))), format)
+        errors = ((codes * scale - part) ** 2).astype(np.float32)
+        for axis in (0, 1):
+            while errors.shape[axis] > 1:
+                one, other = np.split(errors, 2, axis=axis)
+                errors = one + other
+    return float(errors[0, 0])
+
+
+def e4m3_scale(magnitude: float, whole: float, format: str, end: int, *, up: bool) -> float:
     """magnitude / format's largest / whole, as an e4m3 number above zero: the nearest, or the least not below it."""
     inverse = reciprocal(rational(whole))
     if not isinstance(inverse, Fraction):
@@ -168,6 +205,8 @@ def e4m3_scale(magnitude: float, whole: float, format: str, *, up: bool) -> floa
     factor = single(1 / Fraction(LARGEST[format][0]))
     first = single(Fraction(magnitude) * factor)
     ratio = single(first * inverse)
+    if end == 4:
+        ratio = single(ratio * Fraction(3, 2))
     numbers = [value for value in values_of("float8_e4m3fn") if value > 0]
     if up:
         return next((value for value in numbers if value >= ratio), numbers[-1])
@@ -200,15 +239,18 @@ def nearest(v: Floats, format: str) -> Floats:
             )
         end = float(LARGEST[format][0])
         held = np.clip(v, -end, end)
-        rounded = np.rint(held) if format == "int8" else held.astype(getattr(ml_dtypes, format))
+        rounded = (
+            np.rint(held) if format in ("int8", "int4") else held.astype(getattr(ml_dtypes, format))
+        )
         return np.where(np.isnan(v), np.float32(np.nan), rounded.astype(np.float32))
 
 
 @cache
 def values_of(format: str) -> tuple[float, ...]:
     """Every finite value, ascending; of integers those of -127 … 127."""
-    if format == "int8":
-        return tuple(map(float, range(-127, 128)))
+    if format in ("int8", "int4"):
+        end = int(LARGEST[format][0])
+        return tuple(map(float, range(-end, end + 1)))
     dtype = getattr(ml_dtypes, format)
     codes = (
         np.arange(2 ** ml_dtypes.finfo(dtype).bits, dtype=np.uint8).view(dtype).astype(np.float64)

@@ -19,7 +19,7 @@ from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.planner.activations import layer_bytes
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.estimate import Estimate as Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import _Rank, stages_of
 from narrowgauge.planner.model import read_model

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.estimate import Estimate as Job
 from narrowgauge.planner.plan import EQUAL_RATES, plan
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP as LEAST
 from narrowgauge.planner.search import MOST_TOKENS_PER_STEP, NOISE
@@ -22,7 +22,7 @@ GRID = [
 
 def safety(option: Job) -> tuple[bool, bool]:
     """What comes before speed: whether it surely fits, and whether its storage keeps updates."""
-    return bool(option.is_certain), option.recipe.storage.keeps_updates
+    return bool(option.has_room), option.recipe.storage.keeps_updates
 
 
 def is_better(option: Job, best: Job) -> bool:

@@ -21,7 +21,7 @@ from narrowgauge.planner.collectives import (
     tree_seconds,
 )
 from narrowgauge.planner.efficiency import efficiency_of
-from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.estimate import Estimate as Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import read_model
 from narrowgauge.spec.notation import parse

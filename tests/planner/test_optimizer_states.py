@@ -10,7 +10,7 @@ import torch
 
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.estimate import Estimate as Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import decoder, read_model
 from narrowgauge.planner.model_state import on_stage, state_of

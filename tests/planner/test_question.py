@@ -97,7 +97,7 @@ def test_seventy_billion_on_a_node() -> None:
             option.layout.recompute == "full" or option.layout.micro_batches == 1
         )
     roomy = plan("llama-70b", recipes=["bfloat16/word"], chip="H200", chips=8).best
-    assert roomy.fits and roomy.is_certain and roomy.layout.recompute == "none"
+    assert roomy.fits and roomy.has_room and roomy.layout.recompute == "none"
 
 
 def test_slow_links_are_named_where_stages_avoid_them() -> None:
@@ -119,7 +119,8 @@ def test_slow_links_are_named_where_stages_avoid_them() -> None:
         interconnect_gbit_per_second=25,
         layout="fsdp2",
     ).best
-    assert ours.limited_by == "communication" and ours.step.total > many.step.total
+    share = ours.step.groups["communication"] / ours.step.total
+    assert share > 0.2 and ours.step.total > many.step.total
 
 
 def test_the_fewest_chips_within_days() -> None:

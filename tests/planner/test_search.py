@@ -9,7 +9,7 @@ import pytest
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.estimate import Estimate as Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.plan import plan
@@ -71,7 +71,7 @@ def test_sums_of_micro_batches_take_the_bytes_of_their_format() -> None:
 def test_what_does_not_fit_says_by_how_much() -> None:
     cluster = cluster_of("A100-SXM4-40GB", 8)
     option = search(LARGE, MASTER, cluster, 4096)
-    assert not option.fits and option.headroom_bytes == pytest.approx(-26.7e9, abs=1e8)
+    assert not option.fits and option.headroom_bytes == pytest.approx(-27.3e9, abs=1e8)
     assert search(LARGE, WORD, cluster, 4096).fits
     assert search(LARGE, MASTER, cluster_of("A100-SXM4-40GB", 16), 4096).fits
     for wider in ("bfloat16/split", "bfloat16/exact"):
@@ -122,15 +122,16 @@ def test_a_narrower_storage_does_not_fit_worse() -> None:
     cluster = cluster_of("A100-SXM4-40GB", 8)
     for storage in ("states8", "compact", "word"):
         best = search(LARGE, parse(f"bfloat16/{storage}"), cluster, 4096)
-        assert best.is_certain and best.fits
+        assert best.fits and best.layout.micro_batches > 1
 
 
 def test_steps_are_not_smaller_than_half_a_million_tokens_where_any_fit() -> None:
     """On one chip of a large model a single micro-batch would need no sum of gradients, and 4,096 tokens a step."""
     assert search(LARGE, MASTER, H100, 4096).tokens_per_step >= LEAST_TOKENS_PER_STEP
-    # Where the sum fits nowhere, one micro-batch is all there is.
+    # Where a float32 sum fits nowhere, gradients are summed in the weights' dtype: no step of one micro-batch once, 11 % slower.
     large = search(read_model("llama-70b"), WORD, H100, 4096)
-    assert large.fits and large.tokens_per_step < LEAST_TOKENS_PER_STEP
+    assert large.fits and large.tokens_per_step >= LEAST_TOKENS_PER_STEP
+    assert large.layout.accumulation_dtype == "bfloat16"
     asked = search(LARGE, MASTER, H100, 4096, 8 * 4096)
     assert asked.tokens_per_step == 8 * 4096
 

@@ -10,8 +10,8 @@ import pytest
 from narrowgauge.planner.clusters import cluster_of
 from narrowgauge.planner.collectives import parameters_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of
-from narrowgauge.planner.jobs import Job
-from narrowgauge.planner.layouts import Layout, why_not
+from narrowgauge.planner.estimate import Estimate as Job
+from narrowgauge.planner.layouts import Layout, unsuited
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.roofline import operation_seconds
 from narrowgauge.planner.step_time import step_terms
@@ -94,9 +94,9 @@ def test_a_stage_has_one_of_embedding_and_head(is_tied: bool) -> None:
     assert parameters_of(job, 16) == (pytest.approx(dense), 0)
     # Embedding and head may count as two of 128 groups of layers.
     model = read_model("llama-405b")
-    assert why_not(model, Layout(pipeline=16, interleave=8), 8192) == ""
+    assert unsuited(model, Layout(pipeline=16, interleave=8), 8192) == ""
     assert (
-        why_not(model, Layout(pipeline=16, interleave=9), 8192)
+        unsuited(model, Layout(pipeline=16, interleave=9), 8192)
         == "144 groups of layers and 126 layers"
     )
 
@@ -169,7 +169,7 @@ def test_experts_get_the_tokens_that_chose_them() -> None:
     assert terms.groups["matmuls"] == pytest.approx(active * 4096 / 989e12, rel=2e-2)
     assert by_name(terms)["tokens between experts"].value > 0
     assert (
-        why_not(dense, Layout(shard=16, expert=8), 4096) == "8 expert ranks do not divide 1 expert"
+        unsuited(dense, Layout(shard=16, expert=8), 4096) == "8 expert ranks do not divide 1 expert"
     )
 
 

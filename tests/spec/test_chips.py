@@ -51,7 +51,7 @@ def test_narrower_formats_are_not_slower() -> None:
 
 def test_memory_is_what_drivers_report() -> None:
     """nvidia-smi, MiB, where it is more than 3 % below what is printed."""
-    reported = {"B300-SXM": 275_040, "L4": 23_034, "L40S": 46_068}
+    reported = {"B300-SXM": 275_040, "L4": 23_034, "L40S": 46_068, "T4": 15_360}
     assert {
         name: chip.memory_bytes >> 20 for name, chip in CHIPS.items() if chip.reachable_mib
     } == reported

@@ -8,7 +8,7 @@ import pytest
 
 import expectations
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute
+from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute, Product
 from narrowgauge.spec.kernels import needs_kernel
 from tables import exhaustive
 
@@ -59,6 +59,34 @@ def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
     }  # fmt: skip
     assert {name: COMPUTES[name].output.left.bits for name in expected} == expected
     assert COMPUTES["float8-block"].output.right.bits == 8 + 32 / 128**2
+
+
+REFUSED = {
+    "a block of another shape": lambda: Cast("int8", "3x5"),
+    "8 bits without a scale": lambda: Cast("float8_e4m3fn"),
+    "16 bits with one": lambda: Cast("bfloat16", "row"),
+    "a scale as values": lambda: Cast("float8_e8m0fnu", "row"),
+    "stochastic, wide": lambda: Cast("bfloat16", rounding="stochastic"),
+    "two levels of a row": lambda: Cast("float8_e4m3fn", "row", "float8_e4m3fn"),
+    "a static block": lambda: Cast("float8_e4m3fn", "1x32", scaling="static"),
+    "a float32 that is rounded down": lambda: Cast("int8", "1x32", scale_rounding="floor"),
+    "4 or 6 of powers of two": lambda: Cast("float4_e2m1fn", "1x32", "power-of-two", fit="four-or-six"),
+    "outliers of blocks": lambda: Cast("int8", "1x32", outliers=6.0),
+    "a left column": lambda: Product(Cast("int8", "column"), Cast("int8", "row")),
+    "outliers of a gradient": lambda: replace(
+        COMPUTES["int8-row"], name="mine", grad_input=COMPUTES["int8-outlier"].output
+    ),
+    "outliers beside blocks": lambda: replace(
+        COMPUTES["int8-outlier"], name="mine", output=Product(_OUTLIERS, Cast("int8", "1x32"))
+    ),
+}  # fmt: skip
+_OUTLIERS = COMPUTES["int8-outlier"].output.left
+
+
+@exhaustive("name", REFUSED)
+def test_words_that_do_not_go_together_are_refused_when_they_are_written(name: str) -> None:
+    with pytest.raises(RecipeError, match=r"Cannot .* \S"):
+        REFUSED[name]()
 
 
 @exhaustive("tensor", TENSORS)

@@ -150,7 +150,6 @@ class Alarms:
         is_wrong = not all(map(math.isfinite, values))
         metrics: dict[str, float | None] = {
             "nonfinite": float(is_wrong),
-            "zero_norm": float(norm == 0),
         }
         if scale is not None:
             if row.get("step", 0) > SETTLING_STEPS:

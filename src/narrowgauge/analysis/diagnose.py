@@ -18,11 +18,11 @@ import numpy as np
 
 from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.columns import column, loop_of, rows_of
-from narrowgauge.analysis.comparison.classification import divergence
+from narrowgauge.analysis.comparison.classification import divergence, has_zero
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order, of_all
+from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.settings import recipe_of
-from narrowgauge.analysis.thresholds import FEWEST_STEPS, MAX_SKIPPED
+from narrowgauge.analysis.thresholds import FEWEST_BATCHES, FEWEST_STEPS, MAX_SKIPPED
 from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences
@@ -39,7 +39,9 @@ CHANGES = frozenset({"changed-settings", "changed-software"})
 """Detectors of notes that do become readings: the software or settings changed at a resume."""
 _SKIPPED = 3
 """Skipped steps without a reading beside ``MAX_SKIPPED``, after the search for a loss scale."""
-_ORIGIN = "Repeat the first of these steps with ng.gauges.first_bad_value, which names the operation and its module."
+_ORIGIN = (
+    "Repeat the first of these steps with ng.ranked_places, which names the operation and its line."
+)
 _LASTING, _LEAST_SECONDS = 20, 10.0
 """Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
 
@@ -186,23 +188,25 @@ def areas_of(run: Run, skipped: list[int] | None) -> tuple[list[str], dict[str, 
         unseen["lost updates"] = "no step was applied"
     compared = [row["recomputed"] for row in run.steps if isinstance(row.get("recomputed"), dict)]
     reasons = (compared[-1].get("unseen") if compared else None) or {}
-    if moved := _moved(run):
-        share = sum(share * count for _, share, count, _ in moved) / max(
-            1, sum(count for _, _, count, _ in moved)
-        )
-        shown.append(
-            f"{counted(len(moved), 'trained tensor')} of which {share:.0%} of the elements moved"
-        )
+    watched = [e for e in run.events if e.get("detector") == "watch"]
+    for event in watched[-1:]:
+        _, _, missing = str(event.get("message") or "").partition("; not: ")
+        if missing:
+            unseen |= {f"by the watch: {missing}": ""}
     return shown, unseen | {f"{part} of the compared steps": why for part, why in reasons.items()}
 
 
 def _is_shown(run: Run, area: Row) -> bool:
     places = (place.split(".") for place in area["reads"])
-    values = (row.get(name) for table, name in places for row in rows_of(run, table))
-    return any(
-        value is not None and (not isinstance(value, dict) or value.get("compared", True))
-        for value in values
-    )
+    for table, name in places:
+        for row in rows_of(run, table):
+            values = [row.get(name)]
+            if name.endswith("*"):
+                values = [value for key, value in row.items() if key.startswith(name[:-1])]
+            for value in values:
+                if value is not None and (not isinstance(value, dict) or value.get("compared", 1)):
+                    return True
+    return False
 
 
 # ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -214,7 +218,7 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     groups: dict[tuple[str, str], list[Reading]] = {}
     out = skipped or []
     counts = (_steps(run, skipped), _losses(run, out), _scale(run, out), _ranks(run), _resumes(run), _audits(run, recipe),
-              _unmoved(run, out), _slower(run))  # fmt: skip
+              _slower(run), _batches(run), _rates(run, out))  # fmt: skip
     for reading in (
         *(reading for group in counts for reading in group),
         *map(_of_event, alarms_of(run, recipe)),
@@ -369,6 +373,8 @@ def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
     if len(skipped) == len(run.steps) or is_recorded:
         return
     values, end = column(run, "steps", "loss").finite, max(map(step_of, run.steps))
+    if not has_zero(values.tolist()):
+        return
     if reason := divergence(run):
         yield Reading(end, "loss", "", "divergence", advice=f"The run diverged: {reason}.")
     elif len(values) >= FEWEST_STEPS:
@@ -459,6 +465,46 @@ def _slower(run: Run) -> Iterator[Reading]:
                 return
 
 
+def _batches(run: Run) -> Iterator[Reading]:
+    """Compare the checksums of the batches: one batch for ever, or the rows of an earlier stretch in the same order."""
+    rows = [(step_of(row), str(row["batch_crc"])) for row in run.steps if row.get("batch_crc")]
+    if len(rows) < FEWEST_BATCHES:
+        return
+    checksums = [checksum for _, checksum in rows]
+    if len({*checksums}) == 1:
+        yield KINDS["same-batch"].reading("", len(rows), 1, step=rows[1][0])
+        return
+    first = {checksum: place for place, checksum in reversed([*enumerate(checksums)])}
+    resumes = {int(e["step"]) for e in run.events if e.get("kind") == "resume" and e.get("step")}
+    for place in range(1, len(rows) - FEWEST_BATCHES + 1):
+        start = first[checksums[place]]
+        length = 0
+        while place + length < len(rows) and checksums[place + length] == checksums[start + length]:
+            length += 1
+        if start < place and length >= FEWEST_BATCHES:
+            (begun, _), (end, _) = rows[place], rows[place + length - 1]
+            words = {
+                "begun": begun,
+                "end": end,
+                "first": rows[start][0],
+                "last": rows[start + length - 1][0],
+            }
+            reading = KINDS["repeated-batches"].reading("", length, 0, step=begun, **words)
+            yield replace(reading, severity="warning") if begun - 1 in resumes else reading
+            return
+
+
+def _rates(run: Run, skipped: list[int]) -> Iterator[Reading]:
+    """Yield the rows at a rate of zero after others."""
+    rates = [(step_of(row), row["lr"]) for row in run.steps if number(row.get("lr")) is not None]
+    moving = [place for place, (_, rate) in enumerate(rates) if rate]
+    if not moving:
+        return
+    still = [step for step, _ in rates[moving[-1] + 1 :] if step not in {*skipped}]
+    if len(still) >= FEWEST_BATCHES:
+        yield KINDS["zero-rate"].reading("", len(still), 0, step=still[0])
+
+
 def _changes(run: Run, first: int, last: int) -> Iterator[str]:
     """Yield the columns of time that changed with the throughput: their medians before and then."""
     for name in ("loader_seconds", "communication_seconds", "wait_seconds", "utilization"):
@@ -467,31 +513,3 @@ def _changes(run: Run, first: int, last: int) -> Iterator[str]:
         before, then = (float(np.median(part)) if len(part) else math.nan for part in parts)
         if max(before, then) > 1.5 * min(before, then):
             yield f"; {name} went from {before:.3g} to {then:.3g}"
-
-
-def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
-    """Return each trained tensor: the moved fraction of its elements since the start, their number, and if it is 16-bit."""
-    moved = (run.summary or {}).get("moved") or {}
-    return [
-        (name, float(share), int(count), bool(narrow))
-        for name, (share, count, narrow) in moved.items()
-    ]
-
-
-def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """Yield 16-bit tensors of which few elements moved, or none where the watch did not report it."""
-    applied, kind = len(run.steps) - len(skipped), KINDS["weights-unmoved"]
-    if applied < FEWEST_STEPS:
-        return
-    is_reported = any(event.get("detector") == "never-moved" for event in run.events)
-    rows = [
-        row for row in _moved(run) if row[1] < kind.bound and row[3] and (row[1] or not is_reported)
-    ]
-    if rows:
-        share = sum(share * count for _, share, count, _ in rows) / sum(
-            count for _, _, count, _ in rows
-        )
-        names, step = of_all(row[0] for row in rows), max(map(step_of, run.steps))
-        yield kind.reading(
-            names, share, step=step, steps=applied, tensors=counted(len(rows), "tensor")
-        )

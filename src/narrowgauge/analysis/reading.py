@@ -133,6 +133,7 @@ class Readings(Sequence[Reading]):
         lines: printed above the table.
         looked_at: printed if no reading is beyond its bound.
         unseen: skipped checks, each with the reason or the flag that enables it; empty text if none does.
+        taught: facts about the loss, by name.
 
     Example:
         >>> print(Readings([], ["AdamW: float32 weights"], "28 tensors"))
@@ -146,9 +147,11 @@ class Readings(Sequence[Reading]):
         lines: Iterable[str] = (),
         looked_at: str = "",
         unseen: Mapping[str, str] | None = None,
+        taught: Mapping[str, Any] | None = None,
     ) -> None:
         self.readings, self.lines = in_order(readings), list(lines)
         self.looked_at, self.unseen = looked_at, dict(unseen or {})
+        self.taught = dict(taught or {})
 
     @property
     def ok(self) -> bool:
@@ -180,6 +183,7 @@ class Readings(Sequence[Reading]):
             "readings": rows,
             "looked_at": self.looked_at,
             "unseen": self.unseen,
+            "taught": self.taught,
         }
 
     def __getitem__(self, index: Any) -> Any:

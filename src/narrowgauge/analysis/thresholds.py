@@ -7,6 +7,7 @@ The bound of each kind of reading is in ``data/kinds.toml``, and the limit of ea
 SETTLED = 50  # steps: only then is a tensor without a gradient or without a change reported
 UNIFORM_STEPS = 20  # steps in a row: a loss that passes ln V stays near it for fewer
 EVALUATIONS_APART = 4  # steps for each evaluation: a loop with passes in training mode in more of its steps means them
+UNSTEPPED = 20  # backward passes before the first step, while another optimizer steps
 LOSS_APART = 1.0  # nats: a rank's loss above twice the median and this, since small losses differ by large factors
 TWICE = 2.0  # factor: a fault is told again when it is this many times as far beyond its bound
 REPEATED = 0.01  # share of the intended change: largest distance between a step and its copy in the stored formats
@@ -50,5 +51,10 @@ ACCEPTABLE = 0.01  # fraction of the baseline's loss: a certain increase up to t
 MAX_SKIPPED = (
     0.05  # fraction of steps: more skipped ones are a fault; a loss scale settles within fewer
 )
+NOISE = 4.0  # median distances from the median of the first quarter: a smaller rise is noise
 MAX_LOSS_RISE = 0.2  # fraction of the first loss: a run that ends higher has diverged
-FEWEST_STEPS = 50  # applied steps: only then is an unmoved weight a reading
+FEWEST_STEPS = 50  # losses: only then is a flat one a reading
+FEWEST_BATCHES = (
+    5  # rows in a row: fewer repeated batches, or steps at a rate of zero, are no reading
+)
+LEAST_LOSS = 0.05  # nats: losses that begin lower, or pass zero, have no size of their own

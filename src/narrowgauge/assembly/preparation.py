@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from narrowgauge.assembly.resumption import carry_state
+from narrowgauge.assembly.resumption import carry_loss_scale
 from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul.fsdp_gather import gather_codes
+from narrowgauge.matmul.roles import role_of, roles_of
 from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linear_names, swap_linears
 from narrowgauge.numerics.dtensor import own_part
@@ -136,7 +137,7 @@ def prepare(
     values = {p: value for p, value in values.items() if p.requires_grad}
     if policy.dtype == visible:
         cast_statistics(model, lambda statistics: rounded(statistics, visible))
-    linears = narrow_linears(model, policy, seed)
+    narrow_linears(model, policy, seed)
     if mesh is not None and shard != "none":
         values = _shard(model, values, mesh, offload)
     _propagate_scales(model, policy)
@@ -145,15 +146,13 @@ def prepare(
     stepper = built()
     stepper.name_parameters(model)
     stepper.adopt(values)
-    if linears is not None:
-        linears.follow(stepper)
     if narrow_gather:
         gather_codes(model)
     if mesh is not None or policy.reduction.name != "native":
         stepper.reduction = reduce_gradients_with(
             model, policy.reduction, average=average, mesh=mesh
         )
-    carry_state(stepper, model)
+    carry_loss_scale(stepper)
     return model, stepper
 
 
@@ -174,8 +173,9 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers 
     """Swap the linear layers whose compute differs from PyTorch's own."""
     device = next(model.parameters()).device
     narrow: dict[str, Compute] = {}
+    roles = roles_of(model, recipe.compute.keep_last)
     for name in linear_names(model):
-        compute = recipe.compute_of(name)
+        compute = recipe.compute_of(name, is_kept=bool(role_of(name, roles)))
         if compute.name != _compute_of_torch(recipe, device):
             narrow[name] = compute
     return swap_linears(model, narrow.get, seed=seed) if narrow else None

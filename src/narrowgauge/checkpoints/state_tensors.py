@@ -99,18 +99,18 @@ def _by_owner(entries: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) -> Tensor:
     """Return a tensor to be filled. It is placed like its parameter if it has its shape or one value per row."""
-    is_by_rows = name.endswith("_bound")
-    if (
-        owner is None
-        or not is_sharded(owner)
-        or shape != ((*owner.shape[:-1], 1) if is_by_rows else tuple(owner.shape))
-    ):
+    if owner is None or not is_sharded(owner):
         return torch.empty(shape, dtype=dtype, device="cpu")
     shard = local_of(owner)
-    local = (*shard.shape[:-1], 1) if is_by_rows else tuple(shard.shape)
-    return placed_like(
-        owner, torch.empty(local, dtype=dtype, device=shard.device), is_per_row=is_by_rows
-    )
+    # A bound has 1 in place of the last dimensions.
+    choices = range(1, owner.ndim + 1) if name.endswith("_bound") else (0,)
+    for row_dims in choices:
+        kept = owner.ndim - row_dims
+        if shape == (*owner.shape[:kept], *[1] * row_dims):
+            local = (*shard.shape[:kept], *[1] * row_dims)
+            part = torch.empty(local, dtype=dtype, device=shard.device)
+            return placed_like(owner, part, row_dims=row_dims)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def restore_tensors(

@@ -14,6 +14,7 @@ from narrowgauge.checks.float32_copy import Loss
 from narrowgauge.checks.gradients import Backward, gradient_readings
 from narrowgauge.checks.manifest import manifest, parameter_readings
 from narrowgauge.checks.set_up import SetUp, set_up_of
+from narrowgauge.checks.teaches import checked_lesson
 from narrowgauge.checks.updates import grid_lines, update_readings
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
@@ -31,9 +32,10 @@ def check(
 ) -> Readings:
     """Find the losses and errors of a training set-up before it trains.
 
-    Without ``batch`` the model is not called: only weights, states and settings are read. With ``batch`` and ``loss``, compare
-    the gradient with the slope of the loss, and one configured step with float32 in one process, tensor by tensor. All ranks
-    make the call. Gradients, buffers, states, generators and attributes of modules are as before at the end.
+    Without ``batch`` the model is not called: only weights, states and settings are read. With ``batch`` and ``loss``, read what
+    the loss teaches, as :func:`narrowgauge.teaches`; compare the gradient with the slope of the loss, and one configured step
+    with float32 in one process, tensor by tensor. All ranks make the call. Gradients, buffers, states, generators and
+    attributes of modules are as before at the end.
     ``ng.RunRecorder(..., audit_every=100)`` compares steps of the run with the optimizer's rule.
 
     Args:
@@ -46,6 +48,7 @@ def check(
             scale and reductions. ``None``: each micro-batch's loss, divided by their number.
     Returns:
         The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()`` raises otherwise.
+        ``taught`` is a flat dict of what the loss teaches.
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without ``loss``.
 
@@ -67,16 +70,19 @@ def check(
     set_up = set_up_of(model, optimizer)
     readings, unseen, done = static_readings(set_up), set_up.unseen, list[str]()
     lines = manifest(set_up) + grid_lines(set_up)
+    taught = Readings()
     if loss is not None:
         more, words, done = gradient_readings(set_up, batch, loss, backward, unseen)
-        readings, lines = readings + more, lines + words
+        if all(reading.what != "step-in-backward" for reading in more):
+            taught = checked_lesson(set_up, batch, loss, backward, unseen)
+        readings, lines = readings + more + taught.readings, taught.lines + lines + words
     if (linears := linears_of(model)) is not None and "narrow" in linears.matrices().values():
         lines.append(str(linears))
     if predicted := set_up.predicted:
         kinds = sorted({type(p.optimizer).__name__ for p in predicted})
         done = [f"updates of {counted(len(predicted), 'tensor')} by {', '.join(kinds)}", *done]
     done = [f"settings of {counted(len(set_up.trained), 'tensor')}", *done]
-    return Readings(readings, lines, "; ".join(done), unseen)
+    return Readings(readings, lines, "; ".join(done), unseen, taught.taught)
 
 
 def static_readings(set_up: SetUp) -> list[Reading]:

@@ -17,28 +17,33 @@ from narrowgauge.checks.set_up import NARROW
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.linear import NarrowLayer
-from narrowgauge.numerics.dtensor import whole
+from narrowgauge.numerics.dtensor import gradient_of, whole
 from narrowgauge.put_back import objects_of, put_back
-from narrowgauge.torch_names import unwrapped_model
+from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, unwrapped_model
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Gradients = dict[str, Tensor]
 _NARROWER = {torch.float32: NARROW, torch.float64: (*NARROW, torch.float32)}
 
 
-def float32_copy(model: nn.Module) -> nn.Module:
+def float32_copy(model: nn.Module, *, widens: bool = True) -> nn.Module:
     """Return a deep copy in float32, unsharded, without wrappers, compiled code or FSDP2 hooks.
 
-    All ranks of a sharded model make the call. Our low-precision layers keep their casts.
+    All ranks of a sharded model make the call. Our low-precision linear layers are plain in the copy.
+
+    Args:
+        widens: ``False`` keeps the formats of the model, of our layers, and of FSDP2's mixed precision.
     """
     model, memo, classes = unwrapped_model(model), dict[int, Any](), dict[nn.Module, type]()
+    dtypes = {} if widens else _gathered_dtypes(model)
     for _, x in objects_of(model):
         if isinstance(x, Tensor) and x.is_floating_point():
             values = whole(x.detach()).clone()
             if isinstance(x, nn.Parameter):
-                memo[id(x)] = nn.Parameter(values.float(), x.requires_grad)
+                values = values.float() if widens else values.to(dtypes.get(x, x.dtype))
+                memo[id(x)] = nn.Parameter(values, x.requires_grad)
             else:  # results of an earlier pass, such as an auxiliary loss, become constants
-                values = values.float() if x.dtype in NARROW else values
+                values = values.float() if widens and x.dtype in NARROW else values
                 memo[id(x)] = values.requires_grad_(x.is_leaf and x.requires_grad)
     for module in model.modules():
         if type(module).__name__.startswith("FSDP") and len(type(module).__mro__) > 2:
@@ -58,12 +63,21 @@ def float32_copy(model: nn.Module) -> nn.Module:
             module.__class__ = kind
     if callable(choose := getattr(twin, "set_experts_implementation", None)):
         choose("eager")  # the grouped products of transformers take no float64
-    for module in twin.modules():
-        if isinstance(module, NarrowLayer):
-            module.register_forward_hook(
-                lambda module, args, output: output * 1.0
-            )  # a result that can be rounded
+    if widens:
+        for module in twin.modules():
+            if isinstance(module, NarrowLayer):
+                module.plain_dtype = torch.float32
     return twin
+
+
+def _gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """Return the dtype in which FSDP2 gathers each parameter, where its policy names one."""
+    dtypes = dict[Tensor, torch.dtype]()
+    for _, group in fsdp_groups(model):
+        dtype = getattr(getattr(group, "mp_policy", None), "param_dtype", None)
+        if dtype is not None:
+            dtypes |= dict.fromkeys(fsdp_parameters(group), dtype)
+    return dtypes
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
@@ -75,23 +89,15 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 class Widened(TorchDispatchMode):
-    """Compute in a wide format instead of narrower ones, for casts by autocast or by the model. Round results at random.
+    """Compute in a wide format, float32 or float64, instead of narrower ones, for casts by autocast or by the model."""
 
-    Args:
-        dtype: float32 or float64.
-        unit: the largest relative rounding of a result; 0 rounds nothing.
-    """
-
-    def __init__(
-        self, dtype: torch.dtype = torch.float32, unit: float = 0.0, seed: int = 0
-    ) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype, self.unit, self.seed = dtype, unit, seed
-        self.generators = dict[torch.device, torch.Generator]()
+        self.dtype = dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        # In float32 our low-precision products keep their own casts, which are exact. In float64 they are plain.
+        # In float32 our low-precision experts keep their own casts, which are exact.
         is_ours = self.dtype is torch.float32 and is_called_from(layer_matmuls.__file__)
         if kwargs.get("dtype") in _NARROWER[self.dtype] and not is_ours:
             kwargs["dtype"] = self.dtype
@@ -102,18 +108,7 @@ class Widened(TorchDispatchMode):
             args, kwargs = cast(
                 (args, kwargs), self.dtype
             )  # such as a plain attribute beside the weights
-        result = func(*args, **kwargs)
-        return tree_map(self._rounded, result) if self.unit and is_fresh else result
-
-    def _rounded(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
-            return x
-        if x.device not in self.generators:
-            self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
-        noise = torch.rand(
-            x.shape, generator=self.generators[x.device], device=x.device, dtype=torch.float32
-        )
-        return x * (1 + self.unit * (2 * noise - 1)).to(x.dtype)
+        return func(*args, **kwargs)
 
 
 def is_called_from(file: str | None, function: str = "") -> bool:
@@ -133,12 +128,13 @@ def gradients_of(
     with put_back(model, leaves.values()), mode:
         value = scalar(loss(model, batch))
         value.backward()
-        gradients = {
-            name: torch.zeros_like(p, dtype=torch.float64)
-            if p.grad is None
-            else p.grad.detach().to_dense().double()
-            for name, p in leaves.items()
-        }
+        gradients = dict[str, Tensor]()
+        for name, p in leaves.items():
+            gradient = gradient_of(p)
+            if gradient is None:
+                gradients[name] = torch.zeros_like(p, dtype=torch.float64)
+            else:
+                gradients[name] = gradient.detach().to_dense().double()
     return gradients, float(value.detach())
 
 

@@ -1,14 +1,16 @@
-"""Check the gradient of a set-up: compare one configured step with float32 in one process, on a deep copy.
+"""Check the gradient of a set-up: one configured step beside its float32 shadow, and beside float32 in one process.
 
 The configured pass runs on the model itself, before training: with its mode, autocast, accumulation, loss scale, recomputation,
-DDP, FSDP2 or compiled parts. Nothing of it stays. The reference is a deep copy in float32, without wrappers. It takes the
-batches of all ranks at once. Both run in training mode, or in evaluation mode where training draws random numbers.
+DDP, FSDP2 or compiled parts. Nothing of it stays. Beside it runs its shadow, the same pass without roundings
+(:mod:`narrowgauge.checks.shadow`). The gradient minus its shadow is *rounding*: a number, divided among places
+(:mod:`narrowgauge.checks.ranked`). The shadow minus the gradient of a float32 copy is *structure*: factors, micro-batches,
+reductions, missing terms. It is fitted by one factor, or by a number for each micro-batch and rank.
 
-Monte Carlo arithmetic gives the bound: round every result of the reference at random, and measure the change of the gradient.
-A difference within 4 times this change is rounding. A larger difference is fitted by one factor, or by a number for each
-micro-batch and rank. Some differences have no fit.
+Several ranks, and shards, have no shadow. There a copy in the model's formats runs in one process, and its roundings give the
+bound. The copy takes the batches of all ranks at once. Both run in training mode, or in evaluation mode where training draws
+random numbers.
 
-Sources: D. S. Parker, Monte Carlo Arithmetic (UCLA CSD-970002, 1997). One bound per tensor: TTrace (2506.09280).
+Source of one bound per tensor: TTrace (2506.09280).
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,46 +42,63 @@ from narrowgauge.checks.float32_copy import (
     gradients_of,
     scalar,
 )
+from narrowgauge.checks.ranked import (
+    Ranked,
+    followed,
+    not_finite,
+    not_followed,
+    not_measured,
+    rank,
+    scales,
+)
 from narrowgauge.checks.resume import generators
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
+from narrowgauge.checks.shadow import Key, Shadow, eager, is_finite
 from narrowgauge.checks.slope import slope_readings
 from narrowgauge.checks.step_check import joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.numerics.dtensor import is_sharded, whole
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.put_back import objects_of, put_back
 from narrowgauge.runs.finding import counted
-from narrowgauge.spec.formats import FORMATS, dtype_name
-from narrowgauge.torch_hooks import OwnHook
-from narrowgauge.torch_names import graph_dtypes
+from narrowgauge.spec.formats import dtype_name
 
 MARGIN = 4.0
-"""Bounds over the largest of some random roundings."""
-FEW_ROUNDINGS, MANY_ROUNDINGS = 2, 20
-"""Random roundings at first, and where a tensor is within 4 bounds: two are too few where a ReLU may flip."""
+"""Bounds of what has no shadow, over the roundings of a copy in one process."""
 _NEAR = 0.005
 """Relative distance within which a factor equals a number of the set-up."""
 MOST_TERMS = 16
 """Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks."""
+LEAST_VOCABULARY = 16
+"""Rows of the smallest embedding that counts as one of tokens."""
+_DRAWS = 8
+"""Passes whose mean is compared, where evaluation mode draws random numbers too."""
 Backward = Callable[[nn.Module, Any], object]
 
 
 class _Configured(NamedTuple):
-    """A configured step: whole gradients without a loss scale, the formats of all results, the last loss, and the mode.
+    """A configured step: whole gradients without a loss scale, the last loss, and the mode.
 
     Args:
+        shadows: of the gradients that are followed.
+        mode: the shadow execution; ``None`` without.
+        causes: what made values of the loss and the gradients that are not finite, where it was traced.
         draws: whether a pass drew random numbers.
+        loss_scale: of the passes, whether or not the gradients are unscaled.
         unstepped: names of tensors with a gradient that are no parameters of a module and in no optimizer.
     """
 
     gradients: Gradients
-    dtypes: set[torch.dtype]
+    shadows: Gradients
+    mode: Shadow | None
+    causes: list[Any]
     loss: Tensor | None
     is_training: bool
     draws: bool
     unstepped: list[str]
+    loss_scale: float
 
 
 def gradient_readings(
@@ -90,22 +110,25 @@ def gradient_readings(
         unseen: filled with the names that could not be compared, and the reasons.
 
     Returns:
-        Readings beyond rounding, the same on every rank; lines; and what was looked at.
+        Readings, the same on every rank; lines; and what was looked at.
     """
     ranks, model = all_ranks(), set_up.model
     if any(p.is_complex() for p in model.parameters()):
         unseen["the gradient"] = "complex parameters"
         return [], [], []
+    if any(isinstance(getattr(p, "main_grad", None), Tensor) for p in model.parameters()):
+        unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
+        return [], [], []
     inside = set(map(id, model.parameters()))
     outside: dict[str, Any] = {
         p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside
     }
-    reference, versions = float32_copy(model), [p._version for p in model.parameters()]
-    parts = _micro_batches(reference, batch, loss)
-    run = partial(_configured, set_up, outside, batch, parts, loss, backward, unseen)
-    configured = run(True)
-    if ranks.largest(int(configured.draws)):
-        configured = run(False)
+    reference = float32_copy(model)
+    versions = [p._version for p in model.parameters()]
+    parts = micro_batches(reference, batch, loss)
+    follows = ranks.size == 1 and not any(map(is_sharded, model.parameters()))
+    run = partial(configured_step, set_up, outside, batch, parts, loss, backward, unseen, follows)
+    first = configured = run(True, measures=True)
     stepped = []
     for (name, p), values, version in zip(
         model.named_parameters(), reference.parameters(), versions, strict=True
@@ -115,39 +138,57 @@ def gradient_readings(
             p.data.copy_(values.data)
     if stepped:
         return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], [], []
+    ranked = _ranked(run, first) if follows else None
+    draws = bool(ranks.largest(int(configured.draws)))
+    samples = list[_Configured]()
+    if draws:
+        configured = run(False)
+        if ranks.largest(int(configured.draws)):
+            samples = [run(False, seed=seed) for seed in range(_DRAWS)]
     differing = _apart(configured.gradients, ranks)
     of_ranks = ranks.gather(parts)
     all_parts = [part for of_rank in of_ranks for part in of_rank]
-    formats = {dtype_name(dtype) for dtype in configured.dtypes} & FORMATS.keys()
-    formats |= {"tfloat32"} if torch.get_float32_matmul_precision() != "highest" else set()
-    unit = max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
+    twin = None if follows else float32_copy(model, widens=False)
 
     def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
         lines, done, reasons = list[str](), list[str](), dict[str, str]()
         readings = list(_equal_batches(model, of_ranks))
         whole_batch, leaves = concatenated(all_parts), _trainable(reference) | outside
-        with _reason_for_none("the slope of the loss", reasons):
+        with reason_for_none("the slope of the loss", reasons), _of_the_copy(model):
             _set_training(reference, True)
             more, words, value = slope_readings(reference, leaves, whole_batch, loss)
             readings += more + _loss_readings(model, value, words)
             lines += words
             done.append("the slope of the loss")
-        with _reason_for_none("the gradient", reasons):
+        with reason_for_none("the gradient", reasons):
             _set_training(reference, configured.is_training)
-            exact = _Reference(
-                reference, leaves, outside, whole_batch, all_parts, loss, unit, ranks.size
-            )
-            more, line = _compared(exact, configured.gradients, differing, reasons)
-            if configured.draws and any(
-                reading.what in ("gradient", "gradient-factor") for reading in more
-            ):
-                raise ArithmeticError("the loss draws random numbers in evaluation mode too")
+            rounding = ranked
+            if twin is not None:
+                _set_training(twin, configured.is_training)
+                rounding = _ranked_copy(twin, all_parts, loss)
+            assert rounding is not None
+            with _of_the_copy(model):
+                exact = _Reference(
+                    reference, leaves, outside, whole_batch, all_parts, loss, ranks.size
+                )
+            exact.set_bounds(configured, rounding, samples)
+            more, words = _compared(exact, configured, differing, rounding, reasons)
             readings += more
-            lines.append(
-                line
-                + "; in evaluation mode, since training draws random numbers"
-                * (not configured.is_training)
-            )
+            bad = [name for name, g in reversed(first.gradients.items()) if not is_finite(g)]
+            if bad and configured is not first:
+                number = int((~first.gradients[bad[0]].isfinite()).sum())
+                place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
+                wide = "in evaluation mode they were compared"
+                kind = KINDS["nonfinite-gradient"]
+                more.append(kind.reading(bad[0], number, 0, wide=wide, place=place))
+                readings.append(more[-1])
+            if not any(reading.what == "nonfinite-gradient" for reading in more):
+                readings += rounding.readings()
+            lines += words
+            if not configured.is_training:
+                lines.append(
+                    "  structure compared in evaluation mode, since training draws random numbers"
+                )
             done.append(f"gradients of {counted(len(exact.exact), 'tensor')}")
         return readings, lines, done, reasons
 
@@ -159,17 +200,68 @@ def gradient_readings(
 
 
 @contextmanager
-def _reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
+def reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
     """Note why an area is not compared: a kernel that takes other formats, too little memory, no slope."""
     try:
         yield
     except NarrowgaugeError:
         raise
     except Exception as error:
-        reasons[area] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        words = (
+            str(error) if isinstance(error, ArithmeticError) else f"{type(error).__name__}: {error}"
+        )
+        reasons[area] = words.splitlines()[0][:300]
+
+
+@contextmanager
+def _of_the_copy(model: nn.Module) -> Iterator[None]:
+    """Refuse a pass of the copy that runs the model itself, as a patch by a closure does. Nothing stays in the model."""
+    with put_back(model, model.parameters()):
+        yield
+        reached = [inner_name(n) for n, p in model.named_parameters() if p.grad is not None]
+        if reached:
+            raise ArithmeticError(
+                f"a forward pass of the copy runs {of_all(reached)} of the model itself, as a patch by a closure does"
+            )
 
 
 # ── as configured ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _ranked(run: Callable[..., _Configured], first: _Configured) -> Ranked:
+    """Rank the roundings of a configured step, or name the first value that is not finite."""
+    if not all(map(is_finite, first.gradients.values())):
+        return not_finite(run(True, traces=True).causes)
+    assert first.mode is not None
+    if first.gradients and not first.shadows:
+        return not_measured("no gradient is followed")
+    gradients = {name: first.gradients[name].double() for name in first.shadows}
+
+    def repeat(chosen: Collection[Key]) -> Gradients:
+        return run(True, chosen=chosen).shadows
+
+    return rank(gradients, first.shadows, first.mode, repeat)
+
+
+def _ranked_copy(twin: nn.Module, parts: Sequence[Any], loss: Loss) -> Ranked:
+    """Rank the roundings of a copy in the model's formats, over the micro-batches of all ranks."""
+    leaves = _trainable(twin)
+
+    def run(**asks: Any) -> tuple[Gradients, Gradients, Shadow]:
+        with put_back(twin, leaves.values()), eager():
+            with Shadow(**asks) as mode:
+                for part in parts:
+                    (scalar(loss(twin, part)) / len(parts)).backward()
+            named = {name: p.grad for name, p in leaves.items() if p.grad is not None}
+            return *followed(mode, named), mode
+
+    try:
+        gradients, shadows, mode = run(measures=True)
+    except RuntimeError as error:  # such as inputs that FSDP2 would have cast
+        return not_measured(str(error).splitlines()[0][:200])
+    if not all(map(is_finite, gradients.values())):
+        return not_measured("the gradient of a copy is not finite")
+    return rank(gradients, shadows, mode, lambda chosen: run(chosen=chosen)[1])
 
 
 def _trainable(model: nn.Module) -> dict[str, Any]:
@@ -185,7 +277,7 @@ def _set_training(model: nn.Module, is_training: bool) -> None:
         model.train()
 
 
-def _micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
+def micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
     """Return the micro-batches in a list. A list of tensors that ``loss`` takes is one batch, as a DataLoader makes it."""
     if not isinstance(batch, list):
         return [batch]
@@ -204,71 +296,94 @@ def _micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
     return batch
 
 
-def _configured(
+def configured_step(
     set_up: SetUp, outside: Mapping[str, Any], batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None,
-    unseen: dict[str, str], is_training: bool,
+    unseen: dict[str, str], follows: bool, is_training: bool, *, seed: int | None = None, **asks: Any,
 ) -> _Configured:  # fmt: skip
-    """Run the configured passes, and put everything back."""
-    model, dtypes = set_up.model, set[torch.dtype]()
-    value: Tensor | None = None
+    """Run the configured passes, and put everything back.
+
+    Args:
+        follows: run the shadow beside them. ``asks`` are its arguments.
+        seed: of the random numbers; ``None`` draws on.
+    """
+    model = set_up.model
+    mode = Shadow(**asks) if follows else None
     ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
-    reduction = next((optimizer.reduction for optimizer in ours), None)
     requests = [
         (scaler, scaler.request)
         for optimizer in ours
         if (scaler := optimizer.loss_scaler) is not None
     ]
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        dtypes.update(graph_dtypes(_items(output) if is_dataclass(output) else output))
-
-    states, parameters = generators(), _trainable(model) | dict(outside)
-    handle = model.register_forward_hook(OwnHook(note))
-    with (
-        put_back(model, parameters.values(), set_up.optimizers) as unrestored,
-        _scalers_put_back() as calls,
-    ):
+    parameters = _trainable(model) | dict(outside)
+    with ExitStack() as undo:
+        unrestored = undo.enter_context(put_back(model, parameters.values(), set_up.optimizers))
+        calls = undo.enter_context(_scalers_put_back())
         _set_training(model, is_training)
         if not is_training:
             for module in model.modules():  # many a loop's backward= begins with model.train()
                 vars(module)["train"] = lambda mode=True, module=module: module
-        try:
-            if backward is not None:
-                backward(model, batch)
-            for place, part in enumerate(parts) if backward is None else ():
-                last = place == len(parts) - 1
-                waits: AbstractContextManager[Any] = (
-                    nullcontext() if last else getattr(model, "no_sync", nullcontext)()
-                )
-                with waits if reduction is None else reduction.micro_batch(is_last=last):
-                    value = scalar(loss(model, part))
-                    dtypes |= graph_dtypes([value])
-                    (value / len(parts)).backward()
-        finally:
-            handle.remove()
+        if seed is not None:
+            torch.manual_seed(seed)
+            random.seed(seed)
+        states = generators()
+        with eager() if mode is not None else nullcontext(), mode or nullcontext():
+            value = _passes(model, batch, parts, loss, backward, ours)
         draws = generators() != states
         # A scaler's step would still divide gradients that were scaled last.
         scale: Any = calls[-1][1].get_scale() if calls and calls[-1][0] == "scale" else 1.0
+        scaled = [scaler for name, scaler in calls if name == "scale"]
         for scaler, request in requests:
             if (
                 scaler.request is not request
             ):  # this pass scaled its loss; the optimizer would divide
                 scale, scaler.request = scaler.scale_tensor, request
-        gradients = {}
+        loss_scale = float(scaled[-1].get_scale()) if scaled else float(scale)
+        raw = dict[str, Tensor]()
         for name, p in parameters.items():
-            gradient = p.grad if p.grad is not None else getattr(p, "main_grad", None)
-            if isinstance(gradient, Tensor):
-                gradients[name] = whole(gradient.detach()).to_dense().clone()
-                if isinstance(scale, Tensor) or scale != 1:
-                    gradients[name] = gradients[name].float() / scale
-                dtypes.add(p.dtype)
+            gradient = gradient_of(p)
+            if gradient is not None:
+                raw[name] = gradient.detach()
+        gradients = {name: _unscaled(whole(x).to_dense().clone(), scale) for name, x in raw.items()}
+        shadows, causes = Gradients(), list[Any]()
+        if mode is not None:
+            shadows = {name: _unscaled(x, scale) for name, x in followed(mode, raw)[1].items()}
+            causes = [mode.first_bad(x) for x in (value, *raw.values()) if x is not None]
         known = {id(p) for p in (*model.parameters(), *outside.values())}
         leaves = [(name, x) for name, x in objects_of(model) if isinstance(x, Tensor) and x.is_leaf]
         unstepped = [
             inner_name(name) for name, x in leaves if x.grad is not None and id(x) not in known
         ]
     unseen |= unrestored
-    return _Configured(gradients, dtypes, value, is_training, draws, unstepped)
+    return _Configured(
+        gradients, shadows, mode, causes, value, is_training, draws, unstepped, loss_scale
+    )
+
+
+def _passes(
+    model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None, ours: Sequence[Optimizer]
+) -> Tensor | None:  # fmt: skip
+    """Run the loop's ``backward``, or each micro-batch's loss divided by their number. Return the last loss."""
+    if backward is not None:
+        backward(model, batch)
+        return None
+    value: Tensor | None = None
+    reduction = next((optimizer.reduction for optimizer in ours), None)
+    for place, part in enumerate(parts):
+        last = place == len(parts) - 1
+        waits: AbstractContextManager[Any] = (
+            nullcontext() if last else getattr(model, "no_sync", nullcontext)()
+        )
+        with waits if reduction is None else reduction.micro_batch(is_last=last):
+            value = scalar(loss(model, part))
+            (value / len(parts)).backward()
+    return value
+
+
+def _unscaled(gradient: Tensor, scale: Any) -> Tensor:
+    if isinstance(scale, Tensor) or scale != 1:
+        wide: Tensor = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / scale
+        return wide
+    return gradient
 
 
 @contextmanager
@@ -311,7 +426,13 @@ def vocabulary_of(model: nn.Module) -> int:
         >>> vocabulary_of(nn.Sequential(nn.Embedding(65, 8), nn.Embedding(256, 8), nn.Linear(8, 65)))  # 256 positions
         65
     """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Linear):
+        return head.out_features
     sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    sizes = {
+        size for size in sizes if size >= LEAST_VOCABULARY
+    }  # two token types are no vocabulary
     outputs = [
         m.out_features
         for m in model.modules()
@@ -418,73 +539,84 @@ def _items(value: Any) -> dict[str, Any]:
 
 
 class _Reference:
-    """The gradients of a step in one process by tensor, and how far random roundings of every result move them.
+    """The gradients of a step in one process by tensor, in float32, and how far the configured ones may be from them.
 
     Args:
-        model: a float32 copy. Our low-precision layers have their casts.
+        model: a float32 copy, without any narrow cast.
         leaves: the copy's parameters that train, and those ``outside``, such as a head, that the loss may use.
         parts: the micro-batches of all ranks; ``batch`` joins them.
-        unit: the largest relative rounding of a result.
+
+    Attributes:
+        bounds: by tensor, relative to ``scales``.
+        scales: length of each exact gradient, or the least length of a tensor of its size.
     """
 
     def __init__(
         self, model: nn.Module, leaves: Mapping[str, Any], outside: Collection[str], batch: Any, parts: Sequence[Any],
-        loss: Loss, unit: float, num_ranks: int,
+        loss: Loss, num_ranks: int,
     ) -> None:  # fmt: skip
-        self.model, self.leaves, self.loss, self.unit, self.num_ranks = (
-            model,
-            leaves,
-            loss,
-            unit,
-            num_ranks,
-        )
+        self.model, self.leaves, self.loss, self.num_ranks = model, leaves, loss, num_ranks
         self.batch, *self.parts = cast([batch, *parts], torch.float32)
         exact = self.gradients(self.batch)
         self.exact = {name: r for name, r in exact.items() if name not in outside or r.any()}
-        self.distances, self.factor_errors = (
-            dict.fromkeys(self.exact, 0.0),
-            dict.fromkeys(self.exact, 0.0),
-        )
-        self.num_roundings, self.is_sum = 0, True
-        self.round_until(FEW_ROUNDINGS)
+        self.scales = scales(self.exact)
+        self.bounds = dict.fromkeys(self.exact, KINDS["gradient"].bound)
+        self.is_sum = True
+        self._terms: list[Gradients] | None = None
 
-    def gradients(self, batch: Any, unit: float = 0.0, seed: int = 0) -> Gradients:
-        return gradients_of(
-            self.model, self.leaves, batch, self.loss, Widened(torch.float32, unit, seed)
-        )[0]
+    def gradients(self, batch: Any, seed: int | None = None) -> Gradients:
+        with torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return gradients_of(self.model, self.leaves, batch, self.loss, Widened(torch.float32))[
+                0
+            ]
 
-    @cached_property
     def terms(self) -> list[Gradients]:
         """Return the gradients of each micro-batch, if there are several and not too many."""
-        return (
-            [self.gradients(part) for part in self.parts]
-            if 1 < len(self.parts) <= MOST_TERMS
-            else []
-        )
+        if self._terms is None:
+            is_fitted = 1 < len(self.parts) <= MOST_TERMS
+            self._terms = [self.gradients(part) for part in self.parts] if is_fitted else []
+        return self._terms
 
-    def round_until(self, number: int) -> None:
-        """Measure by this number of roundings in all. Keep the largest distances, and not the gradients."""
-        for seed in range(self.num_roundings, number):
-            rounded = self.gradients(self.batch, self.unit, seed)
-            for name, r in self.exact.items():
-                distance, factor = _distance_and_factor(rounded[name], r)
-                self.distances[name] = max(self.distances[name], distance)
-                self.factor_errors[name] = max(self.factor_errors[name], abs(factor - 1))
-        self.num_roundings = number
+    def set_bounds(
+        self, configured: _Configured, rounding: Ranked, samples: Sequence[_Configured]
+    ) -> None:
+        """Allow for roundings where a gradient has no shadow, and for random numbers where each pass draws them."""
+        choices = configured.mode.indices.total() if configured.mode is not None else 0
+        unit = rounding.unit or 2.0**-24
+        for name in self.exact:
+            if choices or name not in configured.shadows:
+                allowed = MARGIN * (rounding.by_tensor.get(name, rounding.total.largest) + unit)
+                self.bounds[name] = max(self.bounds[name], min(allowed, 1.0))
+        if not samples:
+            return
+        passes = [self.gradients(self.batch, seed) for seed in range(len(samples))]
+        for name in self.exact:
+            columns = [_compared_values(sample, name, self.exact[name]) for sample in samples]
+            mean, error = _mean_and_error(columns)
+            self.exact[name], own_error = _mean_and_error([one[name] for one in passes])
+            (configured.shadows if name in configured.shadows else configured.gradients)[name] = (
+                mean
+            )
+            self.bounds[name] = max(
+                self.bounds[name], MARGIN * (error + own_error) / self.scales[name]
+            )
 
     def judge(self, name: str, g: Tensor, r: Tensor) -> Reading | float:
-        """Return a reading of a gradient, or its relative distance from the exact one if rounding explains that."""
-        bound, length = max(LEAST, MARGIN * self.distances[name]), float(r.norm())
-        distance, factor = _distance_and_factor(g, r)
-        # Rounding may change a gradient by more than its length, but its component along the exact one by far less.
-        if distance <= bound and abs(factor - 1) <= max(_NEAR, MARGIN * self.factor_errors[name]):
+        """Return a reading of a gradient, or its relative distance from the exact one if that is within the bound."""
+        bound, scale, length = self.bounds[name], self.scales[name], float(r.norm())
+        distance = float((g - r).norm()) / scale
+        if distance <= bound:
             return distance
-        if factor and length and float((g - factor * r).norm()) <= bound * abs(factor) * length:
+        factor = float((g * r).sum()) / length**2 if length else 0.0
+        rest = float((g - factor * r).norm())
+        if factor and rest <= bound * abs(factor) * scale:
             equals = equal_to(factor, len(self.parts) // self.num_ranks, self.num_ranks)
             return KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals)
         words = "" if length else "In a copy of the model the loss does not depend on it."
-        if length and self.terms:
-            columns = torch.stack([term[name].flatten() for term in self.terms], 1)
+        if length and self.terms():
+            columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
             (right, left), (weights, rest) = _fit(columns, r), _fit(columns, g)
             if left > 16 * LEAST:
                 # Such as a balance loss, or pairs within a batch: the sum of the parts is another function than the whole.
@@ -498,12 +630,16 @@ class _Reference:
         return KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words)
 
 
-def _distance_and_factor(g: Tensor, r: Tensor) -> tuple[float, float]:
-    """Return the relative distance of a gradient from the exact one, and its component along that one."""
-    length = float(r.norm())
-    return float((g - r).norm()) / (length or 1.0), float(
-        (g * r).sum()
-    ) / length**2 if length else 1.0
+def _mean_and_error(columns: Sequence[Tensor]) -> tuple[Tensor, float]:
+    """Return the mean of some tensors, and the length of its standard error."""
+    values = torch.stack(list(columns))
+    return values.mean(0), float(values.var(0).sum().sqrt()) / math.sqrt(len(columns))
+
+
+def _compared_values(configured: _Configured, name: str, r: Tensor) -> Tensor:
+    """Return the shadow of a gradient, or the gradient where it is not followed; zeros without one."""
+    x = configured.shadows.get(name, configured.gradients.get(name))
+    return torch.zeros_like(r) if x is None else x.to(r.device).double()
 
 
 def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
@@ -517,53 +653,73 @@ def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
 
 def _compared(
     reference: _Reference,
-    gradients: Gradients,
+    configured: _Configured,
     differing: Mapping[str, int],
+    rounding: Ranked,
     reasons: dict[str, str],
-) -> tuple[list[Reading], str]:
-    """Return the readings and a line. Before a tensor near its bound is accused, measure by more random roundings."""
-    readings, zero, results = dict[str, Reading](), list[str](), dict[str, Reading | float]()
-
-    def gradient(name: str) -> Tensor:
-        r = reference.exact[name]
-        return gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
-
+) -> tuple[list[Reading], list[str]]:
+    """Return the readings and lines. What is not finite comes first."""
+    readings, results = dict[str, Reading](), dict[str, Reading | float]()
+    gone, zero = list[str](), list[str]()
+    bad = list[str]()
     for name in reversed(reference.exact):  # in the order of backward
-        r, g = reference.exact[name], gradient(name)
+        r = reference.exact[name]
+        g = configured.gradients.get(name)
         if name in differing:
             readings[name] = KINDS["not-reduced"].reading(name, differing[name], 0)
-        elif bad := int((~g.isfinite()).sum()):
-            wide = (
-                "float32's are"
-                if bool(r.isfinite().all())
-                else "nor are float32's, so look at weights, data and loss"
-            )
-            readings.setdefault(
-                "nonfinite", KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide)
-            )
-        elif not bool(g.any()) and (bool(r.any()) or name not in gradients):
-            zero.append(name)
+        elif g is not None and not is_finite(g):
+            bad.append(name)
+        elif g is None or not bool(g.any()):
+            if bool(r.any()):
+                gone.append(name)
+            elif g is None:
+                zero.append(name)
         else:
-            results[name] = reference.judge(name, g, r)
-    if any(isinstance(result, Reading) and result.excess <= MARGIN for result in results.values()):
-        reference.round_until(MANY_ROUNDINGS)
-        results = {
-            name: reference.judge(name, gradient(name), reference.exact[name]) for name in results
-        }
-    readings |= {name: result for name, result in results.items() if isinstance(result, Reading)}
-    if zero:
-        readings["zero"] = KINDS["no-gradient"].reading(
-            of_all(zero), len(zero), 0, count=len(reference.exact)
+            results[name] = reference.judge(name, _compared_values(configured, name, r), r)
+    count = len(reference.exact)
+    if bad:
+        number = int((~configured.gradients[bad[0]].isfinite()).sum())
+        is_wide = bool(reference.exact[bad[0]].isfinite().all())
+        wide = (
+            "float32's are" if is_wide else "nor are float32's, so look at weights, data and loss"
         )
+        place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
+        kind = KINDS["nonfinite-gradient"]
+        readings["nonfinite"] = kind.reading(bad[0], number, 0, wide=wide, place=place)
+    readings |= {name: result for name, result in results.items() if isinstance(result, Reading)}
+    if not bad and not any(bool(r.any()) for r in reference.exact.values()) and not results:
+        readings["zero"] = KINDS["zero-gradients"].reading("", 1, 0, 0)
+        gone = zero = []
+    for names, words in (
+        (gone, "; float32's are not zero"),
+        (zero, ", nor in a float32 copy: the loss does not depend on them"),
+    ):
+        if names:
+            kind = KINDS["no-gradient"]
+            readings[words] = kind.reading(of_all(names), len(names), 0, count=count, words=words)
     if not reference.is_sum:
         reasons["the weights of micro-batches"] = (
             "the loss over all of them is no weighted sum of their losses"
         )
-    equal = [result for result in results.values() if not isinstance(result, Reading)]
-    line = f"gradients: {len(equal)} of {counted(len(reference.exact), 'tensor')} equal to float32's in one process"
-    if equal:
-        line += f", within rounding (largest difference {max(equal):.1e}, unit roundoff {reference.unit:.1e})"
-    return joined(readings.values(), len(reference.exact)), line
+    near = [result for result in results.values() if not isinstance(result, Reading)]
+    first, *more = rounding.lines()
+    of_copy = "" if configured.mode is not None else "in a copy in one process, "
+    lines = [f"gradients of {counted(count, 'tensor')}: {of_copy}{first}", *more]
+    lost = [name for name in results if name not in configured.shadows]
+    if configured.mode is not None:
+        if lost:
+            lines.append(not_followed(configured.mode, lost))
+        for (site, name), number in configured.mode.indices.most_common(1):
+            if number:
+                lines.append(
+                    f"  {number} indices of {name} in {site} are others in float32, so bounds are wider"
+                )
+    if near:
+        lines.append(
+            f"  {'with' if lost else 'without'} their roundings {counted(len(near), 'tensor')} within "
+            f"{max(near):.1g} of float32's in one process"
+        )
+    return joined(readings.values(), count), lines
 
 
 def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:

@@ -173,7 +173,9 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
         if all(getattr(p, place, None) is None for place in places)
     ]
     if lost and len(lost) < len(trained):
-        yield KINDS["no-gradient"].reading(of_all(lost), len(lost), 0, count=len(trained))
+        yield KINDS["no-gradient"].reading(
+            of_all(lost), len(lost), 0, count=len(trained), words="; the others have one"
+        )
 
 
 def _missing(set_up: SetUp) -> Iterator[Reading]:
@@ -187,11 +189,20 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
         for name, p in set_up.parameters.items()
         if p.requires_grad and id(p) not in stepped_ids
     }
-    shapes = {p.parameter.shape for p in stepped if id(p.parameter) not in in_model}
+    beside = [p.parameter for p in stepped if id(p.parameter) not in in_model]
+    lost = {name: p for name, p in lost.items() if not any(_is_master(q, p) for q in beside)}
+    shapes = {q.shape for q in beside}
     if replaced := [name for name, p in lost.items() if p.shape in shapes]:
         yield KINDS["replaced-parameters"].reading(of_all(replaced), len(replaced), 0)
     elif lost:
         yield KINDS["missing-parameters"].reading(of_all(lost), len(lost), 0)
+
+
+def _is_master(master: Tensor, p: Tensor) -> bool:
+    """Return whether a wider tensor holds a parameter's values, as masters of a loop's own do."""
+    if master.shape != p.shape or master.element_size() <= p.element_size() or p.is_meta:
+        return False
+    return torch.equal(spread(master).to(p.dtype), spread(p))
 
 
 def _untied(set_up: SetUp) -> Iterator[Reading]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.analysis.reading import of_all
-from narrowgauge.checks.step_samples import spread
+from narrowgauge.checks.step_samples import plain, spread
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.optim.optimizer import Optimizer
@@ -103,7 +103,8 @@ class SteppedParameter:
     def state(self) -> dict[str, Any]:
         if isinstance(self.optimizer, Optimizer):
             return {"step": number} if (number := self.optimizer.num_steps(self.parameter)) else {}
-        return dict(self.optimizer.state.get(self.parameter, {}))
+        state = self.optimizer.state.get(self.parameter, {})
+        return {name: plain(value) for name, value in state.items()}
 
     @property
     def library(self) -> str:
@@ -269,7 +270,7 @@ def storage_of(
 
 def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     """Return whether a state is a master copy: float32, and within one rounding of the 16-bit weight."""
-    for x in dict(optimizer.state.get(parameter, {})).values():
+    for x in map(plain, dict(optimizer.state.get(parameter, {})).values()):
         if isinstance(x, Tensor) and x.dtype is torch.float32 and x.shape == parameter.shape:
             weight = spread(parameter).float()
             if weight.any() and bool(

@@ -31,6 +31,7 @@ from narrowgauge.checks.float32_copy import (
     is_called_from,
     scalar,
 )
+from narrowgauge.checks.shadow import user_line
 from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.put_back import objects_of, put_back
 
@@ -157,6 +158,26 @@ class _Slope:
             for name in names:
                 self.leaves[name].copy_(self.start[name])
 
+    def _why_none(self, product: float) -> str:
+        """Return why the loss has no slope here, by measurements in float64, in the order of their likelihood."""
+        if not math.isfinite(product):
+            bad = [name for name, x in self.squares.items() if not math.isfinite(x)]
+            return f"the gradient of {of_all(bad)} is not finite in float64"
+        first, second = (self._loss_at([], 0.0) for _ in range(2))
+        if first != second:
+            return f"two passes at one point differ, by {abs(first - second):.2g}"
+        census = _Census()
+        with put_back(self.model), census:
+            self.loss(self.model, self.batch)
+        if census.rounded:
+            return f"the loss is rounded by {census.rounded[0]}"
+        if census.narrow:
+            return f"a part is computed in a narrower format by {census.narrow[0]}"
+        left, right = ((self._loss_at(list(self.leaves), h) - first) / h for h in (-1e-6, 1e-6))
+        if abs(right - left) > 1e-3 * max(abs(left), abs(right)):
+            return f"the loss has a kink here: slopes {left:.4g} and {right:.4g}, the gradient says {product:.4g}"
+        return f"steps of different lengths give different slopes; the gradient says {product:.4g}"
+
     def difference(self, names: Sequence[str]) -> tuple[float, float, float] | None:
         """Return the gradient's product with a direction, the slope along it, and the bound; ``None`` within the bound."""
         product, size = (
@@ -173,10 +194,26 @@ class _Slope:
                 self.largest = max(self.largest, abs(slope - product) / scale)
                 return None
         if not abs(slopes[0] - slope) <= abs(slope - product) / 4 < math.inf:
-            raise ArithmeticError(
-                "the loss is not smooth, differs from pass to pass, or is computed in float32"
-            )
+            raise ArithmeticError(self._why_none(product))
         return product, slopes[0], bound
+
+
+class _Census(Widened):
+    """Note the operations of a float64 pass that round, or give a narrower format."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float64)
+        self.rounded, self.narrow = list[str](), list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if name in ("round", "floor", "ceil", "trunc", "sign"):
+            self.rounded.append(f"{name} in {user_line()[0]}")
+        is_float = isinstance(result, Tensor) and result.is_floating_point()
+        if is_float and result.dtype is not torch.float64 and result.numel() > 1:
+            self.narrow.append(f"{name} in {user_line()[0]}")
+        return result
 
 
 class _Stops(TorchFunctionMode):

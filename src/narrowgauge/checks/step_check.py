@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -94,15 +95,19 @@ class StepCheck:
         step, self._step = self.num_steps + 1, None
         if step == 2 or self._is_loaded or (step > 2 and step % self.every == 0):
             self._is_loaded = False
-            with torch.no_grad():
-                self._step = sampled_step(step, optimizer, self._names)
+            self._send(step, lambda: self._sample(step, optimizer), {})
+
+    def _sample(self, step: int, optimizer: torch.optim.Optimizer) -> list[Reading]:
+        self._step = sampled_step(step, optimizer, self._names)
+        return []
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.num_steps += 1
         unseen: dict[str, str] = {}
         if (step := self._step) is not None:
-            row = {"compared": len(step.samples), "unseen": unseen}
-            self._send(step.step, lambda: step_readings(step, optimizer, self._limit, unseen), row)
+            row = {"compared": 0, "unseen": unseen}
+            read = partial(step_readings, step, optimizer, self._limit, unseen, row)
+            self._send(step.step, read, row)
 
     def _send(self, step: int, read: Callable[[], Iterable[Reading]], row: Row) -> None:
         readings: list[Reading] = []
@@ -120,7 +125,8 @@ class StepCheck:
                 "compared": 0,
                 "unseen": {"the step": f"{type(error).__name__}: {message}"[:200]},
             }
-        self._report(self.num_steps, readings, {**row, "beyond": len(readings)} if row else row)
+        if row or readings:
+            self._report(self.num_steps, readings, {**row, "beyond": len(readings)} if row else row)
 
 
 def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
@@ -156,11 +162,20 @@ def _are_alike(first: Reading, second: Reading) -> bool:
 
 
 def step_readings(
-    step: SampledStep, optimizer: torch.optim.Optimizer, limit: float | None, unseen: dict[str, str]
-) -> list[Reading]:
-    """Compare a step that was just taken. Fill ``unseen`` with names not compared, and reasons."""
+    step: SampledStep, optimizer: torch.optim.Optimizer, limit: float | None, unseen: dict[str, str], row: Row
+) -> list[Reading]:  # fmt: skip
+    """Compare a step that was just taken.
+
+    Args:
+        unseen: filled with names not compared, and reasons.
+        row: gets the norm that reached the step, and the number of tensors whose update was compared.
+    """
     complete(step, optimizer)
-    return [*clip_readings(step, limit, unseen), *update_readings(step, optimizer, unseen)]
+    if step.grad_norm is not None and math.isfinite(step.grad_norm):
+        row["norm"] = step.grad_norm * step.clip
+    readings = [*clip_readings(step, limit, unseen), *update_readings(step, optimizer, unseen)]
+    row["compared"] = 0 if "the update" in unseen else len(step.samples)
+    return readings
 
 
 def clip_readings(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.checks.stored import Rounding
-from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim import codes
 from narrowgauge.optim.optimizer import Optimizer
 
@@ -26,6 +26,20 @@ ELEMENTS = 1 << 12
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
 """The optimizer classes that are recomputed. Derived classes are too, unless they replace the step under another name."""
+
+
+def plain(value: Any) -> Any:
+    """Return a value of an optimizer's state as it can be read: a plain tensor, dequantized if it holds codes.
+
+    A tensor of another class is ``None``: its elements are unknown.
+    """
+    if not isinstance(value, Tensor) or type(value) in (Tensor, torch.nn.Parameter):
+        return value
+    if is_sharded(value):
+        return value
+    if type(value).dequantize is not Tensor.dequantize:
+        return value.dequantize()
+    return None
 
 
 def evenly_spread(tensor: Tensor) -> Tensor:
@@ -112,7 +126,7 @@ class Sample:
             elif code.mantissa_bits < 23:
                 ends = None
                 if code.scaled:
-                    back = codes.multipliers(code, state.bounds[name])[1].double().log2() - (
+                    back = codes.multipliers(code, state.row_bounds[name])[1].double().log2() - (
                         code.lowest + 126
                     )
                     ends = spread(
@@ -167,7 +181,7 @@ def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
 def stored_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return the stored tensors of a parameter by name: any optimizer's states, and the weight with its tail for ours."""
     if not isinstance(optimizer, Optimizer):
-        return dict(optimizer.state.get(parameter, {}))
+        return {k: plain(value) for k, value in optimizer.state.get(parameter, {}).items()}
     stored: dict[str, Any] = {}
     for name in ("weight", *STATES) if optimizer.num_steps(parameter) else ("weight",):
         with suppress(KeyError):  # another rule has other states, and a frozen parameter none
@@ -198,7 +212,8 @@ def sampled_step(
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key != "params"}
         for place, p in enumerate(group["params"]):
-            name, gradient = names.get(id(p), f"group {index}, parameter {place}"), p.grad
+            name = names.get(id(p), f"group {index}, parameter {place}")
+            gradient = gradient_of(p)
             # The places of a sparse gradient change in each step.
             if gradient is not None and gradient.layout is torch.strided:
                 gradient = _times(optimizer, spread(gradient), 1 / loss_scale)
@@ -209,7 +224,7 @@ def sampled_step(
     gradients = [
         g
         for s in step.samples.values()
-        if s.gradient is not None and (g := s.parameter.grad) is not None
+        if s.gradient is not None and (g := gradient_of(s.parameter)) is not None
     ]
     if not any(map(is_sharded, gradients)):
         squares = (float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)

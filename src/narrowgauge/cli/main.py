@@ -132,6 +132,22 @@ def show_recipe(name: str, as_json: bool) -> None:
     _print(as_json, *show.page_recipe(name))
 
 
+@show_group.command("step", short_help="The step of a storage, as it is compiled.")
+@click.argument("storage")
+@click.option("--rule", default="adamw", metavar="NAME", help="The update rule.  [default: adamw]")
+@click.option(
+    "--language",
+    type=click.Choice(["cpp", "triton"]),
+    default="cpp",
+    help="Of CPUs or of GPUs.  [default: cpp]",
+)
+def show_step(storage: str, rule: str, language: str) -> None:
+    """Print the step of a storage as it is compiled: C++ for CPUs, or Triton for GPUs."""
+    from narrowgauge.optim.printed import printed_step
+
+    click.echo(printed_step(storage, rule, language))
+
+
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
 @click.option("--cuda", is_flag=True, help="Measure the GPU, not the CPU.")
 @flags.json_object

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from narrowgauge.cli.exit_status import help_without_command
 from narrowgauge.planner.efficiency import SOFTWARE
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import PRESET_NAMES
-from narrowgauge.planner.program import BASE_BITS, PROGRAMS, read_program
+from narrowgauge.planner.program import BASES, PARTS, PROGRAMS, read_part, read_program
 from narrowgauge.spec import tables
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
+WIDTH = 120
+"""Columns of an answer."""
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -47,6 +50,14 @@ def _counts(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _parts(text: str) -> dict[str, str]:
+    """Parse parts and how they are stored: ``head=trained,experts=nf4``."""
+    rows = [part.partition("=") for part in _names(text)]
+    for name, _, value in rows:
+        read_part(value or name)
+    return {name.strip(): value.strip() for name, _, value in rows}
+
+
 def _names(text: str) -> list[str]:
     return [name for name in map(str.strip, text.split(",")) if name]
 
@@ -60,7 +71,8 @@ def plan_group(context: click.Context) -> None:
 
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
-    narrowgauge plan state --params 10e9 --recipe bfloat16/states8
+    narrowgauge plan run --params 10e9 --recipe bfloat16/states8
+    narrowgauge plan longest --model llama-8b --chip RTX-4090 --lora 16 --base nf4
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
     help_without_command(context)
@@ -72,7 +84,10 @@ _recipe = click.option(
     help="Recipes or .toml files; all: every one that the chips multiply natively.  [default: the usual six]",
 )  # fmt: skip
 _chip = click.option(
-    "--chip", metavar="A,B,…", type=flags.Parsed(_names), help="Chips (narrowgauge show chips)."
+    "--chip",
+    metavar="A,B,…",
+    type=flags.Parsed(_names),
+    help='Chips (narrowgauge show chips), or .toml files: like = "H100-SXM", and what differs.',
 )
 _chips = click.option(
     "--chips",
@@ -91,32 +106,76 @@ _optimizer = click.option(
 )  # fmt: skip
 
 
+_QUESTION = (
+    _recipe,
+    _chip,
+    _chips,
+    click.option(
+        "--interconnect", "interconnect_gbit_per_second", type=_amount(1e-3), metavar="X",
+        help="Rate of a node's network, Gbit/s in one direction.  [default: as usual for the chip]",
+    ),
+    click.option(
+        "--cluster", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
+        help="A TOML file of chips, nodes and links, instead of --chip; several are compared.",
+    ),
+    click.option(
+        "--tokens-per-step", type=_amount(1), metavar="X", help="Tokens per step.  [default: by chips]"
+    ),
+    click.option(
+        "--software", type=click.Choice(list(SOFTWARE)),
+        help="The libraries and years whose speed is planned.  [default: those usual on the chip]",
+    ),
+    click.option(
+        "--program", metavar="NAME,FIELD=X,…", type=flags.Parsed(read_program),
+        help=f"The training loop: {', '.join(PROGRAMS)}; fields such as loss=chunked, kernels=eager, release=true, offload=true.",
+    ),
+    click.option(
+        "--lora",
+        type=click.IntRange(min=1),
+        metavar="R",
+        help="Train adapters of rank R over frozen weights.",
+    ),
+    click.option(
+        "--base",
+        type=click.Choice(BASES),
+        help="Format of frozen weights in layers.  [default: bfloat16]",
+    ),
+    click.option(
+        "--part", "parts", metavar="PART=FORMAT,…", type=flags.Parsed(_parts),
+        help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, host, joined by +.",
+    ),
+    click.option(
+        "--like", metavar="RUN|X", help="A measured run of the first row: its folder, log or tokens/s."
+    ),
+    _optimizer,
+    _layout,
+)  # fmt: skip
+
+
+_MODEL = "A preset, a Hugging Face config.json, or org/name in the hub's cache."
+
+
+def _question(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags of a question to a command."""
+    for option in reversed(_QUESTION):
+        command = option(command)
+    return command
+
+
 @plan_group.command(
     "run", short_help="What fits, how fast, on which machines.",
     epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
 )  # fmt: skip
+@click.option("--model", metavar="TEXT", help=_MODEL)
 @click.option(
-    "--model", metavar="TEXT", required=True, help="A preset, or a Hugging Face config.json."
+    "--params", type=_amount(1), metavar="X", help="A number of parameters (10e9): its state alone."
 )
-@_recipe
-@_chip
-@_chips
-@click.option(
-    "--interconnect", "interconnect_gbit_per_second", type=_amount(1e-3), metavar="X",
-    help="Rate of a node's network, Gbit/s in one direction.  [default: as usual for the chip]",
-)  # fmt: skip
-@click.option(
-    "--cluster", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
-    help="A TOML file of chips, nodes and links, instead of --chip; several are compared.",
-)  # fmt: skip
+@_question
 @click.option(
     "--sequence-length",
     type=click.IntRange(min=1),
     metavar="N",
     help="Tokens per sequence.  [default: 4096 at most]",
-)
-@click.option(
-    "--tokens-per-step", type=_amount(1), metavar="X", help="Tokens per step.  [default: by chips]"
 )
 @click.option(
     "--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days."
@@ -127,70 +186,58 @@ _optimizer = click.option(
     metavar="X",
     help="Days of the whole run, instead of --chips: the fewest chips.",
 )
-@click.option(
-    "--software", type=click.Choice(list(SOFTWARE)),
-    help="The libraries and years whose speed is planned.  [default: those usual on the chip]",
-)  # fmt: skip
-@click.option(
-    "--program", metavar="NAME,FIELD=X,…", type=flags.Parsed(read_program),
-    help=f"The training loop: {', '.join(PROGRAMS)}; fields such as loss=chunked, kernels=eager, release=true, offload=true.",
-)  # fmt: skip
-@click.option(
-    "--lora",
-    type=click.IntRange(min=1),
-    metavar="R",
-    help="Train adapters of rank R over frozen weights.",
-)
-@click.option(
-    "--base",
-    type=click.Choice(list(BASE_BITS)),
-    help="Format of frozen weights.  [default: bfloat16]",
-)
-@_optimizer
-@_layout
-@click.option(
-    "--explain",
-    is_flag=True,
-    help="Print every term of the best option: formula, interval, source.",
-)
+@click.option("--price", type=_amount(1e-6), metavar="X", help="Price of a chip-hour.")
+@click.option("--explain", is_flag=True, help="Print every term of the best option.")
 @flags.json_object
-def run_command(as_json: bool, explain: bool, days: float | None, **asked: Any) -> None:
+def run_command(
+    as_json: bool, explain: bool, days: float | None, params: float | None, **asked: Any
+) -> None:
     """Say whether a model fits, how fast it trains, on which machines, and why.
 
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
     narrowgauge plan run --model config.json --cluster cluster.toml --tokens 300e9
     narrowgauge plan run --model llama-8b --chip H100-SXM --tokens 300e9 --days 14
+    narrowgauge plan run --params 10e9 --chips 8
     """
+    question = flags.given(asked)
+    if (params is None) == ("model" not in question):
+        raise click.UsageError("Name --model, or the number of parameters (--params 10e9).")
+    if params is not None:
+        return _show_state(params, question, as_json)
     from narrowgauge.planner.plan import plan, plan_within
 
-    answer = plan_within(days, **flags.given(asked)) if days else plan(**flags.given(asked))
-    parts = [*answer.tables(), *(answer.explanation() if explain else [])]
-    _show(answer.row(), parts, answer.sentences(), as_json)
+    answer = plan_within(days, **question) if days else plan(**question)
+    sentences = [*answer.sentences(), *(answer.explanation() if explain else [])]
+    return _show(answer.row(), answer.tables(), sentences, as_json)
 
 
-@plan_group.command("state", short_help="Bytes of weights, gradients and optimizer states.")
-@click.option(
-    "--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9)."
-)
-@click.option(
-    "--recipe", "recipes", metavar="A,B,…", type=flags.RECIPES_OR_ALL,
-    help="Recipes or .toml files.  [default: every storage of bfloat16 weights]",
-)  # fmt: skip
-@_chip
-@_chips
-@_optimizer
-@_layout
-@flags.json_list
-def state_command(as_json: bool, **asked: Any) -> None:
-    """Count the state of a number of parameters: weights, gradients and optimizer states.
-
-    narrowgauge plan state --params 10e9 --recipe bfloat16/states8
-    """
+def _show_state(params: float, question: dict[str, Any], as_json: bool) -> None:
+    """Print the state of a number of parameters."""
     from narrowgauge.planner.state import SENTENCES, plan_state, state_table
 
-    rows = plan_state(**flags.given(asked))
-    _show(rows, [state_table(rows, asked["params"])], SENTENCES, as_json)
+    known = ("recipes", "chip", "chips", "layout", "optimizer")
+    for name, value in question.items():
+        if value and name not in known:
+            raise click.UsageError(f"--{name.replace('_', '-')} needs a model: name --model.")
+    rows = plan_state(params, **{name: question[name] for name in known if name in question})
+    _show(rows, [state_table(rows, params)], SENTENCES, as_json)
+
+
+@plan_group.command("longest", short_help="The longest sequence that fits.")
+@click.option("--model", metavar="TEXT", required=True, help=_MODEL)
+@_question
+@flags.json_object
+def longest_command(as_json: bool, **asked: Any) -> None:
+    """Say how long sequences may be.
+
+    narrowgauge plan longest --model llama-8b --chip RTX-4090 --lora 16 --base nf4
+    """
+    from narrowgauge.planner.plan import plan_longest
+
+    answer = plan_longest(**flags.given(asked))
+    first = [f"The longest sequence that fits has {answer.best.sequence_length:,} tokens."]
+    _show(answer.row(), answer.tables(), answer.sentences(), as_json, first)
 
 
 def _show(
@@ -204,9 +251,16 @@ def _show(
     if as_json:
         return tables.write_json(row)
     if first:
-        click.echo("\n".join([*first, ""]))
+        _write_lines([*first, ""])
     tables.write(parts)
-    return click.echo("\n".join(["", *sentences])) if sentences else None
+    if sentences:
+        _write_lines(["", *sentences])
+
+
+def _write_lines(lines: Sequence[str]) -> None:
+    """Print lines, broken at :data:`WIDTH` columns."""
+    for line in lines:
+        click.echo(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False))
 
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")
@@ -223,24 +277,7 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
 
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
-    from narrowgauge.planner.scaling_laws import fit, read_points, tables_of
+    from narrowgauge.planner.scaling_laws import causes_of, fit, read_points, tables_of
 
     row = fit(read_points(measured)).row(at or ())
-    _show(row, tables_of(row), [], as_json, first=row["sentences"])
-
-
-@plan_group.command("regression", short_help="Which setting made a step slower.")
-@click.argument("before", type=click.Path(path_type=Path))
-@click.argument("after", type=click.Path(path_type=Path))
-@flags.json_object
-def regression_command(before: Path, after: Path, as_json: bool) -> None:
-    """Say which term of the step became slower between two launches, by how much, and which setting did it.
-
-    BEFORE and AFTER are .toml files of launches.
-
-    narrowgauge plan regression before.toml after.toml
-    """
-    from narrowgauge.planner.launches import compare_launches, read_launch, sentences_of, tables_of
-
-    comparison = compare_launches(read_launch(before), read_launch(after))
-    _show(comparison, tables_of(comparison), sentences_of(comparison), as_json)
+    _show(row, tables_of(row), causes_of(row), as_json, first=row["sentences"])

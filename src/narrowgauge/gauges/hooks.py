@@ -18,14 +18,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tensor
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.torch_hooks import OwnHook
-from narrowgauge.torch_names import plain_name
+from narrowgauge.torch_names import is_transformed, plain_name
 
 # ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def record_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Record the input, the output and the gradient of the output of a watched module, as its forward hook."""
-    if not is_sampled(module):
+    if not is_sampled(module) or is_transformed():
         return None
     input_entry, gradient_entry, *output_entries = module.gauge_entries
     if input_entry is not None:

@@ -19,6 +19,7 @@ from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul import inference
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import is_linear, is_transposed
+from narrowgauge.matmul.roles import roles_of
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
     four_bit_values,
@@ -148,7 +149,9 @@ def quantize_base(
         torch.Size([64, 32])
     """
     chosen = get_compute(compute)
-    right, patterns = chosen.output.right, chosen.keep if keep is None else keep
+    right, patterns = chosen.output.right, keep
+    if patterns is None:
+        patterns = (*chosen.keep, *roles_of(model)) if chosen.keep else ()
     is_packed = right.format == "float4_e2m1fn" and right.block is not None
     if not is_packed:
         inference.with_codes(chosen)

@@ -20,11 +20,9 @@ from torchtitan.protocols.module import Module
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import DeferredLinear
-from narrowgauge.matmul.swapping import NarrowLayers, linears_of, swap_linears
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.optim import optimizers
 from narrowgauge.spec.notation import get_compute
-
-_STEP = "narrowgauge.step"
 
 
 class SwappableLinear(DeferredLinear, Linear):
@@ -96,9 +94,6 @@ class NarrowgaugeOptimizers(OptimizersContainer):
             if layers:
                 swap_linears(part, layers[0].compute_name)
         super().__init__(config, model_parts=model_parts)
-        for place, linears in self._layers().items():
-            # The container is an optimizer, too: its own step must not count as another step.
-            linears.follow(self.optimizers[place * len(self.optimizers) // len(model_parts)])
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -108,13 +103,6 @@ class NarrowgaugeOptimizers(OptimizersContainer):
     @staticmethod
     def _build_impl_kwargs(config: OptimizersContainer.Config) -> dict[str, Any]:
         return {}  # fused and foreach are torch.optim's
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torchtitan's flat state by parameter name, with the step of narrow layers."""
-        state: dict[str, Any] = super().state_dict()
-        for place, linears in self._layers().items():
-            state[f"{_STEP}.{place}"] = torch.tensor(linears.step, device="cpu")
-        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for optimizer in self.optimizers:
@@ -131,12 +119,6 @@ class NarrowgaugeOptimizers(OptimizersContainer):
                     for key in options
                 }
             optimizer.load_state_dict(saved)
-        for place, linears in self._layers().items():
-            linears.step = int(state_dict[f"{_STEP}.{place}"])
-
-    def _layers(self) -> dict[int, NarrowLayers]:
-        handles = {place: linears_of(part) for place, part in enumerate(self.model_parts)}
-        return {place: linears for place, linears in handles.items() if linears is not None}
 
 
 def narrowgauge_adamw(

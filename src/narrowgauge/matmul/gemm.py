@@ -1,9 +1,9 @@
 """Multiply two operands on a kernel that takes their codes (:mod:`.native`), or emulate it with the same values.
 
-Emulation: a narrow code times its block's power of two is exact in bfloat16. So is a four-bit code times its e4m3 scale. A
-bfloat16 matmul multiplies such numbers without error and adds in float32. It differs from a narrow kernel only in the order of
-the sum. A code times a float32 scale (of a row or a tensor) is not exact in bfloat16. Such scales multiply the result instead,
-which the CPU's matmul has already rounded to bfloat16 once.
+Emulation: a narrow code times its block's power of two is exact in bfloat16. So is a code of up to four significant bits times
+its e4m3 scale. A bfloat16 matmul multiplies such numbers without error and adds in float32. It differs from a narrow kernel only
+in the order of the sum. A code times a block's float32 scale is rounded to float32, and multiplied there. The float32 scale of a
+row or a tensor multiplies the result instead, which the CPU's matmul has already rounded to bfloat16 once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from narrowgauge.compile import fused
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul import native
-from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
+from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_dtype, block_values
 from narrowgauge.numerics.widening import (
     INT32_TERMS,
     SCRATCH,
@@ -111,13 +111,14 @@ def operand_dtype(
 
     With ``as_codes`` return the codes' dtype even if the matmul widens them, since they are saved for backward.
     """
-    if cast.format == "int8":
-        return torch.int8
     if cast.is_wide:
         return getattr(torch, cast.format)  # type: ignore[no-any-return]
-    if (as_codes and cast.block is None) or is_native(product, device):
-        return PAIRS if cast.element.bits == 4 else getattr(torch, cast.format)
-    return torch.bfloat16
+    has_codes = cast.block is None and bool(cast.carrier)
+    if is_native(product, device):
+        return PAIRS if cast.element.bits == 4 else getattr(torch, cast.carrier)
+    if has_codes and (as_codes or cast.carrier == "int8"):
+        return getattr(torch, cast.carrier)  # type: ignore[no-any-return]
+    return getattr(torch, cast.values_format)  # type: ignore[no-any-return]
 
 
 # ── reports of emulation ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -163,11 +164,9 @@ def describe_matmuls(compute: Compute, device: torch.device) -> str:
 
 
 def _widened_dtype(operand: Operand) -> torch.dtype:
-    return (
-        torch.bfloat16
-        if operand.inner is not None or operand.data.dtype in CODES
-        else operand.data.dtype
-    )
+    if operand.inner is not None:
+        return block_dtype(operand.inner)
+    return torch.bfloat16 if operand.data.dtype in CODES else operand.data.dtype
 
 
 def _widened(operand: Operand, dim: int) -> Tensor:

@@ -29,6 +29,7 @@ from narrowgauge.matmul.layer_matmuls import (
 )
 from narrowgauge.matmul.linear import is_linear, keep_from_fused_kernels, matrix_of
 from narrowgauge.matmul.operand import Operand
+from narrowgauge.matmul.roles import roles_of
 from narrowgauge.matmul.swapping import chooser
 from narrowgauge.numerics.quantization import quantize
 from narrowgauge.numerics.widening import bias_gradient, matmul
@@ -199,7 +200,7 @@ def quantize_for_inference(
     """
     require_float64(model.parameters())
     compute = with_codes(compute, with_weight=True)
-    choose = chooser(compute, keep)
+    choose = chooser(compute, keep, roles_of(model) if keep is None else {})
     for name, module in model.named_modules():
         if is_experts(module) and choose(name) is not None:
             raise RecipeError(

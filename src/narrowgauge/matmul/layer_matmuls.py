@@ -24,7 +24,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import cast_cache
 from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype
-from narrowgauge.matmul.operand import Keys, Operand, cast_matrix, random_words
+from narrowgauge.matmul.operand import Keys, Operand, cast_matrix, draw
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
 from narrowgauge.torch_names import is_traced, is_transformed
@@ -94,14 +94,14 @@ def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype
 
 def cast_to_slot(x: Tensor, call: Call, slot: str, fold: Tensor | None = None) -> Operand:
     """Cast a tensor of a layer to the operand of a slot. Multiply ``fold`` into it first, see :func:`scales_to_fold`."""
-    slot_row, cast, words = SLOTS[slot], call.compute.casts[slot], None
+    slot_row, cast, drawn = SLOTS[slot], call.compute.casts[slot], None
     if call.keys is not None and cast.needs_bits:
         length = None if slot_row.tensor == "weight" else call.sequence_length
-        words = random_words(cast, x, slot_row.dim, call.keys, slot_row.random_key, length)
+        drawn = draw(cast, x, call.keys, slot_row.random_key, length)
     if cast.outliers:
         x = without_outliers(x, cast.outliers)
     return cast_matrix(
-        x, cast, slot_row.dim, slot_dtype(call.compute, slot, x.device), words=words, fold=fold
+        x, cast, slot_row.dim, slot_dtype(call.compute, slot, x.device), draw=drawn, fold=fold
     )
 
 

@@ -19,7 +19,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul import layer_matmuls
-from narrowgauge.matmul.operand import Clock, Keys, layer_keys
+from narrowgauge.matmul.clock import Clock
+from narrowgauge.matmul.operand import Keys, layer_keys
 from narrowgauge.numerics.widening import linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
@@ -72,6 +73,7 @@ class NarrowLayer(nn.Module):
     def set_clock(self, clock: Clock) -> None:
         """Read seed and step from a clock."""
         self.clock = clock
+        clock.serve(self)
         self.clock_words = clock.words(self.key.device) if self.compute.is_stochastic else None
 
     def keys(self) -> Keys | None:
@@ -103,7 +105,6 @@ class NarrowLayer(nn.Module):
         self.registered_name = layer_matmuls.register(
             self.compute
         )  # another process does not know it yet
-        self.clock.count_every_step()  # no optimizer counts for a copy
         self.set_clock(self.clock)
 
 

@@ -207,6 +207,8 @@ def _micro_scaled(
             [] if operand.outer is None else [operand.outer.reshape(1)],
             operand.inner.to(scale),
         )
+        if len(inner) < len(operand.data):  # of 16 × 16: the kernel reads one for each row
+            inner = inner.repeat_interleave(len(operand.data) // len(inner), 0)
         scales.append(
             [
                 _padded(inner, len(codes), num_blocks).contiguous()
@@ -300,7 +302,7 @@ def specimen(cast: Cast, rows: int, terms: int) -> Operand:
 
     All sums of their products are multiples of 2^-4 below 2^17: exact in float32 in any order.
     """
-    rows = _SQUARE_ROWS if cast.granularity == "128x128" else rows
+    rows = _SQUARE_ROWS if cast.granularity in ("128x128", "16x16") else rows
     values = (_scattered(rows, terms) % 9 - 4).float() / 2
     is_packed = cast.element.bits == 4
     data = (
@@ -313,7 +315,7 @@ def specimen(cast: Cast, rows: int, terms: int) -> Operand:
         return Operand(data, two if cast.granularity == "tensor" else _powers(rows, 1))
     inner = _powers(math.ceil(rows / cast.block[0]), math.ceil(terms / cast.block[1]))
     outer = two if cast.scale == "float8_e4m3fn" else None
-    return Operand(data, outer, inner.to(SCALE_DTYPES.get(cast.scale, torch.float32)))
+    return Operand(data, outer, inner.to(SCALE_DTYPES[cast.scale]))
 
 
 def _powers(rows: int, columns: int) -> Tensor:

@@ -8,7 +8,6 @@ codes or backward needs them. Otherwise it is bfloat16 *values*: code times its 
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, update_wrapper
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from narrowgauge.compile import fused
 from narrowgauge.numerics import quantization
-from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.quantization import (
     blocked,
     four_bit_codes,
@@ -31,15 +29,18 @@ from narrowgauge.numerics.quantization import (
 )
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec.computes import Cast
-from narrowgauge.torch_hooks import after_every_step
-from narrowgauge.torch_names import calls_of_step
 
-Words = tuple[Tensor, Tensor]
+Draw = tuple[Tensor, Tensor]
+"""The key of a cast's random bits, and the index of the first row, int32 ``[]`` each."""
 PAIRS = torch.uint8
 """The dtype of four-bit codes, two to a byte."""
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, PAIRS)
 """Dtypes of codes that only some kernels multiply."""
-SCALE_DTYPES = {"float8_e8m0fnu": torch.float8_e8m0fnu, "float8_e4m3fn": torch.float8_e4m3fn}
+SCALE_DTYPES = {
+    "float32": torch.float32, "power-of-two": torch.float32,
+    "float8_e8m0fnu": torch.float8_e8m0fnu, "float8_e4m3fn": torch.float8_e4m3fn,
+}  # fmt: skip
+"""The dtypes of block scales, by the word of a cast."""
 
 
 class Operand(NamedTuple):
@@ -63,7 +64,7 @@ def cast_matrix(
     dim: int,
     dtype: torch.dtype,
     *,
-    words: Words | None = None,
+    draw: Draw | None = None,
     fold: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Operand:
@@ -73,7 +74,7 @@ def cast_matrix(
 
     Args:
         dtype: of the result: int8, a float8 or ``PAIRS`` for codes, or a dtype that holds the values.
-        words: for stochastic casts, for the padded shape; see :func:`narrowgauge.numerics.quantization.random_words`.
+        draw: for stochastic casts, see :func:`draw`. Their random words are hashed within the cast.
         fold: float32, broadcastable: multiplied into ``x`` first.
         amax: float32 ``[1, 1]``: scale by this instead of the tensor's own amax.
     """
@@ -86,7 +87,7 @@ def cast_matrix(
     size = x.numel()
     if cast.block is None:
         data, *scale = fused(
-            size, _bound(_cast_whole, cast, dim, dtype), x, *(words or (None, None)), fold, amax
+            size, _bound(_cast_whole, cast, dim, dtype), x, *(draw or (None, None)), fold, amax
         )
         return Operand(data, scale[0] if scale else None)
     if fold is not None:
@@ -94,13 +95,8 @@ def cast_matrix(
     if cast.rotation != "none":
         x = fused(size, _bound(_rotate, dim), x)
     sides = sides_of(cast, dim)
-    chances = (
-        (None, None)
-        if words is None
-        else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
-    )
     data, inner, _, *scale = fused(
-        size, _bound(_cast_blocks, cast, dtype), blocked(x, sides), *chances, amax
+        size, _bound(_cast_blocks, cast, dtype), blocked(x, sides), *(draw or (None, None)), amax
     )
     data, outer = data.view(x.shape), scale[0] if scale else None
     if dtype not in CODES:
@@ -109,7 +105,7 @@ def cast_matrix(
     return Operand(
         data,
         outer,
-        inner.flatten(0, 1).flatten(1, 2).to(SCALE_DTYPES.get(cast.scale, torch.float32)),
+        inner.flatten(0, 1).flatten(1, 2).to(SCALE_DTYPES[cast.scale]),
     )
 
 
@@ -119,14 +115,20 @@ def _along_contraction(codes: Tensor, dim: int) -> Tensor:
 
 
 def block_values(operand: Operand, dim: int) -> Tensor:
-    """Return ``data * inner`` in bfloat16, for codes of a cast in blocks. It is exact."""
+    """Return ``data * inner``, for codes of a cast in blocks: in bfloat16 if it is exact there, else in float32."""
     assert operand.inner is not None
     codes = (
         four_bit_values(unpacked_pairs(operand.data, dim))
         if operand.data.dtype == PAIRS
         else operand.data.float()
     )
-    return (codes * spread(operand.inner.float(), codes.shape)).to(torch.bfloat16)
+    values = codes * spread(operand.inner.float(), codes.shape)
+    return values.to(block_dtype(operand.inner))
+
+
+def block_dtype(inner: Tensor) -> torch.dtype:
+    """Return the dtype of :func:`block_values`."""
+    return torch.float32 if inner.dtype == torch.float32 else torch.bfloat16
 
 
 # Functions that casts are compiled from. Their first arguments are bound.
@@ -138,15 +140,14 @@ def _bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     return update_wrapper(partial(function, *settings), function)
 
 
-def _words(by_row: Tensor | None, by_column: Tensor | None) -> Words | None:
-    return None if by_row is None or by_column is None else (by_row, by_column)
-
-
 def _cast_whole(
     cast: Cast, dim: int, dtype: torch.dtype,
-    x: Tensor, by_row: Tensor | None, by_column: Tensor | None, fold: Tensor | None, amax: Tensor | None,
+    x: Tensor, key: Tensor | None, first_row: Tensor | None, fold: Tensor | None, amax: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    codes, outer = quantization.quantize_whole(x, cast, dim, _words(by_row, by_column), fold, amax)
+    words = None
+    if key is not None and first_row is not None:
+        words = quantization.random_words(x.shape[0], x.shape[1], key, first_row)
+    codes, outer = quantization.quantize_whole(x, cast, dim, words, fold, amax)
     if dtype == torch.int8:
         codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
     codes = codes.to(dtype)
@@ -162,13 +163,18 @@ def _cast_blocks(
     cast: Cast,
     dtype: torch.dtype,
     x: Tensor,
-    by_row: Tensor | None,
-    by_column: Tensor | None,
+    key: Tensor | None,
+    first_row: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    codes, inner, inverse, outer = quantization.quantize_blocks(
-        x, cast, _words(by_row, by_column), amax
-    )
+    words = None
+    if key is not None and first_row is not None:
+        row_blocks, rows, column_blocks, columns = x.shape
+        by_row, by_column = quantization.random_words(
+            row_blocks * rows, column_blocks * columns, key, first_row
+        )
+        words = blocked(by_row, (rows, 1)), blocked(by_column, (1, columns))
+    codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, words, amax)
     data = (
         four_bit_codes(codes)
         if dtype == PAIRS
@@ -179,11 +185,10 @@ def _cast_blocks(
 
 # ── random bits of stochastic casts ────────────────────────────────────────────────────────────────────────────────────
 #
-# A pure function of seed, step, layer, operand and logical position. Equal gradients must not round equally. So the bits come
-# from counters, and not from the values as the optimizer's do. The row counter counts tokens of the whole batch on all ranks.
-# The clock holds the index of the micro-batch's first sequence, or of its first token.
+# A pure function of the clock (:mod:`.clock`), the layer, the operand and the logical position. Equal gradients must not round
+# equally. So the bits come from counters, and not from the values as the optimizer's do. The row counter counts tokens.
 
-STEP_SEED, FIRST_SEQUENCE, FIRST_TOKEN = range(3)
+STEP_SEED, FIRST_SEQUENCE, FIRST_TOKEN, IS_PLACED = range(4)
 """Places in the words of a clock."""
 
 
@@ -191,73 +196,13 @@ class Keys(NamedTuple):
     """The keys of a layer's random bits.
 
     Attributes:
-        clock: int32 ``[4]``: seed of the step, step, index of the batch's first sequence or token; see :class:`Clock`.
+        clock: int32 ``[4]``: seed of the step, index of the micro-batch's first sequence, of its first token, and whether one of
+            these was set; see ``clock.Clock``.
         layer: int32 ``[]``: from the layer's name.
     """
 
     clock: Tensor
     layer: Tensor
-
-
-class Clock:
-    """The seed, the step and the place of a micro-batch in the batch, shared by the narrow layers of a model.
-
-    The place is the index of the first sequence or of the first token. The other index is 0.
-    A change is written to each device once for all layers, and only if a layer reads it.
-    """
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed, self.step, self.first_sequence, self.first_token = seed, 0, 0, 0
-        self._words: dict[torch.device, Tensor] = {}
-
-    def set(self, **numbers: int) -> None:
-        """Set some of seed, step, first sequence and first token."""
-        before = self._numbers()
-        vars(self).update(numbers)
-        if self._words and self._numbers() != before:
-            with torch.inference_mode(False):
-                for words in self._words.values():
-                    words.copy_(
-                        torch.tensor(self._numbers(), dtype=torch.int32, device="cpu"),
-                        non_blocking=True,
-                    )
-
-    def words(self, device: torch.device) -> Tensor:
-        """Return the tensor on a device that always holds these numbers, see :attr:`Keys.clock`."""
-        if device not in self._words:
-            with torch.inference_mode(False):
-                self._words[device] = torch.tensor(
-                    self._numbers(), dtype=torch.int32, device=device
-                )
-        return self._words[device]
-
-    def _numbers(self) -> list[int]:
-        return [step_seed(self.seed, self.step), self.first_sequence, self.first_token]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_words": {}}  # a copy of a layer asks for them again
-
-    def advance(self, optimizer: Any, *_: Any) -> None:
-        """Count a step of an optimizer, one alone if its ``step`` calls that of its base class."""
-        if calls_of_step(optimizer) <= 1:
-            self.set(step=self.step + 1)
-
-    def count_every_step(self) -> None:
-        """Count the steps of every optimizer, until :meth:`stop_counting`."""
-        after_every_step(_advance_all)
-        _COUNTING.add(self)
-
-    def stop_counting(self) -> None:
-        """Count no more steps."""
-        _COUNTING.discard(self)
-
-
-_COUNTING: weakref.WeakSet[Clock] = weakref.WeakSet()
-
-
-def _advance_all(optimizer: Any, *_: Any) -> None:
-    for clock in list(_COUNTING):
-        clock.advance(optimizer)
 
 
 def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tensor:
@@ -267,22 +212,43 @@ def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tens
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
-def random_words(
-    cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, length: int | None
-) -> Words | None:
-    """Return the random words for a cast of ``x [rows, columns]``; ``None`` if it rounds to nearest.
+def draw(cast: Cast, x: Tensor, keys: Keys, operand: int, length: int | None) -> Draw | None:
+    """Return the key of a stochastic cast of ``x [rows, columns]`` and the index of its first row; ``None`` to round to nearest.
 
-    ``operand`` is the slot's ``random_key``. ``length`` is the number of rows per sequence; ``None`` for a weight.
+    Args:
+        operand: the slot's ``random_key``.
+        length: the number of rows by which a sequence's index advances; ``None`` for a weight.
     """
     if cast.rounding == "nearest":
         return None
-    rows, columns = (
-        -(-size // side) * side for size, side in zip(x.shape, sides_of(cast, dim), strict=True)
+    if length is None:
+        return key_of(keys, operand), torch.zeros_like(keys.layer)
+    # The length as a size: one kernel then serves all lengths.
+    layers = keys.layer.expand(length)
+    drawn: Draw = fused(_SAMPLE, _bound(_draw, operand), x.detach(), keys.clock, layers)
+    return drawn
+
+
+def _draw(operand: int, x: Tensor, clock: Tensor, layers: Tensor) -> Draw:
+    seed = clock[STEP_SEED] ^ torch.where(clock[IS_PLACED] == 0, _content(x), 0)
+    first_row = clock[FIRST_SEQUENCE] * layers.shape[0] + clock[FIRST_TOKEN]
+    return key_of(Keys(torch.stack([seed]), layers[0]), operand), first_row
+
+
+_SAMPLE_ROWS, _SAMPLE_COLUMNS = 64, 16
+_SAMPLE = _SAMPLE_ROWS * _SAMPLE_COLUMNS
+
+
+def _content(x: Tensor) -> Tensor:
+    """Return a hash of 1,024 values of a gradient, evenly spread: int32 ``[]``. It tells micro-batches apart."""
+    row, column = (
+        torch.arange(count, device=x.device) for count in (_SAMPLE_ROWS, _SAMPLE_COLUMNS)
     )
-    first_row = (
-        0 if length is None else keys.clock[FIRST_SEQUENCE] * length + keys.clock[FIRST_TOKEN]
-    )
-    return quantization.random_words(rows, columns, key_of(keys, operand), first_row)
+    rows, columns = row * x.shape[0] // _SAMPLE_ROWS, column * x.shape[1] // _SAMPLE_COLUMNS
+    bits = x[rows[:, None], columns[None, :]].float().view(torch.int32)
+    places = (row[:, None] * _SAMPLE_COLUMNS + column[None, :]).to(torch.int32)
+    mixed = random_bits(bits, random_bits(places, torch.zeros_like(places)))
+    return mixed.sum(dtype=torch.int32)
 
 
 def key_of(keys: Keys, operand: int) -> Tensor:

@@ -6,7 +6,6 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul import experts
+from narrowgauge.matmul.clock import Clock
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import (
@@ -23,7 +23,7 @@ from narrowgauge.matmul.linear import (
     keep_from_fused_kernels,
     made_narrow,
 )
-from narrowgauge.matmul.operand import Clock
+from narrowgauge.matmul.roles import role_of, roles_of
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import get_compute
@@ -39,18 +39,25 @@ COMPILE_OPTIONS = {"emulate_precision_casts": True}
 class NarrowLayers:
     """The narrow layers of a model, and the clock that they share.
 
-    The seed and the step key stochastic casts. The step advances with every step of any optimizer, or only of the optimizer given
-    to :meth:`follow` (``prepare`` does that). ``str()`` says which matrices of the model the layers multiply.
+    The seed and the step key stochastic casts. They are those of the optimizer that steps the model, and travel in its
+    ``state_dict()``. ``str()`` says which matrices of the model the layers multiply.
 
     Attributes:
         model: the model.
         layers: the layers by name.
         clock: seed, step, and place of the micro-batch in the batch.
+        kept: the layers that were left wide, and why: their role (see :mod:`.roles`), or ``by choice``.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Layer], clock: Clock) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Layer],
+        clock: Clock,
+        kept: Mapping[str, str] | None = None,
+    ) -> None:
         self.model, self.layers, self.clock = model, dict(layers), clock
-        self._hook: Any = None
+        self.kept = roles_of(model) if kept is None else dict(kept)
         for layer in self.layers.values():
             if layer.clock is not clock:
                 layer.set_clock(clock)
@@ -63,31 +70,28 @@ class NarrowLayers:
     @step.setter
     def step(self, step: int) -> None:
         self.clock.set(step=step)
+        self.clock.write()
 
     def set_first_sequence(self, index: int) -> None:
         """Set the index in the whole batch of the next micro-batch's first sequence, for inputs ``[sequences, …, in]``.
 
         It keys random bits: sequences of equal length round alike however the batch is divided into micro-batches.
         """
-        self.clock.set(first_sequence=index, first_token=0)
+        self.clock.set(first_sequence=index, first_token=0, is_placed=True)
 
     def set_first_token(self, index: int) -> None:
         """Set the index in the whole batch of the next micro-batch's first token, for packed inputs ``[(1,) tokens, in]``.
 
         It keys random bits: tokens round alike however the batch is divided. A sample without tokens counts as one.
         """
-        self.clock.set(first_sequence=0, first_token=index)
+        self.clock.set(first_sequence=0, first_token=index, is_placed=True)
 
     def matrices(self) -> dict[str, str]:
         """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), or the class whose code reads it.
 
-        A matrix is a parameter of two or more dims, but no bias or embedding. ``kept`` means that you excluded the layer, or that
-        the compute keeps it wide, as it does routers.
+        A matrix is a parameter of two or more dims, but no bias or embedding. :attr:`kept` says why a layer is.
         """
         readers: dict[str, str] = {}
-        choosers = [
-            chooser(compute, None) for compute in {layer.compute for layer in self.layers.values()}
-        ]
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
@@ -95,46 +99,43 @@ class NarrowLayers:
             if is_bias or isinstance(owner, nn.Embedding | nn.LayerNorm):
                 continue
             layer = self.layers.get(owner_name) or self.layers.get(name)
-            is_kept = any(choose(owner_name) is None for choose in choosers)
-            is_choice = is_kept or is_linear(owner) or experts.is_experts(owner)
+            is_choice = owner_name in self.kept or is_linear(owner) or experts.is_experts(owner)
             is_narrow = layer is not None and not layer.compute.is_wide
             readers[name] = "narrow" if is_narrow else "kept" if is_choice else type(owner).__name__
         return readers
 
     def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, limit: int = 4) -> str:
+        """Return in one line how many weights are narrow, and which matrices are not and why, at most ``limit`` of them."""
         readers = self.matrices()
         sizes = {name: self.model.get_parameter(name).numel() for name in readers}
-        wide = [f"{name} ({reader})" for name, reader in readers.items() if reader != "narrow"]
-        total, narrow = (
-            sum(sizes.values()),
-            sum(sizes[name] for name in readers if readers[name] == "narrow"),
-        )
-        rest = (
-            f"; wide: {', '.join(wide[:4])}{f' and {len(wide) - 4} more' if len(wide) > 4 else ''}"
-            if wide
-            else ""
-        )
-        return f"{narrow:,} of {total:,} matrix weights are narrow ({narrow / max(total, 1):.0%}){rest}"
+        total, narrow, wide = sum(sizes.values()), 0, []
+        for name, reader in readers.items():
+            if reader == "narrow":
+                narrow += sizes[name]
+            elif reader == "kept":
+                wide.append(f"{name} ({self.kept.get(name.rpartition('.')[0], 'by choice')})")
+            else:
+                wide.append(f"{name} ({reader})")
+        line = f"{narrow:,} of {total:,} matrix weights are narrow ({narrow / max(total, 1):.0%})"
+        if wide:
+            line += f"; wide: {', '.join(wide[:limit])}"
+        if len(wide) > limit:
+            line += f" and {len(wide) - limit} more"
+        return line
 
     def set_compute(self, choose: Callable[[str], Compute]) -> None:
         """Continue in other computes. ``choose`` maps a layer's name to its compute."""
         for name, layer in self.layers.items():
             layer.set_compute(choose(name))
+        if self.clock.followed is not None:
+            self.clock.follow(self.clock.followed)  # which may key random bits only now
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count only this optimizer's steps."""
-        if self._hook is not None:
-            self._hook.remove()
-        self.clock.stop_counting()
-        self._hook = optimizer.register_step_post_hook(self.clock.advance)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step. With the seed, a resumed run gets the same bits."""
-        return {"matmul_step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`."""
-        self.step = state["matmul_step"]
+        """Take the step from this optimizer, also if its state is loaded. Narrowgauge's own are found without this."""
+        self.clock.follow(optimizer)
 
 
 def swap_linears(
@@ -149,11 +150,12 @@ def swap_linears(
         model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
         compute: a compute, its name, or a function from a layer's name to either (``None`` leaves it alone). A projection of
             experts is called ``….experts.down_proj``.
-        keep: name patterns (shell wildcards) of layers to leave alone. ``None``: the compute's own (the language model's head),
-            and nothing if ``compute`` is a function.
-        seed: of stochastic casts.
+        keep: name patterns (shell wildcards) of layers to leave alone, and no others. ``None``: heads, routers, adapters and what
+            else the compute keeps (see :mod:`narrowgauge.matmul.roles`), and nothing if ``compute`` is a function.
+        seed: of stochastic casts, unless an optimizer of Narrowgauge steps the model: then its seed is used.
     Returns:
-        A handle on the swapped layers. A warning names matrices that no ``nn.Linear`` multiplies: they stay wide.
+        A handle on the swapped layers. ``print(linears)`` says what stays wide, and why. A warning names matrices that no
+        ``nn.Linear`` multiplies, and a head that is narrow because you chose so.
     Raises:
         RecipeError: an unknown compute, no linear layer to swap, or experts that cannot be swapped.
     Cost: none until the layers are used. The first use of a compute compiles its casts, some seconds each.
@@ -164,7 +166,10 @@ def swap_linears(
         ['0', '2']
     """
     require_float64(model.parameters())
-    choose = chooser(compute, keep)
+    compute = compute if callable(compute) else get_compute(compute)
+    roles = roles_of(model, 0.0 if callable(compute) else compute.keep_last)
+    is_by_role = keep is None and not callable(compute) and bool(compute.keep)
+    choose = chooser(compute, keep, roles if is_by_role else {})
     layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
         chosen = choose(name) if is_linear(module) else None
@@ -181,7 +186,14 @@ def swap_linears(
     slow = _swap_slow_layers(model)
     for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
         warn_if_emulated(used, device)
-    linears = NarrowLayers(model, layers, Clock(seed))
+    kept = roles if is_by_role else dict.fromkeys(roles.keys() - layers.keys(), "by choice")
+    linears = NarrowLayers(model, layers, Clock(seed), kept)
+    for name, layer in layers.items():
+        if roles.get(name) == "head" and not layer.compute.is_wide:
+            warnings.warn(
+                f"'{name}' is the model's head, and is narrow by your choice: its errors go straight into the loss.",
+                stacklevel=2,
+            )
     if "narrow" in (readers := set(linears.matrices().values())) and not readers <= {
         "narrow",
         "kept",
@@ -192,7 +204,7 @@ def swap_linears(
         )
     for layer in slow:
         layer.set_clock(linears.clock)
-    linears.clock.count_every_step()
+    linears.clock.serve_model(model)
     keep_ranks_apart(model)
     return linears
 
@@ -236,8 +248,10 @@ def linear_names(model: nn.Module) -> list[str]:
     ]
 
 
-def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
-    """Return a function from a layer's name to its compute; ``None`` if ``keep`` or the compute leaves the layer alone."""
+def chooser(
+    compute: Choice, keep: tuple[str, ...] | None, roles: Mapping[str, str]
+) -> Callable[[str], Compute | None]:
+    """Return a function from a layer's name to its compute; ``None`` if ``keep``, the compute or its role leaves it alone."""
     if not callable(compute):
         compute = get_compute(compute)
         keep = compute.keep if keep is None else keep
@@ -247,7 +261,8 @@ def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Co
         )
 
     def choose(name: str) -> Compute | None:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep or ()):
+        is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in keep or ())
+        if is_kept or role_of(name, roles):
             return None
         layer_compute = compute(name) if callable(compute) else compute
         return None if layer_compute is None else get_compute(layer_compute)

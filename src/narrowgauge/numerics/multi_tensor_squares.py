@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge import triton_printer
 from narrowgauge.compile import can_compile
 from narrowgauge.edge_values import draw
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import exact_squares, largest_magnitude, steps_of_squares
 from narrowgauge.torch_names import is_captured, send
-from narrowgauge.triton_printer import LARGEST, LAUNCH, TOTAL, load, print_graph, proves, trace
+from narrowgauge.torch_support.printer import print_graph, prove, trace
+from narrowgauge.torch_support.triton import LAUNCH, REDUCERS, TRITON, load, runs_on
 
 BLOCK, SPAN = 1024, 8192
 """Elements that a program reads at a time, and in all."""
@@ -27,7 +27,8 @@ SLOTS = 128
 """Partial sums: additions to one address wait for each other."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_KERNELS = f"""
+_KERNELS = f"""{REDUCERS}
+
 @triton.jit
 def load_values(address, begin, at, numel, DTYPE: tl.constexpr):
     if (address | numel * 2) % 16 == 0:
@@ -51,7 +52,7 @@ def largest_of(address, begin, numel, DTYPE: tl.constexpr):
     for start in range(0, {SPAN}, {BLOCK}):
         x = load_values(address, begin, start + tl.arange(0, {BLOCK}), numel, DTYPE)
         bits = tl.maximum(bits, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    return tl.reduce(bits, 0, {LARGEST})
+    return tl.reduce(bits, 0, larger_of)
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def squares_of(address, begin, numel, scales, DTYPE: tl.constexpr):
         x = load_values(address, begin, start + tl.arange(0, {BLOCK}), numel, DTYPE)
         {{body}}
         coarse, fine = coarse + {{coarse}}, fine + {{fine}}
-    return tl.reduce(coarse, 0, {TOTAL}), tl.reduce(fine, 0, {TOTAL})
+    return tl.reduce(coarse, 0, sum_of), tl.reduce(fine, 0, sum_of)
 
 
 @triton.jit
@@ -96,12 +97,12 @@ def squares(table, tiles, scales, sums):
 @lru_cache(None)
 def functions(interpret: bool) -> dict[str, Any]:
     """Return the Triton functions ``largest`` and ``squares``."""
-    graph = trace(steps_of_squares, (torch.float32, (8,)), (torch.float64, (2,)))
-    lines, (coarse, fine), _ = print_graph(graph, ["x", "v"], "x")
-    return load(
-        _KERNELS.format(body="\n        ".join(lines), coarse=coarse, fine=fine),
-        interpret=interpret,
-    )
+    arguments = (torch.float32, (8,)), (torch.float64, (2,))
+    graph = trace(steps_of_squares, TRITON.device, *arguments)
+    printed = print_graph(graph, ["x", "v"], "x", TRITON)
+    coarse, fine = printed.results
+    body = "\n        ".join(printed.lines)
+    return load(_KERNELS.format(body=body, coarse=coarse, fine=fine), interpret=interpret)
 
 
 class SquaresTable:
@@ -183,9 +184,7 @@ class SquaresTable:
 def sums_on(tensors: Sequence[Tensor]) -> bool:
     """Return whether a :class:`SquaresTable` sums the squares of tensors: on a GPU."""
     device = local_of(tensors[0]).device
-    is_possible = triton_printer.launches_on(device) and {tensor.dtype for tensor in tensors} <= {
-        *DTYPES
-    }
+    is_possible = runs_on(device) and {tensor.dtype for tensor in tensors} <= {*DTYPES}
     return is_possible and _is_proven(device)
 
 
@@ -208,6 +207,6 @@ def _is_proven(device: torch.device) -> bool:
             table.peaks.cpu(), peaks
         )
 
-    return (device.type == "cpu" or can_compile("gpu")) and proves(
-        "the norm of all tensors", compare
-    )
+    if device.type != "cpu" and not can_compile("gpu"):
+        return False
+    return not prove("the norm of all tensors", TRITON.name, compare).reason

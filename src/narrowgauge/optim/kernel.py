@@ -1,9 +1,11 @@
-"""Kernels: the step of many elements in 32-bit words, compiled from the definition itself.
+"""The definition of a step: of many elements in 32-bit words.
 
-:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. Eager, this code is
-the reference. Compiled, it is one fused loop over 32-bit words. An elementwise rule runs between reading and writing. Storages of
-Collage run AdamW in the published expansions. A matrix rule runs outside, on whole matrices: :func:`make_average` averages the
-gradients before it, and the step writes its change.
+:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor
+operations. Eager, this code is the reference. Traced and printed
+(:mod:`narrowgauge.optim.multi_tensor`), it is one loop over 32-bit words. An elementwise rule runs
+between reading and writing. Storages of Collage run AdamW in the published expansions. A matrix
+rule runs outside, on whole matrices: :func:`make_average` averages the gradients before it, and the
+step writes its change.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import Compiled, compiled
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.metrics import CHANGE_SUMS, DECAY_SUMS, decay_terms, update_terms
@@ -28,17 +29,19 @@ from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
-from narrowgauge.triton_printer import launches_on
 
 Step = Callable[..., Tensor]
 Summarize = Callable[[Sequence[Tensor]], Tensor]
 CONTROL = ("gradient_scale", "skip")
-"""The scalars of every step, before the rule's own: the factor of the gradients, and 1 to change nothing."""
+"""The scalars of every step, before the rule's own: the factor of the gradients, and 1 to change
+nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """Hold the scalars of a step for one (rule, step number). States with the same number of steps share them.
+    """Hold the scalars of a step for one (rule, step number). States with the same number of steps
+    share them.
 
     ``values`` are those of ``CONTROL`` and of the rule, in the rule's dtype. ``seed`` is 0-d int32.
     """
@@ -52,7 +55,10 @@ class Numbers:
 
 
 def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
-    """Run the rule in its scalars' dtype and round the result. ``scalars`` are ``gradient_scale`` and the rule's."""
+    """Run the rule in its scalars' dtype and round the result.
+
+    ``scalars`` are ``gradient_scale`` and the rule's.
+    """
     scale = scalars["gradient_scale"]
     gradient = codes.gradient_value(storage.visible, lane.gradient).to(scale.dtype) * scale
     old = codes.read(storage, lane, rule.states)
@@ -95,7 +101,9 @@ def advance(
     scalars: Scalars,
     seed: Tensor,
 ) -> Written:
-    """Step one lane: run an elementwise rule, or write the ``change`` of a matrix rule, with its average and decay."""
+    """Step one lane: run an elementwise rule, or write the ``change`` of a matrix rule, with its
+    average and decay.
+    """
     if isinstance(rule, Rule):
         run = in_expansions if storage.arithmetic == "expansion" else in_floats
         return run(rule, storage, lane, scalars, seed)
@@ -107,7 +115,10 @@ def advance(
 
 
 def least_decay(storage: Storage) -> float:
-    """Return the smallest decay that is audited, 1/32 to 1/16 of a weight's ulp. An ulp of less takes a million elements."""
+    """Return the smallest decay that is audited, 1/32 to 1/16 of a weight's ulp.
+
+    An ulp of less takes a million elements.
+    """
     return 1 / (32 * storage.weight.spacings)
 
 
@@ -120,7 +131,10 @@ def weight_decay(
     seed: Tensor,
     written: Written,
 ) -> tuple[Tensor, Tensor]:
-    """Return the intended and the stored decay of a lane's step: repeat it without decay. Compiled, that costs the difference."""
+    """Return the intended and the stored decay of a lane's step: repeat it without decay.
+
+    Compiled, that costs the difference.
+    """
     factor = scalars[rule.decay]
     audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
     weight = (
@@ -137,16 +151,21 @@ def weight_decay(
 
 
 def row_sums(terms: Sequence[Tensor]) -> Tensor:
-    """Sum each term of the audit over the last dimension, in float32. Return ``[terms, rows]``, of flat words ``[terms]``."""
+    """Sum each term of the audit over the last dimension, in float32.
+
+    Return ``[terms, rows]``, of flat words ``[terms]``.
+    """
     return torch.stack([term.sum(-1) for term in terms])
 
 
 def lanes_of(
     storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Tensor]
 ) -> list[Lane]:
-    """Return the lanes of words: the parts of the weight, then of the gradient, then the tensors of each plane.
+    """Return the lanes of words: the parts of the weight, then of the gradient, then the tensors of
+    each plane.
 
-    ``multipliers`` hold, for each scaled code and part, the one into the code's window and the one back.
+    ``multipliers`` hold, for each scaled code and part, the one into the code's window and the one
+    back.
     """
     layout = layout_of(storage)
     parts = layout.num_parts
@@ -165,17 +184,19 @@ def lanes_of(
 def make_step(
     rule: AnyRule, storage: Storage, summarize: Summarize | None = None, *, writes: bool = True
 ) -> Step:
-    """Return the step of a whole tensor in words: ``step(*words, *scales, *changes, values, seed) -> Tensor``.
+    """Return the step of a whole tensor in words: ``step(*words, *scales, *changes, values, seed)
+    -> Tensor``.
 
-    Args:
-        summarize: sums the audit's terms (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`) over the words. ``None`` makes a
+    Args: summarize: sums the audit's terms (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`) over
+        the words. ``None`` makes a
             step without an audit. Terms of the decay are left out if the rule has none.
         writes: ``False`` makes an audit alone: it writes nothing.
-    Returns:
-        The step. Its words are int32 (of a float64 int64), all of one shape (:meth:`narrowgauge.optim.layout.Layout.extent`): the
-        parts of the weight, then of the gradient, then the tensors of each plane. Weight and planes are written in place. The
-        scales are float32 ``[rows, 1]``: for each scaled code and part, into the code's window and back. The changes are a matrix
-        rule's for each lane, float32. On a CPU the step does not skip: the caller does. It returns the audit, empty without one.
+    Returns: The step. Its words are int32 (of a float64 int64), all of one shape
+        (:meth:`narrowgauge.optim.layout.Layout.extent`): the parts of the weight, then of the
+        gradient, then the tensors of each plane. Weight and planes are written in place. The scales
+        are float32 ``[rows, 1]``: for each scaled code and part, into the code's window and back.
+        The changes are a matrix rule's for each lane, float32. On a CPU the step does not skip: the
+        caller does. It returns the audit, empty without one.
     """
     layout = layout_of(storage)
     parts, names = layout.num_parts, (*CONTROL, *rule.scalars)
@@ -211,7 +232,10 @@ def make_step(
 
 
 def make_average(rule: MatrixRule, storage: Storage) -> Step:
-    """Return the part before a direction. It takes the arguments of :func:`make_step`, and writes ``changes`` alone."""
+    """Return the part before a direction.
+
+    It takes the arguments of :func:`make_step`, and writes ``changes`` alone.
+    """
     num_lanes, names = layout_of(storage).num_lanes, (*CONTROL, *rule.scalars)
 
     def step(*arguments: Tensor) -> Tensor:
@@ -228,98 +252,57 @@ def make_average(rule: MatrixRule, storage: Storage) -> Step:
 
 @lru_cache(None)
 def steps_of(rule: AnyRule, storage: Storage) -> tuple[Step, Step]:
-    """Return the step and its audit. Return the same function objects each time, so that they are compiled once."""
+    """Return the step and its audit.
+
+    Return the same function objects each time, so that they are compiled once.
+    """
     return make_step(rule, storage), make_step(rule, storage, row_sums, writes=False)
 
 
 class Kernel:
-    """Step the words of one (rule, storage): compiled, or eagerly in cache-sized chunks.
+    """Name the step of one (rule, storage), and say how it ran.
 
-    Both store the same bits. They add the audit's sums in different orders, so its last digits differ. For a matrix rule it
-    only averages, and writes the change that the rule computed on a whole matrix.
+    For a matrix rule it only averages, and writes the change that the rule computed on a whole
+    matrix.
+
+    Attributes: not_printed: why the next step runs by the definition, or an empty string: the
+        optimizer decides at each step. how_it_ran: in the last step: a language, or why the
+        definition ran. ``None`` if nothing was stepped.
     """
 
     def __init__(self, rule: AnyRule, storage: Storage) -> None:
         self.rule, self.storage = rule, storage
-        self.compile = False  # the optimizer decides at each step, from the elements that it steps
-        self.ran_compiled: bool | None = None  # in the last step
+        self.not_printed = ""
+        self.how_it_ran: str | None = None
         self.is_matrix = isinstance(rule, MatrixRule)
         self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
-        # Expansions reuse too much for one loop. Their many loops run a chunk at a time.
-        self.one_loop = storage.arithmetic == "float32"
 
     def decay(self, options: Mapping[str, Any], step: int) -> float:
-        """Return the fraction that a step's decay takes from each weight. It is 0 if decay is part of the gradient."""
+        """Return the fraction that a step's decay takes from each weight.
+
+        It is 0 if decay is part of the gradient.
+        """
         if not self.rule.decay:
             return 0.0
-        return -float(
-            dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))[
-                self.rule.decay
-            ]
-        )
+        scalars = dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))
+        return -float(scalars[self.rule.decay])
 
-    def run(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> None:
-        """Step tensors in place, without gradients.
+    def run(
+        self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, *, audited: bool
+    ) -> Tensor | None:
+        """Step tensors in place by the definition, in chunks that fit a cache, without gradients.
 
-        ``tensors`` are the words, the multipliers of rows, and the changes of a matrix rule, of equal length. ``values`` are the
-        scalars of ``CONTROL`` and of the rule, float32 or float64. ``seed`` is 0-d int32.
+        ``tensors`` are the words, the multipliers of rows, and the changes of a matrix rule, of
+        equal length. ``values`` are the scalars of ``CONTROL`` and of the rule, float32 or float64.
+        ``seed`` is 0-d int32. Return the audit's sums, float64 ``[num_sums]``, if ``audited``.
         """
-        self.ran_compiled = self._call(0, tensors, values, seed)[0]
-
-    def audit(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> Tensor:
-        """Return the audit's sums over each row of words, or over flat words: float64 ``[num_sums, rows]``. Write nothing."""
-        none = values.new_zeros(self.num_sums, 0, dtype=torch.float64)
-        parts = self._call(1, tensors, values, seed)[1]
-        return torch.cat([none, *(part.double().view(self.num_sums, -1) for part in parts)], 1)
-
-    def _call(
-        self, which: int, tensors: Sequence[Tensor], values: Tensor, seed: Tensor
-    ) -> tuple[bool, list[Tensor]]:
-        """Call the step or its audit. Return whether compiled code ran, and the results."""
-        first, function = tensors[0], steps_of(self.rule, self.storage)[which]
-        if not first.numel():
-            return False, []
-        one_loop = self.one_loop and not which
-        run = self._compiled(function, tensors, values, seed, one_loop=one_loop, exact=not which)
-        if run is not None and self.one_loop:
-            return True, [run(*tensors, values, seed)]
-        size, results = max(1, chunk_size(first.device) // first[0].numel()), []
-        for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
-            # A trace for many rows is wrong for one row.
-            arguments = [*chunk, values, seed]
-            results.append(
-                (run if run is not None and run.accepts(arguments) else function)(*arguments)
-            )
-        return run is not None, results
-
-    def compiles_for(self, device: torch.device) -> bool:
-        """Return whether to use compiled code on a device.
-
-        Float64 is a reference, and runs eagerly. On a CPU a matrix rule's own products take longer than its write. On a GPU that
-        would be some eighty small operations for each matrix.
-        """
-        return (
-            self.compile
-            and self.storage.arithmetic != "float64"
-            and (launches_on(device) or not self.is_matrix)
-        )
-
-    def _compiled(
-        self,
-        function: Step,
-        tensors: Sequence[Tensor],
-        values: Tensor,
-        seed: Tensor,
-        **options: bool,
-    ) -> Compiled | None:
-        """Return the compiled function, or ``None`` if there is none for such tensors."""
-        if not self.compiles_for(values.device) or min(tensors[0].shape) <= 1:
-            return None
-
-        def proof() -> list[Tensor]:
-            """Return scalars that all count: in its first step a run may skip, or have a rate or a decay of 0."""
-            scalars = torch.linspace(0.1, 0.9, len(values), dtype=values.dtype, device="cpu")
-            scalars[: len(CONTROL)] = torch.tensor([1.0, 0.0], device="cpu")
-            return [*tensors, scalars.to(values.device), seed]
-
-        return compiled(function, [*tensors, values, seed], proof=proof, **options)
+        step, audit = steps_of(self.rule, self.storage)
+        total = values.new_zeros(self.num_sums, dtype=torch.float64)
+        if tensors[0].numel():
+            rows = max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
+            for chunk in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
+                if audited:
+                    sums = audit(*chunk, values, seed)
+                    total += sums.double().view(self.num_sums, -1).sum(1)
+                step(*chunk, values, seed)
+        return total if audited else None

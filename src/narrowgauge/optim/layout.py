@@ -1,4 +1,5 @@
-"""Layout: where the bits of live states are in memory. All other code sees tensors in the parameter's shape.
+"""Layout: where the bits of live states are in memory. All other code sees tensors in the
+parameter's shape.
 
 A loop over 32-bit values runs at full vector width. A loop that mixes 16- and 32-bit loads does not. So a kernel reads all
 tensors as 32-bit *words*. In ``word``, a word of the weight holds two neighbours, an even and an odd *lane*::
@@ -14,8 +15,9 @@ In ``compact``, with a and b in an upper row and p and q in a lower row::
     tail     [ a  b  p  q ]          8 bits each
     packed   [ a | b ]  [ p | q ]    two moments in 16 bits
 
-A *plane* is one state tensor, of one field or several packed fields. A storage with two parts, or with codes scaled by row, is a
-matrix of rows. Other storages are flat. Odd ends are padded with zeros. Small parameters share a :class:`Bucket`.
+A *plane* is one state tensor, of one field or several packed fields. A storage with two parts, or
+with codes scaled by row, is a matrix of rows. Other storages are flat. Odd ends are padded with
+zeros.
 """
 
 from __future__ import annotations
@@ -23,24 +25,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.dtensor import split_groups
 from narrowgauge.optim.codes import INTEGER, SIGN
 from narrowgauge.spec.storages import VISIBLE, Storage, low_parts, width_of
 
-ALIGNMENT = 64
-"""Every member of a flat bucket starts at a multiple of this many words, and an audit reads so many at a time."""
+LEAST_ROW = 64
+"""Trailing dimensions are joined until a row has so many values, such as those of a convolution's
+kernel.
+"""
+LARGE_BYTES, STAGGERED_BYTES = 1 << 22, 153 * 64
+"""Tensors of so many bytes begin so many bytes apart: 153 lines, modulo 4 KiB and 64 KiB a fresh place for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Describe one state tensor: its name, bits per element, and the packed ``(field, shift, bits)``."""
+    """Describe one state tensor: its name, bits per element, and the packed ``(field, shift,
+    bits)``.
+    """
 
     name: str
     bits: int
@@ -54,10 +61,11 @@ class Plane:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Describe how a storage's tensors are read as words. ``planes`` are the state tensors, in the kernel's order.
+    """Describe how a storage's tensors are read as words. ``planes`` are the state tensors, in the
+    kernel's order.
 
-    A word has ``per_word`` neighbouring weights. One iteration of the kernel's loop steps ``num_lanes`` weights, of ``num_parts``
-    parts. With ``by_rows`` the words are a matrix of rows.
+    A word has ``per_word`` neighbouring weights. One iteration of the kernel's loop steps
+    ``num_lanes`` weights, of ``num_parts`` parts. With ``by_rows`` the words are a matrix of rows.
     """
 
     storage: Storage
@@ -68,7 +76,9 @@ class Layout:
     by_rows: bool
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape in which a parameter's elements are read: ``(rows, columns)`` or flat."""
+        """Return the shape in which elements of a flat tensor or a matrix are read: ``(rows,
+        columns)`` or flat.
+        """
         if not self.by_rows:
             return (math.prod(shape),)
         return (math.prod(shape[:-1]), shape[-1] if shape else 1)
@@ -83,50 +93,48 @@ class Layout:
         """Return the number of word tensors of a plane."""
         return self.num_lanes // plane.per_word
 
-    def rows(self, words: Tensor) -> Tensor:
-        """Return words as a matrix of rows. The rows of flat words have ``ALIGNMENT`` words; what remains is left out."""
-        return (
-            words
-            if words.ndim == 2
-            else words[: len(words) // ALIGNMENT * ALIGNMENT].view(-1, ALIGNMENT)
-        )
+    def row_dims(self, shape: Sequence[int]) -> int:
+        """Return how many trailing dimensions of a whole parameter are one row.
 
-    def audit(self, shape: Sequence[int], row_words: int = ALIGNMENT) -> tuple[int, int]:
-        """Return how many audits it takes to read each row of a parameter once, and the number of elements in a row.
-
-        An audit reads at least 256 words, a 16th of the first 65,536 words, and a 32nd of all. The first result is a power of
-        two. Flat words are read in rows of ``row_words``.
+        The first dimension never joins.
         """
-        num_rows, *columns = self.extent(shape)
-        num_words, num_elements = num_rows, row_words * self.per_word
-        if self.by_rows:
-            num_words, num_elements = (
-                num_rows * self.num_parts * columns[0],
-                self.num_parts * self.matrix(shape)[1],
-            )
-        period = max(min(num_words // 256, 16), min(num_words // 4096, 32))
-        period = max(1, min(period, num_rows if self.by_rows else num_rows // row_words))
-        return 1 << (period.bit_length() - 1), num_elements
+        count, size = min(1, len(shape)), shape[-1] if shape else 1
+        while count < len(shape) - 1 and size < LEAST_ROW:
+            count += 1
+            size *= shape[-count]
+        return count
 
     def allocate(self, extent: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        """Return zeroed words of each plane, ``[tensors, *extent]``. Zero encodes 0."""
+        """Return zeroed words of each plane, ``[tensors, *extent]``. Zero encodes 0.
+
+        Large tensors would begin at the same place of a page. Then their lines meet in the same sets of
+        the caches, and a step that walks over seven of them takes up to 1.6 times as long. So each
+        begins some lines later than the one before.
+        """
+        words, place = {}, 2  # weight and gradient come first
+        for plane in self.planes:
+            count, dtype = self.num_tensors(plane), INTEGER[max(32, plane.bits)]
+            size = math.prod(extent)
+            step = STAGGERED_BYTES // dtype.itemsize if size * dtype.itemsize >= LARGE_BYTES else 0
+            total = count * (size + step) + place * step
+            memory = torch.zeros(total, dtype=dtype, device=device)[place * step :]
+            rows = memory.view(count, size + step)[:, :size]
+            words[plane.name] = rows.unflatten(1, tuple(extent))
+            place += count
+        return words
+
+    def allocate_bounds(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
+        """Return a zero bound of each row for each code scaled by row: float32 ``[parts, rows,
+        1]``.
+        """
         return {
-            plane.name: torch.zeros(
-                self.num_tensors(plane), *extent, dtype=INTEGER[max(32, plane.bits)], device=device
-            )
-            for plane in self.planes
+            name: torch.zeros(self.num_parts, num_rows, 1, device=device, dtype=torch.float32)
+            for name in self.storage.scaled
         }
 
-    def allocate_scales(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Return for each code scaled by row bounds and the factors into its window and back, float32 ``[3, parts, rows, 1]``."""
-        ends = torch.tensor([0.0, 1.0, 1.0], device=device).view(3, 1, 1, 1)
-        return {name: ends.repeat(1, self.num_parts, num_rows, 1) for name in self.storage.scaled}
-
-    def in_order(self, words: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return a state's words and factors of rows as the kernel's list of tensors."""
-        pairs = [pair for name in self.storage.scaled for pair in scales[name][1:].unbind(1)]
-        tensors = [*(words[plane.name] for plane in self.planes), *pairs]
-        return [tensor for several in tensors for tensor in several.unbind(0)]
+    def in_order(self, words: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the words of planes as the kernel's list of tensors."""
+        return [tensor for plane in self.planes for tensor in words[plane.name].unbind(0)]
 
     # ── tensors in the parameter's order ────────────────────────────────────────────────────────────────────────────
 
@@ -146,7 +154,10 @@ class Layout:
         return result
 
     def from_parameter_order(self, plane: Plane, values: Tensor) -> Tensor:
-        """Return the words of a plane: the inverse of :meth:`to_parameter_order`. Padding is zero."""
+        """Return the words of a plane: the inverse of :meth:`to_parameter_order`.
+
+        Padding is zero.
+        """
         _, elements = self.padded(values.view(INTEGER[plane.bits]))
         lanes = elements.unflatten(-1, (-1, self.per_word)).movedim(-1, 1)
         tensors = lanes.reshape(self.num_tensors(plane), plane.per_word, *lanes.shape[2:]).movedim(
@@ -156,7 +167,10 @@ class Layout:
         return words.view(len(tensors), *lanes.shape[2:])
 
     def padded(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy a parameter-shaped tensor. Return the copy as a matrix, and its memory with padding, ``[parts, …]``."""
+        """Copy a parameter-shaped tensor.
+
+        Return the copy as a matrix, and its memory with padding, ``[parts, …]``.
+        """
         extent, matrix = self.extent(values.shape), self.matrix(values.shape)
         *rows, columns = (self.num_parts, *extent)
         memory = values.new_zeros(*rows, columns * self.per_word)
@@ -165,7 +179,9 @@ class Layout:
         return copy, memory
 
     def lanes(self, values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return a contiguous tensor and its lanes, each of :meth:`extent`: views of its memory, or of a padded copy."""
+        """Return a contiguous tensor and its lanes, each of :meth:`extent`: views of its memory, or
+        of a padded copy.
+        """
         matrix, memory = values, values
         if math.prod(self.extent(values.shape)) * self.num_lanes != values.numel():
             matrix, memory = self.padded(values)
@@ -175,7 +191,9 @@ class Layout:
     def fields_of(
         self, words: Mapping[str, Tensor], shape: Sequence[int]
     ) -> dict[str, tuple[Tensor, int]]:
-        """Return the fields of a state in the parameter's order, as in a :class:`narrowgauge.optim.codes.Lane`."""
+        """Return the fields of a state in the parameter's order, as in a
+        :class:`narrowgauge.optim.codes.Lane`.
+        """
         fields = {}
         for plane in self.planes:
             bits = self._bits(plane, words, shape).reshape(self.matrix(shape))
@@ -185,7 +203,10 @@ class Layout:
     def set_fields(
         self, words: Mapping[str, Tensor], shape: Sequence[int], fields: Mapping[str, Tensor]
     ) -> None:
-        """Overwrite fields of a state's words. They are in the parameter's order, in place in a word."""
+        """Overwrite fields of a state's words.
+
+        They are in the parameter's order, in place in a word.
+        """
         for plane in self.planes:
             present = [field for field in plane.fields if field[0] in fields]
             if not present:
@@ -203,19 +224,22 @@ class Layout:
 
     # ── weights and gradients in memory ─────────────────────────────────────────────────────────────────────────────
 
-    def in_place(self, tensor: Tensor) -> list[Tensor] | None:
-        """Return a weight or gradient in place as the kernel's words, or ``None`` if it has odd ends, strides or address."""
-        extent, offset = self.extent(tensor.shape), tensor.storage_offset() * tensor.element_size()
-        if (
-            math.prod(extent) * self.num_lanes != tensor.numel()
-            or not tensor.is_contiguous()
-            or offset % 4
-        ):
+    def in_place(self, tensor: Tensor, form: Sequence[int]) -> list[Tensor] | None:
+        """Return a weight or gradient in place as the kernel's words, or ``None`` if it has odd
+        ends, strides or address.
+        """
+        extent, offset = self.extent(form), tensor.storage_offset() * tensor.element_size()
+        is_padded = math.prod(extent) * self.num_lanes != tensor.numel()
+        if is_padded or not tensor.is_contiguous() or offset % 4:
             return None
-        return list(tensor.view(-1).view(torch.int32).view(self.num_parts, *extent).unbind(0))
+        words = tensor.view(-1).view(torch.int32).view(self.num_parts, *extent)
+        return list(words.unbind(0))
 
     def copied(self, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Copy a weight or gradient. Return the copy as a matrix, and its memory as the kernel's words."""
+        """Copy a weight or gradient.
+
+        Return the copy as a matrix, and its memory as the kernel's words.
+        """
         copy, memory = self.padded(tensor)
         words = memory.view(-1).view(torch.int32)  # flat: a dim of no element may have any stride
         return copy, list(words.view(self.num_parts, *self.extent(tensor.shape)).unbind(0))
@@ -223,7 +247,9 @@ class Layout:
     # ── in the kernel ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def by_lane(self, words: Sequence[Tensor]) -> list[dict[str, tuple[Tensor, int]]]:
-        """Return for each lane the word and the shift of every field, from the kernel's tensors of planes."""
+        """Return for each lane the word and the shift of every field, from the kernel's tensors of
+        planes.
+        """
         lanes: list[dict[str, tuple[Tensor, int]]] = [{} for _ in range(self.num_lanes)]
         queue = iter(words)
         for plane in self.planes:
@@ -237,7 +263,9 @@ class Layout:
         return lanes
 
     def join_lanes(self, fields: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Return the kernel's output words from each lane's fields in place: the inverse of :meth:`by_lane`."""
+        """Return the kernel's output words from each lane's fields in place: the inverse of
+        :meth:`by_lane`.
+        """
         result = []
         for plane in self.planes:
             for first in range(0, len(fields), plane.per_word):
@@ -250,7 +278,9 @@ class Layout:
     def with_fields(
         self, lanes: Sequence[Any], fields: Sequence[Mapping[str, Tensor]]
     ) -> list[Tensor]:
-        """Return the kernel's words of lanes (:class:`narrowgauge.optim.codes.Lane`), with some fields replaced."""
+        """Return the kernel's words of lanes (:class:`narrowgauge.optim.codes.Lane`), with some
+        fields replaced.
+        """
         merged = []
         for lane, replaced in zip(lanes, fields, strict=True):
             every = dict(replaced)
@@ -313,7 +343,9 @@ def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
 
 
 def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bits of every lane of a visible tensor (:func:`narrowgauge.optim.codes.visible_value`) from its parts."""
+    """Return the bits of every lane of a visible tensor
+    (:func:`narrowgauge.optim.codes.visible_value`) from its parts.
+    """
     if visible == "float32":
         return list(words)
     if visible == "bfloat16":
@@ -332,146 +364,3 @@ def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
     return [
         ((even >> 16) & 0xFFFF) | odd for even, odd in zip(lanes[::2], lanes[1::2], strict=True)
     ]
-
-
-# ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-SMALL = 1 << 14
-"""Parameters of at most this many elements share buckets."""
-BUCKET_WORDS = 1 << 20
-"""A bucket with this many words takes no more members."""
-
-
-class Bucket:
-    """Step small parameters of one storage in one kernel call: 300 norm gains cost one call. It has the interface of a state.
-
-    The members are states with contiguous words and rows of equal length. Weights and gradients are copied in before a step, and
-    weights out after it. A member may come from another bucket: its words move here.
-    """
-
-    column_groups = ()
-
-    def __init__(self, members: Sequence[Any]) -> None:
-        layout, device = members[0].layout, members[0].parameter.device
-        self.kernel, self.layout, self.members = members[0].kernel, layout, list(members)
-        self.segments, total, unit = [], 0, 1 if layout.by_rows else ALIGNMENT
-        extents = [layout.extent(member.parameter.shape) for member in members]
-        for count, *_ in extents:
-            self.segments.append(slice(total, total + count))
-            total += -(-count // unit) * unit
-        extent, dtype = (total, *extents[0][1:]), getattr(torch, layout.storage.visible)
-        words, self.scales = layout.allocate(extent, device), layout.allocate_scales(total, device)
-        memory = torch.zeros(2, layout.num_parts, *extent, dtype=torch.int32, device=device)
-        self.tensors = [*memory.flatten(0, 1).unbind(0), *layout.in_order(words, self.scales)]
-        self.parameter, self.gradient = memory.view(dtype).unbind(0)
-        # The members' weights and gradients in this memory.
-        self._copies: tuple[list[Tensor], list[Tensor]] = [], []
-        for member, segment in zip(members, self.segments, strict=True):
-            member.move(
-                {name: plane[:, segment] for name, plane in words.items()},
-                {name: rows[:, :, segment] for name, rows in self.scales.items()},
-            )
-            member.bucket = self
-            shape, columns = list(member.parameter.shape), layout.matrix(member.parameter.shape)[-1]
-            if layout.num_parts > 1:
-                shape[:1] = layout.num_parts, shape[0] // layout.num_parts
-            for copies, words_of_all in zip(self._copies, memory, strict=True):
-                copies.append(words_of_all[:, segment].view(dtype)[..., :columns].view(shape))
-
-    @property
-    def step(self) -> int:
-        """Return the number of steps that each member has taken."""
-        return int(self.members[0].step)
-
-    @cached_property
-    def _rows(self) -> tuple[Tensor, ...]:
-        """Return for each audited row its member, its place in the member, its turn, and how many elements it has."""
-        device = self.parameter.device
-        unit = 1 if self.layout.by_rows else ALIGNMENT
-        row = [
-            (-(-m.extent[0] // unit), m.parameter.numel(), *self.layout.audit(m.parameter.shape))
-            for m in self.members
-        ]
-        counts, sizes, periods, widths = torch.tensor(row, device=device).unbind(1)
-        owner = torch.arange(len(row), device=device).repeat_interleave(counts)
-        place = torch.arange(len(owner), device=device) - (counts.cumsum(0) - counts)[owner]
-        left = sizes[owner] - place * widths[owner]
-        return owner, place, periods[owner] - 1, left.clamp(min=0).minimum(widths[owner])
-
-    def audited_rows(self, turn: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which rows of words audit number ``turn`` reads, and their members and numbers of elements."""
-        owner, place, mask, elements = self._rows
-        rows = ((place - turn) & mask == 0).nonzero().view(-1)
-        return rows, owner.index_select(0, rows), elements.index_select(0, rows)
-
-    def gather(self) -> None:
-        """Copy the members' weights and gradients in, without gradients."""
-        weights, gradients = self._copies
-        torch._foreach_copy_(weights, self._by_part([member.parameter for member in self.members]))
-        torch._foreach_copy_(gradients, self._by_part([member.gradient for member in self.members]))
-
-    def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
-        """Return the tensors that a kernel steps, and the copy of the weights for :meth:`write_back`."""
-        return self.tensors, self.parameter
-
-    def write_back(self, weight: Tensor | None) -> None:
-        """Copy the weights out, without gradients."""
-        torch._foreach_copy_(
-            self._by_part([member.parameter for member in self.members]), self._copies[0]
-        )
-
-    def _by_part(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return views whose first dimension is the part, if there are several."""
-        parts = self.layout.num_parts
-        if parts == 1:
-            return tensors
-        pairs = zip(tensors, self._copies[0], strict=True)
-        return [
-            x.view_as(copy) if x.is_contiguous() else x.unflatten(0, (parts, -1))
-            for x, copy in pairs
-        ]
-
-
-def joins_bucket(state: Any) -> bool:
-    """Return whether a state is small, or has odd ends that would need a copy. Ranks do not share its rows."""
-    layout, parameter = state.layout, state.parameter
-    if layout.by_rows:
-        has_halves = layout.num_parts == 1 or (
-            parameter.ndim > 1 and len(parameter) % layout.num_parts == 0
-        )
-        return (
-            0 < parameter.numel() <= SMALL
-            and has_halves
-            and not split_groups(state.owner, columns=True)
-        )
-    is_odd = parameter.numel() <= 4 * SMALL and layout.in_place(parameter) is None
-    return parameter.numel() <= SMALL or is_odd
-
-
-def buckets_of(states: Sequence[Any]) -> list[Bucket]:
-    """Return the buckets of small states that step together. Make those that do not exist: members may have changed.
-
-    States that a bucket loses others from get a bucket of their own: an old one would hold memory for all.
-    """
-    buckets: list[Bucket] = []
-    before = dict.fromkeys(state.bucket for state in states if state.bucket is not None)
-    alike: dict[Any, list[Any]] = {}
-    for state in states:
-        alike.setdefault((state.kind, state.step), []).append(state)
-    for group in alike.values():
-        members: list[Any] = []
-        total = 0
-        for state in group:
-            members.append(state)
-            total += state.num_words
-            if total >= BUCKET_WORDS or state is group[-1]:
-                bucket = members[0].bucket
-                buckets.append(
-                    bucket if bucket is not None and bucket.members == members else Bucket(members)
-                )
-                members, total = [], 0
-    for bucket in before:
-        rest = [state for state in bucket.members if state.bucket is bucket]
-        if rest and len(rest) < len(bucket.members):
-            Bucket(rest)
-    return buckets

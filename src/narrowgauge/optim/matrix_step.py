@@ -1,4 +1,5 @@
-"""The step of matrix rules: one rank computes the step of a parameter, and every rank writes its shard.
+"""The step of matrix rules: one rank computes the step of a parameter, and every rank writes its
+shard.
 
 A batch has one parameter for each rank, or some of one process. The largest come first:
 
@@ -6,10 +7,11 @@ A batch has one parameter for each rank, or some of one process. The largest com
 2. The parameter is gathered on its rank, which computes ``MatrixRule.direction`` of its matrix, or of each in its stack.
 3. The result is scattered, unsharded states are broadcast, and every rank writes its shard.
 
-A stack that is sharded by its first dim is not gathered: every rank steps its own matrices, and broadcasts their states. The bits
-are the same as in one process. Weights and states are decoded piece by piece. On a GPU one launch averages a batch, and one
-writes it. Equal shapes share each product of Muon. DTensors that are not sharded by rows along the one axis of a mesh are
-gathered, and stepped on every rank. Other parameters belong to this process alone.
+A stack that is sharded by its first dim is not gathered: every rank steps its own matrices, and
+broadcasts their states. The bits are the same as in one process. Weights and states are decoded
+piece by piece. On a GPU one launch averages a batch, and one writes it. Equal shapes share each
+product of Muon. DTensors that are not sharded by rows along the one axis of a mesh are gathered,
+and stepped on every rank. Other parameters belong to this process alone.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL, Numbers, average, lanes_of
 from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.triton_printer import launches_on
+from narrowgauge.torch_support.triton import runs_on
 
 MOST_TOGETHER = 1 << 24
 """Elements of matrices that share launches on a GPU. A larger matrix keeps a GPU busy alone."""
@@ -41,10 +43,12 @@ def step_matrices(
     numbers_of: Callable[[ParameterState], Numbers],
     launch: Callable[[list[ParameterState], bool], list[ParameterState]],
 ) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step the matrices of one param group. Yield those that were audited without a launch, each with its sums.
+    """Step the matrices of one param group. Yield those that were audited without a launch, each
+    with its sums.
 
-    ``numbers_of`` returns the scalars of a state's step. ``launch`` averages the gradients of states into their changes
-    (``True``), or writes the changes, and returns the states that it cannot take.
+    ``numbers_of`` returns the scalars of a state's step. ``launch`` averages the gradients of
+    states into their changes (``True``), or writes the changes, and returns the states that it
+    cannot take.
     """
     for ranks, members in _by_ranks(states):
         members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
@@ -62,8 +66,11 @@ def step_matrices(
 
 
 def _room(device: torch.device) -> int:
-    """Return how many elements to step together. A CPU gains nothing: it does not wait for launches."""
-    return MOST_TOGETHER if launches_on(device) else 0
+    """Return how many elements to step together.
+
+    A CPU gains nothing: it does not wait for launches.
+    """
+    return MOST_TOGETHER if runs_on(device) else 0
 
 
 def _step_batch(
@@ -71,7 +78,10 @@ def _step_batch(
     batch: Mapping[ParameterState, MatrixStep],
     launch: Callable[..., list[ParameterState]],
 ) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step one parameter per rank, or some of this process. All ranks compute between the last gather and the first scatter."""
+    """Step one parameter per rank, or some of this process.
+
+    All ranks compute between the last gather and the first scatter.
+    """
     steps = list(batch.values())
     measures: list[list[Tensor] | None] = []
     for place, step in enumerate(steps):
@@ -139,7 +149,9 @@ def _step_batch(
 
 @dataclass(frozen=True)
 class Ranks:
-    """Describe the ranks of a mesh that share a parameter's rows, which are whole matrices with ``has_stacks``."""
+    """Describe the ranks of a mesh that share a parameter's rows, which are whole matrices with
+    ``has_stacks``.
+    """
 
     group: Any
     rank: int
@@ -159,7 +171,9 @@ def _matrices(values: Tensor, size: int = 1) -> Sequence[Tensor]:
 
 
 def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
-    """Return a whole tensor in the ``matrix_shape`` of ``owner`` on the rank ``place``, else ``None``. Stacks stay in parts."""
+    """Return a whole tensor in the ``matrix_shape`` of ``owner`` on the rank ``place``, else
+    ``None``. Stacks stay in parts.
+    """
     import torch.distributed as dist
 
     if ranks is None:
@@ -199,7 +213,10 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list[ParameterState]]]:
-    """Group states by the mesh that shards their rows, stacks apart. Others have ``None``. Every rank sees the same order."""
+    """Group states by the mesh that shards their rows, stacks apart.
+
+    Others have ``None``. Every rank sees the same order.
+    """
     batches: dict[Any, tuple[Ranks | None, list[ParameterState]]] = {}
     for state in states:
         owner: Any = state.owner
@@ -251,7 +268,10 @@ class MatrixStep:
                 target.copy_(average(self.rule, self.storage, lane, scalars)[0])
 
     def direction(self, gradient: Tensor, measures: Sequence[Tensor] | None, first: int) -> Tensor:
-        """Return the step of whole matrices in the gradient's memory, and store extras. ``first`` numbers the first matrix."""
+        """Return the step of whole matrices in the gradient's memory, and store extras.
+
+        ``first`` numbers the first matrix.
+        """
         skip = self.numbers.values[1] != 0
         size = (
             max(1, _room(gradient.device) // math.prod(gradient.shape[-2:]))
@@ -271,28 +291,34 @@ class MatrixStep:
         return gradient
 
     def write(self) -> Tensor | None:
-        """Write ``state.change``. Return the sums of the audit, if it is audited and this rank has elements."""
+        """Write ``state.change``.
+
+        Return the sums of the audit, if it is audited and this rank has elements.
+        """
         totals, numbers = [], self.numbers
         for words, changes in self._pieces(self.state.change):
             tensors = [
                 *words,
                 *(change.clone(memory_format=torch.contiguous_format) for change in changes),
             ]
-            if numbers.audited:
-                totals.append(self.kernel.audit(tensors, numbers.values, numbers.seed).sum(1))
-            self.kernel.run(tensors, numbers.values, numbers.seed)
+            sums = self.kernel.run(tensors, numbers.values, numbers.seed, audited=numbers.audited)
+            if sums is not None:
+                totals.append(sums)
         return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
 
     def _pieces(self, values: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yield some words of the shard at a time, and the lanes of ``values`` there, a contiguous float32 tensor in its shape.
+        """Yield some words of the shard at a time, and the lanes of ``values`` there, a contiguous
+        float32 tensor in its shape.
 
-        The rule and the kernel make many temporaries of each piece. What is written into the lanes ends up in ``values``.
+        The rule and the kernel make many temporaries of each piece. What is written into the lanes
+        ends up in ``values``.
         """
         state = self.state
         if not state.parameter.numel():
             return
         tensors, weight = state.kernel_tensors()
-        matrix, lanes = state.layout.lanes(values)
+        in_form = values.view(state.form)
+        matrix, lanes = state.layout.lanes(in_form)
         length, row = len(tensors[0]), tensors[0][0].numel()
         # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16 bytes at a time.
         least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)
@@ -304,6 +330,6 @@ class MatrixStep:
                 [x[start : start + size] for x in several] for several in (tensors, lanes)
             )
             yield words, piece
-        if matrix is not values:
+        if matrix is not in_form:
             values.copy_(matrix.reshape(values.shape))
         state.write_back(weight)

@@ -62,8 +62,10 @@ class Widths(NamedTuple):
         return self.stream != self.matmul
 
 
-def widths_of(recipe: Recipe, gathered: str = "") -> Widths:
+def widths_of(recipe: Recipe, gathered: str = "", program: Program = DEFAULT) -> Widths:
     """Return the widths of a recipe. FSDP's mixed precision casts ``gathered`` float32 weights, instead of autocast.
+
+    Frozen embeddings in float32 make the stream float32.
 
     Example:
         >>> from narrowgauge.spec.notation import parse
@@ -71,6 +73,8 @@ def widths_of(recipe: Recipe, gathered: str = "") -> Widths:
         Widths(stream=4.0, matmul=2.0)
     """
     stream = bytes_per_number(gathered or recipe.storage.visible)
+    if program.part("embeddings").dtype == "float32":
+        return Widths(4.0, bytes_per_number(recipe.compute.dtype))
     if gathered:
         return Widths(stream, stream)
     return Widths(
@@ -107,7 +111,7 @@ def layer_bytes(
     The recipe's main compute and storage set the width of each tensor. Overrides by layer do not count. ``repeated`` is what
     backward recomputes (``Program.selective``). ``sequence_length`` is for the scores of unfused attention.
     """
-    widths = widths_of(recipe, gathered)
+    widths = widths_of(recipe, gathered, program)
     layer = _Layer(a, recipe.compute, widths, program)
     per_token = stream = 0.0
     for mlp, count in (
@@ -130,7 +134,8 @@ def layer_bytes(
             / a.num_layers
             * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
         )
-    width = widths.matmul if widths.is_cast and recipe.compute.is_wide else 0.0
+    is_autocast = widths.is_cast and recipe.compute.is_wide and program.trains_all
+    width = widths.matmul if is_autocast else 0.0
     return LayerBytes(
         per_token,
         stream,

@@ -72,7 +72,7 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
         reason = (lines or [type(error).__name__])[0].partition(" Should contain")[0].rstrip(".")
         raise DataError(
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: {reason}.",
-            "Plan its number of parameters: narrowgauge plan state --params.",
+            "Plan its number of parameters: narrowgauge plan run --params.",
         ) from error
     return _architecture(model, built.get_text_config(), name)
 
@@ -103,7 +103,7 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     if is_other or not (layers and heads and embedding is not None and head is not None):
         raise DataError(
             f"Cannot plan {name}, because it is not a decoder of attention layers.",
-            f"Plan its state: narrowgauge plan state --params {total}.",
+            f"Plan its state: narrowgauge plan run --params {total}.",
         )
 
     counts: Counter[Matmul] = Counter()

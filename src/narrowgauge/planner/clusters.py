@@ -20,6 +20,9 @@ from narrowgauge.planner.efficiency import efficiency_of
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
 
+HOST_GB_PER_CHIP = 256
+"""Memory of a host for each of its chips: 2 TB for the eight of a DGX A100, H100 or B200 (NVIDIA's data sheets)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -29,6 +32,7 @@ class Cluster:
         chips: number of all chips.
         interconnect_gbit_per_second: of all network cards of a node; None for the usual rate of such nodes.
         software: a row of :data:`narrowgauge.planner.efficiency.SOFTWARE`; empty for the chip's default assumption.
+        host_memory_gb: of a node; None for :data:`HOST_GB_PER_CHIP` for each chip.
         name: for tables and messages.
     """
 
@@ -37,6 +41,7 @@ class Cluster:
     chips_per_node: int
     interconnect_gbit_per_second: float | None = None
     software: str = ""
+    host_memory_gb: float | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -45,6 +50,7 @@ class Cluster:
             ("chips", 1),
             ("chips_per_node", 1),
             ("interconnect_gbit_per_second", 1e-3),
+            ("host_memory_gb", 1e-3),
         ):
             value = getattr(self, name)
             if value is not None and not (least <= value < math.inf):
@@ -74,6 +80,11 @@ class Cluster:
         return 1e9 * min(
             chip.link_gb_per_second, (chip.peer_gb_per_second or math.inf) * max(1, ranks - 1)
         )
+
+    @property
+    def host_memory_bytes(self) -> float:
+        """Return the memory of a node's host."""
+        return 2**30 * (self.host_memory_gb or HOST_GB_PER_CHIP * self.chips_per_node)
 
     @property
     def network_bytes_per_second(self) -> float:
@@ -111,6 +122,7 @@ def cluster_of(
 
 CLUSTER_KEYS: dict[str, str | float] = {
     "chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0, "software": "torch-2025",
+    "host_memory_gb": 2048.0,
 }  # fmt: skip
 """Keys of a cluster in a file, with examples of their values."""
 

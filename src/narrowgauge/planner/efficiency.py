@@ -1,7 +1,8 @@
 """Efficiencies: the fractions of printed rates that chips reach in training, and the errors of plans on published runs.
 
-No kernel reaches the rates of the data sheet. ``data/efficiency.toml`` has published efficiencies of kernels and links, the
-efficiency of libraries over the sum of their kernels, and the errors of planned step times.
+No kernel reaches the rates of the data sheet. ``data/efficiency.toml`` has published efficiencies of kernels and links, and of
+each chip's step over the sum of its kernels. A program multiplies the chip's share by its factor, and never replaces it. So an
+eager program is never planned faster than a compiled one. ``data/errors.toml`` has the errors of published runs by class.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from narrowgauge.spec.chips import CHIPS, Chip
 from narrowgauge.spec.toml import load_data
 
 _TABLES: dict[str, Any] = load_data("efficiency", "planner")
+_ERRORS: dict[str, Any] = load_data("errors", "planner")
+Ends = tuple[float, float]
+"""The ends of an 80 % interval."""
+LONG = 32_768
+"""Tokens of a sequence from which a plan has the error bar of long sequences."""
 SOFTWARE: tuple[str, ...] = tuple(_TABLES["software"])
 """Libraries and years with known speed."""
 
@@ -64,40 +70,72 @@ def _measured_share(format: str, chip: Chip) -> float:
     return chip.measured_tflops[format] / chip.peak_tflops[format]
 
 
+def _of_architecture(table: Mapping[str, Any], chip: Chip) -> Any:
+    """Return the first row whose name begins the chip's architecture; None without one."""
+    for start, row in table.items():
+        if chip.architecture.startswith(start):
+            return row
+    return None
+
+
 @cache
 def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
-    """Return a chip's efficiencies with a library of ``SOFTWARE``; empty for the chip's default assumption."""
+    """Return a chip's efficiencies with a library of ``SOFTWARE``; empty for the usual ones.
+
+    The chip's share of its kernels' sum is multiplied by the library's factor. The product stops at ``most``.
+    """
     if software and software not in SOFTWARE:
         raise NarrowgaugeError(
             f"Cannot plan for software {software!r} because its efficiency is unknown.",
             suggestion(software, SOFTWARE) or f"There is {', '.join(SOFTWARE)}.",
         )
-
-    def for_chip(table: Mapping[str, Any]) -> Any:
-        return next(
-            (row for start, row in table.items() if chip.architecture.startswith(start)), {}
-        )
-
-    row = dict(_TABLES["software"][software] if software else for_chip(_TABLES["assumed"]))
-    by_generation = {key: row.pop(key) for key in list(row) if isinstance(row[key], dict)}
-    engines = row.pop("engines")
+    row = dict(_TABLES["software"][software] if software else _TABLES["unnamed"])
+    if not software and chip.vendor == "Google":
+        row = dict(_TABLES["software"]["xla-2024"])
+    engines, factor, attention = (row.pop(name) for name in ("engines", "factor", "attention"))
     general = _TABLES["general"]
     values = {
         f"matmul.{name}": general["typical"] * best_share(name, chip) for name in chip.peak_tflops
     }
-    values |= {**general, **for_chip(_TABLES["generations"]), **row, **for_chip(by_generation)}
+    values |= {**general, **(_of_architecture(_TABLES["generations"], chip) or {}), **row}
+    values["attention"] = _of_architecture(_TABLES["attention"][attention], chip)
+    values["library"] = min(general["most"], _of_architecture(_TABLES["chips"], chip) * factor)
     if not chip.link_gb_per_second:
         values["link"] = general["host_path"]
     return Efficiency(values, engines)
 
 
-def error_of(*, has_mixture: bool, has_software: bool) -> tuple[float, float, float]:
-    """Return the errors of published runs of one class.
+def has_share(chip: Chip) -> bool:
+    """Tell whether a step on a chip of this architecture was published."""
+    rows = [start for start in _TABLES["chips"] if start]
+    return any(chip.architecture.startswith(start) for start in rows)
 
-    They are the median of measured seconds over the model's terms (1 for dense models), and the 10 and 90 % quantiles of
-    measured over planned seconds.
+
+def kind_of(*, has_adapters: bool, has_mixture: bool, tokens: float) -> str:
+    """Return the class of a question: the first of adapters, mixtures, long sequences and dense models."""
+    if has_adapters:
+        return "adapters"
+    if has_mixture:
+        return "mixture"
+    return "long" if tokens >= LONG else "dense"
+
+
+def error_of(what: str, kind: str) -> Ends | None:
+    """Return the 10 and 90 % quantiles of measured over planned values; None if no published run checks this class.
+
+    Args:
+        what: ``"named"`` and ``"assumed"`` for seconds, with and without a named software; ``"memory"`` for bytes.
+        kind: a class of :func:`kind_of`.
     """
-    row = _TABLES["error"]["mixture" if has_mixture else "dense"][
-        "named" if has_software else "assumed"
-    ]
-    return row.get("median", 1.0), row["low"], row["high"]
+    row = _ERRORS[what].get(kind)
+    return (row["low"], row["high"]) if row else None
+
+
+def median_of(what: str, kind: str) -> float:
+    """Return the median of measured over planned seconds, by which plans are multiplied; 1 for most classes."""
+    return float(_ERRORS[what].get(kind, {}).get("median", 1.0))
+
+
+def runs_of(what: str, kind: str) -> int:
+    """Return the number of published runs that an error bar is from."""
+    return int(_ERRORS[what].get(kind, {}).get("runs", 0))

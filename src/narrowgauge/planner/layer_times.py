@@ -9,18 +9,17 @@ ranks that share the experts. The experts of a rank are one grouped kernel.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from narrowgauge.planner.activations import widths_of
 from narrowgauge.planner.efficiency import Efficiency
+from narrowgauge.planner.job import Job
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.program import Program, adapters_of
 from narrowgauge.planner.roofline import bytes_per_number, bytes_seconds, operation_seconds
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES, SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
-
-if TYPE_CHECKING:
-    from narrowgauge.planner.jobs import Job
 
 ATTENTION_PASSES = 3.5
 """Operations of a fused attention over its forward: forward 1, backward 2.5, since it recomputes the scores."""
@@ -82,7 +81,11 @@ def linear_seconds(
         compute, is_first = recipe.compute_of(layer), first_of_input(layer) == layer
         if is_adapter:
             compute = COMPUTES[recipe.dtype]
-        is_frozen = bool(program.lora) and not is_adapter
+            base = layer.removesuffix(".lora_A")
+            if program.kernels == "fused" and first_of_input(base) != base:
+                continue  # one matrix for all that read this input
+        part = program.part_of(matmul)
+        is_frozen = not part.trains and not is_adapter
         experts, tensor = ranks[1:] if matmul.is_expert else (1, ranks[0])
         out = round(matmul.out_features / (tensor if matmul.split == "column" else 1))
         inputs = round(matmul.in_features / (tensor if matmul.split == "row" else 1))
@@ -103,9 +106,9 @@ def linear_seconds(
             (casts if side else matmuls)[when] += (
                 seconds - start
             ) / reached * count + start * kernels
-        if is_frozen and program.base != "bfloat16" and not is_head:
+        if is_frozen and part.is_narrow:
             read = (
-                bytes_seconds(out * inputs * (program.base_bytes + 2), chip, shares) * count
+                bytes_seconds(out * inputs * (part.bytes + 2), chip, shares) * count
                 + start * kernels
             )
             casts = [casts[0] + read, casts[1] + read, casts[2]]
@@ -156,9 +159,11 @@ def elementwise_seconds(job: Job) -> Seconds:
         inner += (
             a.mixture.num_layers * gates * (visited * a.mixture.expert_size + a.mixture.shared_size)
         )
-    moved = stream / job.layout.stream_ranks + inner / job.layout.tensor
+    widths = widths_of(job.recipe, job.gathered, job.program)
+    moved = stream * widths.stream / job.layout.stream_ranks
+    moved += inner * widths.matmul / job.layout.tensor
     moved *= EAGER_FACTOR if job.program.kernels == "eager" else 1
-    return _by_thirds(job.moved(job.tokens * moved * job.width / job.efficiency["elementwise"]))
+    return _by_thirds(job.moved(job.tokens * moved / job.efficiency["elementwise"]))
 
 
 def loss_seconds(job: Job) -> Seconds:

@@ -126,7 +126,7 @@ class Layout:
         return is_whole and (self.zero in (0, 3) or self.shard == 1)
 
 
-def why_not(architecture: Architecture, layout: Layout, sequence_length: int) -> str:
+def unsuited(architecture: Architecture, layout: Layout, sequence_length: int) -> str:
     """Say why a layout does not suit a model; empty if it does."""
     if architecture.counts and layout.num_ranks > layout.num_replicas:
         return "the ranks of a counted module are data and shard ranks"

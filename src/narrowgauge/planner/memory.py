@@ -8,13 +8,12 @@ of terms. We return the terms of the largest moment, so their sum is a peak, not
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from narrowgauge.planner.activations import layer_bytes, widths_of
+from narrowgauge.planner.job import OPTIMIZER_STATES, Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.model_state import (
-    OPTIMIZER_STATES,
     bytes_per_parameter,
     on_stage,
     shared,
@@ -22,9 +21,6 @@ from narrowgauge.planner.model_state import (
 )
 from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term, Terms
-
-if TYPE_CHECKING:
-    from narrowgauge.planner.jobs import Job
 
 _KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/activations.py)"
 _ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
@@ -37,17 +33,17 @@ _OVERHEAD_SOURCE = (
     "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 )
 
-OVERHEAD: dict[str, tuple[float, float, float]] = {
-    "context": (0.7e9, 0.4e9, 1.0e9),
-    "communication buffers": (1.0e9, 0.4e9, 2.0e9),
-    "workspaces": (0.1e9, 0.03e9, 0.3e9),
-    "fragmentation": (0.03, 0.0, 0.12),
+OVERHEAD = {
+    "context": 0.7e9,
+    "communication buffers": 1.0e9,
+    "workspaces": 0.1e9,
+    "fragmentation": 0.08,
 }
-"""Memory without a formula, ``(usual, least, most)`` in bytes: driver, collectives (with several ranks), libraries.
-Fragmentation is a fraction of all memory that changes during a step. Up to 12 %, the interval holds nine of ten printed peaks
-of published runs."""
+"""Memory without a formula, in bytes: driver, collectives (with several ranks), libraries. Fragmentation is a fraction of all
+memory that changes during a step."""
+OUTSIDE = ("context", "communication buffers")
+"""Memory that a framework's allocator does not reserve. What it reserves beyond its tensors is the fragmentation."""
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
-_FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _IN_TRANSIT = "gradients of two layers"
 
 
@@ -79,13 +75,23 @@ def memory_terms(job: Job) -> Terms:
     return max(peaks, key=lambda terms: terms.total)
 
 
+def host_bytes(job: Job) -> float:
+    """Return the memory that the ranks of a node need on their host: parts, states and inputs of layers that lie there."""
+    most = 0.0
+    for stage, (layers, in_flight) in stages_of(job.architecture, job.layout).items():
+        rank = _Rank(job, stage, layers, in_flight)
+        rank.worst_moment()
+        most = max(most, rank.on_host)
+    return most * min(job.layout.num_ranks, job.cluster.chips_per_node)
+
+
 class _Rank:
     """The memory of a rank of one stage, from its number of layers and of layers in flight."""
 
     def __init__(self, job: Job, stage: int, layers: float, layers_in_flight: float) -> None:
         self.job, self.a, self.layout, self.tokens = job, job.architecture, job.layout, job.tokens
         self.layers, self.layers_in_flight = layers, layers_in_flight
-        self.program = job.program
+        self.program, self.on_host = job.program, 0.0
         self.is_last = stage == self.layout.pipeline - 1
         storage = job.recipe.storage
         is_exact = job.recipe.reduction.order_invariant
@@ -93,13 +99,13 @@ class _Rank:
         is_wide = is_exact or width > bytes_per_number(storage.visible)
         has_sums = self.layout.micro_batches > 1 and is_wide
         self.sum_bytes = (_EXACT_SUM_BYTES if is_exact else width) if has_sums else 0.0
-        self.widths = widths_of(job.recipe, job.gathered)
+        self.widths = widths_of(job.recipe, job.gathered, job.program)
         self.experts, self.rest = on_stage(job, layers, stage)  # state of the stage before ZeRO
         self.per = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[job.optimizer]))
         # Bytes of a gathered weight, and of the gradient of a layer's mean parameter before it is sharded.
-        visible, trained = bytes_per_number(job.gathered or storage.visible), job.trained_parameters
-        self.gathered = self.program.base_bytes if self.program.lora else visible
-        self.gradient = visible * trained / self.a.num_parameters
+        visible = bytes_per_number(job.gathered or storage.visible)
+        self.gathered = job.weight_bytes
+        self.gradient = visible * job.trained_parameters / self.a.num_parameters
         # Parameters of the largest layer on one of the ranks that shard it.
         a, layout = self.a, self.layout
         experts = a.expert_parameters / a.mixture.num_layers if a.mixture else 0.0
@@ -136,8 +142,9 @@ class _Rank:
         passing = Term("activations", "gradients on their way", value, formula)
         # Temporary gradients: of the head, the first in backward, and of the current layer.
         head, of_layer, width = [], [], self.gradient
-        if not early.value and self.is_last and not self.program.lora:
-            value = a.vocab_size * a.hidden_size * self.gradient / layout.tensor
+        if not early.value and self.is_last and self.program.part("head").trains:
+            width_of_head = bytes_per_number(self.job.gathered or self.job.recipe.storage.visible)
+            value = a.vocab_size * a.hidden_size * width_of_head / layout.tensor
             head = [
                 Term("gradients", "gradient of the head", value, "the first that backward makes")
             ]
@@ -199,11 +206,14 @@ class _Rank:
             gradients, optimizer = (
                 t._replace(value=t.value * share) for t in (gradients, optimizer)
             )
-        if self.program.lora:
-            base = f"weights frozen in {self.program.base}, adapters of rank {self.program.lora}"
+        if not self.program.trains_all:
+            table = "parts as the program stores them"
             weights, gradients, optimizer = (
-                t._replace(formula=base) for t in (weights, gradients, optimizer)
+                t._replace(formula=table) for t in (weights, gradients, optimizer)
             )
+        self.on_host = state.host
+        if self.program.offload:
+            self.on_host += gradients.value + optimizer.value
         if self.program.release or self.program.offload:
             size = min(gradients.value, self.largest_layer * self.gradient)
             gradients = gradients._replace(
@@ -261,6 +271,10 @@ class _Rank:
             width = self.widths.stream * a.hidden_size
             value = in_flight * tokens * width / layout.stream_ranks
             formula = f"{start}{width:g} B / {layout.stream_ranks} tensor ranks"
+            if self.program.saved == "host":
+                self.on_host += value
+                value *= min(1.0, 2 / in_flight)
+                formula = "of the two layers in use, the others on the host"
             return [
                 Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)
             ], layer
@@ -292,7 +306,7 @@ class _Rank:
         if is_sharded and layout.pipeline > 1:
             # Gathering weights for every micro-batch would cost more than the bubble saves.
             count = (self.experts + self.rest).weights / (
-                self.gathered if self.program.lora else per.weights
+                per.weights if self.program.trains_all else self.gathered
             )
             reduced = bytes_per_number(self.program.reduced) if self.job.gathered else 0.0
             width = max(self.gradient, self.sum_bytes, reduced)
@@ -313,8 +327,13 @@ class _Rank:
                 outer *= self.gathered / per.weights
             formula = "embedding, head and last norm stay gathered from forward to backward"
             terms.append(Term("buffers", "outer weights, gathered", outer, formula, _FSDP))
-        if self.program.lora and self.program.base != "bfloat16":
-            matrix = max(m.num_elements / m.count for m in self.a.matmuls[:-1]) / layout.tensor
+        narrow = [
+            m.num_elements / m.count
+            for m in self.a.matmuls[:-1]
+            if self.program.part_of(m).is_narrow
+        ]
+        if narrow:
+            matrix = max(narrow) / layout.tensor
             add(
                 "a matrix, dequantized", matrix, 2.0, "bitsandbytes: the largest matrix in bfloat16"
             )
@@ -354,19 +373,13 @@ class _Rank:
 def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:
     """Return memory without a formula. What is allocated and freed during a step can fragment."""
     changing = terms.without("weights", "optimizer")
-    total, (low, high) = changing.total, changing.interval
-    that_change = f"of {total / 1e9:.3g} GB that change"
-    error = Term(
-        "overhead", "error of the formulas", 0.0, f"{_FORMULA_ERROR:.0%} {that_change}",
-        "measured and counted steps differ by less", -_FORMULA_ERROR * low, _FORMULA_ERROR * high,
-    )  # fmt: skip
-    overhead = [error]
-    for name, (usual, least, most) in OVERHEAD.items():
+    overhead = []
+    for name, usual in OVERHEAD.items():
         if name == "communication buffers" and layout.num_ranks == 1:
             continue
-        factor, formula = 1.0, f"{usual / 1e9:g} GB"
+        value, formula = usual, f"{usual / 1e9:g} GB"
         if name == "fragmentation":
-            factor, formula = total, f"{usual:.0%} {that_change}"
-        ends = least * factor, most * factor
-        overhead.append(Term("overhead", name, usual * factor, formula, _OVERHEAD_SOURCE, *ends))
+            value = usual * changing.total
+            formula = f"{usual:.0%} of {changing.total / 1e9:.3g} GB that change"
+        overhead.append(Term("overhead", name, value, formula, _OVERHEAD_SOURCE))
     return overhead

@@ -7,6 +7,8 @@ a ``config.json`` on the meta device, without memory. We read its parameters and
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,12 +57,16 @@ class LatentAttention:
 
 
 class Counts(NamedTuple):
-    """Hold what a step of a user's module took: bytes of activations and gradients at its peak, and parameters that train."""
+    """Hold what a step of a user's module took: bytes of activations and gradients at its peak, and operations per token.
+
+    ``trained`` counts the parameters that train.
+    """
 
     tokens: int
     activations: int
     gradients: int
     trained: int
+    operations: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +233,9 @@ class Architecture:
 
         Source: Narayanan et al., arXiv 2104.04473, appendix; Dao, FlashAttention-2, arXiv 2307.08691, section 4.1 (causal half).
         """
+        if self.counts:  # all that no linear layer does
+            beyond = self.counts.operations - 3 * sum(m.flops_per_token for m in self.matmuls)
+            return max(0.0, beyond)
         per_key = 2 * self.num_heads * (self.query_dim + self.value_dim)
         return 3 * self.num_layers * per_key * self.mean_keys(sequence_length, is_causal=is_causal)
 
@@ -373,11 +382,14 @@ def read_model(text: str) -> Architecture:
         return _of_preset(key, _PRESETS["models"][key])
     path = Path(text).expanduser()
     file = path / "config.json" if path.is_dir() else path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not path.exists():
+        file = _cached_config(text)
     if not text.strip() or not file.is_file():
         near = suggestion(key, (*MODELS, *_PRESETS["models"], *_PRESETS["aliases"]))
         raise RecipeError(
             f"no model and no config.json is named {text!r}.",
-            near or "narrowgauge plan run --help names the presets.",
+            near
+            or "narrowgauge plan run --help names the presets. hf download ORG/NAME config.json caches one of the hub.",
         )
     try:
         config = json.loads(file.read_bytes())
@@ -395,3 +407,15 @@ def read_model(text: str) -> Architecture:
     from narrowgauge.planner.built_models import of_config
 
     return of_config(config, str(path))
+
+
+def _cached_config(name: str) -> Path:
+    """Return the newest ``config.json`` of a model in the hub's cache, or a path that does not exist.
+
+    Source: huggingface_hub, "Understand caching": ``models--org--name/snapshots/REVISION``.
+    """
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    folder = cache / f"models--{name.replace('/', '--')}" / "snapshots"
+    files = sorted(folder.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+    return files[-1] if files else folder / "config.json"

@@ -10,34 +10,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from narrowgauge.planner.job import OPTIMIZER_STATES, Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture, Matmul
-from narrowgauge.planner.program import DEFAULT, Program, adapters_of
+from narrowgauge.planner.program import DEFAULT, Part, Program, adapters_of
 from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
-
-if TYPE_CHECKING:
-    from narrowgauge.planner.jobs import Job
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
     """Hold bytes of parameters: weights as the model sees them, gradients, and the remaining optimizer state.
 
-    ``whole`` is optimizer state that is never sharded.
+    ``whole`` is optimizer state that is never sharded. ``host`` lies in the host's memory.
     """
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     whole: float = 0.0
+    host: float = 0.0
 
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(
             self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer,
-            self.whole + other.whole,
+            self.whole + other.whole, self.host + other.host,
         )  # fmt: skip
 
     def __mul__(self, factor: float) -> Bytes:
@@ -46,15 +44,16 @@ class Bytes:
             self.gradients * factor,
             self.optimizer * factor,
             self.whole * factor,
+            self.host * factor,
         )
 
+    def stored(self, part: Part) -> Bytes:
+        """Return the same bytes in the host's memory if a part lies there."""
+        if not part.host:
+            return self
+        return Bytes(host=self.weights + self.gradients + self.optimizer + self.whole + self.host)
 
-OPTIMIZER_STATES = {
-    name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None
-}
-"""States of each optimizer per matrix element, with the storage's code for each state."""
-FROZEN_BYTES = 2
-"""Bytes of a frozen parameter outside the layers' matrices: bfloat16."""
+
 _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
 RANKS = {
     row.name: option.default
@@ -72,7 +71,7 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
     Example:
         >>> from narrowgauge.spec.storages import STORAGES
         >>> bytes_per_parameter(STORAGES["word"])
-        Bytes(weights=2.0, gradients=2.0, optimizer=4.0, whole=0.0)
+        Bytes(weights=2.0, gradients=2.0, optimizer=4.0, whole=0.0, host=0.0)
     """
     visible = VISIBLE[storage.visible][0] / 8
     return Bytes(visible, visible, sum(width_of(group) for group in storage.packing) / 8)
@@ -82,13 +81,14 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
 class ModelState:
     """Hold a model's state by stage: embedding and learned positions on the first, head and last norm on the last.
 
-    A tied head is on both stages if they differ. ``layers`` exclude experts.
+    A tied head is on both stages if they differ. ``layers`` exclude experts. ``reference`` is a frozen copy of the model.
     """
 
     layers: Bytes
     experts: Bytes = Bytes()
     embedding: Bytes = Bytes()
     head: Bytes = Bytes()
+    reference: Bytes = Bytes()
 
 
 @lru_cache(maxsize=256)
@@ -98,34 +98,48 @@ def state_of(
 ) -> ModelState:  # fmt: skip
     """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices.
 
-    A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head, too.
+    A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head, too. The program's table of
+    parts says what is frozen, in which format, and what lies on the host.
     """
     is_matrix = UPDATE_RULES[optimizer].is_matrix
     outer = "adamw" if is_matrix and optimizer != "adafactor" else optimizer
-    vectors = bytes_per_parameter(
-        for_vectors(storage).keeping(OPTIMIZER_STATES["adamw" if is_matrix else optimizer])
+    vector_storage = for_vectors(storage).keeping(
+        OPTIMIZER_STATES["adamw" if is_matrix else optimizer]
     )
-    positions = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[outer]))
-    inside = outside = 0.0
-    if program.lora:
-        vectors = positions = Bytes(FROZEN_BYTES)
-        inside, outside = program.base_bytes, FROZEN_BYTES
-    layers, experts = vectors * a.vectors, Bytes()
+    vectors = _vector_state(vector_storage, program.part("norms"))
+    embeddings = program.part("embeddings")
+    positions = _vector_state(storage.keeping(OPTIMIZER_STATES[outer]), embeddings)
+
+    def state(matmul: Matmul, rule: str, ranks: int, part: Part) -> Bytes:
+        return _matrix_state(storage, rule, matmul, vectors, ranks, part)
+
+    layers = vectors * a.vectors
+    experts = Bytes()
     for matmul in a.matmuls[:-1]:
+        part = program.part_of(matmul)
         if matmul.is_expert:
-            experts += _matrix_state(storage, optimizer, matmul, vectors, expert_tensor, inside)
+            experts += state(matmul, optimizer, expert_tensor, part)
         else:
-            layers += _matrix_state(storage, optimizer, matmul, vectors, tensor, inside)
+            layers += state(matmul, optimizer, tensor, part)
     for matmul in adapters_of(a, program):
-        layers += _matrix_state(storage, optimizer, matmul, vectors, tensor)
+        layers += state(matmul, optimizer, tensor, Part())
     embedding = Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column")
-    first = _matrix_state(storage, outer, embedding, vectors, tensor, outside) + positions * (
-        a.positions * a.hidden_size
-    )
+    first = state(embedding, outer, tensor, embeddings)
+    first += positions * (a.positions * a.hidden_size)
     last = vectors * a.outer_vectors
     if not a.tie_embeddings:
-        last += _matrix_state(storage, outer, a.matmuls[-1], vectors, tensor, outside)
-    return ModelState(layers, experts, first, last)
+        last += state(a.matmuls[-1], outer, tensor, program.part("head"))
+    copy = Bytes()
+    if program.reference is not None:
+        width = program.reference.bytes
+        copy = Bytes(width * a.num_parameters / tensor).stored(program.reference)
+    return ModelState(layers, experts, first, last, copy)
+
+
+def _vector_state(storage: Storage, part: Part) -> Bytes:
+    """Return the state of one parameter of a vector."""
+    state = bytes_per_parameter(storage) if part.trains else Bytes(part.bytes)
+    return state.stored(part)
 
 
 def _matrix_state(
@@ -134,16 +148,13 @@ def _matrix_state(
     matmul: Matmul,
     vectors: Bytes,
     ranks: int,
-    frozen: float = 0.0,
+    part: Part,
 ) -> Bytes:
-    """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split.
-
-    ``frozen`` are the bytes of a weight that does not train.
-    """
+    """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split."""
     biases = vectors * (matmul.count * matmul.out_features * matmul.has_bias)
     share = 1 if matmul.split == "none" else 1 / ranks
-    if frozen:
-        return Bytes(frozen * matmul.num_elements * share) + biases
+    if not part.trains:
+        return Bytes(part.bytes * matmul.num_elements * share).stored(part) + biases
     row = storage.keeping(OPTIMIZER_STATES[optimizer])
     beside = (
         3 * row.bytes_per_row * matmul.count * matmul.out_features
@@ -156,7 +167,7 @@ def _matrix_state(
         if optimizer in RANKS
         else 0
     )
-    return sharded * share + subspace + biases
+    return (sharded * share + subspace).stored(part) + biases
 
 
 def _subspace_bytes(storage: Storage, optimizer: str, matmul: Matmul) -> int:
@@ -190,6 +201,7 @@ def on_stage(job: Job, layers: float, stage: int) -> tuple[Bytes, Bytes]:
         rest += state.embedding
     if is_last:
         rest += state.head
+    rest += state.reference * share
     return state.experts * (share / layout.expert), rest
 
 
@@ -200,4 +212,5 @@ def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:
         state.weights * shares[0],
         state.gradients * shares[1],
         state.optimizer * shares[2] + state.whole,
+        host=state.host / ranks,
     )

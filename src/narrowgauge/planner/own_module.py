@@ -60,11 +60,14 @@ class LiveBytes(TorchDispatchMode):
 
 def of_module(
     model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None = None
-) -> tuple[Architecture, int]:
-    """Return the shape of a module with counts of one step on ``batch``, and its sequence length. The module is not called.
+) -> tuple[Architecture, int, int]:
+    """Return the shape of a module with counts of one step on ``batch``, the length of a sequence and their number.
+
+    The module is not called.
 
     Args:
-        batch: a tensor, a tuple of arguments or a mapping of them. Its first tensor has the tokens, ``[sequences, length]``.
+        batch: a tensor, a tuple of arguments or a mapping of them. Its first tensor has the tokens, ``[sequences, length]``, or
+            samples of another kind, which count as one token each.
         loss: ``loss(model, batch)``; None for the output's ``loss``, or the sum of the first output.
     Raises:
         DataError: the module has no matrices, or a step on fake tensors fails.
@@ -95,13 +98,17 @@ def of_module(
         except Exception as error:  # modules raise all kinds of errors on tensors without values
             raise DataError(
                 f"Cannot count a step of {type(model).__name__} on fake tensors: {str(error).splitlines()[0]}.",
-                "Plan its config.json, or its number of parameters: narrowgauge plan state --params.",
+                "Plan its config.json, or its number of parameters: narrowgauge plan run --params.",
             ) from error
     first = next(value for value in tree_leaves(batch) if isinstance(value, Tensor))
-    tokens, length = first.shape[:2].numel(), first.shape[1] if first.ndim > 1 else 1
+    has_tokens = first.ndim == 2 and not first.is_floating_point()
+    length = first.shape[1] if has_tokens else 1
+    num_sequences = first.shape[0] if first.ndim else 1
+    tokens = num_sequences * length
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    counts = Counts(tokens, live.activations, live.gradients, trained)
-    return _with_flops(_shape(model, counts), flops.get_total_flops() / tokens, length), length
+    operations = flops.get_total_flops() / tokens
+    counts = Counts(tokens, live.activations, live.gradients, trained, operations)
+    return _shape(model, counts), length, num_sequences
 
 
 def _loss(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -146,13 +153,6 @@ def _shape(model: nn.Module, counts: Counts) -> Architecture:
     )  # fmt: skip
     total = sum(p.numel() for p in model.parameters())
     return replace(result, outer_vectors=total - result.num_parameters)
-
-
-def _with_flops(a: Architecture, flops_per_token: float, length: int) -> Architecture:
-    """Return the shape with a head so wide that all operations are those counted. Fused attention counts masked scores too."""
-    beyond = flops_per_token - 3 * sum(matmul.flops_per_token for matmul in a.matmuls)
-    width = round(max(0.0, beyond) / (3 * a.num_layers * 4 * a.mean_keys(length, is_causal=False)))
-    return replace(a, query_dim=width, value_dim=width)
 
 
 def question_of(optimizer: Any) -> tuple[str, str]:

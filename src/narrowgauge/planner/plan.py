@@ -5,36 +5,27 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError, suggestion
+from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
+from narrowgauge.planner.advice import alternatives, measured_correction
+from narrowgauge.planner.candidates import compared_recipes, keeps_rate, read_recipes
 from narrowgauge.planner.clusters import Cluster, cluster_of, read_cluster
-from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import Architecture, read_model
-from narrowgauge.planner.model_state import OPTIMIZER_STATES
 from narrowgauge.planner.plan_tables import Plan
-from narrowgauge.planner.program import Program, program_of, read_program
-from narrowgauge.planner.roofline import multiplies
+from narrowgauge.planner.program import Program, program_of, read_program, with_parts
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, search, usual_tokens_per_step
 from narrowgauge.planner.units import duration_text
-from narrowgauge.spec.chips import Chip
-from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.chips import Chip, read_chip
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import STORAGES, Storage
-from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
 
-USUAL_RECIPES = ("bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
-                 "bfloat16/word/reproducible")  # fmt: skip
-"""Recipes of the README, which are the default comparison."""
-XLA_RECIPES = ("bfloat16/float32", "bfloat16/master")
-"""The default comparison on TPUs, which this project's optimizers do not run on."""
 # Equal in one configuration for several clusters. Replicas and micro-batches follow from the number of chips.
 _PINNED = (
     "shard",
@@ -47,15 +38,10 @@ _PINNED = (
     "recompute",
     "accumulation_dtype",
 )
-_TUNING = ("int8-outlier", "int8-outlier-codes")
-STORAGE_RECIPES = [
-    f"bfloat16/{row.name}"
-    for row in sorted(STORAGES.values(), key=lambda row: -row.bytes_per_param)
-    if not row.owner
-]
-"""A recipe for each storage of bfloat16 weights."""
 _SEQUENCE_LENGTH = 4096
 _DOUBLED = [1 << power for power in range(18)]
+_LONGEST = 1 << 24
+_STEP_OF_LENGTH = 128
 EQUAL_RATES = 0.02
 """Rates of rows within this fraction count as equal. The order then follows the risk of the storages."""
 FINE_MOMENT = 5
@@ -68,7 +54,7 @@ def plan(
     batch: Any = None,
     loss: Any = None,
     recipes: str | Recipe | Sequence[str | Recipe] = (),
-    chip: str | Chip | Sequence[str | Chip] = (),
+    chip: str | Path | Chip | Sequence[str | Path | Chip] = (),
     chips: int | Sequence[int] = (),
     cluster: Cluster | str | Path | Sequence[Cluster | str | Path] = (),
     sequence_length: int | None = None,
@@ -78,18 +64,23 @@ def plan(
     layout: str | Mapping[str, Any] = "",
     program: str | Program = "",
     lora: int = 0,
-    base: str = "bfloat16",
+    base: str = "",
+    parts: Mapping[str, str] | None = None,
+    like: Any = None,
+    price: float | None = None,
+    advise: bool = True,
     **rates: Any,
 ) -> Plan:
     """Plan what fits, how fast, in which layout, and why. Nothing is trained, and only a ``config.json`` needs transformers.
 
     Args:
-        model: a preset's name, a Hugging Face ``config.json`` or its folder, an architecture, or a module. A step of a
-            module is counted on fake tensors, and planned over data and shard ranks.
-        batch, loss: of a module's step: arguments, and ``loss(model, batch)``; None for the output's ``loss`` or its sum.
-        recipes: names, files or recipes. By default the recipes of :data:`USUAL_RECIPES` that the chips multiply natively;
-            ``"all"`` for every recipe that they multiply natively.
-        chip, chips: names (``narrowgauge show chips``) and numbers, 1 by default. Several are compared.
+        model: a preset's name, a Hugging Face ``config.json``, its folder or a cached ``org/name``, an architecture, or a
+            module. A step of a module is counted on fake tensors, and planned over data and shard ranks.
+        batch, loss: of a module's step on each chip: arguments, and ``loss(model, batch)``; None for the output's ``loss`` or
+            its sum. The batch is the step, unless the layout fixes ``micro_batch`` or ``micro_batches``.
+        recipes: names, files or recipes. By default the usual ones that the chips multiply natively; ``"all"`` for every
+            recipe that they multiply natively.
+        chip, chips: names (``narrowgauge show chips``) or files, and numbers, 1 by default. Several are compared.
         cluster: files or values, instead of ``chip`` and ``chips``.
         sequence_length: in tokens; None for 4096, or for the positions of a preset or of learned positions if they are fewer.
         tokens_per_step: tokens of an optimizer step; chosen if None.
@@ -99,7 +90,12 @@ def plan(
         program: the training loop: a name, fields with values, or both, as ``"hf-trainer,loss=chunked"``. See
             :class:`~narrowgauge.planner.program.Program`. By default that of ``software``, or a loop of compiled layers that any
             program may run.
-        lora, base: rank of adapters, and the format of the frozen weights: ``bfloat16``, ``int8``, ``nf4``, ``nvfp4``.
+        lora, base: rank of adapters, and the format of the frozen weights of layers: ``bfloat16``, ``int8``, ``nf4``,
+            ``nvfp4``.
+        parts: rows of the table of parts (:data:`~narrowgauge.planner.program.PARTS`), as ``{"head": "trained"}``.
+        like: a measured run of this question's first layout: a run folder, a log, or its tokens per second of all chips.
+        price: of a chip-hour, for the price of the run.
+        advise: whether to look for what would fit, and for what a program's limits removed.
         rates: further fields of :class:`~narrowgauge.planner.clusters.Cluster` for ``chip``:
             ``interconnect_gbit_per_second``, ``software``.
     Returns:
@@ -124,9 +120,11 @@ def plan(
     if batch is not None:
         from narrowgauge.planner.own_module import of_module, question_of
 
-        model, length = of_module(model, batch, loss)
+        model, length, num_sequences = of_module(model, batch, loss)
         sequence_length = sequence_length or length
         fixed.setdefault("recompute", "none")
+        if tokens_per_step is None and not {"micro_batch", "micro_batches"} & {*fixed}:
+            fixed |= {"micro_batch": num_sequences, "micro_batches": 1}
         if not isinstance(optimizer, str):
             optimizer, storage = question_of(optimizer)
             recipes = recipes or f"bfloat16/{storage}"
@@ -137,47 +135,32 @@ def plan(
             f"Cannot plan a step of {tokens_per_step:,.0f} tokens because a sequence has {length:,}.",
             "Use shorter sequences, or more tokens.",
         )
-    clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
-    kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
-    counts = [chips] if isinstance(chips, int) else list(chips)
-    if bool(clusters) == bool(kinds) or (clusters and (counts or rates)):
-        both = f"a cluster has its own {next(iter(rates), 'chips')}"
-        advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
-        raise ChipError(
-            f"Cannot plan because {both if clusters else 'no machine was named'}.", advice
-        )
-    machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
-    machines += [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]
-    asked, software = read_recipes(recipes, optimizer), {where.software for where in machines}
-    loop = read_program(program or "hf-trainer") if program or lora else program_of(software)
-    if (
-        program
-        and (named := rates.get("software"))
-        and loop.softwares
-        and not named.startswith(tuple(loop.softwares))
-    ):
+    machines = _machines(cluster, chip, chips, rates)
+    loop = _program(program, lora, base, parts or {}, {where.software for where in machines})
+    named = rates.get("software")
+    if program and named and loop.softwares and not named.startswith(tuple(loop.softwares)):
         raise NarrowgaugeError(
             f"Cannot plan {loop.text} at the speed of {named}, which is another program's.",
             "Name the program or the software.",
         )
-    if lora:
-        loop = replace(loop, lora=lora, base=base)
-        asked = asked or [parse("bfloat16/master"), parse("bfloat16/word")]
+    asked = read_recipes(recipes, optimizer)
     usual_tokens = _shared_tokens(
         max(usual_tokens_per_step(where.chips, loop) for where in machines), length, machines
     )
+    correction = 1.0
 
     def searched(
         where: Cluster,
         recipe: Recipe,
         fixed: Mapping[str, Any] = fixed,
         tokens: float | None = tokens_per_step,
-    ) -> Job:
+    ) -> Estimate:
         arguments = architecture, recipe, where, length, tokens
         options: dict[str, Any] = {
             "optimizer": optimizer,
             "fixed": fixed,
             "usual_tokens": usual_tokens,
+            "correction": correction,
         }
         try:
             return search(*arguments, program=loop, **options)
@@ -185,15 +168,19 @@ def plan(
             if program or not loop.limits:
                 raise
             # The software names a program that does not run this job: another loop may be as fast.
-            like = replace(loop, limits={}, text=f"a loop like {loop.text}")
-            return search(*arguments, program=like, **options)
+            like_it = replace(loop, limits={}, text=f"a loop like {loop.text}")
+            return search(*arguments, program=like_it, **options)
 
-    jobs: list[Job] = []
+    def compared(where: Cluster) -> list[Recipe]:
+        return compared_recipes(asked, recipes, where.chip, optimizer, has_adapters=bool(lora))
+
+    if like is not None:
+        first = machines[0]
+        correction = measured_correction(searched(first, compared(first)[0]), like)
+    jobs: list[Estimate] = []
     left_out: dict[str, NarrowgaugeError] = {}
     for where in machines:
-        names = XLA_RECIPES if where.chip.vendor == "Google" else USUAL_RECIPES
-        suited = [] if recipes == "all" else suited_recipes(names, where.chip, optimizer)
-        for recipe in asked or suited or _native_recipes(where.chip, optimizer):
+        for recipe in compared(where):
             try:
                 jobs.append(searched(where, recipe))
             except (ChipError, RecipeError) as error:
@@ -212,22 +199,27 @@ def plan(
             with contextlib.suppress(RecipeError):  # its ranks compute more at once
                 jobs[place] = searched(job.cluster, job.recipe, tokens=least)
     jobs = _ranked(jobs)
-    # The first configuration that fits on every cluster: same recipe, model sharding and micro-batch.
-    shared: list[Job] = []
-    has_kinds = len({where.chip.name for where in machines}) > 1
-    for job in (job for job in jobs if has_kinds and job.fits):
-        pinned = {name: getattr(job.layout, name) for name in _PINNED}
-        with contextlib.suppress(
-            RecipeError, ChipError
-        ):  # the chips do not divide like that, or lack a format
-            tokens_of_all = job.tokens_per_step if is_free else tokens_per_step
-            on_each = [searched(where, job.recipe, pinned, tokens_of_all) for where in machines]
-            if all(job.fits for job in on_each):
-                shared = on_each
-                break
+    shared = _shared(jobs, machines, tokens_per_step, is_free, searched)
     name = architecture.name if isinstance(model, Architecture) else str(model)
     reasons = {row: error.message for row, error in left_out.items()}
-    return Plan(tuple(jobs), name, tokens, shared=tuple(shared), left_out=reasons)
+    answer = Plan(
+        tuple(jobs), name, tokens, shared=shared, left_out=reasons, price=price, fixed=fixed
+    )
+    if not advise:
+        return answer
+    if answer.best.fits:
+        return answer.with_removed()
+    question = {
+        "recipes": recipes,
+        "sequence_length": length,
+        "tokens_per_step": tokens_per_step,
+        "optimizer": optimizer,
+        "layout": fixed,
+        "lora": lora,
+        "base": base,
+        "parts": parts,
+    }
+    return replace(answer, instead=alternatives(plan, architecture, machines, loop, question))
 
 
 def plan_within(
@@ -245,7 +237,7 @@ def plan_within(
         >>> plan_within(9, model="llama-1b", tokens=1e9, chip="RTX-4090", recipes="bfloat16/word").best.num_chips
         1
     """
-    kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
+    kinds = [chip] if isinstance(chip, str | Path | Chip) else list(chip)
     if tokens is None or len(kinds) != 1 or chips or not days > 0:
         raise ChipError(
             "Cannot plan for days without tokens, days above 0 and one kind of chip, or with a number of chips.",
@@ -256,7 +248,8 @@ def plan_within(
 
     @cache
     def answer(number: int) -> Plan:
-        return replace(plan(**question, tokens=tokens, chip=kinds, chips=number), days=days)
+        planned = plan(**{**question, "advise": False}, tokens=tokens, chip=kinds, chips=number)
+        return replace(planned, days=days)
 
     def is_enough(number: int) -> bool:
         try:
@@ -264,10 +257,10 @@ def plan_within(
         except RecipeError as error:  # a fixed layout needs more chips
             refused.append(error)
             return False
-        is_asked = (
-            asked is None or abs(best.tokens_per_step / asked - 1) < 0.02
-        )  # ranks may not divide it
-        return is_asked and best.fits and best.days_interval(tokens)[1] <= days
+        # Ranks may not divide the tokens of a step.
+        is_asked = asked is None or abs(best.tokens_per_step / asked - 1) < 0.02
+        slow_end = (best.days_interval(tokens) or (0.0, best.days(tokens)))[1]
+        return is_asked and best.fits and slow_end <= days
 
     number = next((number for number in _DOUBLED if is_enough(number)), None)
     if number is None and len(refused) == len(_DOUBLED):
@@ -281,9 +274,100 @@ def plan_within(
     return answer(sizes[bisect_left(sizes, True, key=is_enough)])
 
 
+def plan_longest(**question: Any) -> Plan:
+    """Plan the longest sequence that fits, to 128 tokens. Arguments are those of :func:`plan` but ``sequence_length``.
+
+    Raises:
+        NarrowgaugeError: no length fits, or the question is wrong at every length.
+
+    Example:
+        >>> plan_longest(model="llama-1b", chip="RTX-4090", recipes="bfloat16/word").best.sequence_length > 10_000
+        True
+    """
+
+    @cache
+    def answer(length: int) -> Plan:
+        return plan(**question, advise=False, sequence_length=length)
+
+    def is_too_long(length: int) -> bool:
+        try:
+            return not answer(length).best.fits
+        except NarrowgaugeError:  # beyond learned positions, or no step of one sequence
+            return True
+
+    answer(_STEP_OF_LENGTH)  # a wrong question raises here
+    # Context ranks need a multiple of them, so lengths are doubled first.
+    low = _STEP_OF_LENGTH
+    while low < _LONGEST and not is_too_long(2 * low):
+        low *= 2
+    if is_too_long(low):
+        raise NarrowgaugeError(
+            f"No sequence fits, even of {low} tokens.", "Ask narrowgauge plan run what would fit."
+        )
+    sizes = range(low, 2 * low, _STEP_OF_LENGTH)
+    return answer(sizes[bisect_left(sizes, True, key=is_too_long) - 1])
+
+
+def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> list[Cluster]:
+    """Return the clusters of a question."""
+    clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
+    kinds = [chip] if isinstance(chip, str | Path | Chip) else list(chip)
+    counts = [chips] if isinstance(chips, int) else list(chips)
+    if bool(clusters) == bool(kinds) or (clusters and (counts or rates)):
+        both = f"a cluster has its own {next(iter(rates), 'chips')}"
+        advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
+        raise ChipError(
+            f"Cannot plan because {both if clusters else 'no machine was named'}.", advice
+        )
+    machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
+    for kind in kinds:
+        known = kind if isinstance(kind, Chip) else read_chip(kind)
+        machines += [cluster_of(known, count, **rates) for count in counts or [1]]
+    return machines
+
+
+def _program(
+    program: str | Program, lora: int, base: str, parts: Mapping[str, str], software: set[str]
+) -> Program:
+    """Return the training loop of a question, with its table of parts."""
+    loop = read_program(program or "hf-trainer") if program or lora else program_of(software)
+    if base and not lora and not loop.lora:
+        raise RecipeError(
+            f"Cannot store the weights in {base} because they train.",
+            f"Train adapters over them (--lora 16 --base {base}).",
+        )
+    if lora:
+        loop = replace(loop, lora=lora, base=base or "bfloat16")
+    return with_parts(loop, parts)
+
+
+def _shared(
+    jobs: Sequence[Estimate],
+    machines: Sequence[Cluster],
+    tokens_per_step: float | None,
+    is_free: bool,
+    searched: Callable[..., Estimate],
+) -> tuple[Estimate, ...]:
+    """Return the first configuration that fits on every cluster: same recipe, model sharding and micro-batch."""
+    if len({where.chip.name for where in machines}) == 1:
+        return ()
+    for job in jobs:
+        if not job.fits:
+            continue
+        pinned = {name: getattr(job.layout, name) for name in _PINNED}
+        # The chips may not divide like that, or lack a format.
+        with contextlib.suppress(RecipeError, ChipError):
+            tokens_of_all = job.tokens_per_step if is_free else tokens_per_step
+            on_each = [searched(where, job.recipe, pinned, tokens_of_all) for where in machines]
+            if all(job.fits for job in on_each):
+                return tuple(on_each)
+    return ()
+
+
 def _shared_tokens(tokens: int, length: int, machines: Sequence[Cluster]) -> int:
     """Return the tokens near ``tokens`` that replicas of every cluster share evenly, in micro-batches of several sequences."""
-    unit, sequences = math.lcm(*(where.chips for where in machines)), max(1, round(tokens / length))
+    unit = math.lcm(*(where.chips for where in machines))
+    sequences = max(1, round(tokens / length))
     for micro_batch in (8, 4, 2, 1):
         if sequences >= 2 * unit * micro_batch:
             return length * unit * micro_batch * round(sequences / unit / micro_batch)
@@ -304,92 +388,31 @@ def _sequence_length(architecture: Architecture, length: int | None) -> int:
     return length
 
 
-def _ranked(jobs: Sequence[Job]) -> list[Job]:
+def _ranked(jobs: Sequence[Estimate]) -> list[Estimate]:
     """Sort jobs by safety, then speed. Jobs that do not fit come last, the closest first."""
 
-    def safety(job: Job) -> tuple[bool, ...]:
-        # Recipes that lose updates come last, however fast. Jobs that may run out of memory come after certain ones.
-        return (
-            not job.fits,
-            job.fits and not job.recipe.storage.keeps_updates,
-            job.fits and not job.is_certain,
-        )
+    def safety(job: Estimate) -> tuple[bool, ...]:
+        # Recipes that do not train at the rate come last, however fast. Jobs that may run out of memory come after roomy ones.
+        if not job.fits:
+            return (True,)
+        return False, not keeps_rate(job.recipe.storage), not job.has_room
 
-    rest = sorted(
-        jobs,
-        key=lambda job: (*safety(job), -job.tokens_per_second if job.fits else -job.headroom_bytes),
-    )
-    ranked: list[Job] = []
+    def pace(job: Estimate) -> float:
+        return -job.tokens_per_second if job.fits else -job.headroom_bytes
+
+    def risk(job: Estimate) -> bool:
+        # Among rows of equal speed, moments of few bits are the larger risk.
+        return job.recipe.storage.exp_avg_sq.mantissa_bits < FINE_MOMENT
+
+    rest = sorted(jobs, key=lambda job: (*safety(job), pace(job)))
+    ranked: list[Estimate] = []
     while rest:
         first = rest[0]
-        slowest = first.tokens_per_second * (1 - EQUAL_RATES)
-        equal = [
-            j
-            for j in rest
-            if safety(j) == safety(first) and j.fits and j.tokens_per_second >= slowest
-        ] or [first]
-        # Among rows of equal speed, moments of few bits are the larger risk.
-        ranked += sorted(
-            equal, key=lambda job: job.recipe.storage.exp_avg_sq.mantissa_bits < FINE_MOMENT
-        )
+        equal = [first]
+        if first.fits:
+            slowest = first.tokens_per_second * (1 - EQUAL_RATES)
+            alike = [job for job in rest if safety(job) == safety(first)]
+            equal = [job for job in alike if job.tokens_per_second >= slowest]
+        ranked += sorted(equal, key=risk)
         rest = [job for job in rest if job not in equal]
     return ranked
-
-
-# ── recipes ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str) -> list[Recipe]:
-    """Return the recipes of a question. A text is one recipe, ``"all"`` is none.
-
-    Raises:
-        RecipeError: the optimizer cannot be planned, or does not support a storage; or layers of a recipe differ.
-    """
-    if optimizer not in OPTIMIZER_STATES:
-        raise RecipeError(
-            f"Cannot plan optimizer {optimizer!r} because its states are unknown.",
-            suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
-        )
-    names = [recipes] if isinstance(recipes, str | Recipe) else recipes
-    parsed = [] if recipes == "all" else list(map(parse, names))
-    for recipe in parsed:
-        if recipe.overrides:
-            name = replace(recipe, overrides=()).name
-            raise RecipeError(
-                f"Cannot plan {recipe.title} because its layers differ.",
-                f"Plan {name}, and add the rest.",
-            )
-        _refuse_storage(recipe.storage, optimizer)
-    return parsed
-
-
-def _refuse_storage(storage: Storage, optimizer: str) -> None:
-    rule = UPDATE_RULES[optimizer]
-    kept = storage.keeping(rule.moments or ())
-    refuse_pair(optimizer, kept, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
-
-
-def _native_recipes(chip: Chip, optimizer: str) -> list[Recipe]:
-    """Return every storage of 16-bit weights, and every other compute with its storage, that a chip multiplies natively."""
-    is_wide = "bfloat16" in chip.peak_tflops
-    names = (
-        STORAGE_RECIPES if is_wide else [name for name in STORAGES if name.startswith("float16/")]
-    )
-    # Users must request computes that change the whole model or are for fine-tuning.
-    computes = [
-        f"{compute.name}/{compute.default_storage}"
-        for compute in COMPUTES.values()
-        if not compute.transform and compute.name not in _TUNING
-    ]
-    return suited_recipes(dict.fromkeys([*names, *computes]), chip, optimizer)
-
-
-def suited_recipes(names: Iterable[str], chip: Chip | None, optimizer: str) -> list[Recipe]:
-    """Return the recipes that a chip (None for any) multiplies natively and that an optimizer steps."""
-    suited = []
-    for recipe in map(parse, names):
-        if chip is None or multiplies(recipe.compute, chip):
-            with contextlib.suppress(RecipeError):
-                _refuse_storage(recipe.storage, optimizer)
-                suited.append(recipe)
-    return suited

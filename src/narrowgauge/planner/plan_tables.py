@@ -1,4 +1,4 @@
-"""A plan in tables and at most six fixed sentences: options, and all terms of the best option."""
+"""A plan in tables of at most 120 columns and fixed sentences: options, what fits instead, all terms of the best option."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from narrowgauge.planner.efficiency import MOST_RESTARTS, RESTARTS
-from narrowgauge.planner.jobs import SECONDS_PER_DAY, Job
-from narrowgauge.planner.program import programs_of
+from narrowgauge.planner.candidates import keeps_rate
+from narrowgauge.planner.efficiency import MOST_RESTARTS, RESTARTS, runs_of
+from narrowgauge.planner.estimate import SECONDS_PER_DAY, Estimate
+from narrowgauge.planner.nearest import nearest_run
 from narrowgauge.planner.roofline import multiplies
-from narrowgauge.planner.scaling_laws import CAUSES
-from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
-from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.planner.runs_with import programs_of
+from narrowgauge.planner.search import (
+    LEAST_TOKENS_PER_STEP,
+    MOST_TOKENS_PER_STEP,
+    fastest_removed,
+)
+from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.units import bytes_text, count_text, duration_text, layout_text, unit_of
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
@@ -20,6 +25,12 @@ from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_col
 _LEAST_SHARE = 0.005
 NOTABLE = 0.03
 """Fraction of the memory by which another program must differ to be named."""
+_KINDS = {
+    "adapters": "adapters",
+    "mixture": "mixtures of experts",
+    "long": "long sequences",
+    "dense": "dense models",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,52 +43,77 @@ class Plan:
         tokens, days: of the whole run, and its target; None if not asked.
         shared: with several kinds of chips, one configuration for all: a job on each; empty if none exists.
         left_out: rows that cannot be planned, and why.
+        price: of a chip-hour.
+        fixed: the layout's fixed fields.
+        instead: if nothing fits, changes of the question that do, each with its job.
+        removed: a much faster layout of the best row that no program runs, and why.
     """
 
-    options: tuple[Job, ...]
+    options: tuple[Estimate, ...]
     model: str
     tokens: float | None = None
     days: float | None = None
-    shared: tuple[Job, ...] = ()
+    shared: tuple[Estimate, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    price: float | None = None
+    fixed: dict[str, Any] = field(default_factory=dict)
+    instead: tuple[tuple[str, Estimate], ...] = ()
+    removed: tuple[Estimate, str] | None = None
 
     @property
-    def best(self) -> Job:
+    def best(self) -> Estimate:
         """Return the best option, or the nearest to fitting."""
         return self.options[0]
 
+    def with_removed(self) -> Plan:
+        """Return the plan with the much faster layout that its programs do not run."""
+        return replace(self, removed=fastest_removed(self.best, self.fixed))
+
     def row(self) -> Row:
         """Return the question, the options and the answer as plain values, for JSON."""
+        best = self.best
         return {
             "model": self.model,
-            "num_parameters": self.best.architecture.num_parameters,
+            "num_parameters": best.architecture.num_parameters,
+            "trained_parameters": best.trained_parameters,
             "tokens": self.tokens,
-            "optimizer": self.best.optimizer,
+            "optimizer": best.optimizer,
+            "kind": best.kind,
             "options": [job.row(self.tokens) for job in self.options],
             "shared": [job.row(self.tokens) for job in self.shared],
+            "instead": [{"change": text, **job.row(self.tokens)} for text, job in self.instead],
             "left_out": self.left_out,
             "answer": self.sentences(),
         }
 
     def sentences(self) -> list[str]:
         """Return the conclusions, the most important first."""
-        best, memory, lines = self.best, self.best.chip.memory_bytes, []
+        best, lines = self.best, list[str]()
         if not best.fits:
-            closest = f"{best.recipe.title} ({layout_text(best.layout)})"
-            lines.append(
-                f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}."
-            )
+            lines.append(_too_large(best))
         if self.days:
             lines.append(
                 f"{best.cluster.name} are the fewest with {self.days:g} d at the slow end of the interval."
             )
+        lines += _layouts(self.options)
         if best.faster:
             rival = best.faster
             lines.append(
                 f"{rival.tokens_per_second / best.tokens_per_second - 1:.0%} faster if its memory suffices: "
-                f"{layout_text(rival.layout)}; free {_free_text(rival)}."
+                f"{layout_text(rival.layout)}; {bytes_text(rival.headroom_bytes)} free."
             )
-        if best.resuming_bytes > memory:
+        if self.removed:
+            option, why = self.removed
+            lines.append(
+                f"{option.tokens_per_second / best.tokens_per_second:.1f} × as fast, and it would fit: "
+                f"{layout_text(option.layout)}. No known program runs it: {why}."
+            )
+        if best.host_bytes:
+            held = bytes_text(best.host_bytes)
+            lines.append(
+                f"The host of a node holds {held} of {bytes_text(best.cluster.host_memory_bytes)}."
+            )
+        if best.resuming_bytes > best.chip.memory_bytes:
             lines.append(
                 f"While resuming, states exist twice, {bytes_text(best.resuming_bytes)}: load the checkpoint on the CPU."
             )
@@ -88,35 +124,43 @@ class Plan:
             lines.append(
                 f"No configuration fits on all of {places}: the chips with the least memory decide."
             )
-        return [
-            *lines,
-            *_program_sentences(best),
-            f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self)))}.",
-        ]
+        lines += _doubling(self.options)
+        lines += _program_sentences(best)
+        lines += [_checked(best), nearest_run(best)]
+        return [*lines, f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self)))}."]
 
     def tables(self) -> list[Table]:
-        """Return the options, and the time of each group in the best option's step."""
-        best = self.best
+        """Return the options of each cluster, what fits instead, and the time of each group in the best option's step."""
+        best, places = self.best, _places(self.options)
         states = "" if best.optimizer == "adamw" else f"states of {best.optimizer}; "
-        title = f"{self.model}: {count_text(best.architecture.num_parameters)} parameters; {states}"
-        title += f"{', '.join(_places(self.options))}; sequences of {best.sequence_length:,} tokens"
-        tables = [_options_table(self.options, self.tokens, title)]
+        count = count_text(best.architecture.num_parameters)
+        if best.trained_parameters != best.architecture.num_parameters:
+            count += f" parameters, {count_text(best.trained_parameters)} trained"
+        else:
+            count += " parameters"
+        title = f"{self.model}: {count}; {states}{{}}; sequences of {best.sequence_length:,} tokens"
+        tables = []
+        for place in places:
+            rows = [job for job in self.options if job.cluster.name == place]
+            tables.append(_options_table(rows, title.format(place)))
         if self.shared:
-            tables.append(_options_table(self.shared, self.tokens, "One configuration for all"))
+            tables.append(_options_table(self.shared, "One configuration for all"))
+        if self.instead:
+            tables.append(_instead_table(self.instead))
+        if self.tokens is not None:
+            tables.append(_run_table(self.options, self.tokens, self.price))
         if best.fits:
             tables.append(_groups_table(best.step, f"A step of {best.tokens_per_step:,} tokens"))
         return tables
 
-    def explanation(self) -> list[Table]:
-        """Return every term of the best option's memory and step."""
+    def explanation(self) -> list[str]:
+        """Return every term of the best option's memory and step, one a line."""
         best = self.best
         return [
-            _terms_table(
-                best.memory,
-                "bytes",
-                f"Memory of the worst rank, {best.recipe.title}, {layout_text(best.layout)}",
-            ),
-            _terms_table(best.step, "s", f"An optimizer step of {best.tokens_per_step:,} tokens"),
+            f"Memory of the worst rank, {best.recipe.title}, {layout_text(best.layout)}:",
+            *_term_lines(best.memory, "bytes"),
+            f"An optimizer step of {best.tokens_per_step:,} tokens:",
+            *_term_lines(best.step, "s"),
         ]
 
 
@@ -129,111 +173,86 @@ def _table(columns: Sequence[Column], rows: Sequence[Any], title: str) -> Table:
     return Table(shown, list(rows), title)
 
 
-def _places(jobs: Sequence[Job]) -> list[str]:
+def _places(jobs: Sequence[Estimate]) -> list[str]:
     """Return the names of the clusters, in order."""
     return list(dict.fromkeys(job.cluster.name for job in jobs))
 
 
-def _options_table(jobs: Sequence[Job], tokens: float | None, title: str) -> Table:
+def _options_table(jobs: Sequence[Estimate], title: str) -> Table:
+    has_steps = len({job.tokens_per_step for job in jobs}) > 1
+    has_places = len(_places(jobs)) > 1
     columns = (
         *name_columns(recipe=lambda job: job.recipe.title),
-        *number_columns(B_per_parameter="bytes_per_param"),
-        *text_columns(
-            cluster=lambda job: job.cluster.name if len(_places(jobs)) > 1 else "",
-            layout=lambda job: layout_text(job.layout),
-        ),
-        *number_columns(
-            a_chip=lambda job: bytes_text(job.memory.total),
-            free=_free_text,
-            while_resuming=lambda job: bytes_text(job.resuming_bytes),
-        ),
-        *text_columns(fits=lambda job: job.fits),
+        *text_columns(cluster=lambda job: job.cluster.name if has_places else ""),
+        Column("B/param", lambda job: "" if has_places else f"{job.bytes_per_param:g}", right=True),
+        *number_columns(a_chip=lambda job: bytes_text(job.memory.total)),
+        Column("80 %", lambda job: _memory_ends(job), right=True),
+        *number_columns(free=lambda job: bytes_text(job.headroom_bytes)),
+        *text_columns(fits=_fits_text),
         Column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}", right=True),
-        Column(
-            "80 % interval",
-            lambda job: " to ".join(f"{end:,.0f}" for end in job.rate_interval),
-            right=True,
-        ),
-        Column("MFU of the 16-bit peak", lambda job: f"{job.mfu:.0%}", right=True),
+        Column("80 %", lambda job: _ends(job.rate_interval), right=True),
+        Column("MFU", lambda job: f"{job.mfu:.0%}", right=True),
         *number_columns(
-            tokens_a_step=lambda job: f"{job.tokens_per_step:,}"
-            if len({j.tokens_per_step for j in jobs}) > 1
-            else "",
-            step=lambda job: duration_text(job.step.total),
+            a_step=lambda job: count_text(job.tokens_per_step) if has_steps else "",
+        ),
+        *text_columns(
+            matmuls=lambda job: "" if multiplies(job.recipe.compute, job.chip) else "emulated"
         ),
     )
-    if tokens is not None:
-        columns += (
-            *number_columns(time=lambda job: duration_text(SECONDS_PER_DAY * job.days(tokens))),
-            Column(
-                "80 % interval",
-                lambda job: " to ".join(
-                    duration_text(SECONDS_PER_DAY * end) for end in job.days_interval(tokens)
-                ),
-                right=True,
-            ),
-            *number_columns(chip_hours=lambda job: f"{24 * job.num_chips * job.days(tokens):,.0f}"),
-        )
-    columns += text_columns(
-        matmuls=lambda job: "" if multiplies(job.recipe.compute, job.chip) else "emulated"
-    )
-    columns += text_columns(limited_by="limited_by", runs_with=_runs_with)
     return _table(columns, jobs, title)
 
 
-def _runs_with(job: Job) -> str:
-    """Name at most two programs that train this job."""
-    texts = [program.text for program in programs_of(job)]
-    if not texts:
-        return "none that is known"
-    return (
-        texts[0] if len(texts) == 1 else f"{texts[0]}, {texts[1]}{' …' if len(texts) > 2 else ''}"
+def _fits_text(job: Estimate) -> str:
+    """Write whether it fits; "barely" if the high end of its memory does not."""
+    if not job.fits:
+        return "no"
+    return "yes" if job.has_room else "barely"
+
+
+def _memory_ends(job: Estimate) -> str:
+    if job.memory_interval is None:
+        return "unchecked"
+    low, high = (end / 1e9 for end in job.memory_interval)
+    return f"{low:.3g}–{high:.3g}"
+
+
+def _ends(interval: tuple[float, float] | None) -> str:
+    return "–".join(f"{end:,.0f}" for end in interval) if interval else "unchecked"
+
+
+def _instead_table(rows: Sequence[tuple[str, Estimate]]) -> Table:
+    columns = (
+        *text_columns(change=lambda row: row[0], recipe=lambda row: row[1].recipe.title),
+        *number_columns(
+            a_chip=lambda row: bytes_text(row[1].memory.total),
+            free=lambda row: bytes_text(row[1].headroom_bytes),
+        ),
+        Column("tokens/s", lambda row: f"{row[1].tokens_per_second:,.0f}", right=True),
     )
+    return Table(columns, list(rows), "Nothing fits as asked. With a change it does")
 
 
-def _program_sentences(job: Job) -> Iterator[str]:
-    """Yield the program that is planned, and the memory of the same layout in the programs that differ."""
-    yield f"Program: {job.program} (--program)."
-    if not programs_of(job):
-        yield f"No known program runs {job.recipe.title} in this layout on {job.chip.name}."
-    others = []
-    for program in programs_of(replace(job, program=replace(job.program, limits={}))):
-        same = {
-            name: getattr(job.program, name)
-            for name in ("lora", "base", "adapted", "release", "offload")
-        }
-        other = replace(job, program=replace(program, **same))
-        if abs(other.memory.total / job.memory.total - 1) > NOTABLE:
-            others.append(
-                f"{program.name} {bytes_text(other.memory.total)}{'' if other.fits else ' (too large)'}"
-            )
-    if others:
-        yield f"The same layout in other programs: {', '.join(others)}."
+def _run_table(jobs: Sequence[Estimate], tokens: float, price: float | None) -> Table:
+    has_places = len(_places(jobs)) > 1
 
+    def hours(job: Estimate) -> float:
+        return 24 * job.num_chips * job.days(tokens)
 
-def _free_text(job: Job) -> str:
-    """Write the worst rank's free memory, with its interval if it may not fit."""
-    free = bytes_text(job.headroom_bytes)
-    if job.is_certain:
-        return free
-    low, high = (bytes_text(job.chip.memory_bytes - end) for end in reversed(job.memory.interval))
-    return f"{free} ({low} to {high})"
-
-
-def _terms_table(terms: Terms, unit: str, title: str) -> Table:
-    """Return terms in ``"bytes"`` or ``"s"``: value and interval in one unit, formula and source."""
-    scale, shown = unit_of(terms.total, unit)
-    total = Term("total", f"all {len(terms.addends)} terms", terms.total, "", "", *terms.interval)
-
-    def interval(term: Term) -> str:
-        low, high = term.interval
-        return "" if low == high else f"{low / scale:,.3f}–{high / scale:,.3f}"
+    def interval(job: Estimate) -> str:
+        ends = job.days_interval(tokens)
+        return " to ".join(duration_text(SECONDS_PER_DAY * end) for end in ends) if ends else ""
 
     columns = (
-        *text_columns(group="group", term="name"), Column(shown, lambda term: f"{term.value / scale:,.3f}", right=True),
-        Column("80 % interval", interval, right=True), *text_columns(formula="formula", source="source"),
-    )  # fmt: skip
-    return _table(columns, [*terms, total], title)
+        *name_columns(recipe=lambda job: job.recipe.title),
+        *text_columns(cluster=lambda job: job.cluster.name if has_places else ""),
+        *number_columns(time=lambda job: duration_text(SECONDS_PER_DAY * job.days(tokens))),
+        Column("80 %", interval, right=True),
+        *number_columns(
+            chip_hours=lambda job: f"{hours(job):,.0f}",
+            price=lambda job: f"{hours(job) * price:,.0f}" if price else "",
+        ),
+    )
+    return _table(columns, jobs, f"A run of {count_text(tokens)} tokens")
 
 
 def _groups_table(step: Terms, title: str) -> Table:
@@ -245,9 +264,99 @@ def _groups_table(step: Terms, title: str) -> Table:
             time=lambda item: duration_text(item[1]),
             share=lambda item: f"{item[1] / step.total:.0%}",
         ),
-        *text_columns(what_helps=lambda item: CAUSES["groups"][item[0]]["remedy"]),
     )
     return Table(columns, [item for item in groups if item[1] >= _LEAST_SHARE * step.total], title)
+
+
+def _term_lines(terms: Terms, unit: str) -> Iterator[str]:
+    """Yield each term in ``"bytes"`` or ``"s"`` with its formula and source, and the sum."""
+    scale, shown = unit_of(terms.total, unit)
+    for term in terms:
+        yield f"{term.value / scale:12,.3f} {shown}  {term.group}, {term.name}: {term.formula} [{term.source}]"
+    yield f"{terms.total / scale:12,.3f} {shown}  all {len(terms.addends)} terms"
+
+
+# ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _too_large(best: Estimate) -> str:
+    """Return how far the closest option is from fitting, and what the error bar says."""
+    closest = f"The closest is {best.recipe.title} ({layout_text(best.layout)})"
+    if best.headroom_bytes >= 0:
+        needs = f"its host needs {bytes_text(best.host_bytes)}"
+        return f"Nothing fits. {closest}: {needs} of {bytes_text(best.cluster.host_memory_bytes)}."
+    line = f"Nothing fits. {closest}: too large by {bytes_text(-best.headroom_bytes)}"
+    interval = best.memory_interval
+    if interval and interval[0] <= best.chip.memory_bytes:
+        line += ", which is within the error of plans of this kind: try it"
+    return f"{line}."
+
+
+def _layouts(jobs: Sequence[Estimate]) -> Iterator[str]:
+    """Yield the layouts and the programs that run them, once for all rows that share them."""
+    rows: dict[str, list[str]] = {}
+    has_places = len(_places(jobs)) > 1
+    for job in jobs:
+        name = f"{job.recipe.title} on {job.cluster.name}" if has_places else job.recipe.title
+        text = (
+            f"{layout_text(job.layout)}; limited by {job.limited_by}; runs with {_runs_with(job)}"
+        )
+        rows.setdefault(text, []).append(name)
+    for text, names in rows.items():
+        yield f"{', '.join(names)}: {text}."
+
+
+def _runs_with(job: Estimate) -> str:
+    """Name at most two programs that train this job."""
+    texts = [program.text for program in programs_of(job)]
+    if not texts:
+        return "no known program"
+    more = " and others" if len(texts) > 2 else ""
+    return ", ".join(texts[:2]) + more
+
+
+def _program_sentences(job: Estimate) -> Iterator[str]:
+    """Yield the program that is planned, and the memory of the same layout in the programs that differ."""
+    yield f"Program: {job.program} (--program, --part)."
+    if not programs_of(job):
+        yield f"No known program runs {job.recipe.title} in this layout on {job.chip.name}."
+    others = []
+    for program in programs_of(replace(job, program=replace(job.program, limits={}))):
+        same = {
+            name: getattr(job.program, name)
+            for name in ("lora", "base", "adapted", "release", "offload", "parts")
+        }
+        other = replace(job, program=replace(program, **same))
+        if abs(other.memory.total / job.memory.total - 1) > NOTABLE:
+            large = "" if other.fits else " (too large)"
+            others.append(f"{program.name} {bytes_text(other.memory.total)}{large}")
+    if others:
+        yield f"The same layout in other programs: {', '.join(others)}."
+
+
+def _checked(job: Estimate) -> str:
+    """Say from which published runs the error bars are."""
+    speed = runs_of("named" if job.is_named else "assumed", job.kind)
+    memory = runs_of("memory", job.kind)
+    parts = []
+    for what, runs in (("speed", speed), ("memory", memory)):
+        parts.append(f"{what} from {runs} published runs" if runs else f"{what} from none")
+    kind = _KINDS[job.kind]
+    line = f"80 % intervals of {kind}: {', '.join(parts)}."
+    if not speed or not memory:
+        line += " What is unchecked has no interval."
+    return line
+
+
+def _doubling(jobs: Sequence[Estimate]) -> Iterator[str]:
+    """Say what more chips change beside the speed, if several numbers of one chip are compared."""
+    counts = sorted({job.num_chips for job in jobs})
+    if len({job.chip.name for job in jobs}) > 1 or len(counts) < 2:
+        return
+    yield (
+        f"From {counts[0]:,} to {counts[-1]:,} chips: at equal tokens a step the learning rate stays; at k times the tokens "
+        "Adam's grows by about √k (arXiv 2205.10287). The bits of a run change with the chips, but for /reproducible sums."
+    )
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
@@ -260,20 +369,21 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         if cluster.interconnect_gbit_per_second is None and cluster.chips > cluster.chips_per_node:
             rate = cluster.network_bytes_per_second * 8e-9 * cluster.chips_per_node
             yield f"{rate:,.0f} Gbit/s a node of {job.chip.name} (--interconnect)"
+    if best.correction != 1:
+        yield f"{1 / best.correction:.2f} × the planned speed, as in the run of --like"
     yield f"{best.recipe.title} loses {best.recipe.storage.loses}"
     if plan.tokens is not None:
         yield f"{RESTARTS:.0%} for restarts in the time of the run, up to {MOST_RESTARTS:.0%} in its interval"
     lossy = dict.fromkeys(
-        job.recipe.title for job in plan.options if not job.recipe.storage.keeps_updates
+        job.recipe.title for job in plan.options if not keeps_rate(job.recipe.storage)
     )
     if lossy:
-        yield f"{', '.join(lossy)} lose small updates, or their second moments freeze at a beta2 of 0.999, and are listed last"
+        yield f"{', '.join(lossy)} lose small updates, or hold or freeze second moments, and are listed last"
     if preset is not None and best.sequence_length > preset.max_positions:
         yield f"positions beyond {preset.name}'s {preset.max_positions:,} (a config.json with larger max_position_embeddings)"
     usual = ""
-    if not (
-        best.program.lora or LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP
-    ):
+    is_usual = LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP
+    if not (best.program.lora or is_usual):
         usual = f", where published ones have {count_text(LEAST_TOKENS_PER_STEP)} to {count_text(MOST_TOKENS_PER_STEP)}"
     yield f"steps of {best.tokens_per_step:,} tokens{usual} (--tokens-per-step)"
     if best.layout.context > 2:

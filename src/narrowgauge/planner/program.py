@@ -1,6 +1,8 @@
 """Programs: the training loop that a plan describes. Memory and time read the same description.
 
 A named program is a row of ``data/programs.toml`` with its source, and the limits of what it runs. ``compiled`` has no limits.
+A program has a table of the model's parts: how each is stored, where, and whether it trains. Adapters, quantized bases, trained
+heads and reference models are rows of this table.
 """
 
 from __future__ import annotations
@@ -8,21 +10,68 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from narrowgauge.errors import RecipeError
-from narrowgauge.planner.layouts import AXES, read_fields, refuse_others
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.planner.layouts import read_fields, refuse_others
 from narrowgauge.planner.model import Architecture, Matmul
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import load_data
-from narrowgauge.spec.update_rules import UPDATE_RULES
 
-if TYPE_CHECKING:
-    from narrowgauge.planner.jobs import Job
-
-BASE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256), "nvfp4": 4.5}
+FROZEN_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256),
+               "nvfp4": 4.5}  # fmt: skip
 """Bits of a frozen weight, scales included. NF4 has 8-bit scales of 64 weights, and float32 scales of 256 of these (QLoRA,
 arXiv 2305.14314, section 3)."""
+BASES = ("bfloat16", "int8", "nf4", "nvfp4")
+"""Formats of ``--base``."""
+PARTS = ("attention", "mlp", "experts", "embeddings", "head", "norms", "reference")
+"""Parts of a model. ``reference`` is a frozen copy of all others, as DPO and GRPO keep it."""
+
+
+class Part(NamedTuple):
+    """Describe how a part of a model is stored.
+
+    Args:
+        dtype: of a frozen weight; empty for that of the storage.
+        trains: has gradients and optimizer states.
+        host: lies in the host's memory, and comes to the chip when it is used.
+    """
+
+    dtype: str = ""
+    trains: bool = True
+    host: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Return the bytes of a frozen weight; 0 for the storage's."""
+        return FROZEN_BITS[self.dtype] / 8 if self.dtype else 0.0
+
+    @property
+    def is_narrow(self) -> bool:
+        """Tell whether its matmuls dequantize it first."""
+        return self.dtype in ("int8", "nf4", "nvfp4")
+
+
+def read_part(text: str) -> Part:
+    """Read ``DTYPE``, ``frozen``, ``trained`` and ``host``, joined by ``+``. A dtype is that of a frozen weight."""
+    words = text.split("+")
+    for word in words:
+        known = (*FROZEN_BITS, "frozen", "trained", "host")
+        if word not in known:
+            raise RecipeError(
+                f"Cannot store a part of a model as {text!r} because {word!r} is unknown.",
+                suggestion(word, known) or f"There are {', '.join(known)}, joined by +.",
+            )
+    dtypes = [word for word in words if word in FROZEN_BITS]
+    is_trained = "trained" in words
+    if len(dtypes) > 1 or (dtypes and is_trained):
+        raise RecipeError(
+            f"Cannot store a part of a model as {text!r}: what trains is stored as its recipe says.",
+            "Name one format of a frozen part, or 'trained'.",
+        )
+    dtype = dtypes[0] if dtypes else ""
+    is_frozen = bool(dtypes) or "frozen" in words
+    return Part(dtype or ("bfloat16" if is_frozen else ""), not is_frozen, "host" in words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +90,12 @@ class Program:
         sums: dtype of the gradient sum over micro-batches; ``"weight"`` for the parameter's.
         release: each layer's gradient is freed after its update, within backward.
         offload: gradients, optimizer states and their update are on the host.
-        lora: rank of the adapters that train; 0 if all weights train.
-        base: format of the frozen weights of layers under adapters: ``bfloat16``, ``int8``, ``nf4`` or ``nvfp4``.
+        saved: place of the inputs that recomputed layers keep: the chip, or ``"host"``.
+        lora: rank of the adapters that train; 0 without adapters.
+        base: format of the frozen weights of layers under adapters: ``bfloat16``, ``int8``, ``nf4`` or ``nvfp4``. Experts stay
+            in bfloat16: transformers holds them in one tensor, which bitsandbytes does not quantize.
+        rest: dtype of frozen embeddings, head and norms beside a narrow base.
+        parts: rows that differ from what ``lora`` and ``base`` imply.
         adapted: matrices with adapters: ``"all"`` of the layers but experts, or ``"attention"``.
         text, source, limits: its name in sentences, where the fields are from, and what it runs.
         software, softwares: its row of measured speed, and beginnings of the rows that are planned as this program.
@@ -59,9 +112,12 @@ class Program:
     sums: str = "float32"
     release: bool = False
     offload: bool = False
+    saved: str = ""
     lora: int = 0
     base: str = "bfloat16"
+    rest: str = "bfloat16"
     adapted: str = "all"
+    parts: tuple[tuple[str, Part], ...] = ()
     text: str = field(default="", compare=False)
     software: str = field(default="", compare=False)
     softwares: Sequence[str] = field(default=(), compare=False)
@@ -75,10 +131,35 @@ class Program:
                 f"a program has lora = {self.lora!r}.", "Use a rank from 1 on, or 0 for none."
             )
 
+    def part(self, name: str) -> Part:
+        """Return the row of a part of the model."""
+        for part, row in self.parts:
+            if part == name:
+                return row
+        if not self.lora:
+            return Part()
+        if name in ("attention", "mlp"):
+            return Part(self.base, False)
+        is_outside = name != "experts" and self.base != "bfloat16"
+        return Part(self.rest if is_outside else "bfloat16", False)
+
+    def part_of(self, matmul: Matmul) -> Part:
+        """Return the row of a matrix. A router is stored like attention."""
+        if matmul.is_expert:
+            return self.part("experts")
+        return self.part(matmul.part if matmul.part in ("mlp", "head") else "attention")
+
     @property
-    def base_bytes(self) -> float:
-        """Return the bytes of a frozen weight."""
-        return BASE_BITS[self.base] / 8
+    def reference(self) -> Part | None:
+        """Return the row of a frozen copy of the model; None without one."""
+        return dict(self.parts).get("reference")
+
+    @property
+    def trains_all(self) -> bool:
+        """Tell whether every part of the model trains."""
+        if self.lora:
+            return False
+        return all(row.trains for name, row in self.parts if name != "reference")
 
     def logit_bytes(self, width: float) -> float:
         """Return the bytes per logit at the peak of the loss. ``width`` is that of the matmuls' dtype.
@@ -103,47 +184,18 @@ class Program:
         parts.append(
             f"micro-batches summed in {'the dtype of the weights' if self.sums == 'weight' else self.sums}"
         )
-        parts += ["each gradient freed after its update"] * self.release + [
-            "states on the host"
-        ] * self.offload
+        if self.release:
+            parts.append("each gradient freed after its update")
+        if self.offload:
+            parts.append("states on the host")
+        if self.saved:
+            parts.append("inputs of recomputed layers on the host")
         if self.lora:
             parts.append(f"adapters of rank {self.lora} over weights frozen in {self.base}")
+        for name, row in self.parts:
+            state = "trained" if row.trains else f"frozen in {row.dtype}"
+            parts.append(f"{name} {state}{' on the host' if row.host else ''}")
         return f"{self.text}: {', '.join(parts)}"
-
-    def why_not(self, job: Job) -> str:
-        """Say why this program does not run a job; empty if it does."""
-        limits, layout, recipe, a = self.limits, job.layout, job.recipe, job.architecture
-        if not limits:
-            return ""
-        axes, zeros, heads = limits["axes"], limits["zeros"], a.num_kv_heads
-        used = [axis for axis in (*AXES, "expert") if getattr(layout, axis) > 1]
-        groups, rule = layout.pipeline * layout.interleave, UPDATE_RULES[job.optimizer].optimizer
-        # A recipe that the program has itself needs no optimizer and no layers of ours.
-        is_own = recipe.storage.short_name in limits.get("storages", ()) and rule in (
-            "AdamW",
-            "Adam",
-        )
-        is_own &= recipe.compute.is_wide or recipe.compute.name in limits.get("computes", ())
-        is_own &= not recipe.reduction.order_invariant
-        is_wide, is_lora = recipe.compute.is_wide or is_own, bool(job.program.lora)
-        narrow_axes = axes if is_wide else limits.get("narrow_axes", axes)
-        reasons = {
-            f"it does not run on {job.chip.vendor}'s chips": job.chip.vendor not in limits.get("vendors", ("NVIDIA", "AMD")),
-            f"it has no {', '.join(sorted({*used} - {*axes}))} ranks": not {*used} <= {*axes},
-            f"it has no ZeRO-{layout.zero}": layout.zero not in zeros and layout.num_sharing > 1,
-            "it has no adapters": is_lora and not limits.get("has_adapters"),
-            "it does not offload states": job.program.offload and not limits.get("has_offload"),
-            f"it does not run {recipe.name}": not (is_own or is_lora or limits.get("ours", True)),
-            f"it does not run {job.optimizer}": rule not in limits.get("rules", (rule,)),
-            f"it has no {', '.join(sorted({*used} - {*narrow_axes}))} ranks under narrow layers": not {*used} <= {*narrow_axes},
-            f"{layout.tensor} tensor ranks do not divide {heads} key and value heads": (
-                limits.get("divides_kv_heads") and heads % layout.tensor
-            ),
-            f"{groups} groups of layers do not divide {a.num_layers} layers": (
-                limits.get("has_even_stages") and all((a.num_layers + extra) % groups for extra in range(4))
-            ),
-        }  # fmt: skip
-        return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
 def adapters_of(a: Architecture, program: Program) -> Iterator[Matmul]:
@@ -164,21 +216,13 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "kernels": ("eager", "compiled", "fused"), "loss": ("whole", "compiled", "chunked"), "head": ("", "bfloat16", "float32"),
     "selective": ("attention", "operations", "modules"), "attention": ("flash", "eager"), "gathered": ("", "bfloat16"),
     "reduced": ("bfloat16", "float32"), "sums": ("weight", *ACCUMULATION_DTYPES), "release": (False, True),
-    "offload": (False, True), "base": tuple(BASE_BITS), "adapted": ("all", "attention"),
+    "offload": (False, True), "saved": ("", "host"), "base": BASES, "rest": tuple(FROZEN_BITS), "adapted": ("all", "attention"),
 }  # fmt: skip
 PROGRAMS: dict[str, Program] = {
     name: Program(name, **row) for name, row in load_data("programs", "planner").items()
 }
 """Programs by name. The first is the default."""
 DEFAULT = PROGRAMS["compiled"]
-
-
-def programs_of(job: Job) -> list[Program]:
-    """Return the programs that run a job: its own, or all named ones if its own has no limits."""
-    programs = (
-        [job.program] if job.program.limits else [row for row in PROGRAMS.values() if row.limits]
-    )
-    return [program for program in programs if not program.why_not(job)]
 
 
 def program_of(software: set[str]) -> Program:
@@ -192,7 +236,9 @@ def program_of(software: set[str]) -> Program:
 
 
 _FIELDS = tuple(
-    row.name for row in dataclasses.fields(Program) if row.compare and row.name != "name"
+    row.name
+    for row in dataclasses.fields(Program)
+    if row.compare and row.name not in ("name", "parts")
 )
 
 
@@ -208,3 +254,30 @@ def read_program(text: str | Program) -> Program:
         PROGRAMS.get(name, DEFAULT),
         **{key: switches.get(value, value) for key, value in fields.items()},
     )
+
+
+def with_parts(program: Program, parts: Mapping[str, str]) -> Program:
+    """Return a program with rows of its table of parts replaced.
+
+    Args:
+        parts: texts of :func:`read_part` by name of a part.
+    Raises:
+        RecipeError: an unknown part, a reference that trains, or nothing that trains.
+    """
+    if not parts:
+        return program
+    rows = dict(program.parts)
+    for name, text in parts.items():
+        if name not in PARTS:
+            raise RecipeError(
+                f"Cannot plan a part named {name!r}.",
+                suggestion(name, PARTS) or f"There are {', '.join(PARTS)}.",
+            )
+        rows[name] = read_part(text)
+        if name == "reference" and rows[name].trains:
+            rows[name] = rows[name]._replace(trains=False, dtype="bfloat16")
+    result = replace(program, parts=tuple(rows.items()))
+    weights = [name for name in PARTS if name != "reference"]
+    if not program.lora and not any(result.part(name).trains for name in weights):
+        raise RecipeError("Cannot plan a model of which nothing trains.", "Name --lora.")
+    return result

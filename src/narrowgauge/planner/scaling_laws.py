@@ -17,11 +17,11 @@ from typing import Any
 from narrowgauge.errors import DataError
 from narrowgauge.planner.units import duration_text
 from narrowgauge.runs.finding import counted
-from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
+from narrowgauge.spec.tables import Row, Table, number_columns
 from narrowgauge.spec.toml import load_data
 
 CAUSES: dict[str, Any] = load_data("causes", "planner")
-"""``cause``: possible causes of time that does not shrink. ``groups``: ways to shrink each group of a planned step."""
+"""``cause``: possible causes of time that does not shrink, and how to measure each."""
 NOISE = 0.02
 """Relative error of a measured time, unless the times show a larger error."""
 SIGMAS = 1.2816
@@ -179,20 +179,20 @@ class Scaling:
 
 
 def tables_of(row: Row) -> list[Table]:
-    """Return the predictions and causes of a row as tables."""
+    """Return the predictions of a row as a table."""
     columns = number_columns(
         chips=lambda row: f"{row['chips']:,}",
         time=lambda row: duration_text(row["seconds"]),
         interval_80=lambda row: f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
         efficiency=lambda row: f"{row['efficiency']:.0%}",
     )
-    causes = text_columns(
-        cause="name", grows="shape", why="why", measure="measure", what_helps="remedy"
-    )
-    return [
-        Table(columns, row["predictions"], "Other numbers of chips"),
-        Table(causes, row["causes"], "What may not be divided"),
-    ]
+    return [Table(columns, row["predictions"], "Other numbers of chips")]
+
+
+def causes_of(row: Row) -> list[str]:
+    """Return what may not be divided, and how to measure it, one a line."""
+    lines = [f"{cause['name']} ({cause['shape']}): {cause['measure']}" for cause in row["causes"]]
+    return ["What may not be divided, and how to measure it:", *lines]
 
 
 def fit(points: Points) -> Scaling:

@@ -15,10 +15,12 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.jobs import Job
-from narrowgauge.planner.layouts import AXES, Layout, why_not
+from narrowgauge.planner.estimate import Estimate
+from narrowgauge.planner.job import Job
+from narrowgauge.planner.layouts import AXES, Layout, unsuited
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.program import DEFAULT, Program, programs_of
+from narrowgauge.planner.program import DEFAULT, PROGRAMS, Program
+from narrowgauge.planner.runs_with import programs_of, why_not
 from narrowgauge.planner.step_time import check_job
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.recipes import Recipe
@@ -39,16 +41,14 @@ SIMPLER_STEP_FACTOR = 2
 """Factor on the default tokens that a simpler layout may use, if no tokens are given."""
 LEAST_PART = 4096
 """Minimum tokens of a sequence on a context rank."""
-_TENSOR, _CONTEXT, _EXPERT, _MICRO_BATCHES = (
-    (1, 2, 4, 8),
-    (1, 2, 4, 8, 16),
-    (16, 32, 64),
-    range(1, 9),
-)
-_MOST_STAGES, _MOST_GROUPS = (
-    64,
-    12,
-)  # stages, and groups of layers of a stage: published runs had up to 12
+_TENSOR = (1, 2, 4, 8)
+_CONTEXT = (1, 2, 4, 8, 16)
+_EXPERT = (16, 32, 64)
+_MICRO_BATCHES = (*range(1, 9), 16, 32, 64, 128, 256, 512)
+MOST_TOKENS_AT_ONCE = 1 << 16
+"""Maximum tokens of a micro-batch of more than eight sequences: llm.c's 64 of 1,024."""
+_MOST_STAGES = 64
+_MOST_GROUPS = 12  # of layers of a stage: published runs had up to 12
 MUCH_FASTER = 1.1
 """Ratio of rates from which a layout that may run out of memory is named beside one that does not."""
 NOISE = 0.05
@@ -66,7 +66,8 @@ def search(
     fixed: Mapping[str, Any] | None = None,
     program: Program = DEFAULT,
     usual_tokens: int | None = None,
-) -> Job:
+    correction: float = 1.0,
+) -> Estimate:
     """Return the best layout of a recipe on all chips of a cluster.
 
     That is the fastest whose memory interval fits, or a layout of this project's trainer within ``NOISE`` of it. Its ``faster``
@@ -79,13 +80,14 @@ def search(
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` with fixed values.
         usual_tokens: replaces the default tokens per step, so that several searches share one.
         program: the training loop. Without limits, some named program must run the layout, unless none runs the fixed fields.
+        correction: planned over measured rate of a run like this one.
     Raises:
         RecipeError: no layout has these fixed values on this cluster, the program runs none, or a step has fewer sequences
             than replicas.
         ChipError: the chip does not multiply the recipe's dtype.
     """
     fixed = dict(fixed or {})
-    job = Job(
+    job = Estimate(
         architecture,
         recipe,
         Layout(),
@@ -93,14 +95,11 @@ def search(
         sequence_length,
         optimizer=optimizer,
         program=program,
+        correction=correction,
     )
     check_job(job)
     if program.release:  # a gradient that is freed cannot be summed
-        fixed = {**fixed, "micro_batches": 1}
-    asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
-    fixed.setdefault(
-        "accumulation_dtype", recipe.storage.visible if program.sums == "weight" else program.sums
-    )
+        fixed["micro_batches"] = 1
     if tokens_per_step is not None and "micro_batches" in fixed:
         raise RecipeError(
             f"Cannot take {tokens_per_step:,} tokens per step and micro_batches = {fixed['micro_batches']}: one follows from "
@@ -109,65 +108,126 @@ def search(
         )
     usual_tokens = usual_tokens or usual_tokens_per_step(cluster.chips, program)
     num_sequences = max(1, round((tokens_per_step or usual_tokens) / sequence_length))
-    shapes = [
-        shape for shape in _shapes(job, fixed) if not why_not(architecture, shape, sequence_length)
-    ]
+    possible = _possible_shapes(job, fixed)
+    shapes = _shapes_of_step(job, fixed, possible, num_sequences, tokens_per_step)
+    is_batch_free = tokens_per_step is None and "micro_batches" not in fixed
+    least = min(LEAST_TOKENS_PER_STEP, usual_tokens) if is_batch_free else 0
+    sums = _sums(job, fixed)
+    tried: list[Estimate] = []
+    # Gradients are summed in fewer bits where wide sums leave no usual step. Small steps come after those.
+    for dtype in sums:
+        for shape in shapes:
+            layout = replace(shape, accumulation_dtype=dtype)
+            for batch in _batches(job, layout, num_sequences, fixed, is_batch_free):
+                tried.append(replace(job, layout=batch))
+        best = _best(tried, least)
+        if best is not None:
+            return best
+    best = _best(tried, 0)
+    return best or min(tried, key=lambda option: option.memory.total)
+
+
+def _sums(job: Job, fixed: Mapping[str, Any]) -> list[str]:
+    """Return the dtypes of the gradient sum: the program's, then the weights'."""
+    if "accumulation_dtype" in fixed:
+        return [fixed["accumulation_dtype"]]
+    visible = job.recipe.storage.visible
+    usual = visible if job.program.sums == "weight" else job.program.sums
+    return (
+        [usual] if job.recipe.reduction.order_invariant else list(dict.fromkeys([usual, visible]))
+    )
+
+
+def _best(tried: Sequence[Estimate], least: float) -> Estimate | None:
+    """Return the fastest of at least ``least`` tokens that has room, else that fits; None without one."""
+    fitting = [option for option in tried if option.fits and option.tokens_per_step >= least]
+    roomy = [option for option in fitting if option.has_room]
+    if not fitting:
+        return None
+    best, rival = _fastest(roomy or fitting), _fastest(fitting)
+    if rival.tokens_per_second > MUCH_FASTER * best.tokens_per_second:
+        return replace(best, faster=rival)
+    return best
+
+
+def _possible_shapes(job: Job, fixed: Mapping[str, Any]) -> list[Layout]:
+    """Return the shapes that suit the model and that a program runs."""
+    a, length, program = job.architecture, job.sequence_length, job.program
+    asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
+    shapes = [shape for shape in _shapes(job, fixed) if not unsuited(a, shape, length)]
     if not shapes:
         ranks = math.prod(fixed.get(name, 1) for name in AXES)
-        why = why_not(architecture, Layout(**fixed), sequence_length)
-        why = why or f"{ranks} ranks do not divide {counted(cluster.chips, 'chip')}"
-        raise RecipeError(
-            f"no layout with {asked} suits {architecture.name}: {why}.", "Leave a field open."
-        )
+        why = unsuited(a, Layout(**fixed), length)
+        why = why or f"{ranks} ranks do not divide {counted(job.cluster.chips, 'chip')}"
+        raise RecipeError(f"no layout with {asked} suits {a.name}: {why}.", "Leave a field open.")
     possible = [shape for shape in shapes if programs_of(replace(job, layout=shape))]
-    if not possible and program.limits:
-        why = next(
-            reason for shape in shapes if (reason := program.why_not(replace(job, layout=shape)))
-        )
-        raise RecipeError(
-            f"{program.text} does not train {recipe.name} in this layout: {why}.",
-            "Leave a field open, or name no program.",
-        )
-    shapes = possible or shapes
-    # Leave each replica a sequence. If no shape does, take all, unless tokens per step were given.
+    if possible or not program.limits:
+        return possible or shapes
+    reasons = [why_not(program, replace(job, layout=shape)) for shape in shapes]
+    why = min(reasons, key=len)  # that of the simplest shape
+    raise RecipeError(
+        f"{program.text} does not train {job.recipe.name} in this layout: {why}.",
+        "Leave a field open, or name no program.",
+    )
+
+
+def _shapes_of_step(
+    job: Job,
+    fixed: Mapping[str, Any],
+    shapes: Sequence[Layout],
+    num_sequences: int,
+    tokens_per_step: float | None,
+) -> Sequence[Layout]:
+    """Return the shapes that leave each replica a sequence. If none does, return all, unless the tokens were given."""
     micro_batch, limit = fixed.get("micro_batch", 1), num_sequences
     if tokens_per_step is None:
         limit *= SIMPLER_STEP_FACTOR
     small = [shape for shape in shapes if micro_batch * shape.num_replicas <= limit]
     if tokens_per_step is not None and not small:
         least = micro_batch * min(shape.num_replicas for shape in shapes)
+        length = job.sequence_length
         raise RecipeError(
-            f"Cannot plan a step of {num_sequences * sequence_length:,} tokens on {counted(cluster.chips, 'chip')} because they "
-            f"compute {least * sequence_length:,} at once.",
+            f"Cannot plan a step of {num_sequences * length:,} tokens on {counted(job.cluster.chips, 'chip')} because they "
+            f"compute {least * length:,} at once.",
             "Name as many tokens, or fewer chips.",
         )
-    # With free tokens, steps of one micro-batch are tried: they need no memory for sums of gradients.
-    is_batch_free = tokens_per_step is None and "micro_batches" not in fixed
-    is_selective = program.selective != "attention" or program.attention == "eager"
-    recomputed = ("none", *(["selective"] if is_selective else []), "full")
-    tried = [
-        replace(job, layout=layout)
-        for shape in small or shapes
-        for layout in _batches(shape, num_sequences, fixed, is_batch_free, recomputed)
-    ]
-    fitting = [option for option in tried if option.fits]
-    certain = [option for option in fitting if option.is_certain]
-    # Small steps are the last resort, and jobs that may run out of memory come after those.
-    least = min(LEAST_TOKENS_PER_STEP, usual_tokens) if is_batch_free else 0
-    for options in (certain, fitting):
-        for tokens in (least, 0):
-            if enough := [option for option in options if option.tokens_per_step >= tokens]:
-                best = _fastest(enough)
-                rival = _fastest([option for option in fitting if option.tokens_per_step >= tokens])
-                is_much_faster = rival.tokens_per_second > MUCH_FASTER * best.tokens_per_second
-                return replace(best, faster=rival) if is_much_faster else best
-    return min(tried, key=lambda option: option.memory.total)
+    return small or shapes
 
 
-def _fastest(jobs: Sequence[Job]) -> Job:
+def fastest_removed(best: Estimate, fixed: Mapping[str, Any]) -> tuple[Estimate, str] | None:
+    """Return a layout that a program's limits removed although it fits and is much faster, and the reason; else None."""
+    named = [row for row in PROGRAMS.values() if row.limits]
+    programs = [best.program] if best.program.limits else named
+    rate = best.step.total / best.layout.num_sequences
+    removed: tuple[Estimate, str] | None = None
+    for shape in _shapes(best, fixed):
+        batch = replace(
+            shape,
+            accumulation_dtype=best.layout.accumulation_dtype,
+            recompute=best.layout.recompute,
+            micro_batch=best.layout.micro_batch,
+            micro_batches=max(1, best.layout.num_sequences // shape.num_replicas // best.layout.micro_batch),
+        )  # fmt: skip
+        if unsuited(best.architecture, batch, best.sequence_length):
+            continue
+        option = replace(best, layout=batch, faster=None)
+        pace = option.step.total / batch.num_sequences
+        if pace * MUCH_FASTER > rate or programs_of(option) or not option.fits:
+            continue
+        # A layout that no program runs even under AdamW is nobody's.
+        usual = replace(option, optimizer="adamw")
+        runs = [row for row in programs if not why_not(row, usual)]
+        if runs or best.program.limits:
+            rate = pace / MUCH_FASTER
+            program = (runs or programs)[0]
+            removed = option, f"{program.text}: {why_not(program, option)}"
+    return removed
+
+
+def _fastest(jobs: Sequence[Estimate]) -> Estimate:
     """Return the fastest job, or one of this project's trainer within ``NOISE`` of it."""
 
-    def pace(job: Job) -> tuple[float, float]:
+    def pace(job: Estimate) -> tuple[float, float]:
         return job.step.total / job.layout.num_sequences, job.memory.total
 
     limit = min(map(pace, jobs))[0] * (1 + NOISE)
@@ -232,40 +292,48 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
             shards = (max(1, ranks // fixed["data"]),)
         elif fixed.get("zero") == 0:
             shards = (1,)
-        elif pipeline > 1:
-            # Stages hold a part of the model. Sharding their optimizer states costs no more than summing gradients.
+        elif pipeline > 1 and ranks > 1:
+            # Stages hold a part of the model. Sharding their states costs no more than summing gradients.
             shards = (ranks,)
         for shard in _values(fixed, "shard", shards):
             if ranks % shard or ranks // shard != fixed.get("data", ranks // shard):
                 continue
-            zeros = (0,) if shard == 1 else (3, 1) if pipeline > 1 else (3, 2, 1)
+            # Context ranks hold the same weights, so they share the state, too.
+            zeros: tuple[int, ...] = (3, 2, 1) if shard * context > 1 else (0,)
+            if shard == 1 and context > 1:
+                zeros = (3, 2, 1, 0)
             for zero, expert, depth in product(_values(fixed, "zero", zeros), experts, depths):
-                sums = fixed["accumulation_dtype"]
-                axes = {
-                    "tensor": tensor,
-                    "pipeline": pipeline,
-                    "context": context,
-                    "expert": expert,
-                }
                 yield Layout(
-                    ranks // shard, shard, zero, interleave=depth, accumulation_dtype=sums, **axes
+                    ranks // shard,
+                    shard,
+                    zero,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    context=context,
+                    expert=expert,
+                    interleave=depth,
                 )
 
 
 def _batches(
+    job: Job,
     shape: Layout,
     num_sequences: int,
     fixed: Mapping[str, Any],
     is_batch_free: bool,
-    recomputed: Sequence[str],
 ) -> Iterator[Layout]:
     """Yield a shape with every batch that divides its replicas' part of ``num_sequences``, and one micro-batch if free."""
     per_replica = max(1, round(num_sequences / shape.num_replicas))
-    for micro_batch in _values(
-        fixed, "micro_batch", (size for size in _MICRO_BATCHES if per_replica % size == 0)
-    ):
+    most = max(8, MOST_TOKENS_AT_ONCE // job.sequence_length)
+    sizes = [size for size in _MICRO_BATCHES if size <= most and per_replica % size == 0]
+    is_selective = job.program.selective != "attention" or job.program.attention == "eager"
+    recomputed = ["none", "selective", "full"] if is_selective else ["none", "full"]
+    if job.program.saved:
+        recomputed = ["full"]
+    for micro_batch in _values(fixed, "micro_batch", sizes):
         counts = [fixed.get("micro_batches", max(1, round(per_replica / micro_batch)))]
         if is_batch_free and shape.pipeline == 1 and counts != [1]:
+            # A step of one micro-batch needs no memory for sums of gradients.
             counts.append(1)
         for recompute, count in product(_values(fixed, "recompute", recomputed), counts):
             yield replace(shape, micro_batch=micro_batch, micro_batches=count, recompute=recompute)

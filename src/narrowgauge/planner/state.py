@@ -8,14 +8,15 @@ from itertools import product
 from typing import Any
 
 from narrowgauge.errors import ChipError, RecipeError
+from narrowgauge.planner.candidates import STORAGE_RECIPES, read_recipes, suited_recipes
+from narrowgauge.planner.job import OPTIMIZER_STATES
 from narrowgauge.planner.layouts import Layout, read_layout
-from narrowgauge.planner.model_state import OPTIMIZER_STATES, RANKS, bytes_per_parameter, shared
-from narrowgauge.planner.plan import STORAGE_RECIPES, read_recipes, suited_recipes
+from narrowgauge.planner.model_state import RANKS, bytes_per_parameter, shared
 from narrowgauge.planner.units import axes_text, bytes_text, count_text
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
 
 SENTENCES = (
     "Only the state is counted (weights, gradients and optimizer states). narrowgauge plan run adds activations, logits and "
@@ -97,7 +98,7 @@ def state_table(rows: Sequence[Row], params: float) -> Table:
     """Return a table of the states of ``params`` parameters."""
     columns = (
         *name_columns(recipe="recipe"),
-        *number_columns(B_per_parameter="bytes_per_param"),
+        Column("B/param", "bytes_per_param", right=True),
         *text_columns(layout="layout"),
         *number_columns(
             all_chips=lambda row: bytes_text(row["total"] * row["chips"]),

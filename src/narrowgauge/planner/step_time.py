@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.collectives import layer_exchanges, parameters_of, state_exchanges
-from narrowgauge.planner.efficiency import error_of
+from narrowgauge.planner.efficiency import kind_of, median_of
+from narrowgauge.planner.job import Job
 from narrowgauge.planner.layer_times import (
     Seconds,
     attention_seconds,
@@ -25,11 +25,8 @@ from narrowgauge.planner.layer_times import (
     mixture_seconds,
     optimizer_seconds,
 )
-from narrowgauge.planner.layouts import why_not
+from narrowgauge.planner.layouts import unsuited
 from narrowgauge.planner.terms import Term, Terms
-
-if TYPE_CHECKING:
-    from narrowgauge.planner.jobs import Job
 
 UNSTEADY_GROUP = "checkpoints"
 """Group that published throughputs of short runs omit."""
@@ -64,7 +61,7 @@ def step_terms(job: Job) -> Terms:
     dense, experts = parameters_of(job, layers)
     sharing = job.layout.num_sharing if job.layout.zero else 1
     number = dense / sharing + experts / job.layout.sharing_experts(sharing)
-    if job.program.lora:
+    if not job.program.trains_all:
         number = job.trained_parameters * layers / job.architecture.num_layers / sharing
     seconds = optimizer_seconds(job, number)
     formula = f"{number:.3g} parameters × {job.bytes_per_param:g} B read and written"
@@ -88,7 +85,7 @@ def check_job(job: Job) -> None:
             f"Cannot place a layout of {layout.num_ranks} ranks on {job.cluster.chips} chips.",
             "Shard less, or add chips.",
         )
-    why = why_not(architecture, layout, job.sequence_length)
+    why = unsuited(architecture, layout, job.sequence_length)
     if why:
         raise RecipeError(
             f"{architecture.name} cannot run in this layout: {why}.", "Choose a divisor."
@@ -142,8 +139,17 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
         "gaps": mixture_seconds(job),
     }  # fmt: skip
     body = {group: total(seconds, again[group]) for group, seconds in of_layers.items()}
+    if program.reference is not None:  # its forward pass
+        for group, seconds in of_layers.items():
+            body[group] += seconds.forward
+    if program.saved == "host" and layout.recompute == "full":
+        # Each layer's input leaves in forward and comes back in backward; computing hides it up to the link's rate.
+        stream = job.tokens * job.architecture.hidden_size * job.width * job.architecture.num_layers
+        rate = 1e9 * job.chip.host_gb_per_second * job.efficiency["host"]
+        body["gaps"] += max(0.0, 2 * stream / rate - sum(body.values()))
+    head_forward = head.forward if program.reference is not None else 0.0
     return body, {
-        "matmuls": total(head),
+        "matmuls": total(head) + head_forward,
         "casts": total(head_casts),
         "loss": total(loss_seconds(job)),
     }
@@ -188,14 +194,16 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    beyond = (
-        error_of(has_mixture=job.architecture.mixture is not None, has_software=bool(job.software))[
-            0
-        ]
-        - 1
+    kind = kind_of(
+        has_adapters=not job.program.trains_all,
+        has_mixture=job.architecture.mixture is not None,
+        tokens=job.sequence_length,
     )
+    beyond = median_of("named" if job.software else "assumed", kind) * job.correction - 1
     if beyond:
-        formula = f"{seconds:.3g} s × {beyond:.3g}, the median of published mixtures"
+        formula = f"{seconds:.3g} s × {beyond:.3g}, the median of published runs of this kind"
+        if job.correction != 1:
+            formula = f"{seconds:.3g} s × {beyond:.3g}, of the measured run (--like)"
         yield Term(
             "waiting", "beyond the terms", seconds * beyond, formula, "benchmarks/published_runs.py"
         )

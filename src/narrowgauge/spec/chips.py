@@ -7,10 +7,11 @@ one direction or both. In ``data/chips.toml`` every peak is dense and per chip. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
-from narrowgauge.errors import ChipError, suggestion
-from narrowgauge.spec.toml import load_data
+from narrowgauge.errors import ChipError, DataError, suggestion
+from narrowgauge.spec.toml import load_data, load_toml
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -94,6 +95,30 @@ class Chip:
 
 
 CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_data("chips").items()}
+
+
+def read_chip(name: str | Path) -> Chip:
+    """Return a chip by name, or from a TOML file: the chip that it is ``like``, and the fields that differ.
+
+    Raises:
+        ChipError, DataError: the name, the file or a field is unknown.
+    """
+    path = Path(name)
+    if path.suffix != ".toml":
+        return get_chip(str(name))
+    try:
+        table = load_toml(path.expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"Cannot read the chip {path}: {error}.", 'It is a TOML file with like = "H100-SXM".'
+        ) from None
+    known = {row.name for row in fields(Chip)}
+    like = get_chip(str(table.pop("like", "")))
+    for key in table:
+        if key not in known:
+            advice = suggestion(key, known) or f"Known: like, {', '.join(sorted(known))}."
+            raise DataError(f"Cannot read the chip {path}: no field is named {key!r}.", advice)
+    return replace(like, **{"name": path.stem, **table})
 
 
 def get_chip(name: str) -> Chip:

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, get_format
 
-Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
+Granularity = Literal[
+    "none", "tensor", "row", "column", "1x128", "128x1", "128x128", "1x32", "32x1", "1x16", "16x1", "16x16"
+]  # fmt: skip
 Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
+ScaleRounding = Literal["up", "floor"]
+Fit = Literal["largest", "four-or-six"]
 Scaling = Literal["current", "static"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
 OutlierWeights = Literal["16 bits", "codes"]
@@ -28,11 +32,23 @@ Rotation = Literal["none", "hadamard"]
 
 BLOCKS: dict[str, tuple[int, int]] = {
     "1x128": (1, 128),
+    "128x1": (128, 1),
     "128x128": (128, 128),
     "1x32": (1, 32),
+    "32x1": (32, 1),
     "1x16": (1, 16),
+    "16x1": (16, 1),
+    "16x16": (16, 16),
 }
 """Shapes ``(rows, contraction)`` of the blocks that share a scale."""
+_TURNED: dict[str, Any] = {
+    "none": "none",
+    "tensor": "tensor",
+    "row": "column",
+    "column": "row",
+    **{name: "x".join(reversed(name.split("x"))) for name in BLOCKS},
+}
+"""The granularity of a matrix's transpose."""
 ROTATION_SIZE = 16
 """Consecutive elements of the contraction that one Hadamard rotation mixes."""
 PLACES = ("output", "grad_input", "grad_weight")
@@ -45,9 +61,12 @@ class Cast:
     Args:
         format: of the codes.
         granularity: which values share a scale. ``"none"`` rounds values without a scale.
-        scale: format of the scale. ``float32``: amax divided by the format's largest value. ``power-of-two``: the smallest at
-            which nothing saturates. ``float8_e8m0fnu``: the OCP rule, the exponent of amax minus the format's largest
-            exponent. ``float8_e4m3fn``: two levels, a float32 per tensor and an e4m3 per block.
+        scale: format of the scale. ``float32``: amax divided by the format's largest value. ``power-of-two`` and, in a byte,
+            ``float8_e8m0fnu``: see ``scale_rounding``. ``float8_e4m3fn``: two levels, a float32 per tensor and an e4m3 per block.
+        scale_rounding: of powers of two. ``up``: the smallest at which nothing saturates. ``floor``: the OCP rule, the exponent
+            of amax minus the format's largest exponent, at which values just below the next power saturate.
+        fit: which value of the format a block's amax becomes. ``largest``: the largest. ``four-or-six``: 4 or 6, whichever gives
+            the block the smaller squared error (e2m1 with two levels only).
         rounding: ``nearest`` (ties to even) or ``stochastic``. Stochastic casts round scales up, so that nothing saturates.
         scaling: ``current``: from the operand's amax; ``static``: 1.
         rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands, after 16 fixed random signs.
@@ -58,12 +77,19 @@ class Cast:
         block: the shape ``(rows, contraction)`` of a block; ``None`` without block scales.
         is_wide: the operand is rounded to a 16-, 32- or 64-bit format without a scale.
         needs_bits: it needs random bits.
+        carrier: the PyTorch dtype of one byte that holds a code; empty if there is none (6 bits, and 4 bits outside kernels).
+        values_format: the format that holds ``code * block scale`` exactly, or rounded once if it is float32.
+
+    Raises:
+        RecipeError: words that do not go together. A law of the suite multiplies by every cast that this accepts.
     """
 
     format: str
     granularity: Granularity = "none"
     scale: Scale = "float32"
     rounding: Rounding = "nearest"
+    scale_rounding: ScaleRounding = "up"
+    fit: Fit = "largest"
     scaling: Scaling = "current"
     rotation: Rotation = "none"
     outliers: float = 0.0
@@ -79,6 +105,57 @@ class Cast:
         object.__setattr__(self, "block", BLOCKS.get(self.granularity))
         object.__setattr__(self, "is_wide", self.granularity == "none")
         object.__setattr__(self, "needs_bits", self.rounding != "nearest")
+        self._validate()
+
+    def _validate(self) -> None:
+        if self.granularity not in _TURNED:
+            self._refuse(f"share a scale by '{self.granularity}'", f"Take {', '.join(_TURNED)}.")
+        is_16_bits = self.element.kind == "float" and self.element.bits in (16, 32, 64)
+        if self.is_wide and not is_16_bits:
+            self._refuse("be rounded without a scale", 'Give a granularity, such as "row".')
+        if not self.is_wide and (
+            is_16_bits or self.element.kind == "scale" or self.element.bits > 8
+        ):
+            self._refuse(
+                "have scales", 'Leave the granularity "none", or take a format of 4 to 8 bits.'
+            )
+        if self.is_wide and (self.needs_bits or self.scale != "float32"):
+            self._refuse(
+                "be rounded stochastically or have scales", "Leave rounding and scale out."
+            )
+        if self.scale == "float8_e4m3fn" and self.block is None:
+            self._refuse(
+                "have scales of two levels outside blocks", 'Take a block, such as "1x16".'
+            )
+        if self.scaling == "static" and (self.granularity != "tensor" or self.scale != "float32"):
+            self._refuse(
+                "have static scales", 'Static scales are 1: take the granularity "tensor".'
+            )
+        if self.scale_rounding != "up" and (
+            self.scale not in ("power-of-two", "float8_e8m0fnu") or self.needs_bits
+        ):
+            self._refuse("round scales down", "Only powers of two of casts to nearest can be.")
+        is_two_levels_of_e2m1 = self.format == "float4_e2m1fn" and self.scale == "float8_e4m3fn"
+        if self.fit != "largest" and (not is_two_levels_of_e2m1 or self.needs_bits):
+            self._refuse(
+                "fit 4 or 6", "That is for float4_e2m1fn with float8_e4m3fn scales, to nearest."
+            )
+        if self.outliers and (self.is_wide or self.block is not None):
+            self._refuse("leave outlier columns out", 'Take the granularity "row" or "tensor".')
+
+    def _refuse(self, what: str, advice: str) -> None:
+        raise RecipeError(f"Cannot let a cast to {self} {what}.", advice)
+
+    @property
+    def carrier(self) -> str:
+        return self.format if self.element.bits == 8 and not self.format.endswith("fnuz") else ""
+
+    @property
+    def values_format(self) -> str:
+        digits = self.element.mantissa_bits + (0 if self.element.kind == "int" else 1)
+        if self.block is not None:
+            digits += {"float32": 24, "float8_e4m3fn": 4}.get(self.scale, 0)
+        return "bfloat16" if digits <= 8 else "float32"
 
     @property
     def bits(self) -> float:
@@ -90,11 +167,10 @@ class Cast:
 
     def serves(self, other: Cast) -> bool:
         """Return whether ``other``, a cast of the transposed matrix, gives the same codes, which can then be reused."""
-        turned = {"tensor": "tensor", "128x128": "128x128", "row": "column", "none": "none"}.get(
-            self.granularity
-        )
+        is_paired = self.element.bits == 4 and self.scale == other.scale != "float32"
         return (
-            turned == other.granularity
+            _TURNED[self.granularity] == other.granularity
+            and not is_paired  # kernels take pairs along the contraction; a second cast has the same codes
             and self.rotation == other.rotation == "none"
             and not self.outliers
             and replace(other, granularity=self.granularity) == self
@@ -106,6 +182,10 @@ class Cast:
             words.append(f"per {self.granularity}")
         if self.scale != "float32":
             words.append(f"scales {self.scale}")
+        if self.scale_rounding != "up":
+            words.append("scales rounded down")
+        if self.fit != "largest":
+            words.append("amax fits 4 or 6")
         if self.scaling != "current":
             words.append(f"{self.scaling} scale")
         words += [
@@ -131,6 +211,14 @@ class Product:
     right: Cast
     accumulation: Accumulation = "float32"
 
+    def __post_init__(self) -> None:
+        if self.left.granularity == "column":
+            raise RecipeError(
+                f"Cannot scale the left operand of a matmul per column ({self.left}) because such a scale belongs to one term of "
+                "the sum.",
+                "Scale it per row, tensor or block; the right operand may have columns.",
+            )
+
     @property
     def is_wide(self) -> bool:
         return self.left.is_wide and self.right.is_wide
@@ -147,8 +235,9 @@ class Compute:
         source: the publication or library.
         dtype: dtype outside the casts if the model's weights are float32. Otherwise it is the weights' dtype.
         native: the hardware that multiplies the narrow operands. Other hardware emulates them with the same values.
-        keep: name patterns of linear layers that stay in ``dtype``: the language model's head and the routers of experts
-            (DeepSeek-V3 keeps both).
+        keep_last: the share of the model's blocks, at its end, whose layers stay in ``dtype``.
+        keep: name patterns of linear layers that stay in ``dtype``, where there are only names. In a model, heads, routers and
+            adapters are known by their role, see ``matmul.roles``.
         transform: the method that changes the whole model first (see :mod:`narrowgauge.transforms`), or empty.
         fallback: the compute that an alarm recommends for more range or precision: the next one with more range or with
             finer-grained scales.
@@ -164,7 +253,8 @@ class Compute:
     source: str
     dtype: str = "bfloat16"
     native: str = ""
-    keep: tuple[str, ...] = ("lm_head", "*.lm_head", "*gate", "*router")
+    keep: tuple[str, ...] = ("lm_head", "*.lm_head")
+    keep_last: float = 0.0
     transform: str = ""
     fallback: str = "bfloat16"
     default_storage: str = "word"
@@ -175,6 +265,18 @@ class Compute:
             raise RecipeError(
                 f"compute '{self.name}' has the dtype '{self.dtype}'.",
                 "Outside its casts a compute has 16 or 32 bits.",
+            )
+        for place, cast in self.casts.items():
+            if cast.outliers and place != "output.left":
+                raise RecipeError(
+                    f"Cannot leave outlier columns out of {place} in compute '{self.name}' because nothing adds their product.",
+                    "Only the input of output has them.",
+                )
+        left, right = self.output.left, self.output.right
+        if left.outliers and (right.is_wide or right.block or right.rotation != left.rotation):
+            raise RecipeError(
+                f"Cannot leave outlier columns out in compute '{self.name}' because its weights have scales of blocks or none.",
+                "Scale the weights per row or tensor.",
             )
 
     def __hash__(self) -> int:
@@ -246,8 +348,8 @@ class Compute:
     @property
     def kept_bytes(self) -> float:
         """Return the bytes saved for backward per element of the input."""
-        if self.keeps_codes:
-            return self.output.left.element.storage_bits / 8
+        if self.keeps_codes and self.output.left.carrier and self.output.left.block is None:
+            return 1
         return get_format(self.output.left.format if self.is_wide else self.dtype).storage_bits / 8
 
 
@@ -281,21 +383,41 @@ def _uniform(
     return _products(cast, cast, replace(cast, format=gradients or format), "promoted", forward)
 
 
-def _blocks() -> Products:
+def _blocks(scale: Scale) -> Products:
     """Return blocks of 1×128 for activations and gradients, of 128×128 for weights."""
-    activation = Cast("float8_e4m3fn", "1x128", "power-of-two")
+    activation = Cast("float8_e4m3fn", "1x128", scale)
     return _products(activation, replace(activation, granularity="128x128"), activation, "promoted")
 
 
-def _four_bits(granularity: Granularity, scale: Scale) -> Products:
+def _mxfp4() -> Products:
     """Return e2m1 everywhere, with stochastic gradients. Both operands of grad_weight are rotated."""
-    forward = Cast("float4_e2m1fn", granularity, scale)
-    gradient = replace(forward, rounding="stochastic")
+    forward = Cast("float4_e2m1fn", "1x32", "float8_e8m0fnu", scale_rounding="floor")
+    gradient = replace(forward, rounding="stochastic", scale_rounding="up")
     return (
         Product(forward, forward),
         Product(gradient, forward),
         Product(replace(gradient, rotation="hadamard"), replace(forward, rotation="hadamard")),
     )
+
+
+def _nvfp4(fit: Fit = "largest") -> Products:
+    """Return e2m1 everywhere. Weights have blocks of 16×16, so that forward and backward multiply by the same codes."""
+    forward = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn", fit=fit)
+    weight = replace(forward, granularity="16x16")
+    gradient = replace(forward, rounding="stochastic", fit="largest")
+    return (
+        Product(forward, weight),
+        Product(gradient, weight),
+        Product(replace(gradient, rotation="hadamard"), replace(forward, rotation="hadamard")),
+    )
+
+
+def _quantized_aware(x: Cast, weight: Cast) -> Products:
+    """Return a forward pass of codes, and a wide backward pass of the same codes' values: the straight-through estimator."""
+    gradient = Cast("bfloat16")
+    turned_weight = replace(weight, granularity=_TURNED[weight.granularity])
+    turned_x = replace(x, granularity=_TURNED[x.granularity])
+    return (Product(x, weight), Product(gradient, turned_weight), Product(gradient, turned_x))
 
 
 def _int8() -> Products:
@@ -309,7 +431,12 @@ def _int8() -> Products:
 
 
 _INT8 = Cast("int8", "row")
+_ROW8 = Cast("float8_e4m3fn", "row")
 _MXFP8 = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
+_MXFP8_OCP = replace(_MXFP8, scale_rounding="floor")
+_MXFP4 = Cast("float4_e2m1fn", "1x32", "float8_e8m0fnu", scale_rounding="floor")
+_NVFP4 = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn")
+_INT4 = Cast("int4", "1x128", "float32")
 _SM89 = "float8 matmuls of Ada and Hopper or later"
 _TE = "NVIDIA TransformerEngine"
 _MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
@@ -355,9 +482,20 @@ _COMPUTES = (
         source="torchao, rowwise, where scales are powers of two",
     ),
     Compute(
-        "float8-block", *_blocks(), native="blocks of 128 on Hopper",
+        "float8-row-wide-gw", *(Product(_ROW8, _ROW8, "promoted"),) * 2, _wide("bfloat16"), native=_SM89,
+        fallback="float8-block",
+        purpose="float8-row whose weight gradient is multiplied in bfloat16: two thirds of the speed, no error in that sum",
+        source="torchao, rowwise_with_gw_hp (its weight in grad_input has a scale per tensor); TE, backward_override",
+    ),
+    Compute(
+        "float8-block", *_blocks("power-of-two"), native="blocks of 128 on Hopper",
         purpose="long runs: e4m3 everywhere, blocks of 1×128 and, for weights, 128×128, power-of-two scales",
         source=f"DeepSeek-V3 (2412.19437), section 3.3; power-of-two scales as in {_TE}",
+    ),
+    Compute(
+        "float8-block-float32", *_blocks("float32"), native="blocks of 128 on Hopper",
+        purpose="float8-block with DeepSeek's own scales: float32, so that each block's amax becomes e4m3's largest value",
+        source="DeepSeek-V3 (2412.19437), section 3.3; DeepGEMM on Hopper",
     ),
     Compute(
         "float8-tensor-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2"), native=_SM89,
@@ -386,19 +524,45 @@ _COMPUTES = (
     ),
     Compute(
         "mxfp8", *_products(_MXFP8, _MXFP8, _MXFP8), native="Blackwell, MI350",
-        purpose="float8 with a power-of-two scale per 32 values: an outlier affects its block only", source=_MX,
+        purpose="float8 with a power-of-two scale per 32 values: an outlier affects its block only; scales round up",
+        source="NVIDIA 2025, Recipes for Pre-training LLMs with MXFP8 (2506.08027); TransformerEngine; torchao, RCEIL",
     ),
     Compute(
-        "mxfp4", *_four_bits("1x32", "float8_e8m0fnu"), native="B200, B300, MI350",
+        "mxfp8-ocp", *_products(_MXFP8_OCP, _MXFP8_OCP, _MXFP8_OCP), native="Blackwell, MI350", fallback="mxfp8",
+        purpose="mxfp8 with the scales of the standard, which round down: one block in seven saturates. Take mxfp8 to train",
+        source=f"{_MX}, section 6.3; torchao, FLOOR",
+    ),
+    Compute(
+        "mxfp4", *_mxfp4(), native="B200, B300, MI350",
         fallback="mxfp8",
         purpose="four bits with power-of-two scales: stochastic rounding and rotation keep gradients unbiased",
         source=f"{_MX}; Tseng et al. 2025, Training LLMs with MXFP4 (2502.20586)",
     ),
     Compute(
-        "nvfp4", *_four_bits("1x16", "float8_e4m3fn"), native="Blackwell",
+        "nvfp4", *_nvfp4(), native="Blackwell", keep_last=0.15,
         fallback="mxfp8",
-        purpose="four bits with an e4m3 scale per 16 values and a float32 scale per tensor",
-        source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149)",
+        purpose="four bits with an e4m3 scale per 16 values, of weights per 16×16; the last blocks of the model stay wide",
+        source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149), section 4; TransformerEngine, NVFP4BlockScaling",
+    ),
+    Compute(
+        "nvfp4-4over6", *_nvfp4("four-or-six"), native="Blackwell", keep_last=0.15,
+        fallback="nvfp4",
+        purpose="nvfp4 whose blocks of weights and inputs end at 4 or at 6, whichever is nearer to the values",
+        source="Cook et al. 2025, Four Over Six (2512.02010); TransformerEngine, nvfp4_4over6",
+    ),
+    Compute(
+        "int4-qat", *_quantized_aware(Cast("bfloat16"), _INT4), native="",
+        purpose="quantization-aware fine-tuning for int4 weights in groups of 128; the backward pass is wide",
+        source="torchao, Int4WeightOnlyQATQuantizer; GPTQ and AWQ's groups, without zero points",
+    ),
+    Compute(
+        "mxfp4-qat", *_quantized_aware(_MXFP4, _MXFP4), native="B200, B300, MI350: the forward pass",
+        purpose="quantization-aware fine-tuning for MXFP4 weights and inputs; the backward pass is wide", source=_MX,
+    ),
+    Compute(
+        "nvfp4-qat", *_quantized_aware(_NVFP4, _NVFP4), native="Blackwell: the forward pass",
+        purpose="quantization-aware fine-tuning for NVFP4 weights and inputs; the backward pass is wide",
+        source="torchao, NVFP4 QAT; NVIDIA ModelOpt",
     ),
     Compute(
         "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,

@@ -68,20 +68,21 @@ _GROUPS = ("tensor", "row", "column")
 # cuBLAS cannot multiply two e5m2 matrices.
 _FLOAT8 = (*_E4M3, ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2"))
 _WHOLE: Pairs = tuple(itertools.product(_GROUPS, _GROUPS))
-# All block scales are powers of two, except the e4m3 scales of two levels.
-_POWERS = ("power-of-two", "float8_e8m0fnu", "float32")
+_POWERS = ("power-of-two", "float8_e8m0fnu")
+_SIXTEENS = tuple(itertools.product(("1x16", "16x16"), ("1x16", "16x16")))
 
 KERNELS = (
     Kernel("float8", _FLOAT8, _WHOLE, (89, _LAST), ("gfx950", "gfx1200", "gfx1201")),
     # The same numbers, as halves in AMD's own float8.
     Kernel("float8-fnuz", _FLOAT8, _WHOLE, None, ("gfx942",)),
     Kernel(
-        "float8-blocks", _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), (90, 90), scales=_POWERS
+        "float8-blocks", _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), (90, 90),
+        scales=(*_POWERS, "float32"),
     ),
     Kernel("mxfp8", _E4M3, _pair_of("1x32"), (100, _LAST), ("gfx950",), scales=_POWERS),
     # Results leave as bfloat16.
     Kernel("mxfp4", _pair_of("float4_e2m1fn"), _pair_of("1x32"), (100, 109), ("gfx950",), scales=_POWERS),
-    Kernel("nvfp4", _pair_of("float4_e2m1fn"), _pair_of("1x16"), (100, _LAST), scales=("float8_e4m3fn",)),
+    Kernel("nvfp4", _pair_of("float4_e2m1fn"), _SIXTEENS, (100, _LAST), scales=("float8_e4m3fn",)),
 )  # fmt: skip
 
 
@@ -95,4 +96,7 @@ def kernel_for(product: Product, architecture: str) -> Kernel | None:
 
 def needs_kernel(product: Product) -> bool:
     """Return whether only a row of the table multiplies these formats, and not every GPU."""
-    return not product.is_wide and {product.left.format, product.right.format} != {"int8"}
+    is_whole_int8 = {product.left.format, product.right.format} == {"int8"}
+    if is_whole_int8:
+        return product.left.block is not None or product.right.block is not None
+    return not product.is_wide

@@ -88,10 +88,10 @@ class Recipe:
         """Return the dtype of plain linear layers, norms and all else outside the casts, whatever the weights' format."""
         return self.compute.dtype
 
-    def compute_of(self, name: str) -> Compute:
+    def compute_of(self, name: str, *, is_kept: bool = False) -> Compute:
         """Return the compute of the linear layer of that dotted name: of the last matching override, or the recipe's.
 
-        A layer that the recipe's compute keeps wide has the plain compute of ``dtype``.
+        A layer that the recipe's compute keeps wide, by name or as ``is_kept`` by its role, has the plain compute of ``dtype``.
 
         Example:
             >>> from narrowgauge.spec.notation import parse
@@ -105,7 +105,10 @@ class Recipe:
                 return (
                     compute if compute.dtype == self.dtype else replace(compute, dtype=self.dtype)
                 )
-        return COMPUTES[self.dtype] if _matches_within(name, self.compute.keep) else self.compute
+        is_wide = _matches_within(name, self.compute.keep)
+        if is_kept and self.compute.keep:
+            is_wide = True
+        return COMPUTES[self.dtype] if is_wide else self.compute
 
     def to_value(self) -> str | dict[str, Any]:
         """Return the full name of a recipe without overrides, else a TOML table.

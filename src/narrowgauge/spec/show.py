@@ -189,12 +189,19 @@ def _facts(recipe: Recipe) -> dict[str, str]:
         "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{recipe.dtype}; norms, softmax and the loss in float32",
-        "linears left plain": ", ".join(compute.keep),
+        "linears left plain": _kept(compute),
         "computed otherwise": ", ".join(
             f"{o.pattern} in {o.compute.name}" for o in recipe.overrides
         ),
     }
     return {label: text for label, text in facts.items() if text}
+
+
+def _kept(compute: Compute) -> str:
+    if not compute.keep:
+        return ""
+    kept = "heads, routers and adapters"
+    return f"{kept}; the last {compute.keep_last:.0%} of the blocks" if compute.keep_last else kept
 
 
 def _stored_parts(storage: Storage) -> list[Row]:

@@ -72,10 +72,6 @@ def hashed(*rows: Row) -> Fault:
     return lambda run: run.__dict__.update(fingerprints=[{"tensors": {}, **row} for row in rows])
 
 
-def moved(*row: object) -> Fault:
-    return lambda run: object.__setattr__(run, "summary", {"moved": {"a": [*row]}})
-
-
 W, W2 = {"weight:a": [7, 1.0, 4]}, {"weight:a": [8, 1.5, 4]}
 
 CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
@@ -102,16 +98,11 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     "lost decay by the audit": ("bfloat16/naive", steps(lost_decay=0.9), AT + 2, "storage", "", "lost-decay"),
     "large second moments": ("bfloat16/word", sampled(moment={"bias": 1.6}), 110, "storage", WEIGHT, "frozen-moments"),
     "small second moments": ("bfloat16/word", sampled(moment={"bias": 0.6}), 110, "storage", WEIGHT, "small-second-moments"),
-    "weights that mostly stand still": ("bfloat16/naive", moved(0.1, 64, True), NUM_STEPS, "storage", "a", "weights-unmoved"),
     # tensors of layers
     "a cast that drowns a gradient": (
         "float8-row/word", sampled(output_grad={"underflow": 0.7, "sqnr_db": 2.0}), 100, "gradient", f"output_grad:{LAYER}",
         "underflow",
     ),
-    "a weight that jumps": (
-        "bfloat16/word", sampled(weight={"amax": 4000.0}), 90, "optimizer step", f"weight:{WEIGHT}", "weight-jump",
-    ),
-    "a norm of zero": ("bfloat16/word", steps(grad_norm=0.0), AT + 2, "gradient", "", "zero-gradient"),
     "a loss that rises slowly": (
         "bfloat16/word", steps(1, loss=lambda row: 5.0 + 0.06 * (row["step"] * 7 % 11 - 5) + 0.01 * row["step"]), NUM_STEPS,
         "loss", "", "divergence",
@@ -240,7 +231,6 @@ HEALTHY: dict[str, tuple[str, Fault]] = {
     "short steps that other programs slow down": ("bfloat16/word", steps(1, seconds=lambda row: 0.01 * (1 + (row["step"] > AT)))),
     "throughput that falls by a quarter": ("bfloat16/word", steps(seconds=0.132)),
     "a resume with the same state": ("bfloat16/word", hashed({"step": 3, "tensors": W}, {"step": 3, "tensors": W})),
-    "float32 weights that are seldom reached": ("float32/float32", moved(0.1, 64, False)),
     "a last step that was skipped": ("bfloat16/word", steps(NUM_STEPS, grad_norm=math.inf, skipped=True, loss_scale=2.0)),
     "routine": ("bfloat16/word", both(*(event(kind) for kind in ("start", "resume", "stop", "finish", "checkpoint", "note")))),
 }  # fmt: skip
@@ -329,17 +319,6 @@ def test_an_alarm_that_was_recorded_is_printed_whatever_the_rows_say() -> None:
     assert [(r.step, r.what) for r in found.readings] == [
         (10, "nonfinite-step")
     ] and found.num_applied == NUM_STEPS
-
-
-def test_a_tensor_that_never_moved_is_told_once() -> None:
-    runs = [struck("bfloat16/naive", moved(share, 64, True)) for share in (0.1, 0.0, 0.0)]
-    runs[2].events.append(
-        {"kind": "warning", "step": 50, "detector": "never-moved", "message": "1 tensor"}
-    )
-    for run, readings in zip(
-        runs, (["weights-unmoved"], ["weights-unmoved"], ["never-moved"]), strict=True
-    ):
-        assert [reading.what for reading in ng.diagnose(run).readings] == readings
 
 
 def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:

@@ -235,19 +235,14 @@ def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
     ] * 6 and "lr" not in found.steps[1]
 
 
-def test_a_resumed_run_does_not_say_how_far_its_weights_moved_and_a_rolled_back_one_does(
-    tmp_path: Path,
-) -> None:
+def test_a_damaged_summary_is_said_and_no_lock_is_left(tmp_path: Path) -> None:
     model, optimizer = small()
     with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
         train(model, optimizer, recorder, 4)
         recorder.go_back(2)
-    summary = ng.read_run(tmp_path / "run").summary
-    assert summary is not None and all(share > 0 for share, *_ in summary["moved"].values())
     (tmp_path / "run" / "summary.json").write_text("{")
     with ng.RunRecorder(
         tmp_path / "run", model, optimizer, resume=True
     ) as recorder:  # no lock was left
         recorder.go_back(2)
-    summary = ng.read_run(tmp_path / "run").summary
-    assert summary is not None and not summary["moved"]
+    assert len(ng.read_run(tmp_path / "run").steps) == 2

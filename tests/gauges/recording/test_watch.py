@@ -720,7 +720,7 @@ def test_equal_losses_and_gradients_of_all_ranks_are_one_batch(
     assert readings == ([] if own_data else [("equal-ranks", 2)]) and (difference > 0) is own_data
 
 
-def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str]]:
+def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str], float]:
     loop = Loop()
     fully_shard(loop.model, mesh=init_device_mesh("cpu", (2,)))
     loop.optimizer = loop.adamw(loop.model.parameters())
@@ -731,17 +731,18 @@ def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str]]:
         loss_of(loop.model, batch(2 * step + rank)).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-    return [reading.what for reading in readings], {*watch.unseen}
+    rate = round(watch.numbers()["effective_lr/group0"], 6)
+    assert "rank_grad_norm/min" not in watch.numbers()
+    return [reading.what for reading in readings], {*watch.unseen}, rate
 
 
 def test_a_sharded_loop_is_silent_and_says_what_is_not_watched(tmp_path: Path) -> None:
     unseen = {
-        "effective learning rate",
         "tensors without an optimizer",
         "gradients that were not cleared",
         "losses of ranks",
     }
-    assert run_ranks(sharded_on_a_rank, 2, tmp_path) == [([], unseen)] * 2
+    assert run_ranks(sharded_on_a_rank, 2, tmp_path) == [([], unseen, 0.01)] * 2
 
 
 # ── with a folder ───────────────────────────────────────────────────────────────────────────────────────────────────────

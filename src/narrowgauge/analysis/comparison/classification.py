@@ -19,7 +19,14 @@ from narrowgauge.analysis.columns import column
 from narrowgauge.analysis.comparison.intervals import PairedDifference, interval
 from narrowgauge.analysis.comparison.labels import seed_of
 from narrowgauge.analysis.settings import recipe_of
-from narrowgauge.analysis.thresholds import ACCEPTABLE, MAX_LOSS_RISE, MAX_SKIPPED, NEGLIGIBLE
+from narrowgauge.analysis.thresholds import (
+    ACCEPTABLE,
+    LEAST_LOSS,
+    MAX_LOSS_RISE,
+    MAX_SKIPPED,
+    NEGLIGIBLE,
+    NOISE,
+)
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, finite_number, number
@@ -51,11 +58,23 @@ def divergence(run: Run) -> str:
     end = number(summary.get("val_loss"))
     if end is not None and not math.isfinite(end):
         return f"its {'loss' if run.summary is None else 'validation loss'} is {end}"
-    if len(run.steps) >= 10 and losses:
+    if len(run.steps) >= 10 and has_zero(losses):
         first, last = statistics.median(losses[:5]), statistics.median(losses[-5:])
-        if last - first > MAX_LOSS_RISE * abs(first):
+        quarter = losses[: max(5, len(losses) // 4)]
+        middle = statistics.median(quarter)
+        noise = statistics.median(abs(x - middle) for x in quarter)
+        if last - first > max(MAX_LOSS_RISE * first, NOISE * noise):
             return f"its loss began at {first:.2f} and ended at {last:.2f}"
     return ""
+
+
+def has_zero(losses: Sequence[float]) -> bool:
+    """Return whether a loss has a size of its own, as a likelihood has: it begins well above zero, and stays above.
+
+    A loss of GRPO begins at zero, and those of PPO, ELBOs and densities pass it: their shares say nothing.
+    """
+    finite = [x for x in losses if math.isfinite(x)]
+    return bool(finite) and min(finite) > 0 and statistics.median(finite[:5]) >= LEAST_LOSS
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from narrowgauge.analysis.thresholds import REPEATED
 from narrowgauge.checks.set_up import storage_of
-from narrowgauge.checks.step_samples import evenly_spread
-from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.checks.step_samples import evenly_spread, plain
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 
 WHOLE = 1 << 16
 """Largest number of elements of a tensor that is copied whole. Rules for matrices need whole matrices."""
@@ -36,14 +36,15 @@ class IntendedStep:
         self.optimizer, self.why_not = optimizer, _why_not(optimizer)
         self._twins: list[dict[Tensor, Tensor]] = []
         self._before: dict[Tensor, Tensor] = {}
+        self._is_stochastic = False
         if self.why_not:
             return
         members = [
             p
             for group in optimizer.param_groups
             for p in group["params"]
-            if p.grad is not None
-            and p.grad.layout is torch.strided
+            if (gradient := gradient_of(p)) is not None
+            and gradient.layout is torch.strided
             and p.numel()
             and _keeps_visible(optimizer, group, p)
         ]
@@ -54,14 +55,17 @@ class IntendedStep:
         try:
             devices = {p.device for p in members if p.is_cuda}
             with torch.random.fork_rng(list(devices)):
-                self._twins = [
-                    _stepped(optimizer, members, dtype) for dtype in (None, torch.float64)
-                ]
+                before = _random_states(devices)
+                stored = _stepped(optimizer, members, None)
+                self._is_stochastic = _random_states(devices) != before
+                self._twins = [stored, _stepped(optimizer, members, torch.float64)]
         except Exception as error:  # a step that needs whole tensors, a closure, or another device
             self.why_not = f"its step cannot be repeated on a copy ({type(error).__name__})"
 
     def sums(self) -> tuple[dict[Tensor, list[float]], list[Tensor]]:
-        """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, with the stored change E, and the tensors whose step the copy does not take.
+        """Return ⟨D,D⟩, ⟨D,E⟩ and the latter's variance for each tensor, and the tensors whose step the copy does not take.
+
+        E is the stored change.
 
         Call it after the step.
         """
@@ -70,15 +74,29 @@ class IntendedStep:
             stored, exact = self._twins
             now = _part(p, p)
             intended, change = exact[p] - before, now.double() - before
+            noise = intended.new_zeros(())
+            if self._is_stochastic:
+                # The variance of ⟨D,E⟩: an element that is rounded up or down by chance has |d| · ulp.
+                ulp = torch.finfo(p.dtype).eps * torch.exp2(
+                    before.abs().clamp(min=1e-30).log2().floor()
+                )
+                noise = (intended.abs() ** 3 * ulp).sum()
+            share = local_of(p).numel() / now.numel()
             sums = (
-                intended.square().sum(),
-                (intended * change).sum(),
-                (now.double() - stored[p]).square().sum(),
+                share * intended.square().sum(),
+                share * (intended * change).sum(),
+                share**2 * noise,
+                share * (now.double() - stored[p]).square().sum(),
             )
-            rows.append(torch.stack(sums) * (p.numel() / now.numel()))
+            rows.append(torch.stack(sums))
         table = dict(zip(self._before, on_host(rows), strict=False))
-        sums_of = {p: row[:2] for p, row in table.items() if row[2] <= REPEATED**2 * row[0]}
+        sums_of = {p: row[:3] for p, row in table.items() if row[3] <= REPEATED**2 * row[0]}
         return sums_of, [p for p in table if p not in sums_of]
+
+
+def _random_states(devices: set[torch.device]) -> list[bytes]:
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    return [state.numpy().tobytes() for state in states]
 
 
 def on_host(values: list[Tensor]) -> list[Any]:
@@ -107,19 +125,28 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
 
 def _keeps_visible(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> bool:
     """Return whether the visible weight is all that is kept: no master copy, no compensation, no sharded tensor."""
-    return not is_sharded(p) and (
-        _is_torchs(optimizer) or not storage_of(optimizer, group, p).beside
-    )
+    state = optimizer.state.get(p, {})
+    if any(isinstance(x, Tensor) and plain(x) is not x for x in state.values()):
+        return False  # states that hold codes
+    if is_sharded(p) and not (_is_elementwise(optimizer) and local_of(p).numel()):
+        return False
+    return _is_torchs(optimizer) or not storage_of(optimizer, group, p).beside
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step of a shard is the shard of a step."""
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    return _is_torchs(optimizer) and not names & {"Adafactor", "Muon", "LBFGS"}
+
+
 def _part(x: Tensor, parameter: Tensor) -> Tensor:
     """Copy a tensor, or spread elements if it has the shape of a large parameter."""
     is_large = x.shape == parameter.shape and parameter.numel() > WHOLE
-    return (evenly_spread(x) if is_large else x.detach()).clone()
+    return (evenly_spread(x) if is_large else local_of(x.detach())).clone()
 
 
 def _stepped(
@@ -136,7 +163,9 @@ def _stepped(
     def state_part(value: Any, p: Tensor) -> Any:
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
-        return cast(_part(value, p)) if value.ndim else value.clone()
+        # A count of steps keeps its format. A state of a scalar parameter is cast as any other.
+        is_state = value.ndim > 0 or (value.shape == p.shape and value.dtype == p.dtype)
+        return cast(_part(value, p)) if is_state else value.clone()
 
     parts = {p: torch.nn.Parameter(cast(_part(p, p))) for p in members}
     twin = object.__new__(type(optimizer))

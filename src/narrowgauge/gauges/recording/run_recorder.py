@@ -7,6 +7,7 @@ Nothing of the recorder belongs in a checkpoint.
 from __future__ import annotations
 
 import atexit
+import math
 import shutil
 import sys
 import warnings
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, in_order
 from narrowgauge.checks.checking import event_of, static_readings
 from narrowgauge.checks.gradients import coarse_loss
@@ -166,8 +168,9 @@ class RunRecorder(Watch):
             self._has_formats = False
             super().__init__(model, self.optimizer, every=every, called=called)
             self._record.undo.callback(self.remove)
-            self._has_start, self._columns = not goes_on, Row()
+            self._columns = Row()
             self.gauges = self._record.watch(model, optimizer, every=gauges_every)
+            self._limit = max_grad_norm
             self._audited: StepCheck | None = None
             self._reported: set[tuple[str, str]] = set()
             self._recomputed: Row = {}
@@ -236,6 +239,7 @@ class RunRecorder(Watch):
             **self._columns,
             **columns,
         }
+        self._check_clip(entries)
         self._recomputed, self._columns = {}, {}
         row = self._record.step(
             {name: value for name, value in entries.items() if value is not None}
@@ -304,7 +308,6 @@ class RunRecorder(Watch):
         if (
             not began
         ):  # a rollback keeps the samples of the start, which a new process does not know
-            self._has_start = not rows or rows[0]["step"] > step
             self._start_samples()
         self._step = step
         if self._audited is not None:
@@ -352,16 +355,32 @@ class RunRecorder(Watch):
 
     def _check(self, step: int) -> None:
         """Check the set-up. Missing parameters may have another optimizer. Report each kind once."""
-        readings = {
-            r.what: r
-            for r in reversed(in_order(static_readings(set_up_of(self.model, self.optimizer))))
-        }
+        try:
+            found = static_readings(set_up_of(self.model, self.optimizer))
+        except Exception as error:  # states of another library
+            words = str(error).splitlines()[0] if str(error) else ""
+            self.event("note", f"the set-up was not checked: {type(error).__name__}: {words}"[:300])
+            return
+        readings = {r.what: r for r in reversed(in_order(found))}
         silent = {"missing-parameters", "no-gradient"}
         self._record_new(
             [r for r in readings.values() if r.severity != "note" and r.what not in silent],
             step,
             static=True,
         )
+
+    def _check_clip(self, entries: Row) -> None:
+        """Compare the norm that reached an audited step with the loop's own norm before clipping."""
+        norm, before = self._recomputed.get("norm"), entries.get("grad_norm")
+        if norm is None or before is None or not math.isfinite(float(before)):
+            return
+        expected = float(before) if self._limit is None else min(self._limit, float(before))
+        kind = KINDS["clip-norm"]
+        bound = (kind.bound + 2.0**-7) * expected
+        if abs(norm - expected) > bound:
+            cause = f", of {float(before):.4g} before the clip"
+            reading = kind.reading("", norm, expected, bound, cause=cause)
+            self._record_new([reading], self.num_steps + 1)
 
     def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
         """Report a compared step, and save the compared names for its row."""
@@ -377,6 +396,10 @@ class RunRecorder(Watch):
                 self._record.event(
                     event_of(reading, step), shown=not static and reading.severity != "note"
                 )
+
+    def _print_what_is_seen(self) -> None:
+        super()._print_what_is_seen()
+        self.event("note", self.seen(), detector="watch")
 
     def _say(self, readings: list[Reading]) -> None:
         """Write an event for each reading, and show them in a sentence."""
@@ -442,18 +465,7 @@ class RunRecorder(Watch):
             recipe=config.get("recipe"),
             model=str(config.get("model", self._run["model"]["class"])),
             weights_fingerprint=fingerprint_whole(stored),
-            moved=self._shares_moved(),
         )
-
-    def _shares_moved(self) -> dict[str, list[Any]]:
-        """Return the fraction of elements that moved, their number, and whether they have 16 bits, by trained tensor."""
-        moved = {}
-        for name, p in self._trained.items() if self._has_start else ():
-            before, now = self._start[name], self._elements(p)
-            if name in self._had_gradient and before.numel() and now.shape == before.shape:
-                share = round(float((self._moved[name] | (now != before)).double().mean()), 6)
-                moved[name] = [share, p.numel(), p.element_size() == 2]
-        return moved
 
     def _description(self, policy: Recipe | None, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the content of ``run.toml``."""

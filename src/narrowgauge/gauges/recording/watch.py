@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -28,15 +29,16 @@ from narrowgauge.analysis.thresholds import (
     SETTLED,
     TWICE,
     UNIFORM_STEPS,
+    UNSTEPPED,
 )
 from narrowgauge.checks.gradients import has_own_batches, vocabulary_of
-from narrowgauge.checks.set_up import set_up_of
+from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges import hooks
 from narrowgauge.gauges.recording.intended_updates import IntendedStep, on_host
 from narrowgauge.gauges.recording.leaves import copies_of, names_of
-from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
@@ -90,17 +92,22 @@ class Watch:
         if self._is_sharded:
             parts = "tensors without an optimizer", "gradients that were not cleared"
             self.unseen |= dict.fromkeys(parts, "parameters are sharded")
-        self._names: dict[Tensor, str] = {p.parameter: p.name for p in set_up.stepped}
-        self._trained = {p.name: p.parameter for p in set_up.trained}
-        self._optimizer_of = {p.parameter: p.optimizer for p in set_up.stepped}
+        self._set_up = set_up
+        self._names, self._trained = dict[Tensor, str](), dict[str, Tensor]()
+        self._optimizer_of = dict[Tensor, torch.optim.Optimizer]()
+        self._since = dict[str, int]()
+        self._start, self._moved = dict[str, Tensor](), dict[str, Tensor]()
+        self._shares = dict[Tensor, list[float]]()
+        self._num_members = 0
         self._step, self._numbers, self._told = 0, dict[str, float](), dict[str, float]()
+        self._has_moved, self._is_bad = set[str](), False
         self._had_gradient, self._num_zero, self._num_uniform, self._num_overflows = (
             set[str](),
             0,
             0,
             0,
         )
-        self._start_samples()
+        self._take_up()
         # Of the current step:
         self._num_passes = self._num_backward = 0
         self._intervals = dict.fromkeys(self.optimizers, _Interval())
@@ -128,10 +135,30 @@ class Watch:
         )
 
     def _start_samples(self) -> None:
-        self._start = {name: self._elements(p) for name, p in self._trained.items()}
-        self._moved = {
-            name: torch.zeros_like(values, dtype=torch.bool) for name, values in self._start.items()
-        }
+        """Compare with the weights of now from here on."""
+        for name, p in self._trained.items():
+            self._start[name] = self._elements(p)
+            self._moved[name] = torch.zeros_like(self._start[name], dtype=torch.bool)
+
+    def _take_up(self) -> None:
+        """Watch what the optimizers step now: parameters may be added, or thawed, while the loop runs."""
+        self._set_up = SetUp(self._set_up.model, self.optimizers)
+        self._num_members = self._count_members()
+        for stepped in self._set_up.stepped:
+            self._names[stepped.parameter] = stepped.name
+            self._optimizer_of[stepped.parameter] = stepped.optimizer
+        trained = {p.name: p.parameter for p in self._set_up.trained}
+        for name, p in trained.items():
+            if self._trained.get(name) is not p:
+                self._trained[name] = p
+                self._since[name] = self._step
+                self._start[name] = self._elements(p)
+                self._moved[name] = torch.zeros_like(self._start[name], dtype=torch.bool)
+        for name in self._trained.keys() - trained.keys():
+            del self._trained[name], self._start[name], self._moved[name]
+
+    def _count_members(self) -> int:
+        return sum(len(group["params"]) for o in self.optimizers for group in o.param_groups)
 
     def _elements(self, p: Tensor) -> Tensor:
         """Copy spread elements of the stored weight, on its device."""
@@ -178,8 +205,9 @@ class Watch:
             if self._here.size > 1 or isinstance(error, UserWarning):
                 raise
             self.remove()
+            words = str(error).splitlines()[0] if str(error) else ""
             warnings.warn(
-                f"the watch ended: {type(error).__name__}: {error}", RunNotice, stacklevel=2
+                f"the watch ended: {type(error).__name__}: {words}"[:300], RunNotice, stacklevel=2
             )
 
     def remove(self) -> None:
@@ -285,6 +313,11 @@ class Watch:
         if torch.compiler.is_compiling() or self._probe is None:
             return
         self._num_backward += 1
+        if self._num_backward == UNSTEPPED and self._step == 0:
+            # Several micro-batches make one step, so another optimizer must have stepped.
+            others = of_all(type(o).__name__ for o in _STEPPED.difference(self.optimizers))
+            if others and not _STEPPED & {*self.optimizers}:
+                self._report([KINDS["never-steps"].reading("", UNSTEPPED, others=others)])
         if self._here.size > 1 and self._is_sampled(
             self._step + 1
         ):  # the ranks' gradients are not summed yet
@@ -304,6 +337,8 @@ class Watch:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._read()
         step, last, probe = self._step + 1, self._intervals[optimizer], self._probe
+        if self._is_sampled(step) or self._count_members() != self._num_members:
+            self._take_up()
         if optimizer is self.optimizers[0]:
             self._report(self._pass_readings(step))
         gradients = self._gradients(optimizer)
@@ -313,7 +348,9 @@ class Watch:
         if last.num_backward and interval == last:
             self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
         self._intervals[optimizer] = interval
-        norms = torch._foreach_norm(list(gradients.values())) if gradients else []
+        # In float16 squares overflow.
+        values = list(gradients.values())
+        norms = torch._foreach_norm(values, 2, dtype=torch.float32) if values else []
         scale = getattr(
             optimizer, "grad_scale", None
         )  # of torch.amp.GradScaler, for fused optimizers
@@ -336,10 +373,11 @@ class Watch:
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the values."""
         members = [p for group in optimizer.param_groups for p in group["params"]]
+        placed = {p: gradient_of(p) for p in members}  # the ranks' common order
         named = {
             self._names.get(p, "a new tensor"): local_of(g)
-            for p in reversed(members)
-            if (g := p.grad) is not None
+            for p, g in reversed(placed.items())
+            if g is not None
         }
         return {
             n: g if g.layout is torch.strided else g.coalesce().values()
@@ -371,6 +409,23 @@ class Watch:
             self._step = step
             if step == 2 and self._here.size > 1:
                 self._report(self._rank_readings(step))
+            if step == 3:
+                self._print_what_is_seen()
+
+    def _print_what_is_seen(self) -> None:
+        """Print one line: what is watched, and what is not."""
+        if not self._num_passes and self._num_backward:
+            parts = "modes, tensors without an optimizer, batches of ranks"
+            self.unseen[parts] = "the model is not called itself: name what is with called="
+        if self._here.is_first:
+            print(self.seen(), file=sys.stderr)
+
+    def seen(self) -> str:
+        """Return what is watched, and what is not, in one line."""
+        areas = ["rate", "gradients"] + ["modes"] * bool(self._num_passes)
+        line = f"watch: {counted(len(self._trained), 'tensor')}, {', '.join(areas)}"
+        missing = [f"{area} ({why})" for area, why in self.unseen.items()]
+        return f"{line}; not: {', '.join(missing)}" if missing else line
 
     def _is_sampled(self, step: int) -> bool:
         return self.every > 0 and (step == 2 or step % self.every == 0)
@@ -437,10 +492,19 @@ class Watch:
             for key, x in values.items()
             if key.startswith("output:") and not math.isfinite(x)
         ]
-        if bad:
-            yield KINDS["nonfinite-output"].reading(bad[0], math.nan, step=step)
         names = [n for n, x in norms.items() if not math.isfinite(x)]
+        # One value that is not finite makes all later ones so: only the first place is told.
+        was_bad, self._is_bad = (
+            self._is_bad,
+            self._is_bad or bool(bad or (names and not is_skipped)),
+        )
+        if was_bad:
+            bad, names = [], []
         self._num_overflows = self._num_overflows + 1 if names and is_skipped else 0
+        if bad:
+            held = _nonfinite_weights(self.watched_model, bad[0])
+            words = f", at weights that are not finite ({held})" if held else ", at finite weights"
+            yield KINDS["nonfinite-output"].reading(bad[0], math.nan, step=step, words=words)
         if self._num_overflows == KINDS["first-nonfinite"].bound:
             words = f", in {self._num_overflows} skipped steps in a row"
             yield KINDS["first-nonfinite"].reading(
@@ -465,23 +529,25 @@ class Watch:
         sums = self._sums_of(optimizer)
         for index, group in enumerate(optimizer.param_groups):
             members = [p for p in group["params"] if p in sums and sums[p][0] > 0]
-            if not members or group["lr"] is None:
+            if group["lr"] is None:
+                self.unseen["effective learning rate"] = "a group has no lr"
+                continue
+            if not members:
                 continue
             rate, edqs = float(group["lr"]), {p: sums[p][1] / sums[p][0] for p in members}
-            table = torch.tensor([sums[p] for p in members], dtype=torch.float64, device="cpu")
-            intended, stored = table.sum(0).tolist()
+            intended, stored, variance = (sum(sums[p][k] for p in members) for k in range(3))
             edq, worst = stored / intended, min(edqs, key=lambda p: edqs[p])
+            error = 3 * math.sqrt(variance) / intended
             self._numbers |= {
                 f"lr/group{first + index}": rate,
                 f"effective_lr/group{first + index}": rate * edq,
             }
             kind = KINDS["effective-rate"]
-            if edq < kind.bound and not isinstance(
-                optimizer, Optimizer
-            ):  # our audit has alarms of its own
+            # Our audit has alarms of its own.
+            if edq + error < kind.bound and not isinstance(optimizer, Optimizer):
                 yield kind.reading(
                     "", rate * edq, None, kind.bound * rate, step, rate=rate, format=dtype_name(worst.dtype), share=edq,
-                    worst=self._names[worst], least=edqs[worst],
+                    worst=self._names.get(worst, "a new tensor"), least=edqs[worst],
                 )  # fmt: skip
         yield from self._moved_readings(optimizer, step)
         if optimizer is self.optimizers[-1]:
@@ -539,17 +605,22 @@ class Watch:
             optimizer.settle()
             if not optimizer.audit_every:
                 self.unseen["effective learning rate"] = "audit_every is 0"
-            return {p: rows[:, :2].sum(0).tolist() for p, rows in optimizer.auditor.windows.items()}
+            windows = optimizer.auditor.windows
+            return {p: [*rows[:, :2].sum(0).tolist(), 0.0] for p, rows in windows.items()}
         assert self._intended is not None
         sums, unrepeated = self._intended.sums()
         if self._intended.why_not:
             self.unseen["effective learning rate"] = self._intended.why_not
         elif unrepeated:
-            names = of_all(self._names[p] for p in unrepeated)
+            names = of_all(self._names.get(p, "a new tensor") for p in unrepeated)
             self.unseen["effective learning rate"] = (
                 f"the step of {names} is not repeated by a copy"
             )
-        return sums
+        for p, values in sums.items():
+            if values[2]:  # one sample of stochastic rounding is noise: take all
+                before = self._shares.get(p, [0.0, 0.0, 0.0])
+                self._shares[p] = [a + b for a, b in zip(before, values, strict=True)]
+        return sums | {p: self._shares[p] for p in sums if p in self._shares}
 
     def _moved_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         for name, p in self._trained.items():
@@ -557,7 +628,11 @@ class Watch:
                 now = self._elements(p)
                 if now.shape == self._start[name].shape:
                     self._moved[name] |= now != self._start[name]
-        changes = {self._names[p]: evenly_spread(p) != values for p, values in self._frozen.items()}
+        changes = {
+            self._names[p]: evenly_spread(p) != values
+            for p, values in self._frozen.items()
+            if not p.requires_grad
+        }
         flags = on_host([x.any() for x in (*self._moved.values(), *changes.values())])
         if frozen := [
             name
@@ -573,12 +648,18 @@ class Watch:
         without = [name for name in self._trained if name not in self._had_gradient]
         self._has_moved = self._trained.keys() - {*still}
         self._numbers |= {"frozen_tensors": len(still), "tensors_without_gradient": len(without)}
-        if step < SETTLED or optimizer is not self.optimizers[-1]:
+        if optimizer is not self.optimizers[-1]:
             return
+        settled = {name for name, since in self._since.items() if step - since >= SETTLED}
+        idle = [name for name in without if name in self._has_moved and name in settled]
+        without = [name for name in without if name in settled and name not in idle]
+        still = [name for name in still if name in settled]
+        if idle:
+            yield KINDS["idle-moves"].reading(of_all(idle), len(idle), 0, step=step)
         if without and self._num_passes and len(without) < len(self._trained):
             count = len(self._trained)
             yield KINDS["no-gradient"].reading(
-                of_all(without), len(without), 0, step=step, count=count
+                of_all(without), len(without), 0, step=step, count=count, words=f" in {step} steps"
             )
         rates = {
             p: group["lr"]
@@ -621,10 +702,13 @@ class Watch:
             )
         if self._here.size == 1 or not self._is_sampled(self._step):
             return
-        norm = math.sqrt(float(self._square[1]))
+        norm = math.sqrt(float(self._square[1])) if self._probe is not None else math.nan
         losses, norms = zip(*self._here.gather((loss, norm)), strict=True)
         for name, values in (("rank_loss", losses), ("rank_grad_norm", norms)):
-            self._numbers |= {f"{name}/min": min(values), f"{name}/max": max(values)}
+            if not any(
+                map(math.isnan, values)
+            ):  # sharded gradients are not measured before their sum
+                self._numbers |= {f"{name}/min": min(values), f"{name}/max": max(values)}
         if len({*losses}) == len({*norms}) == 1 and 0 < norm < math.inf:
             yield from self._same_batch(self._step)
         worst = max(losses, key=lambda x: (not math.isfinite(x), x))
@@ -655,12 +739,24 @@ class Watch:
         return is_own
 
 
+def _nonfinite_weights(model: nn.Module, name: str) -> str:
+    """Return the first weight of a module that is not finite; empty if all are. It waits for the device."""
+    for inner, module in model.named_modules():
+        if plain_name(inner) == name:
+            for parameter, p in module.named_parameters():
+                if not bool(local_of(p).isfinite().all()):
+                    return str(parameter)
+    return ""
+
+
 def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _STEPPED.add(optimizer)
 
 
-def watch(model: nn.Module, optimizer: Any, *, every: int = 50) -> Watch:
-    """Watch a training loop. Print nothing while all is well, and one sentence at the step where it is not.
+def watch(
+    model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None
+) -> Watch:
+    """Watch a training loop. Print at the third step what is watched and what is not, and a sentence at a step that is not well.
 
     Each kind of fault is told once, and again when it is twice as large:
 
@@ -678,6 +774,7 @@ def watch(model: nn.Module, optimizer: Any, *, every: int = 50) -> Watch:
         model: the trained model, before ``torch.compile`` or not.
         optimizer: any ``torch.optim.Optimizer``, possibly wrapped; or a list of several, the last to step at the end.
         every: steps between sampled steps, on which the intended update is computed; the second step is sampled too.
+        called: the module whose forward pass the loop calls, if not the model itself.
     Returns:
         The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` watches the loss too; ``remove()`` ends it.
     Raises:
@@ -699,4 +796,4 @@ def watch(model: nn.Module, optimizer: Any, *, every: int = 50) -> Watch:
         >>> str(caught[0].message).split(":")[0], watch.numbers()["lr/group0"]
         ('step 2', 1e-05)
     """
-    return Watch(model, optimizer, every=every)
+    return Watch(model, optimizer, every=every, called=called)

@@ -26,9 +26,9 @@ from torch import Tensor
 from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.numerics.rounding import sqrt
 from narrowgauge.numerics.widening import add_product, matmul
-from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule, Scalars
+from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule, Scalars, moving_average
 from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed
-from narrowgauge.triton_printer import launches_on
+from narrowgauge.torch_support.triton import runs_on
 
 Options = Mapping[str, Any]
 States = Mapping[str, Tensor]
@@ -183,7 +183,7 @@ def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
 @functools.lru_cache(None)
 def _multiplies_stacks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a stack has the bits of its matrices, tried once. Libraries choose a kernel by the number of matrices."""
-    if not launches_on(device):
+    if not runs_on(device):
         return False  # nothing waits for launches
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
@@ -199,8 +199,7 @@ def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
 
 
 def _momentum(g: Tensor, states: States, scalars: Scalars) -> Result:
-    m = states["momentum_buffer"]
-    m = m + (g - m) * scalars["one_minus_momentum"]
+    m = moving_average(states["momentum_buffer"], g, scalars["one_minus_momentum"])
     return torch.where(scalars["nesterov"] != 0, g + (m - g) * scalars["momentum"], m), {
         "momentum_buffer": m
     }

@@ -1,0 +1,127 @@
+"""Find which tokens a row of logits sees: those at whose embedding the gradient of its logits is not zero.
+
+Three forward and backward passes in evaluation mode answer, each for some rows of logits at once. A mask of attention gives a
+gradient of exactly zero. What a model chooses by a token without a gradient, such as the capacity of experts, is not seen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from narrowgauge.checks.softmaxes import Trace, as_sequences, terms_of
+from narrowgauge.put_back import put_back
+
+_FAINT = 1e-7
+"""Gradients over the largest one that are zero."""
+
+
+def num_columns(rows: int, tokens: Tensor) -> int:
+    """Return the logits of each sequence, if there are as many for each; 0 for one label a sequence, and otherwise."""
+    columns, rest = divmod(rows, len(tokens))
+    return columns if rest == 0 and 1 < columns <= tokens.shape[1] else 0
+
+
+Seen = Callable[[Tensor], Tensor]
+"""Which tokens some rows of logits see, ``[sequences, columns]``, given a mask of the rows."""
+
+
+def sight_of(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    tokens: Tensor,
+    kind: tuple[str, int],
+) -> Seen:
+    """Return a function that makes a forward and a backward pass, and says which tokens rows see.
+
+    DistributedDataParallel reduces nothing here: it would wait for gradients that these passes do not make.
+
+    Args:
+        tokens: ids that the forward pass looks up, ``[sequences, columns]``.
+        kind: name and number of classes of the softmaxes.
+    """
+
+    def seen_by(rows: Tensor) -> Tensor:
+        embedded = list[Tensor]()
+
+        def begin_here(ids: Tensor, result: Tensor) -> Tensor:
+            if not torch.equal(as_sequences(ids), tokens):
+                return result
+            embedded.append(result.detach().requires_grad_())
+            return embedded[-1]
+
+        trace = Trace(after_lookup=begin_here)
+        eager = torch.compiler.set_stance("force_eager")
+        unreduced = getattr(model, "no_sync", nullcontext)()
+        with put_back(model, model.parameters()), unreduced, eager, trace:
+            for module in model.modules():
+                module.training = False  # not train(False), which some modules override
+            terms, _ = terms_of(loss(model, batch), trace)
+            sources = [t.source for t in terms if t.kind == kind and t.source is not None]
+            if sum(map(len, sources)) < len(rows) or not embedded:
+                raise ArithmeticError("no such logits, or other tokens are looked up")
+            logits = torch.cat(sources)[: len(rows)]
+            noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+            weights = noise.to(logits) * rows.to(logits)[:, None]
+            (logits * weights).sum().backward()
+        gradients = [x.grad for x in embedded if x.grad is not None]
+        if not gradients:
+            return torch.zeros(tokens.shape, dtype=torch.bool)
+        sizes = torch.stack([as_sequences(x.abs().amax(-1)) for x in gradients]).amax(0)
+        return (sizes > _FAINT * sizes.max()).cpu()
+
+    return seen_by
+
+
+def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) -> dict[str, Any]:
+    """Return what rows of logits see.
+
+    Args:
+        learned: which rows of logits learn, ``[sequences, columns]``.
+    Returns:
+        ``offset``, the position of the last token that column 0 sees; ``sees_later``, whether rows that learn see later
+        tokens; ``sees_others``: other sequences; ``sees_padding``; ``first_seen`` by the last row that learns.
+    """
+    places = torch.arange(tokens.shape[1])
+    ranks = learned.cumsum(1)
+    half = ranks[:, -1:] // 2
+    # In every other sequence, the row in the middle of those that learn.
+    middle = learned & (ranks == half + 1) & (torch.arange(len(tokens))[:, None] % 2 == 0)
+    by_middle = seen_by(middle.flatten())
+    ends = (by_middle * (places + 1)).amax(1) - 1
+    is_tested = middle.any(1)
+    offsets = (ends - middle.int().argmax(1))[is_tested].unique().tolist()
+    offset = offsets[0] if len(offsets) == 1 else 0
+    # The rows before it, of tokens that are no padding.
+    is_padding = torch.zeros_like(by_middle) if padding is None else tokens == padding
+    at = (torch.arange(learned.shape[1]) + offset).clamp(0, len(places) - 1)
+    by_earlier = seen_by((learned & (ranks <= half) & ~is_padding[:, at]).flatten())
+    by_last = seen_by((learned & (ranks == ranks[:, -1:])).flatten())
+    earlier_ends = (by_earlier * (places + 1)).amax(1) - 1
+    sees_later = len(offsets) > 1 or bool((earlier_ends >= ends)[is_tested].any())
+    begins = by_last & ~is_padding & ((places == 0) | is_padding.roll(1, 1))
+    firsts = by_last.int().argmax(1)[by_last.any(1) & ~begins.any(1)].tolist()
+    return {
+        "offset": 0 if sees_later else offset,
+        "sees_later": sees_later if by_middle.any() else None,
+        "sees_others": bool(by_middle[1::2].any()) if len(tokens) > 1 else None,
+        "sees_padding": bool((by_earlier & is_padding).any()) if is_padding.any() else None,
+        "first_seen": max(firsts, default=0),
+    }
+
+
+def restart(batch: Any, tokens: Tensor) -> int | None:
+    """Return where positions of the batch begin anew for the last time, in packed rows."""
+    for x in tree_leaves(batch):
+        if isinstance(x, Tensor) and x.shape == tokens.shape and not x.is_floating_point():
+            is_start = x[:, 1:] == 0
+            counts_up = (x[:, 1:] - x[:, :-1] == 1) | is_start
+            if bool(counts_up.all()) and bool(is_start.any()):
+                return int(is_start.any(0).nonzero()[-1]) + 1
+    return None

@@ -1,0 +1,466 @@
+"""``narrowgauge.teaches``: read from one backward pass what each position learns, and from a few forward passes what it sees.
+
+The graph of the loss leads to its softmax (:mod:`narrowgauge.checks.softmaxes`). Tokens are the indices of the largest
+embedding. A row's place is the last token that it sees (:mod:`narrowgauge.checks.sight`), so a shift is counted from there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.reading import Reading, Readings
+from narrowgauge.checks.float32_copy import Loss
+from narrowgauge.checks.gradients import (
+    Backward,
+    configured_step,
+    has_own_batches,
+    micro_batches,
+    reason_for_none,
+)
+from narrowgauge.checks.set_up import SetUp
+from narrowgauge.checks.sight import num_columns, restart, seen, sight_of
+from narrowgauge.checks.softmaxes import LABEL, Target, Term, Trace, joined, terms_of
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.put_back import put_back
+from narrowgauge.spec.formats import dtype_name
+from narrowgauge.spec.tables import Table, number_columns, text_columns
+
+Facts = dict[str, Any]
+SHIFTS = (1, 0, -1, 2, 3)
+"""Distances of a label from its position that are tried; the first of equals counts."""
+MOST, HALF = 0.9, 0.5
+"""Shares of the labels that settle a shift, and that exclude one."""
+_COLUMNS = (
+    (
+        *text_columns(learns="learns"),
+        *number_columns(
+            rows="rows",
+            learn="learned",
+            before="before",
+            after="after",
+            weight="weight",
+            sum="weight_sum",
+        ),
+        *text_columns(weights_by="weights"),
+        *number_columns(unlearned="unlearned", not_read="not_sure"),
+    ),
+    (
+        *text_columns(softmax="function", format="dtype"),
+        *number_columns(smoothing="smoothing", z_loss="z_loss"),
+        *text_columns(other_terms="other_terms"),
+    ),
+    (
+        *text_columns(sees_later_tokens="sees_later", other_sequences="sees_others"),
+        *number_columns(from_token="first_seen", positions_begin_anew="restart", padding="padding"),
+        *text_columns(sees_padding="sees_padding"),
+    ),
+)
+"""The facts that are printed, as tables of one row."""
+_COUNTS = (
+    "rows",
+    "learned",
+    "sequences",
+    "smoothed_alone",
+    "not_sure",
+    "padding_learned",
+    "before",
+    "after",
+    "unlearned",
+)
+"""Facts that are summed over ranks."""
+_SAME = 2e-3
+"""Relative distance of weights that are equal, where the arithmetic is exact enough to tell."""
+
+
+def teaches(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    *,
+    backward: Backward | None = None,
+    loss_scale: float = 1.0,
+) -> Readings:
+    """Read what a loss teaches: which token each position learns, with which weight, in which arithmetic, and what it sees.
+
+    Print the result: at most six lines of facts, and warnings of kinds that no healthy loop has. All ranks make the call.
+    Gradients, buffers, generators and attributes of modules are as before at the end.
+
+    Args:
+        model: as the loop calls it, possibly wrapped or compiled. Compiled parts run eagerly here.
+        batch: this rank's batch. A list holds micro-batches; a list of tensors is one batch.
+        loss: ``loss(model, batch)`` returns the objective of a batch.
+        backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, by calls of ``.backward()``,
+            without the optimizer's step. ``None``: each micro-batch's loss, divided by their number.
+        loss_scale: factor of the losses on which ``backward`` begins.
+    Returns:
+        Warnings and lines. ``taught`` is a flat dict of the facts, for assertions: ``shift``, ``learned``, ``weight_sum`` …
+
+    Cost: one step as configured, three of the first batch, and about five copies of the logits.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
+        >>> def loss(model, tokens):
+        ...     return torch.nn.functional.cross_entropy(model(tokens)[:, :-1].mT, tokens[:, 1:])
+        >>> ng.teaches(model, torch.arange(24).view(2, 12) % 7, loss).taught["shift"]
+        1
+    """
+    is_split = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
+    parts = batch if is_split else [batch]
+
+    def run() -> float:
+        if backward is not None:
+            backward(model, batch)
+            return loss_scale
+        for part in parts:
+            (loss(model, part) / len(parts)).backward()
+        return 1.0
+
+    with put_back(model, model.parameters()):
+        return lesson(model, parts[0], loss, run)
+
+
+def checked_lesson(
+    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
+) -> Readings:
+    """Read what the loss of a set-up teaches, for :func:`narrowgauge.check`. Errors become reasons in ``unseen``."""
+    model = set_up.model
+    parts = micro_batches(model, batch, loss)
+    inside = set(map(id, model.parameters()))
+    outside = {p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside}
+
+    def run() -> float:
+        step = configured_step(set_up, outside, batch, parts, loss, backward, {}, False, True)
+        return step.loss_scale
+
+    readings = Readings()
+    with reason_for_none("what the loss teaches", unseen), put_back(model, outside.values()):
+        readings = lesson(model, parts[0], loss, run)
+    unseen |= readings.unseen
+    return readings
+
+
+def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -> Readings:
+    """Read what the backward passes of ``run`` teach. ``run`` returns the loss scale. All ranks make the call.
+
+    Args:
+        batch: of the first backward pass.
+    """
+    passes = list[Pass]()
+
+    def note(value: Tensor) -> None:
+        terms, others = terms_of(value, trace)
+        passes.append(Pass(terms, others, trace.lookups))
+        trace.lookups = []
+        trace.tensors.clear()
+
+    with torch.compiler.set_stance("force_eager"), Trace(before_backward=note) as trace:
+        scale = run()
+    terms, others = main_terms(passes)
+    if all_ranks().largest(int(not terms)):
+        return _unread(passes, others)
+    rows = rows_of(passes, terms)
+    rows.weight /= scale
+    facts: Facts = dict.fromkeys(str(column.key) for columns in _COLUMNS for column in columns)
+    facts |= arithmetic_facts(rows, terms) | {"other_terms": ", ".join(others)}
+    facts |= look(model, loss, batch, rows, terms)
+    facts |= label_facts(rows, terms[0].teaches) | weight_facts(rows)
+    if has_own_batches(model):
+        facts = over_ranks(facts)
+    lines = list[str]()
+    for columns in _COLUMNS:
+        if any(facts[str(column.key)] is not None for column in columns):
+            lines += Table(columns, [facts]).plain().splitlines()
+    return Readings(_warnings(facts), lines, "what the loss teaches", taught=facts)
+
+
+class Pass(NamedTuple):
+    """The softmaxes, names of other terms, and token lookups before one call of ``backward``."""
+
+    terms: list[Term]
+    others: set[str]
+    lookups: list[tuple[int, Tensor, int]]
+
+    def tokens(self, term: Term) -> Tensor | None:
+        """Return the ids to which rows of logits belong: the last lookup before them that fits.
+
+        Take a table of as many rows as there are classes, else the largest.
+        """
+        lookups = [x for x in self.lookups if x[0] <= term.order and not _are_positions(x[1])]
+        lookups = [x for x in lookups if num_columns(len(term.rows), x[1])] or lookups
+        sizes = [size for _, _, size in lookups]
+        size = term.classes if term.classes in sizes else max(sizes, default=0)
+        return next((ids for _, ids, table in reversed(lookups) if table == size), None)
+
+
+def _are_positions(ids: Tensor) -> bool:
+    """Return whether ids count up in each row."""
+    return bool((ids - ids[0, 0] == torch.arange(ids.shape[1], device=ids.device)).all())
+
+
+class Rows:
+    """Rows of logits over all backward passes: columns with a value for each row.
+
+    Args:
+        target: what each row learns.
+        marks: backward pass, softmax among several over the same tokens, row of ``tokens``, place in it; −1 if unknown.
+        tokens: of each pass and forward pass.
+    """
+
+    def __init__(self, target: Target, marks: Tensor, tokens: list[Tensor]) -> None:
+        self.target = target
+        self.weight = target.weight
+        self.number, self.head, self.sequence, self.column = marks
+        width = max((ids.shape[1] for ids in tokens), default=0)
+        filled = [nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1) for ids in tokens]
+        self.first_tokens = tokens[0] if tokens else None
+        self.tokens = torch.cat(filled).cpu() if filled else torch.zeros(0, 0, dtype=torch.long)
+        self.padding = padding_of(self.tokens)
+        has_label = target.is_live & (target.form == LABEL)
+        self.is_smoothed = has_label & target.is_sure & (target.smoothing > 0.95)
+        self.is_learned = target.is_live & ~self.is_smoothed
+        self.is_known = self.is_learned & target.is_sure
+
+    def share_at(self, shift: int, mask: Tensor) -> float:
+        """Return the share of rows whose label is the token at a distance from the last one that they see."""
+        place = (self.column + shift)[mask]
+        width = self.tokens.shape[1]
+        tokens = self.tokens[self.sequence[mask], place.clamp(0, width - 1)]
+        is_inside = (place >= 0) & (place < width)
+        return float((is_inside & (tokens == self.target.label[mask])).double().mean())
+
+
+def rows_of(passes: Sequence[Pass], terms: Sequence[Term]) -> Rows:
+    """Put the rows of terms in order.
+
+    Terms over the same tokens are chunks of one softmax, unless they have more rows than there are tokens.
+    """
+    targets, marks, tokens = list[Target](), list[Tensor](), list[Tensor]()
+    for number, one in enumerate(passes):
+        groups = dict[int, tuple[Tensor | None, list[Term]]]()
+        for term in one.terms:
+            if term in terms:
+                ids = one.tokens(term)
+                groups.setdefault(id(ids), (ids, []))[1].append(term)
+        for ids, members in groups.values():
+            targets += [term.target for term in members if term.target is not None]
+            sizes = [len(term.rows) for term in members]
+            if ids is not None and len(ids) not in sizes and sum(sizes) <= ids.numel():
+                sizes = [sum(sizes)]
+            first = sum(len(x) for x in tokens)
+            for head, size in enumerate(sizes):
+                length = 0 if ids is None else num_columns(size, ids)
+                place = torch.arange(size)
+                column = place % length if length else torch.full_like(place, -1)
+                sequence = place // length + first if length else column
+                columns = [torch.full_like(place, x) for x in (number, head)]
+                marks.append(torch.stack([*columns, sequence, column]))
+            if ids is not None:
+                tokens.append(ids)
+    return Rows(joined(targets), torch.cat(marks, 1), tokens)
+
+
+def padding_of(tokens: Tensor) -> int | None:
+    """Return the id found only in runs at the ends, or starts, of rows, of different lengths; ``None`` without one.
+
+    Example:
+        >>> padding_of(torch.tensor([[5, 6, 7, 8], [5, 0, 0, 0], [7, 9, 0, 0]]))
+        0
+    """
+    for side in (tokens, tokens.flip(1)):
+        for token in side[:, -1:].unique():
+            is_token = side == token
+            runs = is_token.flip(1).cumprod(1).sum(1)
+            is_common = int((runs > 1).sum()) >= max(1, len(tokens) // 4)
+            if int(is_token.sum()) == int(runs.sum()) and is_common and len(runs.unique()) > 1:
+                return int(token)
+    return None
+
+
+def main_terms(passes: Sequence[Pass]) -> tuple[list[Term], list[str]]:
+    """Return the softmaxes with the most classes that teach labels, or else distributions, and names of the other terms."""
+    terms = [term for one in passes for term in one.terms if term.target is not None]
+    live = {term.name for term in terms if term.target is not None and term.target.is_live.any()}
+    # Chunks whose labels are all ignored stay: they hold the places of the others.
+    terms = [term for term in terms if term.name in live]
+    roots = {term.root for term in terms if term.name == "LogSoftmax"}
+    kinds = {}
+    for term in terms:
+        is_beside = term.name == "Logsumexp" and term.root in roots
+        kinds[term] = "a term such as a z-loss" if is_beside else term.teaches
+    taught = "a label" if "a label" in kinds.values() else "a distribution"
+    classes = max((term.classes for term, kind in kinds.items() if kind == taught), default=0)
+    main = [term for term, kind in kinds.items() if (kind, term.classes) == (taught, classes)]
+    others = {name for one in passes for name in one.others}
+    others |= {
+        f"{kinds[term]} ({term.name} over {term.classes})" for term in terms if term not in main
+    }
+    return main, sorted(others)
+
+
+def _unread(passes: Sequence[Pass], others: list[str]) -> Readings:
+    """Return a line about a loss without a softmax, or with one whose target cannot be read."""
+    terms = [term for one in passes for term in one.terms if term.name != "Softmax"]
+    if terms:
+        unread = sorted({f"the target of {term.name}" for term in terms})
+        return Readings(unseen={"what the loss teaches": ", ".join(unread)})
+    names = ", ".join(name for name in others if name != "a sum")
+    return Readings(
+        [], ["not a softmax loss" + f": {names}" * bool(names)], "what the loss teaches"
+    )
+
+
+def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[Term]) -> Facts:
+    """Return what rows of logits see, and put their place right: the last token that they see."""
+    facts: Facts = {"padding": rows.padding}
+    tokens = rows.first_tokens
+    is_first = (rows.number == 0) & (rows.head == 0) & (rows.sequence >= 0)
+    is_unknown = tokens is None or not is_first.any()
+    if all_ranks().largest(int(is_unknown)) or tokens is None:
+        return facts
+    is_first &= rows.sequence < len(tokens)
+    learned = rows.is_learned[is_first].view(len(tokens), -1)
+    seen_by = sight_of(model, loss, batch, tokens, terms[0].kind)
+    try:
+        facts |= seen(seen_by, learned, tokens.cpu(), rows.padding)
+    except ArithmeticError:
+        return facts
+    rows.column = torch.where(rows.column < 0, -1, rows.column + facts.pop("offset"))
+    return facts | {"restart": restart(batch, tokens)}
+
+
+def over_ranks(facts: Facts) -> Facts:
+    """Return counts of all ranks, the mean of their weights, since gradients are averaged, and the other facts of rank 0."""
+    of_ranks = [facts for facts in all_ranks().gather(facts) if facts["weights"] is not None]
+    if len(of_ranks) < 2:
+        return facts
+    facts = dict(of_ranks[0])
+    for name in _COUNTS:
+        facts[name] = sum(of_rank[name] or 0 for of_rank in of_ranks)
+    weights = [of_rank["weight"] for of_rank in of_ranks]
+    facts["weight"] = statistics.fmean(weights) / len(of_ranks)
+    facts["weight_sum"] = statistics.fmean(of_rank["weight_sum"] for of_rank in of_ranks)
+    if max(weights) - min(weights) > _SAME * max(weights):
+        facts["weights"] = "rank"
+    return facts
+
+
+# ── the facts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def label_facts(rows: Rows, taught: str) -> Facts:
+    """Return how many rows learn, which token, and how many rows before and after do not, in each sequence."""
+    learned = rows.is_learned
+    known = rows.is_known & (rows.column >= 0)
+    facts: Facts = {"rows": len(learned), "learned": int(learned.sum()), "learns": taught}
+    facts["sequences"] = len(rows.tokens)
+    facts["smoothed_alone"] = int(rows.is_smoothed.sum())
+    facts["not_sure"] = int((learned & ~rows.is_known).sum())
+    facts["padding_learned"] = 0
+    facts["shift"] = None
+    if not known.any():
+        return facts
+    if rows.padding is not None:
+        facts["padding_learned"] = int((rows.target.label[known] == rows.padding).sum())
+    facts["next_share"] = rows.share_at(1, known)
+    shifts = []
+    for head in rows.head.unique():
+        shares = {shift: rows.share_at(shift, known & (rows.head == head)) for shift in SHIFTS}
+        best = max(shares, key=lambda shift: shares[shift])
+        shifts += [best] if shares[best] >= MOST else []
+    if shifts:
+        facts["learns"] = "token " + " and ".join(f"t{shift:+d}" for shift in shifts)
+        facts["shift"] = shifts[0]
+    # The first and the last row of each sequence that learn.
+    far = torch.where(learned, rows.column, 1 << 40)
+    near = torch.where(learned, rows.column, -1)
+    place = rows.sequence.clamp_min(0)
+    empty = torch.zeros(len(rows.tokens), dtype=torch.long)
+    first = empty.scatter_reduce(0, place, far, "amin", include_self=False)[place]
+    last = empty.scatter_reduce(0, place, near, "amax", include_self=False)[place]
+    facts["before"] = int((rows.column < first).sum())
+    facts["after"] = int(((rows.column > last) & (rows.column >= first)).sum())
+    return facts
+
+
+def weight_facts(rows: Rows) -> Facts:
+    """Return the weights of rows that learn: their sum, and by what they differ."""
+    weights = rows.weight[rows.is_known]
+    if not len(weights):
+        return {"weights": None}
+    misfit = float(rows.target.misfit[rows.is_known].max())
+    tolerance = max(_SAME, 5 * misfit)
+    low, high = weights.aminmax()
+    facts: Facts = {"weight": float(weights.median()), "weight_sum": float(weights.sum())}
+    facts |= {"misfit": misfit, "unlearned": int((weights < 0).sum())}
+    facts["weights"] = "token"
+    keys = (
+        ("label", rows.target.label),
+        ("sequence", rows.sequence),
+        ("pass", rows.number),
+        ("head", rows.head),
+    )
+    for name, key in keys:
+        if _spread_within(weights, key[rows.is_known]) <= tolerance:
+            facts["weights"] = name
+    if high - low <= tolerance * high:
+        facts["weights"] = "equal"
+    return facts
+
+
+def _spread_within(weights: Tensor, keys: Tensor) -> float:
+    """Return the largest relative spread of weights within a group; infinite for one group, or for as many as weights."""
+    groups, place = keys.unique(return_inverse=True)
+    if len(groups) in (1, len(weights)):
+        return math.inf
+    zeros = torch.zeros(len(groups), dtype=weights.dtype)
+    high = zeros.scatter_reduce(0, place, weights, "amax", include_self=False)
+    low = zeros.scatter_reduce(0, place, weights, "amin", include_self=False)
+    return float(((high - low) / torch.maximum(high.abs(), low.abs())).max())
+
+
+def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
+    """Return smoothing, z-loss, and the arithmetic of the softmax."""
+    target, known = rows.target, rows.is_known
+    dtype = min((term.rows.dtype for term in terms), key=lambda dtype: dtype.itemsize)
+    unit = 0.0 if dtype.itemsize >= 4 else torch.finfo(dtype).eps / 2
+    facts: Facts = {"dtype": dtype_name(dtype), "function": terms[0].name, "log_error": 0.0}
+    if unit and terms[0].name == "LogSoftmax":
+        facts["log_error"] = unit * float(terms[0].rows.abs().median())
+    for name, floor in (("smoothing", 1e-4), ("z_loss", 3e-6 + unit)):
+        value = float(getattr(target, name)[known].nanmedian())
+        facts[name] = 0.0 if abs(value) <= floor or not known.any() else value
+    return facts
+
+
+def _warnings(facts: Facts) -> list[Reading]:
+    """Return what no healthy loop teaches."""
+    learned, sequences, shift = facts["learned"], facts["sequences"], facts["shift"]
+    total = facts.get("weight_sum", 0.0)
+    padding_learned = facts["padding_learned"] if shift is not None else 0
+    sees_later, is_single = facts["sees_later"], facts["weights"] == "equal"
+    is_twice = sees_later is False and shift not in (None, 1) and facts["next_share"] <= HALF
+    is_exact = is_single and facts["misfit"] < _SAME / 5 and not facts["not_sure"]
+    is_counted = is_exact and abs(total * (learned + sequences) / learned - 1) < 3e-4
+    is_smoothed = facts["smoothing"] and facts["smoothed_alone"]
+    rows = (
+        ("wrong-shift", is_twice, shift, 1),
+        ("sees-its-target", sees_later and shift == 1, 1, 0),
+        ("padding-learned", padding_learned > sequences, padding_learned, 0),
+        ("ignored-smoothed", is_smoothed, facts["smoothed_alone"], 0),
+        ("counts-unlearned", is_counted and sequences, total, 1),
+        ("narrow-log-softmax", facts["log_error"], facts["log_error"], 0),
+        ("padding-seen", facts["sees_padding"], facts["padding"], None),
+    )
+    readings = list[Reading]()
+    for name, holds, value, expected in rows:
+        if holds:
+            readings.append(KINDS[name].reading("", value, expected, **facts))
+    return readings

@@ -1,0 +1,406 @@
+"""The step of all tensors on a CPU, as C++: one call over a table of addresses.
+
+A *program* steps one tile: ``TILE`` words of a flat storage, or one row of each part where rows
+have scales. It walks over streams (:class:`narrowgauge.optim.step_graph.Stream`) in whole vectors.
+What is left at the end of a row, or missing in a second part, goes through a copy padded with
+zeros. Programs run on all threads, with one barrier at the end of the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from textwrap import indent
+from typing import Any
+
+from narrowgauge.numerics.metrics import KERNEL_SUMS
+from narrowgauge.optim.kernel import CONTROL
+from narrowgauge.optim.layout import layout_of
+from narrowgauge.optim.row_bounds import bounding
+from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.optim.step_graph import (
+    Stream,
+    bounds_column,
+    lane_names,
+    magnitude_graph,
+    num_addresses,
+    num_values,
+    scale_names,
+    scales_graph,
+    step_graph,
+    streams_of,
+)
+from narrowgauge.spec.storages import Storage
+from narrowgauge.torch_support.cpp import CPP, VECTORS, build
+from narrowgauge.torch_support.printer import print_graph
+
+TILE = 4096
+"""Words of a tile: 16 KB of each stream. A longer row is stepped in several tiles."""
+AHEAD = 64
+"""Words between a load and its prefetch.
+
+The hardware's own prefetch leaves a loop of many streams waiting.
+"""
+SIZES = (
+    "columns", "group", "elements", "rows", "first", "count", "pieces", "record", "number", "period", "phase",
+)  # fmt: skip
+"""The table after the addresses.
+
+Each part has ``group`` rows of ``columns`` words. The tensor has ``rows`` rows of ``elements``. Its
+``count`` programs begin at ``first``, with ``pieces`` for each row. Where rows are bounded before
+the step, their records begin at ``record``, else it is -1. ``number`` is the row of its scalars. An
+audit sums every ``period``-th program, from ``phase`` on.
+"""
+SUMS = len(KERNEL_SUMS)
+
+_OVER = """
+// Walk over the words of a span. What is no whole vector, or not there at all, goes through a copy padded with zeros.
+template <class Walk>
+INLINE void over(Walk walk, int streams, const int* size, const bool* is_written, char* const* p, const int64_t* bytes,
+                 int64_t span, int64_t whole, const float* u, float* out) {
+  if (whole) walk(p, whole, LANES, u, out);
+  for (int64_t at = whole * LANES; at < span; at += LANES) {
+    alignas(64) char copy[STREAMS][4 * MOST_FLOATS * LANES] = {};
+    char* q[STREAMS];
+    for (int k = 0; k < streams; k++) {
+      const int64_t there = bytes[k] - size[k] * at, most = size[k] * LANES;
+      if (there > 0) memcpy(copy[k], p[k] + size[k] * at, there < most ? there : most);
+      q[k] = copy[k];
+    }
+    walk(q, 1, span - at < LANES ? (int32_t)(span - at) : LANES, u, out);
+    for (int k = 0; k < streams; k++) {
+      const int64_t there = bytes[k] - size[k] * at, most = size[k] * LANES;
+      if (there > 0 && is_written[k]) memcpy(p[k] + size[k] * at, copy[k], there < most ? there : most);
+    }
+  }
+}
+
+// One float of each of several that belong to a word.
+template <int FLOATS> INLINE Floats take_lane(const char* p, int lane) {
+  Floats x;
+  for (int k = 0; k < LANES; k++) memcpy(&x[k], p + 4 * (FLOATS * k + lane), 4);
+  return x;
+}
+template <int FLOATS> INLINE void put_lane(char* p, int lane, Floats x) {
+  for (int k = 0; k < LANES; k++) memcpy(p + 4 * (FLOATS * k + lane), (char*)&x + 4 * k, 4);
+}
+"""
+_HEAD = (
+    'extern "C" void {name}(const int64_t* table, const int32_t* tiles, int64_t num_programs, const float* numbers,\n'
+    "                        const float* control, float* records, float* sums, int32_t threads) {{\n"
+    "#pragma omp parallel for schedule(static) num_threads(threads)\n"
+    "for (int64_t program = 0; program < num_programs; program++) {{\n"
+)
+
+
+class _Text:
+    """Write the C++ of a (rule, storage)."""
+
+    def __init__(
+        self, rule: AnyRule, storage: Storage, *, audited: bool = False, with_sources: bool = False
+    ) -> None:
+        self.is_audited = audited
+        self.rule, self.storage, self.layout = rule, storage, layout_of(storage)
+        self.with_sources = with_sources
+        self.streams = streams_of(rule, storage)
+        self.values = [f"v_{k}" for k in range(num_values(rule))]
+        self.uniforms = [*self.values, "seed", *scale_names(storage)]
+        self.peaks: list[tuple[str, int]] = []
+        if storage.scaled and isinstance(rule, Rule):
+            for name in bounding(rule, storage):
+                self.peaks += [(name, part) for part in range(self.layout.num_parts)]
+
+    @property
+    def record(self) -> int:
+        """Return the floats of a row that is bounded before the step: its largest magnitudes and
+        old bounds.
+        """
+        return len(self.peaks) + len(self.storage.scaled) * self.layout.num_parts
+
+    def whole(self) -> str:
+        """Return the text of all functions."""
+        sizes = [4 * max(1, stream.floats) for stream in self.streams]
+        text = VECTORS + "\n// Bytes of a word in each stream.\n"
+        text += f"constexpr int STREAMS = {len(self.streams)}, MOST_FLOATS = {max(sizes) // 4};\n"
+        text += f"constexpr int SIZE[] = {{{', '.join(map(str, sizes))}}};\n{_OVER}"
+        text += self.walk("step_words")
+        if self.peaks:
+            text += self.walk_of_peaks()
+        if self.is_audited:
+            text += self.walk("audit_words", audited=True)
+            return text + self.function("step_and_audit", self.step("step_words", "audit_words"))
+        if self.peaks:
+            text += self.function("find_peaks", self.find_peaks())
+        text += self.function("step", self.step("step_words"))
+        if isinstance(self.rule, MatrixRule):
+            text += self.walk("average_words", averages=True)
+            text += self.function("average", self.step("average_words"))
+        return text
+
+    # ── functions over words ────────────────────────────────────────────────────────────────────────────────────────
+
+    def walk(self, name: str, *, audited: bool = False, averages: bool = False) -> str:
+        """Return a function that steps, audits or averages whole vectors of words."""
+        words = [f"w{k}" for k, stream in enumerate(self.streams) if not stream.floats]
+        lanes = lane_names(self.rule, self.storage)
+        inputs = [*words, *scale_names(self.storage), *lanes, "v", "seed"]
+        graph = step_graph(
+            self.rule, self.storage, CPP,
+            audited=audited, averages=averages, with_sources=self.with_sources,
+        )  # fmt: skip
+        printed = print_graph(graph, inputs, "x", CPP)
+        body = [f"const auto {w} = load(p{k} + 4 * at);" for k, w in enumerate(words)]
+        stores: dict[str, str] = {w: f"store(p{k} + 4 * at, {{}});" for k, w in enumerate(words)}
+        for lane, d in enumerate(lanes):
+            stream = len(words) + lane // self.layout.per_word
+            floats, number = self.layout.per_word, lane % self.layout.per_word
+            place = f"p{stream} + {4 * floats} * at, {number}"
+            body.append(f"const auto {d} = take_lane<{floats}>({place});")
+            stores[d] = f"put_lane<{floats}>({place}, {{}});"
+        body += printed.lines
+        for k, term in enumerate(printed.results):
+            body.append(f"sum{k} += where(counted, {term}, 0.0f);")
+        body += [stores[target].format(value) for target, value in printed.writes]
+        written = [
+            "true" if f"w{k}" in dict(printed.writes) else "false" for k in range(len(words))
+        ]
+        is_change_written = "true" if averages else "false"
+        written += [is_change_written] * (len(self.streams) - len(words))
+        text = f"constexpr bool WRITTEN_BY_{name}[] = {{{', '.join(written)}}};\n"
+        ends = [f"out[{k}] += sum_of(sum{k});" for k in range(len(printed.results))]
+        sums = [f"Floats sum{k}{{}};" for k in range(len(printed.results))]
+        if sums:
+            sums.append("const auto counted = places() < inside;")
+        return text + self._loop(name, self.streams, self.uniforms, sums, body, ends)
+
+    def walk_of_peaks(self) -> str:
+        """Return a function that finds the largest magnitude of a stream, as bits."""
+        printed = print_graph(magnitude_graph(self.storage, CPP), ["w"], "m", CPP)
+        body = ["const auto w = load(p0 + 4 * at);", *printed.lines]
+        body.append(f"most = larger(most, {printed.results[0]});")
+        ends = ["out[0] = float_of(larger(int_of(out[0]), largest_of(most)));"]
+        text = "constexpr bool WRITTEN_BY_peak_of_words[] = {false};\n"
+        return text + self._loop(
+            "peak_of_words", self.streams[:1], [], ["Ints most{};"], body, ends
+        )
+
+    def _loop(
+        self,
+        name: str,
+        streams: Sequence[Stream],
+        uniforms: Sequence[str],
+        begin: Sequence[str],
+        body: Sequence[str],
+        ends: Sequence[str],
+    ) -> str:
+        """Return ``name(p, blocks, inside, u, out)``: walk over vectors of the streams ``p``, with
+        the same numbers ``u``.
+
+        Of one vector only the first ``inside`` words count in a sum.
+        """
+        lines = [f"char* const p{k} = p[{k}];  // {s.name}" for k, s in enumerate(streams)]
+        meanings = dict(zip(self.values, (*CONTROL, *self.rule.scalars), strict=True))
+        for k, uniform in enumerate(uniforms):
+            value = f"int_of(u[{k}])" if uniform == "seed" else f"u[{k}]"
+            comment = f"  // {meanings[uniform]}" if uniform in meanings else ""
+            lines.append(f"const auto {uniform} = {value};{comment}")
+        lines += begin
+        lines.append("for (int64_t at = 0; at < LANES * blocks; at += LANES) {")
+        for k, stream in enumerate(streams):
+            size = 4 * max(1, stream.floats)
+            lines.append(f"  __builtin_prefetch(p{k} + {size} * (at + {AHEAD}));")
+        lines += [f"  {line}" for line in body]
+        lines += ["}", *ends]
+        head = (
+            f"static __attribute__((noinline)) void {name}(char* const* p, int64_t blocks, int32_t inside, const float* u, "
+            "float* out) {\n"
+        )
+        return head + indent("\n".join(lines), "  ") + "\n}\n"
+
+    # ── functions over programs ─────────────────────────────────────────────────────────────────────────────────────
+
+    def function(self, name: str, lines: Sequence[str]) -> str:
+        """Return an exported function that runs lines for every program."""
+        return (
+            _HEAD.format(name=name) + indent("\n".join([*self.place(), *lines]), "  ") + "\n}\n}\n"
+        )
+
+    def place(self) -> list[str]:
+        """Return lines that find the tile of a program: its row of the table, its streams, and its
+        whole vectors.
+        """
+        width = num_addresses(self.rule, self.storage)
+        lines = [f"const int64_t* row = table + tiles[program] * {width + len(SIZES)};"]
+        lines += [f"const int64_t {name} = row[{width + k}];" for k, name in enumerate(SIZES)]
+        lines += [
+            "const int64_t place = program - first;",
+            "const int64_t line = place / pieces, piece = place % pieces;",
+            f"const int64_t origin = piece * {TILE};",
+            f"const int64_t span = pieces == 1 || columns - origin < {TILE} ? columns - origin : {TILE};",
+            f"const int64_t left = elements - {self.layout.per_word} * origin;",
+            "char* p[STREAMS];",
+            "int64_t bytes[STREAMS];",
+            "int64_t whole = span / LANES;",
+        ]
+        for k, stream in enumerate(self.streams):
+            lines += self.place_of(k, stream)
+        return lines
+
+    def place_of(self, k: int, stream: Stream) -> list[str]:
+        """Return lines that find a stream's address and the bytes of the tile that are there."""
+        at = f"({stream.part} * group + line)"
+        address = f"p[{k}] = (char*)row[{stream.column}]"
+        if stream.is_plane:
+            return [f"{address} + 4 * ({at} * columns + origin);", f"bytes[{k}] = 4 * span;"]
+        per_word = self.layout.per_word
+        size = 4 if stream.floats else 4 // per_word
+        return [
+            f"{address} + {size} * ({at} * elements + {per_word} * origin);",
+            f"bytes[{k}] = {at} < rows ? {size} * (left < {per_word} * span ? left : {per_word} * span) : 0;",
+            f"if (bytes[{k}] < SIZE[{k}] * span && bytes[{k}] / (SIZE[{k}] * LANES) < whole) "
+            f"whole = bytes[{k}] / (SIZE[{k}] * LANES);",
+        ]
+
+    def step(self, walk: str, audit: str = "") -> list[str]:
+        """Return lines that step a tile, or audit and step it."""
+        scalars = len(self.rule.scalars)
+        lines = [f"const float* scalars = numbers + number * {scalars + 1};"]
+        for k, value in enumerate(self.values):
+            source = f"control[{k}]" if k < len(CONTROL) else f"scalars[{k - len(CONTROL)}]"
+            lines.append(f"const float {value} = {source};")
+        if self.peaks:
+            lines += self.bounds()
+        numbers = [f"scalars[{scalars}]" if n == "seed" else n for n in self.uniforms]
+        lines.append(f"const float u[] = {{{', '.join(numbers)}}};")
+        call = "over({0}, STREAMS, SIZE, WRITTEN_BY_{0}, p, bytes, span, whole, u, {1});"
+        if not audit:
+            return [*lines, call.format(walk, "nullptr")]
+        lines += [
+            f"float* out = sums + program * {SUMS};",
+            f"for (int k = 0; k < {SUMS}; k++) out[k] = 0;",
+            "if (place % period == phase)",
+            f"  {call.format(audit, 'out')}",
+            "else",
+            f"  {call.format(walk, 'nullptr')}",
+        ]
+        return lines
+
+    def peak_lines(self) -> list[str]:
+        """Return lines that find the largest magnitudes of a tile in ``peak_NAME_PART``, which
+        exist.
+        """
+        lines = []
+        for name, part in self.peaks:
+            k = part if name == "weight" else self.layout.num_parts + part
+            lines.append(
+                f"over(peak_of_words, 1, SIZE + {k}, WRITTEN_BY_peak_of_words, p + {k}, bytes + {k}, span, whole, nullptr, "
+                f"&peak_{name}{part});"
+            )
+        return lines
+
+    def old_bounds(self) -> list[str]:
+        """Return the places of a row's bounds, for each part and scaled code."""
+        column = bounds_column(self.rule, self.storage)
+        return [
+            f"((float*)row[{column + k}])[{part} * group + line]"
+            for part in range(self.layout.num_parts)
+            for k in range(len(self.storage.scaled))
+        ]
+
+    def bounds(self) -> list[str]:
+        """Return lines that bound the rows of a program, and define the multipliers of each code
+        and part.
+        """
+        assert isinstance(self.rule, Rule)
+        old = self.old_bounds()
+        lines = [f"float peak_{name}{part} = 0;" for name, part in self.peaks]
+        lines += [f"float old{k} = {place};" for k, place in enumerate(old)]
+        lines.append("if (record < 0) {")
+        lines += indent("\n".join(self.peak_lines()), "  ").split("\n")
+        lines.append("} else {")
+        lines.append(f"  const float* found = records + (record + line) * {self.record};")
+        for k, (name, part) in enumerate(self.peaks):
+            lines.append(f"  peak_{name}{part} = found[{k}];")
+        lines += [f"  old{k} = found[{len(self.peaks) + k}];" for k in range(len(old))]
+        lines.append("}")
+        scaled = self.storage.scaled
+        graph = scales_graph(self.rule, self.storage, CPP)
+        for part in range(self.layout.num_parts):
+            peaks = [f"peak_{name}{part}" for name in bounding(self.rule, self.storage)]
+            first = part * len(scaled)
+            olds = [f"old{first + k}" for k in range(len(scaled))]
+            printed = print_graph(graph, ["v", *peaks, *olds], f"b{part}_", CPP)
+            lines += printed.lines
+            for k, name in enumerate(scaled):
+                new, into, back = printed.results[3 * k : 3 * k + 3]
+                lines.append(f"const float into_{name}{part} = {into}, back_{name}{part} = {back};")
+                lines.append(f"{old[first + k]} = {new};")
+        return lines
+
+    def find_peaks(self) -> list[str]:
+        """Return lines that write a row's record: its largest magnitudes, over all its tiles, and
+        its bounds so far.
+        """
+        lines = [
+            "if (record < 0) continue;",
+            f"float* found = records + (record + line) * {self.record};",
+        ]
+        lines += [f"float peak_{name}{part} = 0;" for name, part in self.peaks]
+        lines += self.peak_lines()
+        for k, (name, part) in enumerate(self.peaks):
+            lines += [
+                f"int32_t* most{k} = (int32_t*)(found + {k});",
+                f"int32_t now{k} = __atomic_load_n(most{k}, __ATOMIC_RELAXED);",
+                f"while (now{k} < int_of(peak_{name}{part}) &&",
+                f"       !__atomic_compare_exchange_n(most{k}, &now{k}, int_of(peak_{name}{part}), false, __ATOMIC_RELAXED,",
+                "                                    __ATOMIC_RELAXED)) {}",
+            ]
+        lines.append("if (piece == 0) {")
+        for k, place in enumerate(self.old_bounds()):
+            lines.append(f"  found[{len(self.peaks) + k}] = {place};")
+        lines.append("}")
+        return lines
+
+
+def source(
+    rule: AnyRule, storage: Storage, *, audited: bool = False, with_sources: bool = False
+) -> str:
+    """Return the C++ of ``step``, ``find_peaks`` of rows with scales and ``average`` of a matrix
+    rule, or of ``step_and_audit``.
+    """
+    return _Text(rule, storage, audited=audited, with_sources=with_sources).whole()
+
+
+def record_size(rule: AnyRule, storage: Storage) -> int:
+    """Return the floats of the record of a row that is bounded before the step."""
+    return _Text(rule, storage).record
+
+
+@lru_cache(None)
+def functions(rule: AnyRule, storage: Storage, audited: bool) -> dict[str, Any]:
+    """Return the functions of :func:`source`.
+
+    Build them, unless this machine has done so before.
+    """
+    library = build(source(rule, storage, audited=audited))
+    result = {}
+    for name in ("step", "step_and_audit", "find_peaks", "average"):
+        function = getattr(library, name, None)
+        if function is not None:
+            pointers = [ctypes.c_void_p] * 4
+            function.argtypes = [
+                ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, *pointers, ctypes.c_int32
+            ]  # fmt: skip
+            function.restype = None
+            result[name] = function
+    return result
+
+
+def build_all(rule: AnyRule, storage: Storage) -> None:
+    """Build the functions with and without an audit, at the same time."""
+    texts = [source(rule, storage, audited=audited) for audited in (False, True)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(build, texts))

@@ -1,0 +1,166 @@
+"""What every printed step has in common: the tensors that it reads, and the traced definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.rounding import MAGNITUDE, bits_of
+from narrowgauge.optim import codes
+from narrowgauge.optim.kernel import CONTROL, make_average, make_step
+from narrowgauge.optim.layout import lanes_of_weight, layout_of
+from narrowgauge.optim.row_bounds import bounding, scales_of_rows
+from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.spec.storages import Storage
+from narrowgauge.torch_support.printer import Graph, Language, trace
+
+INPUTS = ("weight", "gradient", "change")
+"""Tensors whose addresses change from step to step. A matrix rule alone has a change."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Describe words that a step walks over: of one part of an input, or one tensor of a plane.
+
+    Attributes:
+        name: of the input or plane, and the number of the part or tensor.
+        column: the place of its address in a row of the table.
+        part: of an input. Each tensor of a plane has an address of its own.
+        is_plane: planes have whole words in every row. Inputs have the parameter's own rows.
+        floats: of a word: 0, or for a matrix rule's change the weights of a word.
+    """
+
+    name: str
+    column: int
+    part: int
+    is_plane: bool
+    floats: int = 0
+
+
+def input_names(rule: AnyRule) -> tuple[str, ...]:
+    """Return the inputs of a rule's step, in the order of their addresses."""
+    return INPUTS if isinstance(rule, MatrixRule) else INPUTS[:2]
+
+
+def num_addresses(rule: AnyRule, storage: Storage) -> int:
+    """Return the number of addresses in a row of the table: of inputs, planes and bounds."""
+    layout = layout_of(storage)
+    num_tensors = sum(layout.num_tensors(plane) for plane in layout.planes)
+    return len(input_names(rule)) + num_tensors + len(storage.scaled)
+
+
+def bounds_column(rule: AnyRule, storage: Storage) -> int:
+    """Return the place of the first address of bounds in a row of the table."""
+    return num_addresses(rule, storage) - len(storage.scaled)
+
+
+def streams_of(rule: AnyRule, storage: Storage) -> list[Stream]:
+    """Return the streams of a step: weight, gradient and planes, in the order of the definition,
+    then changes.
+    """
+    layout, names = layout_of(storage), input_names(rule)
+    streams = []
+    for column, name in enumerate(("weight", "gradient")):
+        for part in range(layout.num_parts):
+            streams.append(Stream(f"{name}{part}", column, part, is_plane=False))
+    column = len(names)
+    for plane in layout.planes:
+        for number in range(layout.num_tensors(plane)):
+            streams.append(Stream(f"{plane.name}{number}", column, 0, is_plane=True))
+            column += 1
+    if "change" in names:
+        for part in range(layout.num_parts):
+            floats = layout.per_word
+            streams.append(Stream(f"change{part}", 2, part, is_plane=False, floats=floats))
+    return streams
+
+
+def scale_names(storage: Storage) -> list[str]:
+    """Return the names of the multipliers of rows, in the order of the definition."""
+    return [
+        f"{way}_{name}{part}"
+        for name in storage.scaled
+        for part in range(layout_of(storage).num_parts)
+        for way in ("into", "back")
+    ]
+
+
+def lane_names(rule: AnyRule, storage: Storage) -> list[str]:
+    """Return the names of the lanes of a matrix rule's change: ``d0``, ``d1`` …"""
+    count = layout_of(storage).num_lanes if isinstance(rule, MatrixRule) else 0
+    return [f"d{lane}" for lane in range(count)]
+
+
+@lru_cache(16)
+def step_graph(
+    rule: Any,
+    storage: Storage,
+    language: Language,
+    *,
+    audited: bool = False,
+    averages: bool = False,
+    with_sources: bool = False,
+) -> Graph:
+    """Trace a step of ``word`` streams, multipliers, changes, ``values`` and ``seed``, or the
+    average of a matrix rule.
+    """
+    by_rows = layout_of(storage).by_rows
+    shape = (4, 8) if by_rows else (8,)
+    words = [s for s in streams_of(rule, storage) if not s.floats]
+    arguments: list[tuple[torch.dtype, Sequence[int]]] = [(torch.int32, shape) for _ in words]
+    arguments += [(torch.float32, (4, 1)) for _ in scale_names(storage)]
+    arguments += [(torch.float32, shape) for _ in lane_names(rule, storage)]
+    arguments += [(torch.float32, (num_values(rule),)), (torch.int32, ())]
+    if averages:
+        definition = make_average(rule, storage)
+    else:
+        definition = make_step(rule, storage, all_terms if audited else None)
+    return trace(definition, language.device, *arguments, with_sources=with_sources)
+
+
+def all_terms(terms: Sequence[Tensor]) -> Any:
+    """Return the terms of an audit as they are: a printed step adds them itself."""
+    return list(terms)
+
+
+def num_values(rule: AnyRule) -> int:
+    """Return the number of scalars of a step: of ``CONTROL`` and of the rule."""
+    return len(CONTROL) + len(rule.scalars)
+
+
+@lru_cache(16)
+def magnitude_graph(storage: Storage, language: Language) -> Graph:
+    """Trace the largest magnitude of a word's values as bits, in which a NaN is the largest."""
+
+    def magnitude(word: Tensor) -> Tensor:
+        lanes = lanes_of_weight(storage.visible, [word])
+        values = [codes.gradient_value(storage.visible, lane) for lane in lanes]
+        bits = [bits_of(value) & MAGNITUDE for value in values]
+        return bits[0] if len(bits) == 1 else torch.maximum(*bits)
+
+    return trace(magnitude, language.device, (torch.int32, (8,)))
+
+
+@lru_cache(16)
+def scales_graph(rule: Rule, storage: Storage, language: Language) -> Graph:
+    """Trace for each scaled code a row's new bound and its multipliers into the window and back.
+
+    The arguments are ``values``, the largest magnitudes of :func:`row_bounds.bounding`, and the old
+    bounds.
+    """
+    count = len(bounding(rule, storage))
+
+    def scales(values: Tensor, slopes: Tensor, *rest: Tensor) -> list[Tensor]:
+        weights = rest[0] if count == 2 else torch.zeros_like(slopes)
+        old = dict(zip(storage.scaled, rest[count - 1 :], strict=True))
+        new = scales_of_rows(rule, storage, slopes, weights, old, values)
+        return [tensor for name in storage.scaled for tensor in new[name]]
+
+    rows = [(torch.float32, (1,))] * (count + len(storage.scaled))
+    return trace(scales, language.device, (torch.float32, (num_values(rule),)), *rows)

@@ -1,0 +1,185 @@
+"""Estimates: the memory and the time of a job, with the intervals of published runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+
+from narrowgauge.planner.efficiency import (
+    MOST_RESTARTS,
+    RESTARTS,
+    Ends,
+    error_of,
+    has_share,
+    kind_of,
+)
+from narrowgauge.planner.job import Job
+from narrowgauge.planner.memory import OUTSIDE, host_bytes, memory_terms
+from narrowgauge.planner.program import adapters_of
+from narrowgauge.planner.step_time import step_terms
+from narrowgauge.planner.terms import Terms
+from narrowgauge.spec.tables import Row
+
+SECONDS_PER_DAY = 86_400
+_ROW = ("num_chips", "fits", "headroom_bytes", "host_bytes", "resuming_bytes", "sequence_length", "tokens_per_step",
+        "tokens_per_second", "rate_interval", "memory_interval", "mfu", "limited_by")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Estimate(Job):
+    """Compute the memory and the time of a job.
+
+    Args:
+        faster: a much faster layout that may run out of memory; None if there is none.
+    """
+
+    faster: Estimate | None = None
+
+    @property
+    def kind(self) -> str:
+        """Return the class of question, which decides the error bars."""
+        return kind_of(
+            has_adapters=not self.program.trains_all,
+            has_mixture=self.architecture.mixture is not None,
+            tokens=self.sequence_length,
+        )
+
+    # memory
+
+    @cached_property
+    def memory(self) -> Terms:
+        """Return the bytes of the worst rank at its worst moment."""
+        return memory_terms(self)
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Return the bytes that a node's host holds for its chips."""
+        return host_bytes(self)
+
+    @property
+    def headroom_bytes(self) -> float:
+        """Return the free bytes of the worst rank; negative if it does not fit."""
+        return self.chip.memory_bytes - self.memory.total
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom_bytes >= 0 and self.host_bytes <= self.cluster.host_memory_bytes
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Return what the framework's allocator reserves: no driver, no collectives."""
+        outside = sum(term.value for term in self.memory if term.name in OUTSIDE)
+        return self.memory.total - outside
+
+    @property
+    def allocated_bytes(self) -> float:
+        """Return the bytes of the tensors."""
+        fragments = (term.value for term in self.memory if term.name == "fragmentation")
+        return self.reserved_bytes - sum(fragments)
+
+    @property
+    def memory_interval(self) -> Ends | None:
+        """Return the 80 % interval of the memory; None if no run of this kind printed its peak."""
+        error = error_of("memory", self.kind)
+        if error is None:
+            return None
+        outside = self.memory.total - self.reserved_bytes
+        return self.reserved_bytes * error[0] + outside, self.reserved_bytes * error[1] + outside
+
+    @property
+    def has_room(self) -> bool:
+        """Tell whether the high end of the memory interval fits, too."""
+        interval = self.memory_interval
+        high = interval[1] if interval else self.memory.total * UNCHECKED
+        return self.fits and high <= self.chip.memory_bytes
+
+    @property
+    def resuming_bytes(self) -> float:
+        """Return the memory while a checkpoint loads into allocated states: they exist twice."""
+        groups = self.memory.groups
+        return (
+            groups.get("weights", 0.0)
+            + 2 * groups.get("optimizer", 0.0)
+            + groups.get("overhead", 0.0)
+        )
+
+    # time
+
+    @cached_property
+    def step(self) -> Terms:
+        """Return the seconds of an optimizer step. Raise for jobs that cannot run: see :func:`step_terms`."""
+        return step_terms(self)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the tokens per second of the whole job."""
+        return self.tokens_per_step / self.step.total
+
+    @property
+    def mfu(self) -> float:
+        """Return the model's operations per second over the peak of dense 16-bit matmuls (model FLOPs utilization)."""
+        operations = self.architecture.flops_per_token(self.sequence_length)
+        if not self.program.trains_all:
+            # Frozen weights have no gradients.
+            for matmul in self.architecture.matmuls:
+                if not self.program.part_of(matmul).trains:
+                    operations -= matmul.flops_per_token
+            for matmul in adapters_of(self.architecture, self.program):
+                operations += 3 * matmul.flops_per_token
+        return self.tokens_per_second * operations / (self.cluster.chips * self.chip.peak_flops)
+
+    @property
+    def limited_by(self) -> str:
+        """Name the largest group: of memory if it does not fit, else of the step."""
+        groups = self.step.groups if self.fits else self.memory.groups
+        largest = max(groups, key=lambda group: groups[group])
+        return largest if self.fits else f"memory: {largest}"
+
+    def days(self, num_tokens: float) -> float:
+        """Return the days of a whole run over ``num_tokens`` tokens: its steps, and the usual restarts."""
+        return num_tokens / self.tokens_per_second / SECONDS_PER_DAY * (1 + RESTARTS)
+
+    @property
+    def is_named(self) -> bool:
+        """Tell whether the software is known, on a chip whose step was published."""
+        return bool(self.software) and has_share(self.chip)
+
+    @property
+    def _error(self) -> Ends | None:
+        """Return the ends of measured over planned seconds; None if no run of this kind was published."""
+        return error_of("named" if self.is_named else "assumed", self.kind)
+
+    @property
+    def rate_interval(self) -> Ends | None:
+        """Return the 80 % interval of the tokens per second."""
+        if self._error is None:
+            return None
+        low, high = self._error
+        return self.tokens_per_second / high, self.tokens_per_second / low
+
+    def days_interval(self, num_tokens: float) -> Ends | None:
+        """Return the 80 % interval of the days: without restarts at its low end, with most at its high end."""
+        if self._error is None:
+            return None
+        steps = self.days(num_tokens) / (1 + RESTARTS)
+        low, high = self._error
+        return steps * low, steps * high * (1 + MOST_RESTARTS)
+
+    def row(self, num_tokens: float | None = None) -> Row:
+        """Return JSON values in bytes, seconds and fractions. ``num_tokens`` of the whole run add days."""
+        row = {name: getattr(self, name) for name in _ROW}
+        row["recipe"] = self.recipe.title
+        row["bytes_per_param"] = self.bytes_per_param
+        row["cluster"] = self.cluster.name
+        row["layout"] = dataclasses.asdict(self.layout)
+        for name, terms in (("memory_bytes", self.memory), ("step_seconds", self.step)):
+            row[name] = {**terms.groups, "total": terms.total}
+        if num_tokens is not None:
+            row["days"] = self.days(num_tokens)
+            row["days_interval"] = self.days_interval(num_tokens)
+        return row
+
+
+UNCHECKED = 1.15
+"""Factor on the memory of a kind that no published peak checks, above which a layout is not preferred."""

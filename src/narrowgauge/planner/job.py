@@ -1,0 +1,126 @@
+"""Jobs: a model trained in one recipe and layout on one cluster. A job is a description, and computes nothing.
+
+Its memory and time are in :mod:`narrowgauge.planner.estimate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from narrowgauge.planner.clusters import Cluster
+from narrowgauge.planner.efficiency import Efficiency, efficiency_of
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.model import Architecture
+from narrowgauge.planner.program import DEFAULT, Program, adapters_of
+from narrowgauge.planner.roofline import bytes_per_number, bytes_seconds
+from narrowgauge.spec.chips import Chip
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.update_rules import UPDATE_RULES
+
+OPTIMIZER_STATES = {
+    name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None
+}
+"""States of each optimizer per matrix element, with the storage's code for each state."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Describe a training job. Its memory and time are those of its worst rank.
+
+    Args:
+        cluster: has at least as many chips as the layout has ranks.
+        shares: efficiencies; None for the published ones.
+        program: the training loop.
+        optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states.
+        correction: planned over measured rate of a run like this one; 1 without one.
+    """
+
+    architecture: Architecture
+    recipe: Recipe
+    layout: Layout
+    cluster: Cluster
+    sequence_length: int
+    shares: Efficiency | None = None
+    program: Program = DEFAULT
+    optimizer: str = "adamw"
+    correction: float = 1.0
+
+    @property
+    def chip(self) -> Chip:
+        return self.cluster.chip
+
+    @property
+    def efficiency(self) -> Efficiency:
+        return self.shares or efficiency_of(self.chip, self.software)
+
+    @property
+    def software(self) -> str:
+        """Return the row of measured speed: the cluster's, or the program's."""
+        return self.cluster.software or self.program.software
+
+    @cached_property
+    def bytes_per_param(self) -> float:
+        """Return the bytes per parameter that trains of weight, gradient and the optimizer's states, for matrices."""
+        return self.recipe.storage.keeping(OPTIMIZER_STATES[self.optimizer]).bytes_per_param
+
+    @property
+    def num_chips(self) -> int:
+        return self.layout.num_ranks
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Count the tokens of an optimizer step, over all ranks."""
+        return self.layout.num_sequences * self.sequence_length
+
+    @property
+    def tokens(self) -> float:
+        """Count the tokens of a micro-batch on one rank."""
+        return self.layout.tokens_on_rank(self.sequence_length)
+
+    @property
+    def width(self) -> float:
+        """Return the bytes of a number between layers."""
+        return bytes_per_number(self.recipe.dtype)
+
+    @property
+    def gathered(self) -> str:
+        """Return the dtype in which FSDP's mixed precision gathers float32 shards; empty for autocast and 16-bit weights."""
+        is_sharded = self.layout.zero >= 2 and self.layout.num_sharing > 1
+        if is_sharded and self.recipe.storage.visible == "float32":
+            return self.program.gathered
+        return ""
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Count the parameters that train, adapters included."""
+        a = self.architecture
+        if a.counts:
+            return a.counts.trained
+        if self.program.trains_all:
+            return a.num_parameters
+        trained = sum(matmul.num_elements for matmul in adapters_of(a, self.program))
+        for matmul in a.matmuls:
+            if self.program.part_of(matmul).trains:
+                trained += matmul.num_parameters
+        if self.program.part("embeddings").trains and not a.tie_embeddings:
+            trained += a.vocab_size * a.hidden_size
+        return trained
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        """Return the mean bytes of an unsharded weight in the layers, as its matmul reads it."""
+        visible = bytes_per_number(self.gathered or self.recipe.storage.visible)
+        if self.program.trains_all or self.architecture.counts:
+            return visible
+        total = 0.0
+        elements = 0
+        for matmul in self.architecture.matmuls[:-1]:
+            part = self.program.part_of(matmul)
+            total += matmul.num_elements * (part.bytes or visible)
+            elements += matmul.num_elements
+        return total / elements
+
+    def moved(self, num_bytes: float) -> float:
+        """Return the seconds to read or write ``num_bytes`` of the chip's memory."""
+        return bytes_seconds(num_bytes, self.chip, self.efficiency)

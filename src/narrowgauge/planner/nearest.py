@@ -1,0 +1,62 @@
+"""The measured run nearest to a plan: what others printed for a similar model on similar chips."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+from narrowgauge.planner.estimate import Estimate
+from narrowgauge.planner.units import count_text
+from narrowgauge.spec.chips import CHIPS
+from narrowgauge.spec.toml import load_data
+
+_FAR = 3.0
+"""Distance from which no run is near."""
+_OTHER_KIND = 2.0
+_OTHER_ARCHITECTURE = 1.0
+_OTHER_CHIP = 0.3
+_OTHER_PRECISION = 0.5
+
+
+@cache
+def published_runs() -> tuple[dict[str, Any], ...]:
+    """Return the published runs that ship with the planner, each with its source."""
+    return tuple(load_data("runs", "planner")["run"])
+
+
+def nearest_run(job: Estimate) -> str:
+    """Say what the nearest published run measured, with its source; or that none is near.
+
+    Nearness is a sum of distances: of kind, chip, precision, and of the logarithms of parameters, length and number of chips.
+    """
+    runs = published_runs()
+    nearest = min(runs, key=lambda run: _distance(run, job))
+    if _distance(nearest, job) > _FAR:
+        return "No published run is near this one."
+    figures = []
+    if "tokens_per_second" in nearest:
+        figures.append(f"{nearest['tokens_per_second']:,.0f} tokens/s a chip")
+    if "memory_gb" in nearest:
+        figures.append(f"{nearest['memory_gb']:g} GB")
+    ours = f"{job.tokens_per_second / job.num_chips:,.0f} and {job.memory.total / 1e9:.3g} GB here"
+    return (
+        f"Nearest measured run: {nearest['model']} ({count_text(nearest['parameters'])}), {nearest['kind']}, "
+        f"{nearest['precision']}, {nearest['chips']:,} × {nearest['chip']}, {nearest['length']:,} tokens: "
+        f"{', '.join(figures)} ({ours}). {nearest['source']}."
+    )
+
+
+def _distance(run: dict[str, Any], job: Estimate) -> float:
+    chip = CHIPS[run["chip"]]
+    distance = 0.0 if run["kind"] == job.kind else _OTHER_KIND
+    if chip.architecture != job.chip.architecture:
+        distance += _OTHER_ARCHITECTURE
+    elif chip.name != job.chip.name:
+        distance += _OTHER_CHIP
+    is_narrow = run["precision"] not in ("float16", "bfloat16")
+    if is_narrow == job.recipe.compute.is_wide:
+        distance += _OTHER_PRECISION
+    distance += 0.7 * abs(math.log(run["parameters"] / job.architecture.num_parameters))
+    distance += 0.3 * abs(math.log(run["length"] / job.sequence_length))
+    return distance + 0.15 * abs(math.log(run["chips"] / job.num_chips))

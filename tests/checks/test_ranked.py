@@ -1,0 +1,242 @@
+"""The ranked list of places: loops with one place that must not be rounded, beside their right twins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import narrowgauge as ng
+from narrowgauge.checks.shadow import Shadow, eager
+
+B16 = torch.bfloat16
+
+
+class Loop(NamedTuple):
+    """A model, the loss of a micro-batch, the micro-batches, and the line that is to be named."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    parts: list[Any]
+    line: str
+
+
+class Turned(nn.Module):
+    def __init__(self, angles: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.angles = angles
+        self.emb, self.qk, self.v = nn.Embedding(64, 32), nn.Linear(32, 64), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.emb(tokens)
+        angles = self.angles(x.shape[1])
+        turned = []
+        for y in self.qk(x).float().chunk(2, -1):
+            a, b = y.chunk(2, -1)
+            parts = a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()
+            turned.append(torch.cat(parts, -1).to(B16) * 4)
+        y = F.scaled_dot_product_attention(turned[0], turned[1], self.v(x).to(B16), is_causal=True)
+        return self.head(x + y)
+
+
+def network(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.autocast("cpu", B16):
+        logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+TOKENS = [torch.randint(0, 64, (2, 512), generator=torch.Generator().manual_seed(1))]
+
+
+def rows(number: int, width: int) -> list[Tensor]:
+    return list(torch.randn(number, 8, width, generator=torch.Generator().manual_seed(3)) + 1)
+
+
+def rotary(right: bool) -> Loop:
+    def angles(length: int) -> Tensor:
+        places, frequencies = torch.arange(length).float()[:, None], 0.7 ** torch.arange(16)[None]
+        return places * frequencies if right else places @ frequencies  # autocast: in bfloat16
+
+    return Loop(Turned(angles), next_token, TOKENS, "rotary.angles")
+
+
+def positions(right: bool) -> Loop:
+    def angles(length: int) -> Tensor:
+        places = torch.arange(length, dtype=torch.float32 if right else B16).float()
+        return places[:, None] * 0.7 ** torch.arange(16)[None]
+
+    return Loop(Turned(angles), next_token, TOKENS, "positions.angles")
+
+
+def sums(right: bool) -> Loop:
+    model = network(32, 64, 32).to(torch.float32 if right else B16)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return (model(x.to(model[0].weight.dtype)).float() - 1).square().mean()
+
+    return Loop(model, loss, rows(64, 32), "sum over micro-batches")
+
+
+def counted(right: bool) -> Loop:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", B16):
+            y = model(x)
+        total = torch.zeros((), dtype=torch.float32 if right else B16)
+        for _ in range(len(x)):
+            total = total + 7
+        return y.float().square().sum() / total.float()
+
+    return Loop(network(32, 64, 32), loss, [torch.cat(rows(16, 32))], "counted.loss")
+
+
+def logits_gradient(right: bool) -> Loop:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        if not right:
+            y.register_hook(lambda gradient: gradient.to(B16).float())
+        return y.square().mean()
+
+    return Loop(network(32, 64, 32), loss, rows(1, 32), "logits_gradient.loss")
+
+
+LOOPS = [rotary, positions, sums, counted, logits_gradient]
+
+
+def step_of(loop: Loop) -> Callable[[], None]:
+    def step() -> None:
+        for part in loop.parts:
+            (loop.loss(loop.model, part) / len(loop.parts)).backward()
+
+    return step
+
+
+@pytest.mark.parametrize("make", LOOPS)
+def test_the_place_that_must_not_be_rounded_comes_first(make: Callable[[bool], Loop]) -> None:
+    torch.manual_seed(0)
+    loop = make(False)
+    ranked = ng.ranked_places(loop.model, step_of(loop))
+    (reading,) = ranked.readings()
+    assert reading.what == "rounding" and ranked.places[0].is_unusual
+    assert loop.line in str(ranked.places[0].site), ranked
+    assert ranked.places[0].left < ranked.places[0].alone / 2
+    assert loop.line in reading.advice
+
+
+@pytest.mark.parametrize("make", LOOPS)
+def test_a_right_twin_is_not_marked(make: Callable[[bool], Loop]) -> None:
+    torch.manual_seed(0)
+    loop = make(True)
+    ranked = ng.ranked_places(loop.model, step_of(loop))
+    assert not ranked.readings(), ranked
+    assert not any(place.is_unusual for place in ranked.places), ranked
+
+
+def test_the_shadow_of_a_narrow_model_is_the_gradient_of_its_float32_copy() -> None:
+    torch.manual_seed(0)
+    model, x = network(32, 64, 32).to(B16), torch.randn(8, 32).to(B16)
+    twin = network(32, 64, 32)
+    twin.load_state_dict(model.state_dict())
+    with eager(), Shadow() as mode:
+        (model(x).float() - 1).square().mean().backward()
+    (twin(x.float()) - 1).square().mean().backward()
+    for p, exact in zip(model.parameters(), twin.parameters(), strict=True):
+        length = exact.grad.norm()
+        assert (mode.of(p.grad) - exact.grad).norm() <= 1e-6 * length
+        assert (p.grad.float() - exact.grad).norm() >= 1e-4 * length
+
+
+def test_a_gradient_behind_codes_is_not_followed() -> None:
+    torch.manual_seed(0)
+    model = network(16, 32, 4).to(B16)
+
+    class Coded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return (x.float() * 16).round().to(torch.int8).to(B16) / 16
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model[2](Coded.apply(model[1](model[0](x)))).float().square().mean()
+
+    x = torch.randn(64, 16).to(B16)
+    result = ng.check(model, torch.optim.SGD(model.parameters(), lr=0.1), batch=x, loss=loss)
+    assert any(line.startswith("  not followed through _to_copy: ") for line in result.lines), (
+        result
+    )
+    assert not [r for r in result if r.what in ("gradient", "gradient-factor")], result
+
+
+# ── values that are not finite ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def half() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = network(4, 4, 1).half()
+    with torch.no_grad():
+        model[2].weight.fill_(6e4)
+    return model, torch.ones(2, 4).half() * 100
+
+
+NOT_FINITE: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
+    "a product overflows": (lambda model, x: model(x).sum() * 100, "addmm in Linear"),
+    "a square overflows": (lambda model, x: (model[0](x) * 100).square().mean(), "pow in "),
+    "a logarithm of zero": (
+        lambda model, x: (model[0](x).float() * 0).log().mean() + model(x).float().mean(),
+        "log in ",
+    ),
+    "a row that is masked whole": (
+        lambda model, x: (model[0](x).float() - torch.full((4,), math.inf)).softmax(-1).mean(),
+        "_softmax in ",
+    ),
+    "a NaN in the batch": (lambda model, x: model(x * math.nan).float().mean(), "mul in "),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_the_operation_that_made_the_first_value_that_is_not_finite_is_named(name: str) -> None:
+    loss, words = NOT_FINITE[name]
+    model, x = half()
+
+    def step() -> Tensor:
+        value = loss(model, x)
+        value.backward()
+        return value
+
+    ranked = ng.ranked_places(model, step)
+    assert ranked.not_finite.startswith(words) and "made" in ranked.not_finite, ranked
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_values_that_are_not_finite_before_the_step_are_said_to_be() -> None:
+    model, x = half()
+    x[0, 0] = math.inf
+    ranked = ng.ranked_places(model, lambda: model(x).float().mean().backward())
+    assert "infinity in an operand of shape [2, 4] before any operation" in str(ranked), ranked
+
+
+def test_a_mask_of_infinities_is_no_fault() -> None:
+    torch.manual_seed(0)
+    model, x = network(8, 8), torch.randn(8, 8)
+
+    def step() -> None:
+        mask = torch.full((8, 8), -math.inf).triu(1)
+        (model(x) + mask).softmax(-1).square().mean().backward()
+
+    assert ng.ranked_places(model, step).lines() == ["nothing was rounded below float32"]

@@ -1,0 +1,271 @@
+"""What a loss teaches: facts of losses of many kinds, healthy and with one fault, over a model whose sight is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowgauge as ng
+
+V, WIDTH, ROWS, LENGTH, PADDING, IGNORED = 48, 16, 4, 20, 0, -100
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Model(nn.Module):
+    """A language model: each position sees the mean of a window of tokens.
+
+    Args:
+        ahead: later tokens that it sees.
+        documents: places where a new document begins.
+    """
+
+    def __init__(self, ahead: int = 0, documents: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(V, WIDTH)
+        self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, V, bias=False)
+        self.second = nn.Linear(WIDTH, V, bias=False)
+        self.dropout = nn.Dropout(0.1)
+        self.mask = torch.ones(LENGTH, LENGTH).tril(ahead)
+        for place in documents:
+            self.mask[place:, :place] = 0
+
+    def hidden(self, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+        mask = self.mask if real is None else self.mask * real[:, None]
+        mask = mask / mask.sum(-1, keepdim=True).clamp_min(1)
+        x = self.embedding(tokens)
+        return self.dropout((x + mask @ self.mix(x)).tanh())
+
+    def forward(self, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+        return self.head(self.hidden(tokens, real))
+
+
+def data(padded: bool = True, prompt: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, which of them are real, and labels that are not shifted."""
+    tokens = torch.randint(5, V, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    real = torch.ones_like(tokens)
+    if padded:
+        real[2, 14:] = real[3, 9:] = 0
+        tokens[real == 0] = PADDING
+    labels = tokens.masked_fill(real == 0, IGNORED)
+    labels[:, :prompt] = IGNORED
+    return tokens, real, labels
+
+
+LEARNED = 19 + 19 + 13 + 8
+
+
+def usual(model: Any, batch: Any, **options: Any) -> Tensor:
+    tokens, real, labels = batch
+    return F.cross_entropy(
+        model(tokens, real)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options
+    )
+
+
+def log_probabilities(model: Any, batch: Any) -> Tensor:
+    """Return the log-probabilities of labels, by rows, as a log-sum-exp of each sequence."""
+    tokens, real, labels = batch
+    logits, labels = model(tokens, real)[:, :-1], labels[:, 1:]
+    normalizer = torch.stack([row.logsumexp(-1) for row in logits])
+    chosen = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0] - normalizer
+    return chosen * (labels != IGNORED)
+
+
+class Fused(torch.autograd.Function):
+    """A loss of hidden states and a head, which makes its gradient in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        with torch.enable_grad():
+            h, w = hidden.detach().requires_grad_(), head.detach().requires_grad_()
+            loss = F.cross_entropy(h @ w.T, labels, label_smoothing=smoothing)
+            ctx.save_for_backward(*torch.autograd.grad(loss, (h, w)))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        hidden, head = ctx.saved_tensors
+        return gradient * hidden, gradient * head, None, None
+
+
+def fused(model: Any, batch: Any, shift: int = 1, smoothing: float = 0.0) -> Tensor:
+    tokens, real, labels = batch
+    hidden = model.hidden(tokens, real)[:, :-shift].flatten(0, 1)
+    return Fused.apply(hidden, model.head.weight, labels[:, shift:].flatten(), smoothing)
+
+
+def chunked(model: Any, batch: Any) -> Tensor:
+    tokens, real, labels = batch
+    hidden, labels = model.hidden(tokens, real)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+
+    def of_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(hidden), labels, reduction="sum")
+
+    sums = [
+        checkpoint(of_chunk, *chunk, use_reentrant=False)
+        for chunk in zip(hidden.split(16), labels.split(16), strict=True)
+    ]
+    return sum(sums) / (labels != IGNORED).sum()
+
+
+def heads(model: Any, batch: Any) -> Tensor:
+    tokens = batch[0]
+    hidden = model.hidden(tokens)
+    first = F.cross_entropy(model.head(hidden[:, :-1]).mT, tokens[:, 1:])
+    return first + 0.5 * F.cross_entropy(model.second(hidden[:, :-2]).mT, tokens[:, 2:])
+
+
+def with_z_loss(model: Any, batch: Any) -> Tensor:
+    tokens, real, labels = batch
+    logits, labels = model(tokens, real)[:, :-1], labels[:, 1:]
+    normalizer = logits.logsumexp(-1)
+    chosen = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    is_label = labels != IGNORED
+    return ((normalizer - chosen + 1e-3 * normalizer.square()) * is_label).sum() / is_label.sum()
+
+
+def preferences(model: Any, batch: Any, reference: Any = Model()) -> Tensor:  # noqa: B008
+    with torch.no_grad():
+        base = log_probabilities(reference, batch).sum(-1)
+    margin = log_probabilities(model, batch).sum(-1) - base
+    return -F.logsigmoid(0.1 * (margin[:2] - margin[2:])).mean()
+
+
+def distilled(model: Any, batch: Any) -> Tensor:
+    teacher = torch.randn(ROWS * LENGTH, V, generator=torch.Generator().manual_seed(5)).softmax(-1)
+    return F.kl_div(model(batch[0]).log_softmax(-1).flatten(0, 1), teacher, reduction="batchmean")
+
+
+def entropy_bonus(model: Any, batch: Any) -> Tensor:
+    log_p = model(batch[0])[:, :-1].log_softmax(-1)
+    return -log_p.gather(-1, batch[0][:, 1:, None]).mean() + (log_p.exp() * log_p).sum(-1).mean()
+
+
+def selected(model: Any, batch: Any) -> Tensor:
+    tokens, real, labels = batch
+    is_label = labels[:, 1:] != IGNORED
+    return F.cross_entropy(
+        model.head(model.hidden(tokens, real)[:, :-1][is_label]), labels[:, 1:][is_label]
+    )
+
+
+def all_counted(model: Any, batch: Any) -> Tensor:
+    return usual(model, batch, reduction="sum") / (batch[2] != IGNORED).sum()
+
+
+def smoothed_by_hand(model: Any, batch: Any) -> Tensor:
+    tokens, real, labels = batch
+    log_p = model(tokens, real)[:, :-1].log_softmax(-1)
+    hard = F.nll_loss(log_p.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    return 0.9 * hard - 0.1 * log_p.mean()
+
+
+def twice_shifted(model: Any, batch: Any) -> Tensor:
+    tokens, real, labels = batch
+    return F.cross_entropy(model(tokens, real)[:, :-2].flatten(0, 1), labels[:, 2:].flatten())
+
+
+def pads_learned(model: Any, batch: Any) -> Tensor:
+    return usual(model, (batch[0], batch[1], batch[0]))
+
+
+def pads_seen(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[2].flatten())
+
+
+def narrow(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(
+        model(*batch[:2])[:, :-1].flatten(0, 1).bfloat16(), batch[2][:, 1:].flatten()
+    )
+
+
+def autoencoded(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).mT, batch[2])
+
+
+def by_class(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], weight=torch.arange(1.0, 6.0))
+
+
+def contrastive(model: Any, batch: Any) -> Tensor:
+    x, y = model(batch[0]), model(batch[0] + 0.1)
+    logits = 5 * F.normalize(x, dim=-1) @ F.normalize(y, dim=-1).T
+    labels = torch.arange(len(x))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def segmentation(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).movedim(-1, 1), batch[1])
+
+
+PADDED, CLASSES = data(), (torch.randn(12, 8), torch.arange(12) % 5)
+PIXELS = torch.randn(2, 6, 6, 8), torch.randint(0, 5, (2, 6, 6))
+EQUAL = {"weights": "equal", "weight_sum": 1.0}
+NEXT = {
+    "shift": 1,
+    "learned": LEARNED,
+    "sees_later": False,
+    "sees_others": False,
+    "dtype": "float32",
+}
+HEALTHY: dict[str, tuple[Any, Any, Loss, dict[str, Any]]] = {
+    "usual": (Model(), PADDED, usual, NEXT | EQUAL | {"sees_padding": False, "after": 17}),
+    "smoothed": (Model(), PADDED, lambda m, b: usual(m, b, label_smoothing=0.1), NEXT | EQUAL | {"smoothing": 0.1}),
+    "sum": (Model(), PADDED, lambda m, b: usual(m, b, reduction="sum"), NEXT | {"weight_sum": float(LEARNED)}),
+    "prompts": (Model(), data(False, 6), usual, {"learned": 56, "before": 20, "shift": 1} | EQUAL),
+    "packed": (Model(documents=(7, 12)), data(False), usual, {"first_seen": 12, "shift": 1}),
+    "compiled": (torch.compile(Model()), PADDED, usual, NEXT | EQUAL),
+    "frozen embedding": (Model(), PADDED, usual, NEXT | EQUAL),
+    "fused": (Model(), PADDED, fused, NEXT | EQUAL | {"function": "Fused"}),
+    "fused, smoothed": (Model(), PADDED, lambda m, b: fused(m, b, 1, 0.1), NEXT | EQUAL | {"smoothing": 0.1}),
+    "checkpointed chunks": (Model(), PADDED, chunked, NEXT | EQUAL),
+    "by rows": (Model(), PADDED, lambda m, b: -log_probabilities(m, b).sum() / LEARNED, NEXT | EQUAL),
+    "z-loss": (Model(), PADDED, with_z_loss, NEXT | EQUAL | {"z_loss": 1e-3}),
+    "heads": (Model(), data(False), heads, {"shift": 1, "learns": "token t+1 and t+2", "weights": "head", "weight_sum": 1.5}),
+    "preferences": (Model(), PADDED, preferences, {"shift": 1, "weights": "sequence", "unlearned": 21, "smoothed_alone": 0}),
+    "distilled": (Model(), PADDED, distilled, {"learns": "a distribution", "smoothed_alone": 0, "weight_sum": 1.0}),
+    "all positions": (Model(ahead=LENGTH), data(False), autoencoded, {"shift": 0, "sees_later": True}),
+    "selected rows": (Model(), PADDED, selected, {"shift": None, "learns": "a label", "learned": LEARNED} | EQUAL),
+    "classes": (nn.Linear(8, 5), CLASSES, by_class, {"weights": "label", "learned": 12, "shift": None, "sees_later": None}),
+    "contrastive": (nn.Linear(8, 5), CLASSES, contrastive, {"learned": 24, "learns": "a label"} | EQUAL),
+    "segmentation": (nn.Linear(8, 5), PIXELS, segmentation, {"learned": 72, "learns": "a label"} | EQUAL),
+}  # fmt: skip
+HEALTHY["frozen embedding"][0].embedding.requires_grad_(False)
+FAULTS: dict[str, tuple[Any, Any, Loss, str]] = {
+    "shifted twice": (Model(), PADDED, twice_shifted, "wrong-shift counts-unlearned"),
+    "fused, shifted twice": (Model(), data(False), lambda m, b: fused(m, b, 2), "wrong-shift"),
+    "one token ahead": (Model(ahead=1), PADDED, usual, "wrong-shift"),
+    "sees all": (Model(ahead=LENGTH), data(False), usual, "sees-its-target"),
+    "padding learned": (Model(), PADDED, pads_learned, "padding-learned"),
+    "padding seen": (Model(ahead=LENGTH), PADDED, pads_seen, "padding-seen"),
+    "first tokens counted": (Model(), PADDED, all_counted, "counts-unlearned"),
+    "ignored smoothed": (Model(), PADDED, smoothed_by_hand, "ignored-smoothed"),
+    "narrow": (Model(), PADDED, narrow, "narrow-log-softmax"),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_loss_has_its_facts_and_no_reading(name: str) -> None:
+    model, batch, loss, expected = HEALTHY[name]
+    lesson = ng.teaches(model, batch, loss)
+    for fact, value in expected.items():
+        taught = lesson.taught[fact]
+        assert taught == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), (
+            fact
+        )
+    assert not lesson.readings
+    assert len(lesson.lines) <= 6
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_loss_is_named(name: str) -> None:
+    model, batch, loss, expected = FAULTS[name]
+    lesson = ng.teaches(model, batch, loss)
+    assert {reading.what for reading in lesson} >= {expected.split()[0]}
+    assert {reading.what for reading in lesson} <= {*expected.split()}

@@ -1,0 +1,379 @@
+"""Laws of a watch: it says what it does not see, does not end a loop, and claims no more than it measured."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.gauges import RunNotice
+
+B16 = torch.bfloat16
+
+
+def run(steps: int, one_step: Callable[[int], Any]) -> list[str]:
+    """Take some steps, and return what the watch said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            one_step(step)
+    return [str(w.message) for w in caught if w.category is RunNotice]
+
+
+def square(model: nn.Module, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return model(torch.randn(*shape).to(dtype)).float().square().mean()
+
+
+def loop(model: nn.Module, optimizer: Any, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
+    def one_step(step: int) -> None:
+        square(model, *shape, dtype=dtype).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return one_step
+
+
+class Scaled(nn.Module):
+    """A linear layer times a scale of some shape, as CLIP's and ReZero's."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.scale = nn.Parameter(torch.full(shape, 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_scalar_parameter_does_not_switch_the_rate_off(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Scaled(shape).to(B16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    watch = ng.watch(model, optimizer, every=10)
+    said = run(10, loop(model, optimizer, 8, 64, dtype=B16))
+    assert watch.numbers()["effective_lr/group0"] < 5e-6 and not watch.unseen
+    assert any("you train at" in words for words in said)
+
+
+def test_parameters_that_are_added_or_thawed_later_are_watched() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        [{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=1e-3
+    )
+    watch = ng.watch(model, optimizer, every=5)
+    one_step = loop(model, optimizer, 8, 16)
+    assert not run(2, one_step) and "2 tensors" in watch.seen()
+    optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 1e-4})
+    model[2].requires_grad_(True)
+    assert not run(63, one_step)
+    assert watch.numbers()["effective_lr/group2"] == pytest.approx(1e-4, rel=1e-3)
+    assert "6 tensors" in watch.seen() and watch.numbers()["frozen_tensors"] == 0
+
+
+def test_the_watched_optimizer_that_never_steps_is_said() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    ng.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    said = run(25, loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 4, 8))
+    assert len(said) == 1 and "has not stepped in 20 backward passes" in said[0]
+    assert "AdamW" in said[0]
+
+
+def test_what_is_watched_is_printed_at_the_third_step(capfd: pytest.CaptureFixture[str]) -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 8)
+
+    model = Parts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watches = ng.watch(model, optimizer), ng.watch(model, optimizer, called=model.net)
+    one_step = loop(model.net, optimizer, 4, 8)
+    run(2, one_step)
+    assert not capfd.readouterr().err
+    run(3, one_step)
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("watch: 2 tensors, rate, gradients; not: modes") and "called=" in first
+    assert second == "watch: 2 tensors, rate, gradients, modes" and not watches[1].unseen
+
+
+class OwnRate(torch.optim.Optimizer):
+    """An optimizer that computes its own rate, as Adafactor may."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(1e-3 * p.grad)
+
+
+def test_a_rate_of_none_is_said() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = OwnRate(model.parameters())
+    watch = ng.watch(model, optimizer)
+    run(3, loop(model, optimizer, 4, 8))
+    assert "effective learning rate (a group has no lr)" in watch.seen()
+
+
+class Stochastic(torch.optim.Optimizer):
+    """SGD whose bfloat16 weights are rounded stochastically, without bias."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "bf16_stochastic_round": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                exact = p.float() - group["lr"] * p.grad.float().sign()
+                bits = exact.view(torch.int32) + torch.randint_like(exact, 65536).to(torch.int32)
+                p.copy_((bits & -65536).view(torch.float32))
+
+
+def test_stochastic_rounding_is_not_accused_over_a_window() -> None:
+    torch.manual_seed(0)
+    model = nn.LayerNorm(256).to(B16)
+    optimizer = Stochastic(model.parameters(), lr=1e-5)
+    ng.watch(model, optimizer, every=2)
+    assert not run(40, loop(model, optimizer, 8, 256, dtype=B16))
+
+
+def test_gradients_in_float16_whose_squares_overflow_have_a_norm() -> None:
+    model = nn.Linear(8, 8).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watch = ng.watch(model, optimizer)
+
+    def one_step(step: int) -> None:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1000.0)
+        optimizer.step()
+
+    assert not [words for words in run(2, one_step) if "not finite" in words]
+    assert watch.numbers()["grad_norm"] == pytest.approx(1000 * math.sqrt(72), rel=1e-3)
+
+
+def test_one_value_that_is_not_finite_is_one_reading_at_the_first_place() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ng.watch(model, optimizer)
+
+    def one_step(step: int) -> None:
+        square(model, 4, 8).backward()
+        if step == 4:
+            model[2].bias.grad[0] = math.nan
+        optimizer.step()
+        optimizer.zero_grad()
+
+    said = run(10, one_step)
+    assert len(said) == 1 and said[0].startswith("step 5: 2.bias: its gradient is the first"), said
+
+
+def test_a_tensor_without_a_gradient_that_moves_is_said() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    ng.watch(model, optimizer, every=10, called=model[0])
+
+    def one_step(step: int) -> None:
+        square(model[0], 4, 8).backward()
+        for p in model[1].parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    said = run(60, one_step)
+    assert len(said) == 1 and "tensors without a gradient move: 2" in said[0], said
+
+
+class Coded(Tensor):
+    """A state that holds codes, as of torchao and bitsandbytes."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Coded:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values: Tensor) -> None:
+        self.codes = values.half()
+
+    def dequantize(self) -> Tensor:
+        return self.codes.float()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"no {func}")
+
+
+class CodedAdam(torch.optim.AdamW):
+    """An AdamW whose states are tensors of another class."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["exp_avg"], state["exp_avg_sq"] = Coded(p.grad), Coded(p.grad.square())
+                state["step"] = torch.tensor(1.0)
+                p.sub_(group["lr"] * p.grad.sign())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, B16])
+def test_states_of_other_classes_end_no_loop(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to(dtype)
+    optimizer = CodedAdam(model.parameters(), lr=1e-2)
+    with ng.RunRecorder(tmp_path, model, optimizer, audit_every=1, gauges_every=2) as recorder:
+
+        def one_step(step: int) -> None:
+            value = square(model, 4, 64, dtype=dtype)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(value)
+
+        run(4, one_step)
+    assert len(ng.read_run(tmp_path).steps) == 4
+    assert ng.check(model, optimizer) is not None
+
+
+def test_gauges_let_torch_func_pass() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gauges = ng.attach_gauges(model, optimizer, every=1)
+    values = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(values: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, values, (x,)).square().sum()
+
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, torch.ones(4, 8))
+    for name, p in model.named_parameters():
+        p.grad = gradients[name].mean(0)
+    optimizer.step()
+    assert gauges.last is not None
+
+
+# ── the record ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def recorded(tmp_path: Path, rows: Callable[[int], dict[str, Any]], number: int = 60) -> Any:
+    with ng.runs.RunWriter.create(tmp_path / "run", {"recipe": "float32/float32"}) as writer:
+        for step in range(1, number + 1):
+            writer.append("steps", {"step": step, **rows(step)})
+    return ng.diagnose(tmp_path / "run")
+
+
+LOSSES: dict[str, Callable[[int], float]] = {
+    "begins at zero, as GRPO's": lambda step: 4e-4 * step / 60,
+    "hovers around zero": lambda step: 0.01 * (-1) ** step,
+    "is negative and falls": lambda step: -0.1 - step / 100,
+    "is negative and rises": lambda step: -1.0 + step / 100,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_without_a_zero_has_no_divergence_and_no_flatness(name: str, tmp_path: Path) -> None:
+    diagnosis = recorded(tmp_path, lambda step: {"loss": LOSSES[name](step)})
+    assert not [r for r in diagnosis if r.what in ("divergence", "flat-loss")], diagnosis
+
+
+def test_a_loss_of_nats_that_rises_has_diverged(tmp_path: Path) -> None:
+    diagnosis = recorded(tmp_path, lambda step: {"loss": 2.0 + step / 30})
+    assert "divergence" in [r.what for r in diagnosis]
+
+
+def whats(diagnosis: Any) -> list[tuple[str, int, str]]:
+    return [
+        (r.what, r.step, r.severity) for r in diagnosis if r.stage in ("data", "optimizer step")
+    ]
+
+
+def test_repeated_batches_are_read_from_their_checksums(tmp_path: Path) -> None:
+    loss = {"loss": 2.0}
+    one = recorded(tmp_path / "a", lambda step: {**loss, "batch_crc": "aa"}, 20)
+    assert whats(one) == [("same-batch", 2, "warning")]
+    again = recorded(tmp_path / "b", lambda step: {**loss, "batch_crc": f"{step % 20:02}"}, 40)
+    assert whats(again) == [("repeated-batches", 21, "note")]
+    shuffled = recorded(
+        tmp_path / "c", lambda step: {**loss, "batch_crc": f"{step * step % 61}"}, 40
+    )
+    assert not whats(shuffled)
+
+
+def test_a_rate_that_ends_at_zero_before_the_run_is_read(tmp_path: Path) -> None:
+    diagnosis = recorded(tmp_path / "a", lambda step: {"loss": 2.0, "lr": max(0.0, 1 - step / 40)})
+    assert whats(diagnosis) == [("zero-rate", 40, "warning")]
+    usual = recorded(tmp_path / "b", lambda step: {"loss": 2.0, "lr": 1 - step / 60})
+    assert not whats(usual)
+
+
+def test_a_norm_below_what_the_clip_leaves_is_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    recorder = ng.RunRecorder(tmp_path, model, optimizer, audit_every=1, max_grad_norm=1.0)
+    with recorder:
+
+        def one_step(step: int) -> None:
+            value = 100 * square(model, 4, 8)
+            value.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for p in model.parameters():
+                p.grad /= 8 if step > 3 else 1
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(value, grad_norm=norm)
+
+        run(6, one_step)
+    readings = [r for r in ng.diagnose(tmp_path) if r.what == "clip-norm"]
+    assert [(r.step, round(r.value, 3), r.expected) for r in readings] == [(5, 0.125, 1.0)]
+
+
+def test_a_step_that_nothing_compared_was_not_looked_at(tmp_path: Path) -> None:
+    class Mine(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.data -= 100 * self.param_groups[0]["lr"] * p.grad
+
+    model = nn.Linear(8, 8)
+    optimizer = Mine(model.parameters(), lr=1e-6)
+    with ng.RunRecorder(tmp_path, model, optimizer, audit_every=1) as recorder:
+        for _ in range(4):
+            value = square(model, 4, 8)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(value)
+    diagnosis = ng.diagnose(tmp_path)
+    assert "the optimizer's step" not in diagnosis.areas
+    assert "the update of the compared steps" in diagnosis.unseen
+
+
+def test_masters_of_a_loop_s_own_are_no_replaced_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).to(B16)
+    masters = [nn.Parameter(torch.randn_like(p.float())) for p in model.parameters()]
+    for p, master in zip(model.parameters(), masters, strict=True):
+        p.data = master.detach().to(B16)
+    readings = ng.check(model, torch.optim.AdamW(masters, lr=1e-3))
+    assert not [r for r in readings if r.what in ("replaced-parameters", "missing-parameters")]
+    other = [nn.Parameter(torch.randn_like(p.float())) for p in model.parameters()]
+    assert "replaced-parameters" in [r.what for r in ng.check(model, torch.optim.AdamW(other))]
+
+
+def test_two_token_types_are_no_vocabulary() -> None:
+    from narrowgauge.checks.gradients import vocabulary_of
+
+    model = nn.ModuleDict({"types": nn.Embedding(2, 8), "classifier": nn.Linear(8, 2)})
+    assert vocabulary_of(model) == 0

@@ -1,0 +1,127 @@
+"""Which layers stay wide: by what they do, whatever they are called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.matmul.roles import roles_of
+from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.spec.notation import parse
+
+pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
+
+
+class Mixture(nn.Module):
+    """A router that is called anything, experts as a list, and a gate of one output."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.scores = nn.Linear(32, num_experts)
+        self.shared = nn.Linear(32, 32)
+        self.shared_gate = nn.Linear(32, 1)
+        self.members = nn.ModuleList(nn.Linear(32, 32) for _ in range(num_experts))
+
+
+class SwiGlu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Lora(nn.Module):
+    """As PEFT wraps a layer."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(32, 32)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(32, 4)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, 32)})
+
+
+class Model(nn.Module):
+    def __init__(self, is_tied: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(128, 32), nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList([SwiGlu(), Mixture(), Lora(), SwiGlu()])
+        self.to_vocabulary = nn.Linear(32, 128, bias=False)
+        self.to_places = nn.Linear(32, 64)  # as many outputs as there are positions, and no head
+        if is_tied:
+            self.to_vocabulary.weight = self.words.weight
+
+
+MIDDLE = {
+    "blocks.1.scores": "router",
+    "blocks.1.shared_gate": "router",
+    "blocks.2.lora_A": "adapter",
+    "blocks.2.lora_A.default": "adapter",
+    "blocks.2.lora_B": "adapter",
+    "blocks.2.lora_B.default": "adapter",
+}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_roles_are_seen_under_any_name(is_tied: bool) -> None:
+    assert roles_of(Model(is_tied)) == {"to_vocabulary": "head", **MIDDLE}
+
+
+def test_the_last_blocks_stay_wide_where_a_compute_asks() -> None:
+    last = {name: role for name, role in roles_of(Model(), 0.15).items() if role == "last block"}
+    assert set(last) == {"blocks.3", "blocks.3.gate", "blocks.3.up", "blocks.3.down"}
+    half = {name for name, role in roles_of(Model(), 0.5).items() if role == "last block"}
+    assert half > set(last) and "blocks.2.base_layer" in half and "blocks.1.shared" not in half
+    assert roles_of(nn.Linear(4, 4), 0.5) == {}
+
+
+def test_a_label_head_and_the_head_that_a_model_names() -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = type("Config", (), {"num_labels": 3})()
+            self.body, self.score, self.answer = (nn.Linear(8, n) for n in (8, 3, 5))
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.answer
+
+    assert roles_of(Classifier()) == {"score": "head", "answer": "head"}
+
+
+@pytest.mark.parametrize("compute", ["float8-row", "nvfp4"])
+def test_swapping_leaves_them_and_says_why(compute: str) -> None:
+    model = Model().bfloat16()
+    linears = swap_linears(model, compute)
+    kept = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kept -= {name for name, layer in linears.layers.items() if not layer.compute.is_wide}
+    roles = roles_of(model, 0.15 if compute == "nvfp4" else 0.0)
+    assert kept == {name for name in kept | set(linears.layers) if name in roles}
+    assert "blocks.0.gate" in linears.layers
+    assert "to_vocabulary.weight (head)" in linears.describe(limit=99)
+    assert "blocks.1.scores.weight (router)" in linears.describe(limit=99)
+    assert linears.matrices()["to_vocabulary.weight"] == "kept"
+
+
+def test_names_override_roles_and_a_narrow_head_is_told() -> None:
+    with pytest.warns(UserWarning, match="'to_vocabulary' is the model's head, and is narrow"):
+        linears = swap_linears(Model().bfloat16(), "float8-row", keep=("*.up",))
+    assert {"to_vocabulary", "blocks.1.scores"} <= set(linears.layers)
+    assert not {"blocks.0.up", "blocks.3.up"} & set(linears.layers)
+
+
+def test_a_recipe_keeps_them_too_unless_an_override_says_otherwise() -> None:
+    recipe = parse(
+        {"recipe": "nvfp4/word", "override": [{"pattern": "blocks.3.up", "compute": "mxfp8"}]}
+    )
+    model, _ = ng.prepare(Model(), recipe)
+    computes = {
+        name: layer.compute.name for name, layer in ng.matmul.linears_of(model).layers.items()
+    }
+    assert computes["blocks.0.gate"] == "nvfp4" and computes["blocks.3.up"] == "mxfp8"
+    assert computes.get("blocks.3.gate", "bfloat16") == "bfloat16"
+    assert computes.get("to_vocabulary", "bfloat16") == "bfloat16"
