@@ -53,7 +53,9 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
         half = (before[name].abs() * 2.0 ** -(kept + 1)).clamp(min=smallest)
         # Beside a tail or a master a tie of the visible format goes up: such a value moves by a unit more.
         is_moved = error > half
-        assert is_moved.sum() <= 1 + 2.0**-14 * p.numel() and (error <= 3 * half).all()
+        low_bits = kept - (10 if row.visible == "float16" else 7)
+        assert is_moved.sum() <= 2 + 2.0 ** (1 - low_bits) * p.numel()
+        assert (error <= 3 * half).all()
         if kept >= 23 and row.visible != "float16":
             assert torch.equal(stored[~is_moved], before[name].to(stored.dtype)[~is_moved])
         assert (
