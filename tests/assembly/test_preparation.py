@@ -55,7 +55,7 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
         is_moved = error > half
         low_bits = kept - (10 if row.visible == "float16" else 7)
         assert is_moved.sum() <= 2 + 2.0 ** (1 - low_bits) * p.numel()
-        assert (error <= 3 * half).all()
+        assert row.weight.bits == 64 or (error <= 3 * half).all()
         if kept >= 23 and row.visible != "float16":
             assert torch.equal(stored[~is_moved], before[name].to(stored.dtype)[~is_moved])
         assert (

@@ -521,8 +521,11 @@ def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
         # The largest value of the code's few bits: rounded to them, a larger weight would be infinite.
         end = 2.0**128 - 2.0 ** (127 - code.mantissa_bits)
         visible = torch.where(visible.abs() < math.inf, visible.clamp(-end, end), visible)
-    own = own_low(storage, lane, visible, low)
-    return (visible, own, *(torch.where(own == low, part, 0.0) for part in lower))
+    total = low
+    for part in lower:
+        total = total + part
+    is_own = own_low(storage, lane, visible, total) == total
+    return (visible, *(torch.where(is_own, part, 0.0) for part in (low, *lower)))
 
 
 def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
