@@ -522,10 +522,10 @@ def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
         end = 2.0**128 - 2.0 ** (127 - code.mantissa_bits)
         visible = torch.where(visible.abs() < math.inf, visible.clamp(-end, end), visible)
     total = low
-    for part in lower:
-        total = total + part
+    for tensor in lower:
+        total = total + tensor
     is_own = own_low(storage, lane, visible, total) == total
-    return (visible, *(torch.where(is_own, part, 0.0) for part in (low, *lower)))
+    return (visible, *(torch.where(is_own, tensor, 0.0) for tensor in (low, *lower)))
 
 
 def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
