@@ -274,7 +274,8 @@ def own_low(storage: Storage, lane: Lane, visible: Tensor, low: Tensor) -> Tenso
     """Return a low part, or 0 where it is more than half an ulp of the visible weight: other code wrote that."""
     if storage.weight.scaled:
         back = lane.scales["weight"][1]
-        again = encode(storage.weight, visible + low, None, 0, reciprocal(back))
+        # A part is rounded up to half an ulp at most, and there the sum is a tie.
+        again = encode(storage.weight, visible + low * (1 - 2.0**-12), None, 0, reciprocal(back))
         return torch.where(decode(storage.weight, again, 0, back) == visible, low, 0.0)
     # In bits an ulp is the same number above and below a power of two.
     away = visible_bits(storage.visible, visible + low) - lane.visible
@@ -521,11 +522,8 @@ def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
         # The largest value of the code's few bits: rounded to them, a larger weight would be infinite.
         end = 2.0**128 - 2.0 ** (127 - code.mantissa_bits)
         visible = torch.where(visible.abs() < math.inf, visible.clamp(-end, end), visible)
-    total = low
-    for tensor in lower:
-        total = total + tensor
-    is_own = own_low(storage, lane, visible, total) == total
-    return (visible, *(torch.where(is_own, tensor, 0.0) for tensor in (low, *lower)))
+    own = own_low(storage, lane, visible, low)
+    return (visible, own, *(torch.where(own == low, tensor, 0.0) for tensor in lower))
 
 
 def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:

@@ -36,13 +36,15 @@ class Rule:
             without one.
 
     Example:
-        >>> from narrowgauge import Optimizer
-        >>> signs = Rule(
-        ...     "signs", (), ("lr",), lambda group, step: (group["lr"],), lambda w, g, s: (-s["lr"] * g.sign(),)
-        ... )
         >>> import torch
+        >>> from narrowgauge import Optimizer
+        >>> def prepare(group, step):
+        ...     return (group["lr"],)
+        >>> def update(weight, gradient, scalars):
+        ...     return (-scalars["lr"] * gradient.sign(),)
+        >>> signs = Rule("signs", (), ("lr",), prepare, update)
         >>> weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-        >>> optimizer = Optimizer([weight], signs, {"lr": 0.5}, storage="word")
+        >>> optimizer = Optimizer([weight], signs, {"lr": 0.5}, storage="word", low_bits="zero")
         >>> weight.grad = torch.full_like(weight, 3.0)
         >>> optimizer.step()
         >>> weight[0, 0].item()
