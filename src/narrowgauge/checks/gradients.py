@@ -307,7 +307,7 @@ def configured_step(
         seed: of the random numbers; ``None`` draws on.
     """
     model = set_up.model
-    mode = Shadow(**asks) if follows else None
+    mode = Shadow(**asks, model=model) if follows else None
     ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
     requests = [
         (scaler, scaler.request)

@@ -276,7 +276,7 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Ranked:
 
     def run(chosen: Collection[Key] = (), **asks: bool) -> tuple[Gradients, Gradients, Shadow, Any]:
         with put_back(model), eager():
-            with Shadow(chosen, **asks) as mode:
+            with Shadow(chosen, model=model, **asks) as mode:
                 value = step()
             named = {
                 plain_name(n): p.grad for n, p in model.named_parameters() if p.grad is not None
