@@ -63,7 +63,7 @@ def kind_rows() -> list[Row]:
     """Return the table with the detectors' rows."""
     names = ("name", "by", "value", "bound", "source")
     rows: list[Row] = [{name: getattr(kind, name) for name in names} for kind in KINDS.values()]
-    calls = {"updates": "ng.audit", "moments": "gauges_every", "steps": "recorder.step"}
+    calls = {"updates": "ng.audit", "steps": "recorder.step"}
     for d in DETECTORS.values():
         value = d.metric + (
             " over its lowest" if d.lowest else " over its median" if d.relative else ""

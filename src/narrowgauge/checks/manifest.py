@@ -24,7 +24,8 @@ from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
 
 def manifest(set_up: SetUp) -> list[str]:
     """Return the lines of the manifest: the table of parameters first."""
-    stepped, rows = {id(p.parameter): p for p in set_up.stepped}, dict[tuple[Any, ...], Row]()
+    stepped = {id(p.parameter): p for p in set_up.stepped}
+    rows = dict[tuple[Any, ...], Row]()
     kinds = {id(p): kind for p, kind in _kinds(set_up.model)}
     tensors = {
         id(p): p for p in (*set_up.model.parameters(), *(p.parameter for p in set_up.stepped))
@@ -119,10 +120,8 @@ def _stacks(set_up: SetUp) -> Iterator[str]:
 
 
 def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
-    model, trained = (
-        set_up.model,
-        [p.parameter for p in set_up.stepped if p.parameter.requires_grad],
-    )
+    model = set_up.model
+    trained = [p.parameter for p in set_up.stepped if p.parameter.requires_grad]
     if formats := Counter(
         dtype_name(buffer.dtype) for buffer in model.buffers() if buffer.is_floating_point()
     ):
@@ -180,7 +179,8 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
 
 def _missing(set_up: SetUp) -> Iterator[Reading]:
     """Yield trainable parameters without an optimizer. If the optimizer has others of that shape, they were replaced."""
-    stepped, in_model = set_up.stepped, {id(p) for p in set_up.model.parameters()}
+    stepped = set_up.stepped
+    in_model = {id(p) for p in set_up.model.parameters()}
     stepped_ids = {id(p.parameter) for p in stepped}
     if not in_model & stepped_ids and all(p.parameter.ndim == 1 for p in stepped):
         return  # flat partitions of the weights, as of DeepSpeed and Megatron

@@ -145,7 +145,9 @@ class SteppedParameter:
     @property
     def unpredicted(self) -> str:
         """Return why its updates are not predicted: an unknown rule or format, or a stored weight unlike the visible one."""
-        row, dtype, kind = self.storage, self.parameter.dtype, type(self.optimizer).__name__
+        row = self.storage
+        dtype = self.parameter.dtype
+        kind = type(self.optimizer).__name__
         if dtype not in NAIVE:
             return dtype_name(dtype)
         if self.step_rule is None:

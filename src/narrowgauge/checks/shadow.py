@@ -128,7 +128,9 @@ class Shadow(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         held = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
         self._names = {_key(x): torch_names.plain_name(n) for n, x in held if traces}
-        self.chosen, self.measures, self.traces = set(chosen), measures, traces
+        self.chosen = set(chosen)
+        self.measures = measures
+        self.traces = traces
         self.units = dict[Key, float]()
         self.errs = set[Key]()
         self.working = 2.0**-24
@@ -319,7 +321,8 @@ class Shadow(TorchDispatchMode):
             x, probability, trains = args
             return x * result[1] / (1 - probability) if trains else x
         if name in _BY_INDEX and isinstance(result, (tuple, list)):
-            x, indices = args[0], result[1]
+            x = args[0]
+            indices = result[1]
             numbers = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)]
             if name in ("topk", "kthvalue"):
                 numbers = numbers[1:]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, in_order, of_all
+from narrowgauge.analysis.reading import Reading, in_order, of_all, words_of
 from narrowgauge.analysis.thresholds import (
     EVALUATIONS_APART,
     LOSS_APART,
@@ -76,37 +76,41 @@ class Watch:
 
     Attributes:
         unseen: what is not watched, and why.
+        is_ended: the hooks are removed.
     """
+
+    is_ended = False
 
     def __init__(
         self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None
     ) -> None:
         set_up = set_up_of(model, optimizer)
-        self.watched_model, self.optimizers, self.every = (
-            unwrapped_model(model),
-            set_up.optimizers,
-            every,
-        )
+        self.watched_model = unwrapped_model(model)
+        self.optimizers = set_up.optimizers
+        self.every = every
         self._is_sharded = any(is_sharded(p) for p in self.watched_model.parameters())
         self.unseen: dict[str, str] = {}
         if self._is_sharded:
             parts = "tensors without an optimizer", "gradients that were not cleared"
             self.unseen |= dict.fromkeys(parts, "parameters are sharded")
         self._set_up = set_up
-        self._names, self._trained = dict[Tensor, str](), dict[str, Tensor]()
+        self._names = dict[Tensor, str]()
+        self._trained = dict[str, Tensor]()
         self._optimizer_of = dict[Tensor, torch.optim.Optimizer]()
         self._since = dict[str, int]()
-        self._start, self._moved = dict[str, Tensor](), dict[str, Tensor]()
+        self._start = dict[str, Tensor]()
+        self._moved = dict[str, Tensor]()
         self._shares = dict[Tensor, list[float]]()
         self._num_members = 0
-        self._step, self._numbers, self._told = 0, dict[str, float](), dict[str, float]()
-        self._has_moved, self._is_bad = set[str](), False
-        self._had_gradient, self._num_zero, self._num_uniform, self._num_overflows = (
-            set[str](),
-            0,
-            0,
-            0,
-        )
+        self._step = 0
+        self._numbers = dict[str, float]()
+        self._told = dict[str, float]()
+        self._has_moved = set[str]()
+        self._is_bad = False
+        self._had_gradient = set[str]()
+        self._num_zero = 0
+        self._num_uniform = 0
+        self._num_overflows = 0
         self._take_up()
         # Of the current step:
         self._num_passes = self._num_backward = 0
@@ -114,18 +118,22 @@ class Watch:
         self._sums: dict[str, Tensor] = {}
         self._square: tuple[int, Tensor | float] = -1, 0.0
         self._flags: dict[str, Tensor] = {}
-        self._modes, self._evaluations = set[bool](), set[bool]()
+        self._modes = set[bool]()
+        self._evaluations = set[bool]()
         self._was_cleared: bool | Tensor = True
         self._intended: IntendedStep | None = None
         self._frozen: dict[Tensor, Tensor] = {}
         # Between steps:
         self._unread: list[tuple[int, list[str], HostCopy]] = []
-        self._was_evaluated, self._has_own_writes, self._num_evaluated = False, False, 0
+        self._was_evaluated = False
+        self._has_own_writes = False
+        self._num_evaluated = 0
         self._after: Tensor | None = None
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
         self._hashes: tuple[str, str] | None = None
         self._copies: list[tuple[str, int, weakref.ref[Tensor], int, Tensor]] | None = None
-        self._undo, self._here = ExitStack(), all_ranks()
+        self._undo = ExitStack()
+        self._here = all_ranks()
         if self._here.size > 1:
             self.unseen["losses of ranks"] = "watch.step(loss) was not called"
         # A compiler skips hooks inside the model that it compiles.
@@ -205,13 +213,11 @@ class Watch:
             if self._here.size > 1 or isinstance(error, UserWarning):
                 raise
             self.remove()
-            words = str(error).splitlines()[0] if str(error) else ""
-            warnings.warn(
-                f"the watch ended: {type(error).__name__}: {words}"[:300], RunNotice, stacklevel=2
-            )
+            warnings.warn(f"the watch ended: {words_of(error)}", RunNotice, stacklevel=2)
 
     def remove(self) -> None:
         """Remove every hook."""
+        self.is_ended = True
         self._undo.close()
 
     def numbers(self) -> dict[str, float]:
@@ -275,10 +281,8 @@ class Watch:
             batch = {
                 str(k): x for k, x in inputs if isinstance(x, Tensor) and x.element_size() <= 8
             }
-            device, draws = (
-                next(module.parameters()).device,
-                any(m.training for m in self._dropouts),
-            )
+            device = next(module.parameters()).device
+            draws = any(m.training for m in self._dropouts)
             state = (
                 torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
             )
@@ -300,7 +304,8 @@ class Watch:
             if leaf is not None and leaf not in self._names:
                 reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
                 if reference is None or reference() is not leaf or values is None:
-                    values, steps = evenly_spread(leaf).clone(), set()
+                    values = evenly_spread(leaf).clone()
+                    steps = set()
                 self._leaves[id(leaf)] = weakref.ref(leaf), values, steps | {self._step}
 
     def _add_sum(self, name: str, x: Tensor) -> None:
@@ -336,7 +341,9 @@ class Watch:
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._read()
-        step, last, probe = self._step + 1, self._intervals[optimizer], self._probe
+        step = self._step + 1
+        last = self._intervals[optimizer]
+        probe = self._probe
         if self._is_sampled(step) or self._count_members() != self._num_members:
             self._take_up()
         if optimizer is self.optimizers[0]:
@@ -387,7 +394,9 @@ class Watch:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        step, probe, skipped = self._step + 1, self._probe, getattr(optimizer, "found_inf", None)
+        step = self._step + 1
+        probe = self._probe
+        skipped = getattr(optimizer, "found_inf", None)
         if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
             skipped = optimizer.last_control[1]
         if skipped is not None:
@@ -400,7 +409,8 @@ class Watch:
         vector = torch.stack(values) if values else torch.zeros(0, device=device)
         self._unread.append((step, list(self._flags), HostCopy(vector)))
         if probe is not None and optimizer is self._optimizer_of[probe]:
-            self._was_cleared, self._after = False, probe.detach().clone()
+            self._was_cleared = False
+            self._after = probe.detach().clone()
         if self._is_sampled(step):
             self._report(self._sampled_readings(optimizer, step))
         if vector.device.type == "cpu":
@@ -444,9 +454,21 @@ class Watch:
                 f"the evaluation ran in training mode, with {things}: call model.eval() before it"
             )
             yield KINDS["wrong-mode"].reading("", 1, 0, step=step - 1, words=words)
-        self._modes, self._evaluations = set(), set()
+        self._modes = set()
+        self._evaluations = set()
         if step == 3:
             yield from self._leaf_readings(step)
+
+    def _stepped_by_others(self) -> Iterator[list[str]]:
+        """Yield the names of the parameters that each other optimizer steps too. Wrappers are left out."""
+        groups = [group for o in self.optimizers for group in o.param_groups]
+        for other in _STEPPED.difference(self.optimizers):
+            is_same = any(group is g for group in other.param_groups for g in groups)
+            inner = {x for x in vars(other).values() if isinstance(x, torch.optim.Optimizer)}
+            members = [p for group in other.param_groups for p in group["params"]]
+            names = [self._names[p] for p in members if p in self._names]
+            if names and not is_same and not inner & {*self.optimizers}:
+                yield names
 
     def _leaf_readings(self, step: int) -> Iterator[Reading]:
         stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
@@ -461,17 +483,8 @@ class Watch:
         if leaves:
             names = names_of(self.watched_model, leaves)
             yield KINDS["missing-parameters"].reading(of_all(names), len(leaves), 0, step=step)
-        for other in _STEPPED.difference(self.optimizers):
-            groups = [group for o in self.optimizers for group in o.param_groups]
-            is_same = any(group is g for group in other.param_groups for g in groups)
-            inner = {
-                value for value in vars(other).values() if isinstance(value, torch.optim.Optimizer)
-            }
-            names = [
-                self._names[p] for g in other.param_groups for p in g["params"] if p in self._names
-            ]
-            if names and not is_same and not inner & {*self.optimizers}:
-                yield KINDS["parameters-twice"].reading(of_all(names), len(names), 0, step=step)
+        for names in self._stepped_by_others():
+            yield KINDS["parameters-twice"].reading(of_all(names), len(names), 0, step=step)
 
     def _read(self) -> None:
         for step, keys, copied in self._unread:
@@ -494,12 +507,11 @@ class Watch:
         ]
         names = [n for n, x in norms.items() if not math.isfinite(x)]
         # One value that is not finite makes all later ones so: only the first place is told.
-        was_bad, self._is_bad = (
-            self._is_bad,
-            self._is_bad or bool(bad or (names and not is_skipped)),
-        )
+        was_bad = self._is_bad
+        self._is_bad = self._is_bad or bool(bad or (names and not is_skipped))
         if was_bad:
-            bad, names = [], []
+            bad = []
+            names = []
         self._num_overflows = self._num_overflows + 1 if names and is_skipped else 0
         if bad:
             held = _nonfinite_weights(self.watched_model, bad[0])
@@ -534,9 +546,11 @@ class Watch:
                 continue
             if not members:
                 continue
-            rate, edqs = float(group["lr"]), {p: sums[p][1] / sums[p][0] for p in members}
+            rate = float(group["lr"])
+            edqs = {p: sums[p][1] / sums[p][0] for p in members}
             intended, stored, variance = (sum(sums[p][k] for p in members) for k in range(3))
-            edq, worst = stored / intended, min(edqs, key=lambda p: edqs[p])
+            edq = stored / intended
+            worst = min(edqs, key=lambda p: edqs[p])
             error = 3 * math.sqrt(variance) / intended
             self._numbers |= {
                 f"lr/group{first + index}": rate,
@@ -568,7 +582,8 @@ class Watch:
                 for n, p in tensors
                 if not p.is_meta and p not in stepped
             ]
-        written, norms = list[tuple[str, int, Tensor]](), list[Tensor]()
+        written = list[tuple[str, int, Tensor]]()
+        norms = list[Tensor]()
         for name, first, reference, version, start in self._copies:
             # An average is written in every step. A copy of the best weights is not, and another model has an optimizer.
             if (
@@ -581,7 +596,8 @@ class Watch:
                 device = start.device  # an average may be on the CPU
                 norms.append(torch.stack([x.double().norm().to(device) for x in values]))
                 written.append((name, first, p))
-        rows, kind = [*zip(written, on_host(norms), strict=True)], KINDS["average-apart"]
+        rows = [*zip(written, on_host(norms), strict=True)]
+        kind = KINDS["average-apart"]
         for (name, _, _), (_, size, *sizes) in rows:
             if max(sizes) < math.inf and not size <= kind.bound * max(sizes):
                 yield kind.reading(
