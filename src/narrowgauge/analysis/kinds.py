@@ -6,11 +6,12 @@ also say when an alarm begins. ``narrowgauge show checks`` prints all rows.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.analysis.detectors import DETECTORS
-from narrowgauge.analysis.reading import Reading
+from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
 from narrowgauge.spec.toml import load_data
 
@@ -52,6 +53,11 @@ class Kind:
         return Reading(
             step, self.stage, tensor, self.name, value, expected, bound, advice, self.severity
         )
+
+    def of(self, names: Collection[str], step: int = 0, **values: Any) -> Iterator[Reading]:
+        """Yield a reading of the number of tensors, where none is expected; nothing without any."""
+        if names:
+            yield self.reading(of_all(names), len(names), 0, step=step, **values)
 
 
 KINDS: dict[str, Kind] = {

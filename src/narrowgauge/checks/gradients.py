@@ -121,10 +121,7 @@ def gradient_readings(
     if any(isinstance(getattr(p, "main_grad", None), Tensor) for p in model.parameters()):
         unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
         return [], [], []
-    inside = set(map(id, model.parameters()))
-    outside: dict[str, Any] = {
-        p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside
-    }
+    outside = set_up.outside
     reference = float32_copy(model)
     versions = [p._version for p in model.parameters()]
     parts = micro_batches(reference, batch, loss)
@@ -139,7 +136,7 @@ def gradient_readings(
             stepped.append(inner_name(name))
             p.data.copy_(values.data)
     if stepped:
-        return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], [], []
+        return [*KINDS["step-in-backward"].of(stepped)], [], []
     ranked = _ranked(run, first) if follows else None
     draws = bool(ranks.largest(int(configured.draws)))
     samples = list[_Configured]()
@@ -181,11 +178,8 @@ def gradient_readings(
             readings += more
             bad = [name for name, g in reversed(first.gradients.items()) if not is_finite(g)]
             if bad and configured is not first:
-                number = int((~first.gradients[bad[0]].isfinite()).sum())
-                place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
                 wide = "in evaluation mode they were compared"
-                kind = KINDS["nonfinite-gradient"]
-                more.append(kind.reading(bad[0], number, 0, wide=wide, place=place))
+                more.append(_not_finite(bad[0], first, rounding, wide))
                 readings.append(more[-1])
             if not any(reading.what == "nonfinite-gradient" for reading in more):
                 readings += rounding.readings()
@@ -199,8 +193,7 @@ def gradient_readings(
 
     readings, lines, done, reasons = ranks.of_first(compare)
     unseen |= reasons
-    if names := configured.unstepped:
-        readings.append(KINDS["missing-parameters"].reading(of_all(names), len(names), 0))
+    readings += KINDS["missing-parameters"].of(configured.unstepped)
     return readings, lines + coarse_loss(configured.loss), done
 
 
@@ -660,6 +653,13 @@ def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
     )
 
 
+def _not_finite(name: str, configured: _Configured, rounding: Ranked, wide: str) -> Reading:
+    """Return a reading of the first gradient in backward that is not finite."""
+    number = int((~configured.gradients[name].isfinite()).sum())
+    place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
+    return KINDS["nonfinite-gradient"].reading(name, number, 0, wide=wide, place=place)
+
+
 def _compared(
     reference: _Reference,
     configured: _Configured,
@@ -689,14 +689,11 @@ def _compared(
             results[name] = reference.judge(name, _compared_values(configured, name, r), r)
     count = len(reference.exact)
     if bad:
-        number = int((~configured.gradients[bad[0]].isfinite()).sum())
         is_wide = bool(reference.exact[bad[0]].isfinite().all())
         wide = (
             "float32's are" if is_wide else "nor are float32's, so look at weights, data and loss"
         )
-        place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
-        kind = KINDS["nonfinite-gradient"]
-        readings["nonfinite"] = kind.reading(bad[0], number, 0, wide=wide, place=place)
+        readings["nonfinite"] = _not_finite(bad[0], configured, rounding, wide)
     readings |= {name: result for name, result in results.items() if isinstance(result, Reading)}
     if not bad and not any(bool(r.any()) for r in reference.exact.values()) and not results:
         readings["zero"] = KINDS["zero-gradients"].reading("", 1, 0, 0)
@@ -705,9 +702,8 @@ def _compared(
         (gone, "; float32's are not zero"),
         (zero, ", nor in a float32 copy: the loss does not depend on them"),
     ):
-        if names:
-            kind = KINDS["no-gradient"]
-            readings[words] = kind.reading(of_all(names), len(names), 0, count=count, words=words)
+        for reading in KINDS["no-gradient"].of(names, count=count, words=words):
+            readings[words] = reading
     if not reference.is_sum:
         reasons["the weights of micro-batches"] = (
             "the loss over all of them is no weighted sum of their losses"

@@ -148,21 +148,21 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
     yield from _untied(set_up)
     if buffers := rounded_buffers(set_up.model):
         turns = next((f" {name} is {turns} then." for name, turns in buffers.items() if turns), "")
-        yield KINDS["rounded-buffers"].reading(of_all(buffers), len(buffers), 0, turns=turns)
+        yield from KINDS["rounded-buffers"].of(buffers, turns=turns)
     # A frozen mask may hold infinities.
     values = {
         name: p for name, p in set_up.parameters.items() if p.dtype in NAIVE and not p.is_meta
     }
     largest = {name: largest_magnitude(local_of(p)) for name, p in values.items()}
-    if names := [
+    bad = [
         name
         for name, x in largest.items()
         if x.isnan() or (values[name].requires_grad and x.isinf())
-    ]:
-        yield KINDS["nonfinite-weights"].reading(of_all(names), len(names), 0)
+    ]
+    yield from KINDS["nonfinite-weights"].of(bad)
     counts = Counter(id(p.parameter) for p in set_up.stepped)
-    if names := [p.name for p in set_up.stepped if counts[id(p.parameter)] > 1]:
-        yield KINDS["parameters-twice"].reading(of_all(names), len(set(names)), 0)
+    twice = dict.fromkeys(p.name for p in set_up.stepped if counts[id(p.parameter)] > 1)
+    yield from KINDS["parameters-twice"].of(twice)
     trained = {p.name: p.parameter for p in set_up.trained}
     # TransformerEngine and Megatron store gradients elsewhere.
     places = ("grad", "main_grad", "decoupled_grad")
@@ -171,10 +171,9 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
         for name, p in trained.items()
         if all(getattr(p, place, None) is None for place in places)
     ]
-    if lost and len(lost) < len(trained):
-        yield KINDS["no-gradient"].reading(
-            of_all(lost), len(lost), 0, count=len(trained), words="; the others have one"
-        )
+    if len(lost) < len(trained):
+        words = "; the others have one"
+        yield from KINDS["no-gradient"].of(lost, count=len(trained), words=words)
 
 
 def _missing(set_up: SetUp) -> Iterator[Reading]:
@@ -192,10 +191,10 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
     beside = [p.parameter for p in stepped if id(p.parameter) not in in_model]
     lost = {name: p for name, p in lost.items() if not any(_is_master(q, p) for q in beside)}
     shapes = {q.shape for q in beside}
-    if replaced := [name for name, p in lost.items() if p.shape in shapes]:
-        yield KINDS["replaced-parameters"].reading(of_all(replaced), len(replaced), 0)
-    elif lost:
-        yield KINDS["missing-parameters"].reading(of_all(lost), len(lost), 0)
+    replaced = [name for name, p in lost.items() if p.shape in shapes]
+    yield from KINDS["replaced-parameters"].of(replaced)
+    if not replaced:
+        yield from KINDS["missing-parameters"].of(lost)
 
 
 def _is_master(master: Tensor, p: Tensor) -> bool:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, Readings, of_all
+from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.dtensor import whole
@@ -112,7 +112,7 @@ def moved(before: Weights, after: Weights) -> Moved:
     }
     return Moved(
         rows,
-        [KINDS[k].reading(of_all(n), len(n), 0, sides=sides) for k, n in names_of.items() if n],
+        [r for kind, names in names_of.items() for r in KINDS[kind].of(names, sides=sides)],
     )
 
 

@@ -26,6 +26,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
+from narrowgauge.torch_hooks import members_of
 
 Objects = Mapping[str, Any]
 Step = Callable[[], Objects]
@@ -204,7 +205,7 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
     }
     for key, value in objects.items():
         if isinstance(value, torch.optim.Optimizer):
-            stepped = [p for group in value.param_groups for p in group["params"]]
+            stepped = members_of(value)
             states[f"{key}|{key}.parameters in the modules|"] = sum(
                 id(p) in of_modules for p in stepped
             )

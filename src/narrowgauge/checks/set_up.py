@@ -211,6 +211,12 @@ class SetUp:
         ]
 
     @property
+    def outside(self) -> dict[str, Any]:
+        """Return the trained parameters that are none of the model's, by name."""
+        inside = {id(p) for p in self.model.parameters()}
+        return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
+
+    @property
     def predicted(self) -> list[SteppedParameter]:
         """Return the trained parameters whose updates are predicted."""
         return [p for p in self.trained if not p.unpredicted]

@@ -134,8 +134,7 @@ def checked_lesson(
     """Read what the loss of a set-up teaches, for :func:`narrowgauge.check`. Errors become reasons in ``unseen``."""
     model = set_up.model
     parts = micro_batches(model, batch, loss)
-    inside = set(map(id, model.parameters()))
-    outside = {p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside}
+    outside = set_up.outside
 
     def run() -> float:
         step = configured_step(set_up, outside, batch, parts, loss, backward, {}, False, True)

@@ -39,7 +39,7 @@ from narrowgauge.optim.audit import AuditedUpdates, audit, joined_over_ranks, un
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.computes import first_of_input
-from narrowgauge.torch_hooks import Follower
+from narrowgauge.torch_hooks import Follower, members_of
 from narrowgauge.torch_names import plain_name
 
 _NUM_VALUES = 64
@@ -74,7 +74,7 @@ class Gauges:
         self.on_row = on_row
         self.last: Row | None = None
         self._warned = False
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        stepped = {*members_of(optimizer)}
         self.parameters = {
             plain_name(name): p for name, p in model.named_parameters() if p in stepped
         }

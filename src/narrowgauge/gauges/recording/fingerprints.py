@@ -34,6 +34,7 @@ from narrowgauge.numerics.hashing import GOLDEN, combine, fingerprint, fingerpri
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.schema import Row
+from narrowgauge.torch_hooks import members_of
 from narrowgauge.torch_names import plain_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -200,7 +201,7 @@ class Fingerprints:
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
         """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped, its states, kind by kind."""
         by_kind: dict[str, dict[str, Tensor]] = {}
-        stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        stepped = {*members_of(self.optimizer)}
         for name, parameter in self.model.named_parameters():
             if parameter not in stepped:
                 continue

@@ -54,6 +54,7 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.torch_hooks import members_of
 from narrowgauge.torch_names import unwrapped_model
 
 _OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
@@ -474,7 +475,7 @@ class RunRecorder(Watch):
             self.event("note", message, detector="changed-settings")
 
     def _summary(self) -> Row:
-        stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        stepped = {*members_of(self.optimizer)}
         stored = {
             n: weight_of(self.optimizer, p)
             for n, p in self.model.named_parameters()

@@ -23,6 +23,7 @@ from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import STEP, Row
+from narrowgauge.torch_hooks import members_of
 
 
 class StepReader:
@@ -115,7 +116,7 @@ class StepReader:
         """Return the bytes of weights, gradients and states per parameter, as our optimizers count them."""
         if self.optimizer is None or self.ours is not None:
             return None if self.ours is None else self.ours.bytes_per_param()
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = members_of(self.optimizer)
         states = [
             t
             for p in parameters

@@ -43,7 +43,7 @@ from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step
+from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step, members_of
 from narrowgauge.torch_names import (
     HostCopy,
     graph_nodes,
@@ -151,7 +151,7 @@ class Watch:
     def _take_up(self) -> None:
         """Watch what the optimizers step now: parameters may be added, or thawed, while the loop runs."""
         self._set_up = SetUp(self._set_up.model, self.optimizers)
-        self._num_members = self._count_members()
+        self._num_members = len(members_of(*self.optimizers))
         for stepped in self._set_up.stepped:
             self._names[stepped.parameter] = stepped.name
             self._optimizer_of[stepped.parameter] = stepped.optimizer
@@ -164,9 +164,6 @@ class Watch:
                 self._moved[name] = torch.zeros_like(self._start[name], dtype=torch.bool)
         for name in self._trained.keys() - trained.keys():
             del self._trained[name], self._start[name], self._moved[name]
-
-    def _count_members(self) -> int:
-        return sum(len(group["params"]) for o in self.optimizers for group in o.param_groups)
 
     def _elements(self, p: Tensor) -> Tensor:
         """Copy spread elements of the stored weight, on its device."""
@@ -344,7 +341,7 @@ class Watch:
         step = self._step + 1
         last = self._intervals[optimizer]
         probe = self._probe
-        if self._is_sampled(step) or self._count_members() != self._num_members:
+        if self._is_sampled(step) or len(members_of(*self.optimizers)) != self._num_members:
             self._take_up()
         if optimizer is self.optimizers[0]:
             self._report(self._pass_readings(step))
@@ -379,7 +376,7 @@ class Watch:
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the values."""
-        members = [p for group in optimizer.param_groups for p in group["params"]]
+        members = members_of(optimizer)
         placed = {p: gradient_of(p) for p in members}  # the ranks' common order
         named = {
             self._names.get(p, "a new tensor"): local_of(g)
@@ -465,13 +462,13 @@ class Watch:
         for other in _STEPPED.difference(self.optimizers):
             is_same = any(group is g for group in other.param_groups for g in groups)
             inner = {x for x in vars(other).values() if isinstance(x, torch.optim.Optimizer)}
-            members = [p for group in other.param_groups for p in group["params"]]
+            members = members_of(other)
             names = [self._names[p] for p in members if p in self._names]
             if names and not is_same and not inner & {*self.optimizers}:
                 yield names
 
     def _leaf_readings(self, step: int) -> Iterator[Reading]:
-        stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
+        stepped = {*members_of(*_STEPPED)}
         leaves = [
             leaf
             for reference, values, steps in self._leaves.values()
@@ -480,11 +477,9 @@ class Watch:
         ]  # fmt: skip
         self._leaves = {}
         self._numbers["untrained_tensors"] = len(leaves)
-        if leaves:
-            names = names_of(self.watched_model, leaves)
-            yield KINDS["missing-parameters"].reading(of_all(names), len(leaves), 0, step=step)
+        yield from KINDS["missing-parameters"].of(names_of(self.watched_model, leaves), step)
         for names in self._stepped_by_others():
-            yield KINDS["parameters-twice"].reading(of_all(names), len(names), 0, step=step)
+            yield from KINDS["parameters-twice"].of(names, step)
 
     def _read(self) -> None:
         for step, keys, copied in self._unread:
@@ -569,7 +564,7 @@ class Watch:
 
     def _copy_readings(self, step: int) -> Iterator[Reading]:
         """Read copies of the model that the loop writes, such as an average of its weights."""
-        stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
+        stepped = {*members_of(*_STEPPED)}
         if self._copies is None:
             tensors = [
                 (n, p)
@@ -609,11 +604,8 @@ class Watch:
             for (name, first, p), (change, *_) in rows
             if change == 0 and name in self._has_moved and step >= first + SETTLED
         }
-        if still:
-            formats = of_all(dict.fromkeys(still.values()))
-            yield KINDS["average-unmoved"].reading(
-                of_all(still), len(still), 0, step=step, formats=formats
-            )
+        formats = of_all(dict.fromkeys(still.values()))
+        yield from KINDS["average-unmoved"].of(still, step, formats=formats)
 
     def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[float]]:
         """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, from our audit or from the repeated step."""
@@ -649,18 +641,10 @@ class Watch:
             for p, values in self._frozen.items()
             if not p.requires_grad
         }
-        flags = on_host([x.any() for x in (*self._moved.values(), *changes.values())])
-        if frozen := [
-            name
-            for name, is_changed in zip(changes, flags[len(self._moved) :], strict=True)
-            if is_changed
-        ]:
-            yield KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step)
-        still = [
-            n
-            for (n, x), has_moved in zip(self._moved.items(), flags, strict=False)
-            if x.numel() and not has_moved
-        ]
+        tensors = self._moved | changes
+        flags = dict(zip(tensors, on_host([x.any() for x in tensors.values()]), strict=True))
+        yield from KINDS["frozen-moves"].of([n for n in changes if flags[n]], step)
+        still = [n for n, x in self._moved.items() if x.numel() and not flags[n]]
         without = [name for name in self._trained if name not in self._had_gradient]
         self._has_moved = self._trained.keys() - {*still}
         self._numbers |= {"frozen_tensors": len(still), "tensors_without_gradient": len(without)}
@@ -670,35 +654,22 @@ class Watch:
         idle = [name for name in without if name in self._has_moved and name in settled]
         without = [name for name in without if name in settled and name not in idle]
         still = [name for name in still if name in settled]
-        if idle:
-            yield KINDS["idle-moves"].reading(of_all(idle), len(idle), 0, step=step)
-        if without and self._num_passes and len(without) < len(self._trained):
-            count = len(self._trained)
-            yield KINDS["no-gradient"].reading(
-                of_all(without), len(without), 0, step=step, count=count, words=f" in {step} steps"
+        yield from KINDS["idle-moves"].of(idle, step)
+        count = len(self._trained)
+        if self._num_passes and len(without) < count:
+            yield from KINDS["no-gradient"].of(
+                without, step, count=count, words=f" in {step} steps"
             )
-        rates = {
-            p: group["lr"]
-            for o in self.optimizers
-            for group in o.param_groups
-            for p in group["params"]
-        }
-        for is_zero in (True, False):
-            moves = {*still}.difference(without)
-            names = [
-                n for n, p in self._trained.items() if n in moves and (rates.get(p) == 0) is is_zero
-            ]
-            if names:
-                formats = of_all(dtype_name(self._trained[name].dtype) for name in names)
-                cause = (
-                    "the learning rate of the group is 0"
-                    if is_zero
-                    else f"{formats} rounds the updates away"
-                )
-                things = f"{counted(len(names), 'tensor')} {'has' if len(names) == 1 else 'have'}"
-                yield KINDS["never-moved"].reading(
-                    of_all(names), len(names), 0, step=step, things=things, cause=cause
-                )
+        still = [name for name in still if name not in without]
+        groups = [group for o in self.optimizers for group in o.param_groups if group["lr"] == 0]
+        unmoving = {p for group in groups for p in group["params"]}
+        at_zero = [name for name in still if self._trained[name] in unmoving]
+        cause = "the learning rate of the group is 0"
+        yield from KINDS["never-moved"].of(at_zero, step, count=count, cause=cause)
+        rounded = [name for name in still if name not in at_zero]
+        formats = of_all(dtype_name(self._trained[name].dtype) for name in rounded)
+        cause = f"{formats} rounds the updates away"
+        yield from KINDS["never-moved"].of(rounded, step, count=count, cause=cause)
 
     # ── losses and ranks ────────────────────────────────────────────────────────────────────────────────────────────
 
