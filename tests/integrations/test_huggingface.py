@@ -16,7 +16,6 @@ import narrowgauge as ng
 from integrations.bfloat16_loop import LR, STEPS, llama, same_weights, sequences, trained
 from narrowgauge.integrations.huggingface import (
     NarrowgaugeCallback,
-    adamw_of,
     save_for_torch,
     use_adamw,
 )

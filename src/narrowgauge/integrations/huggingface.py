@@ -39,7 +39,7 @@ def use_adamw(trainer: AnyTrainer, **options: Any) -> AnyTrainer:
     """
     if trainer.optimizer is not None:
         raise RecipeError(
-            f"Cannot choose the optimizer because this trainer already has {type(unwrapped(trainer.optimizer)).__name__}.",
+            f"Cannot choose an optimizer: the trainer already has {type(unwrapped(trainer.optimizer)).__name__}.",
             "Call use_adamw before train(), and give the trainer no optimizers=.",
         )
     trainer.optimizer_cls_and_kwargs = adamw_of(trainer.args, **options)
@@ -63,15 +63,18 @@ def save_for_torch(trainer: Trainer, checkpoint: str | Path) -> None:
     folder, optimizer = Path(checkpoint), unwrapped(trainer.optimizer)
     if not isinstance(optimizer, Optimizer):
         raise RecipeError(
-            f"Cannot rewrite {folder} because the trainer steps with {type(optimizer).__name__}, not with Narrowgauge's optimizer."
+            f"Cannot rewrite {folder}: the trainer steps with {type(optimizer).__name__}, "
+            "not with Narrowgauge's optimizer."
         )
     saved = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
     if saved != trainer.state.global_step:
         raise RecipeError(
-            f"Cannot rewrite {folder} because it was saved at step {saved}, and the trainer is at step {trainer.state.global_step}.",
+            f"Cannot rewrite {folder}: it was saved at step {saved}, "
+            f"and the trainer is at step {trainer.state.global_step}.",
             "Continue from it with resume_from_checkpoint, and rewrite the last checkpoint.",
         )
-    trainer.model.save_pretrained(folder, state_dict=full_weights(trainer.model, optimizer))
+    model: Any = trainer.model
+    model.save_pretrained(folder, state_dict=full_weights(model, optimizer))
     states = io.BytesIO()
     torch.save(to_torch_state(optimizer), states)
     write_whole(folder / "optimizer.pt", states.getvalue())
