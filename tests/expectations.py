@@ -98,14 +98,14 @@ STORAGES: dict[str, Storage] = {
     "master64": Storage(28, 1e-13, beside=("master",), vectors_whole=False, stands_for="words of 64 bits beside two lanes"),
     "float16/master": Storage(16, 0.002, beside=("master",), stands_for="float16 with a full copy"),
     "float16/split": Storage(12, 0.01, tail_bits=13, beside=("tail",), stands_for="float16 with a tail"),
-    "float16/naive": Storage(8, "lost", vectors_whole=False),
-    "float16/collage-light": Storage(10, 0.003, beside=_LOW, vectors_whole=False),
+    "float16/naive": Storage(8, "lost", vectors_whole=False, stands_for="float16, and nothing beside it"),
+    "float16/collage-light": Storage(10, 0.003, 8, beside=_LOW, vectors_whole=False),
     "float16/collage-plus": Storage(
-        12, 0.002, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions in float16"
+        12, 0.002, 8, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions in float16"
     ),
-    "float16-throughout/naive": Storage(8, "lost", vectors_whole=False, stands_for="float16, and nothing beside it"),
+    "float16-throughout/naive": Storage(8, "lost", 8, vectors_whole=False),
     "float16-throughout/stochastic": Storage(
-        8, "noisy", vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16, and nothing beside it, stochastic"
+        8, "noisy", 8, vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16 with scales by row, stochastic"
     ),
     "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by row"),
     "float8/collage-plus": Storage(10, "lost", 12, beside=_LOWER, stands_for="three parts, each relative to its row"),

@@ -36,6 +36,7 @@ from .optim.adam_states import full_weights as full_weights
 from .optim.adam_states import load_states as load_states
 from .optim.adam_states import to_torch_state as to_torch_state
 from .optim.audit import audit as audit
+from .optim.averaging import AveragedModel as AveragedModel
 from .optim.low_bits import fill_low_bits as fill_low_bits
 from .optim.optimizer import Optimizer as Optimizer
 from .optim.optimizers import SGD as SGD
@@ -54,6 +55,5 @@ from .runs.record import read_run as read_run
 from .spec.notation import parse as parse
 from .spec.recipes import Recipe as Recipe
 from .trainer.compare import compare as compare
-from .trainer.rounding_places import rounding_places as rounding_places
 
 __version__: str

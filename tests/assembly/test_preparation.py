@@ -50,12 +50,14 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
         if row.visible == "float16":
             smallest = 2.0**-38 if row.beside and row.weight.parts == 1 else 2.0**-25
         error = (stored - before[name]).abs()
-        assert (error <= (before[name].abs() * 2.0 ** -(kept + 1)).clamp(min=smallest)).all()
-        assert (
-            kept < 23
-            or row.visible == "float16"
-            or torch.equal(stored, before[name].to(stored.dtype))
-        )
+        half = (before[name].abs() * 2.0 ** -(kept + 1)).clamp(min=smallest)
+        # Beside a tail or a master a tie of the visible format goes up: such a value moves by a unit more.
+        is_moved = error > half
+        low_bits = kept - (10 if row.visible == "float16" else 7)
+        assert is_moved.sum() <= 2 + 2.0 ** (1 - low_bits) * p.numel()
+        assert row.weight.bits == 64 or (error <= 3 * half).all()
+        if kept >= 23 and row.visible != "float16":
+            assert torch.equal(stored[~is_moved], before[name].to(stored.dtype)[~is_moved])
         assert (
             not optimizer.stored(p, "exp_avg").any() and not optimizer.stored(p, "exp_avg_sq").any()
         )

@@ -114,8 +114,19 @@ def flip_a_bit(file: Path) -> None:
 
 
 def change_manifest(path: Path, **changes: Any) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+    """Change entries of a manifest, whose checksum then fits."""
+    manifest = {**json.loads((path / "manifest.json").read_text()), **changes}
+    manifest["blake2b"] = checkpoint_module._checksum(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def change_schema(path: Path) -> None:
+    """Flip the bit of the schema's digit that makes it a newer one."""
+    content = (path / "manifest.json").read_text()
+    assert '"schema_version": 5' in content
+    (path / "manifest.json").write_text(
+        content.replace('"schema_version": 5', '"schema_version": 7')
+    )
 
 
 def name_a_file_outside(path: Path) -> None:
@@ -131,6 +142,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     r"shard-.*safetensors does not match its checksum": lambda path: flip_a_bit(path / FILE),
     r"shard-.*safetensors is missing": lambda path: (path / FILE).unlink(),
     r"its manifest\.json is damaged": lambda path: os.truncate(path / "manifest.json", 30),
+    r"its manifest\.json is damaged \(it does not match": change_schema,
     "its manifest is of step-00000001": lambda path: change_manifest(path, step=1),
     r"its manifest\.json is damaged \(.*a file is not in this folder\)": name_a_file_outside,
 }
@@ -169,7 +181,7 @@ def test_a_new_checkpoint_outlives_damaged_ones(
 
 def test_a_checkpoint_of_another_schema_is_refused_and_not_called_damaged(tmp_path: Path) -> None:
     change_manifest(save(tmp_path, 2, tensors(), {}), schema_version=99, files=[])
-    with pytest.raises(RecordError, match="step-00000002 because it has schema 99, not 4"):
+    with pytest.raises(RecordError, match="step-00000002 because it has schema 99, not 5"):
         latest_checkpoint(tmp_path, must_not_be_called)
 
 

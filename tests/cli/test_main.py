@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import urllib.error
@@ -14,12 +15,10 @@ import pytest
 import torch
 
 import narrowgauge.trainer
-from narrowgauge.cli.main import _ranks_to_start
-from narrowgauge.errors import RankError, Terminated
-from narrowgauge.runs.record import Run
+from narrowgauge.distributed import job
+from narrowgauge.errors import Terminated
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.trainer import resume_checks
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer import door
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
 from trainer.tiny_runs import ENVIRONMENT, call
 
@@ -29,8 +28,13 @@ class Calls(list[tuple[Any, ...]]):
 
     answer: Any = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.options: list[dict[str, Any]] = []
+
     def __call__(self, *words: Any, **options: Any) -> Any:
         self.append(words)
+        self.options.append(options)
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
@@ -41,24 +45,22 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
     """Stand-ins for the trainer's verbs, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     found: dict[str, Calls] = {}
-    for module, verbs in {"loop": ("train", "resume"), "export": ("export",)}.items():
+    for module, verbs in {"loop": ("train",), "export": ("export",)}.items():
         stand_in = ModuleType(f"narrowgauge.trainer.{module}")
         for verb in verbs:
             found[verb] = Calls()
             setattr(stand_in, verb, found[verb])
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
         monkeypatch.setattr(narrowgauge.trainer, module, stand_in, raising=False)
-    monkeypatch.setattr(resume_checks, "unfinished_run", lambda folder: Run(folder, {"config": {}}))
     write_tokens([Document("a", "text")], *load_tokenizer(None), tmp_path / "tokens")
     return found
 
 
-def asked(calls: dict[str, Calls], *words: str) -> TrainConfig:
+def asked(calls: dict[str, Calls], *words: str) -> dict[str, Any]:
     result = call("train", "--data", "tokens", *words)
     assert result.exit_code == 0, result.stderr
-    [(config,)] = calls["train"]
-    assert isinstance(config, TrainConfig)
-    return config
+    [(settings,)] = calls["train"]
+    return settings
 
 
 def test_a_flag_overrules_the_file_and_the_file_the_default(
@@ -67,32 +69,31 @@ def test_a_flag_overrules_the_file_and_the_file_the_default(
     (tmp_path / "my.toml").write_text(
         "steps = 7\nbatch_size = 4\nactivation_checkpointing = true\ncompile = true\n"
     )
-    config = asked(calls, "--config", "my.toml", "--steps", "9", "--no-activation-checkpointing")
-    assert (config.steps, config.batch_size, config.activation_checkpointing) == (9, 4, False)
-    assert (config.compile, config.sequence_length) == (True, TrainConfig().sequence_length)
+    settings = asked(calls, "--config", "my.toml", "--steps", "9", "--no-activation-checkpointing")
+    names = ("steps", "batch_size", "activation_checkpointing", "compile")
+    assert [settings[name] for name in names] == [9, 4, False, True]
+    assert "sequence_length" not in settings
 
 
-def test_ranks_are_started_unless_torchrun_has_started_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for size, nproc, started in ((1, None, 0), (1, 1, 0), (1, 3, 3), (3, 3, 0)):
-        monkeypatch.setenv("WORLD_SIZE", str(size))
-        assert _ranks_to_start(nproc) == started
-    with pytest.raises(RankError, match="Cannot start 2 ranks"):
-        _ranks_to_start(2)
-
-
-def test_resume_passes_on(calls: dict[str, Calls]) -> None:
+def test_resume_passes_on(calls: dict[str, Calls], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "run_of_trainer", lambda folder: None)
+    monkeypatch.setattr(job, "world_size", lambda: 2)
+    monkeypatch.setattr(job, "joined", contextlib.nullcontext)
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")
     assert call("resume", "runs/a", "--restart").exit_code == 0
-    assert calls["resume"] == [(Path("runs/a"), None), (Path("runs/a"), 30), (Path("runs/a"), None)]
+    assert calls["train"] == [
+        ({"out": "runs/a"},),
+        ({"out": "runs/a", "stop_after": 30},),
+        ({"out": "runs/a"},),
+    ]
+    assert calls["train"].options == [{"restart": False}, {"restart": False}, {"restart": True}]
 
 
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # from here on, to import it is an error
-from narrowgauge.cli.main import _ranks_to_start, main
+from narrowgauge.cli.main import main
 for line in sys.stdin:
     try:
         main(line.split(), prog_name="narrowgauge")
@@ -102,7 +103,7 @@ for line in sys.stdin:
 REFUSED_AT_ONCE = [
     "train --recipe bfloat16/wrod", "train --model lama", "train --steps 0", "train --data nowhere", "train --recpie x",
     "train --batch-size 7 --gradient-accumulation-steps 2", "train --config nowhere",
-    "resume nowhere", "resume nowhere --stop-after 0", "resume done", "resume odd",
+    "resume nowhere", "resume nowhere --stop-after 0", "resume odd", "train --out odd",
     "compare --recipes bfloat16/wrod", "compare --recipes bfloat16/word --model lama", "compare --out nowhere",
     "compare --recipes bfloat16/word --steps 0", "compare --recipes bfloat16/word --data nowhere", "compare --recpies x",
     "plan run --model llama-1m --recipe bfloat16/word --chip h101", "report nowhere", "show recipe nowhere",
@@ -110,8 +111,6 @@ REFUSED_AT_ONCE = [
 
 
 def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path / "done", {"config": {}}) as writer:
-        writer.summary({"steps": 1, "val_loss": 2.0})
     RunWriter.create(tmp_path / "odd", {"config": {"nonsense": 1}}).close()
     found = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(REFUSED_AT_ONCE), capture_output=True, text=True,
@@ -166,7 +165,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-from narrowgauge.cli.main import _ranks_to_start, main
+from narrowgauge.cli.main import main
 main(sys.argv[1:], prog_name="narrowgauge")
 """
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from corpus.loop import Loop
+from corpus.loop import Loop, Settings
 from corpus.rows import Row
 from narrowgauge.analysis.reading import Reading
 
@@ -69,9 +69,8 @@ def judged(row: Row, folder: Path) -> tuple[list[Reading], dict[str, Any]]:
     return [reading for reading in readings if reading.severity != "note"], surprises
 
 
-def lesson_of(row: Row, num_labels: int) -> dict[str, Any]:
+def lesson_of(row: Row, settings: Settings, num_labels: int) -> dict[str, Any]:
     """Return the facts of a row's loss, by its settings and its data."""
-    settings = row.settings
     lesson = {
         "shift": 1, "learned": num_labels, "weights": "equal", "weight_sum": 1.0, "unlearned": 0, "not_sure": 0,
         "smoothing": settings.smoothing, "smoothed_alone": 0, "z_loss": 0.0, "other_terms": "", "dtype": "float32",
@@ -110,7 +109,7 @@ def _checked(row: Row) -> tuple[list[Reading], dict[str, Any]]:
         check = ng.check(loop.model, optimizers, batch=parts, loss=loss, backward=backward)
     except ng.errors.NarrowgaugeError:
         return [], {}
-    lesson = lesson_of(row, sum(loop.count(labels) for _, labels in parts))
+    lesson = lesson_of(row, settings, sum(loop.count(labels) for _, labels in parts))
     surprises = {}
     for name, value in lesson.items():
         expected = pytest.approx(value, rel=2e-3, abs=1e-4) if isinstance(value, float) else value

@@ -1,6 +1,7 @@
 """Tensor parallelism gives the bits of one process: every storage, by rows and by columns, saved and loaded half way.
 
-Gradients are known and shared out: the products of two ranks add up in another order than those of one.
+Gradients are known and shared out: the products of two ranks add up in another order than those of one. Under sequence
+parallelism each rank has a part of the gradient of a weight that all ranks have: here that of every second element.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import narrowgauge as ng
 from equivalence.ways import HALF, STEPS, Training, fingerprint, load_dcp, save_dcp
@@ -25,11 +31,12 @@ from ranks import run_ranks
 def start(storage: str, mesh: Any = None, seed: int = 0) -> Training:
     """Return an MLP whose first weight is split by rows and the second by columns, and its optimizer."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)).to(
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6), nn.LayerNorm(6)).to(
         getattr(torch, STORAGES[storage].visible)
     )
     if mesh is not None:
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": SequenceParallel()}
+        parallelize_module(model, mesh, plan)
     options: dict[str, Any] = {
         "max_grad_norm": 3.0,
         "audit_every": 2,
@@ -39,8 +46,17 @@ def start(storage: str, mesh: Any = None, seed: int = 0) -> Training:
     return Training(model, ng.AdamW(model.named_parameters(), lr=1e-2, storage=storage, **options))
 
 
-def train(training: Training, steps: Iterable[int]) -> Training:
+def shared_out(gradient: Tensor, p: DTensor) -> DTensor:
+    """Return a rank's part of a gradient: of a weight that all ranks have, a part of the sum."""
+    if not p.placements[0].is_replicate():
+        return distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+    is_here = torch.arange(gradient.numel()).view(gradient.shape) % 2 == dist.get_rank()
+    return DTensor.from_local(torch.where(is_here, gradient, 0), p.device_mesh, [Partial()])
+
+
+def train(training: Training, steps: Iterable[int], *, accumulates: bool = False) -> Training:
     """Take steps whose gradients are a thousand times larger in the last columns, which the last rank has."""
+    accumulator = ng.GradientAccumulator(training.model.parameters())
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for p in training.model.parameters():
@@ -49,7 +65,9 @@ def train(training: Training, steps: Iterable[int]) -> Training:
             )
             p.grad = gradient.to(p.dtype)
             if isinstance(p, DTensor):
-                p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)
+                p.grad = shared_out(p.grad, p)
+        if accumulates:
+            accumulator.finish()
         training.optimizer.step()
     return training
 
@@ -61,7 +79,7 @@ def on_a_rank(rank: int, folder: Path) -> dict[str, dict[str, str]]:
         training = train(start(storage, mesh), range(HALF))
         save_dcp(training, folder / storage)
         resumed = load_dcp(train(start(storage, mesh, seed=1), range(50, 51)), folder / storage)
-        fingerprints[storage] = fingerprint(train(resumed, range(HALF, STEPS)))
+        fingerprints[storage] = fingerprint(train(resumed, range(HALF, STEPS), accumulates=True))
     return fingerprints
 
 

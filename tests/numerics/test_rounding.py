@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -13,11 +11,8 @@ from narrowgauge.numerics.rounding import (
     cut,
     dither,
     float_of,
-    half,
     narrowed,
     random_bits,
-    round_to_bfloat16,
-    round_to_float16,
 )
 from oracles import codes as oracle
 from tensors import unsigned
@@ -66,7 +61,7 @@ def test_cut_to_the_nearest_is_division_with_remainder(
     numbers: oracle.Integers, dropped: int
 ) -> None:
     x = float_of(from_unsigned(numbers))
-    result = unsigned(cut(x, dropped, half(dropped)))
+    result = unsigned(cut(x, dropped, None))
     expected = oracle.cut(numbers, dropped) if dropped else numbers
     assert np.array_equal(result, expected)
 
@@ -82,26 +77,26 @@ def test_cut_with_an_addend_rounds_up_where_the_remainder_fills_a_step(
 
 
 @pytest.mark.parametrize(
-    ("round", "quiet_one"), [(round_to_bfloat16, 0x7FC0), (round_to_float16, 0x7E00)]
+    ("dtype", "quiet_one"), [(torch.bfloat16, 0x7FC0), (torch.float16, 0x7E00)]
 )
 def test_every_nan_is_rounded_to_the_quiet_one_of_its_format(
-    round: Callable[[Tensor], Tensor], quiet_one: int
+    dtype: torch.dtype, quiet_one: int
 ) -> None:
     """In vectors and in what is left beside them, which PyTorch's conversion treats otherwise."""
     x = float_of(from_unsigned(with_signs(NANS * 5)))[:71]
-    assert (round(x).view(torch.int16) == quiet_one).all()
+    assert (narrowed(x, dtype).view(torch.int16) == quiet_one).all()
     assert (narrowed(x, torch.float32).view(torch.int32) == 0x7FC00000).all()
 
 
-def test_round_to_bfloat16(patterns: oracle.Integers) -> None:
-    result = round_to_bfloat16(float_of(from_unsigned(patterns)))
+def test_narrowed_to_bfloat16(patterns: oracle.Integers) -> None:
+    result = narrowed(float_of(from_unsigned(patterns)), torch.bfloat16)
     assert result.dtype is torch.bfloat16
     nan = oracle.is_nan(patterns)
     assert np.array_equal(result.isnan().numpy(), nan)
     expected = oracle.cut(patterns[~nan], 16) // 2**16
     assert np.array_equal(result.view(torch.int16).numpy()[~nan].astype(np.int64) % 2**16, expected)
     crossed = torch.arange(6.0).reshape(2, 3).t()
-    assert torch.equal(round_to_bfloat16(crossed).float(), crossed)
+    assert torch.equal(narrowed(crossed, torch.bfloat16).float(), crossed)
 
 
 def test_random_bits_are_the_written_hash() -> None:

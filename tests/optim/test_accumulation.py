@@ -73,7 +73,7 @@ def test_sums_in_float64_are_the_exact_sums_rounded(dtype: torch.dtype, dropped:
         GradientAccumulator([], dtype=torch.bfloat16)
 
 
-def test_float16_sums_are_rounded_once_ties_away_from_zero() -> None:
+def test_float16_sums_are_rounded_once() -> None:
     every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     finite = every[torch.isfinite(every)]
     assert torch.equal(bits(summed([finite])), bits(finite))  # subnormals and -0 included

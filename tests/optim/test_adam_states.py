@@ -64,7 +64,7 @@ def loaded(content: dict[str, Any]) -> tuple[ng.AdamW, dict[str, nn.Parameter], 
     """Load a checkpoint's weights, then its states, into an optimizer that keeps float32 values."""
     parameters = {name: nn.Parameter(value.clone()) for name, value in content["model"].items()}
     storage = "exact" if all(p.dtype is torch.bfloat16 for p in parameters.values()) else "float32"
-    optimizer = ng.AdamW(list(parameters.items()), storage=storage, compile=False)
+    optimizer = ng.AdamW(list(parameters.items()), storage=storage, compile=False, low_bits="zero")
     return optimizer, parameters, ng.load_states(optimizer, content["optimizer"])
 
 

@@ -226,6 +226,39 @@ def test_a_tensor_without_a_gradient_lays_out_nothing_again(
     assert [optimizer.num_steps(p) for p in params] == [5, 4, 4, 6]
 
 
+@pytest.mark.usefixtures("language")
+def test_a_table_keeps_no_state_that_is_gone() -> None:
+    """As of parameters that grow: each time another one takes the place of the last."""
+    params = parameters("word", [(4, 8), (2, 8)])
+    optimizer = ng.AdamW(params, storage="word", compile=True)
+    gone = []
+    for rows in (4, 5, 6):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        gone.append(weakref.ref(optimizer.state.pop(params[0])))
+        params[0] = nn.Parameter(torch.ones(rows + 1, 8, dtype=torch.bfloat16))
+        optimizer.param_groups[0]["params"][0] = params[0]
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert [state() for state in gone] == [None] * 3
+    (table,) = optimizer._tables.values()
+    assert len(table._rows) == 2
+
+
+@pytest.mark.usefixtures("language")
+def test_a_negative_view_is_a_gradient_of_its_values() -> None:
+    results = []
+    for is_view in (True, False):
+        params = parameters("word", [(4, 8)])
+        optimizer = ng.AdamW(params, storage="word", compile=True, lr=0.1)
+        values = gaussian(4, 8, dtype=torch.bfloat16)
+        params[0].grad = torch._neg_view(values) if is_view else -values
+        optimizer.step()
+        results.append(everything(optimizer))
+    assert_same_bits(*results)
+
+
 def test_a_damaged_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if compiler_missing():
         pytest.skip(compiler_missing())

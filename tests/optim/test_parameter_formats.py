@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -90,14 +91,15 @@ def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
     )
     frozen.requires_grad_(False), grouped.requires_grad_()
     alone = {
-        storage: ng.AdamW([copy.deepcopy(weight)], storage=storage)
+        storage: ng.AdamW([copy.deepcopy(weight)], storage=storage, low_bits="zero")
         for storage, weight in weights.items()
     }
     groups = [
         {"params": [*weights.items(), ("frozen", frozen)]},
         {"params": [("grouped", grouped)], "storage": "float32"},
     ]
-    optimizer = ng.AdamW(groups, keep_float32=lambda name, parameter: name == "float32")
+    options = {"keep_float32": lambda name, parameter: name == "float32", "low_bits": "zero"}
+    optimizer = ng.AdamW(groups, **options)
     frozen.requires_grad_()
     pairs = [(weights[storage], parameters_of(other)[0], other) for storage, other in alone.items()]
     pairs += [(frozen, *pairs[-1][1:]), (grouped, *pairs[-1][1:])]
@@ -156,28 +158,48 @@ def on_one_memory(model: Model) -> nn.Module:
     return model
 
 
-HOLDERS: list[tuple[Callable[[Model], nn.Module], str]] = [
-    (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
-    (lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))), "FSDP"),
-    (
-        lambda model: FullyShardedDataParallel(
-            model, use_orig_params=True, device_id=torch.device("cpu")
-        ),
-        "FSDP",
+HOLDERS: list[Callable[[Model], nn.Module]] = [
+    nn.parallel.DistributedDataParallel,
+    lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
+    lambda model: FullyShardedDataParallel(
+        model, use_orig_params=True, device_id=torch.device("cpu")
     ),
-    (on_one_memory, "share their memory"),
 ]
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("wrap", "reason"), HOLDERS)
-def test_parameters_whose_memory_others_hold_are_refused(
-    wrap: Callable[[Model], nn.Module], reason: str
+@pytest.mark.parametrize("wrap", HOLDERS)
+@pytest.mark.parametrize(
+    ("kind", "storage", "row"),
+    [
+        (ng.AdamW, "word", "float32-states8"),
+        (ng.AdamW, "exact", "float32"),
+        (ng.Muon, "word", "float32"),
+    ],
+)
+def test_parameters_that_a_wrapper_holds_stay_in_float32(
+    wrap: Callable[[Model], nn.Module], kind: Any, storage: str, row: str
 ) -> None:
+    """One line trains them in the usual order. The warning says what it costs."""
+    model, theirs = wrap(Model()), wrap(Model())
+    with pytest.warns(UserWarning, match=f"Kept float32 weights as they are.* '{row}' takes"):
+        optimizer = kind(model.parameters(), lr=1e-2, storage=storage)
+    assert {group["storage"] for group in optimizer.param_groups} == {row}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    losses = train(model, optimizer, 20, autocast=True)
+    assert losses[-1] < losses[0]
+    if kind is ng.AdamW:
+        reference = train(
+            theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), 20, autocast=True
+        )
+        assert losses == pytest.approx(reference, abs=0.02)
+
+
+def test_parameters_on_one_memory_are_refused() -> None:
     """Nothing is changed, and a storage of float32 takes them."""
-    model = wrap(Model())
+    model = on_one_memory(Model())
     first = nn.Parameter(torch.ones(3, 3))
-    with pytest.raises(ng.errors.RecipeError, match=reason):
+    with pytest.raises(ng.errors.RecipeError, match="share their memory"):
         ng.AdamW([{"params": [first]}, {"params": list(model.parameters())}])
     assert {p.dtype for p in (first, *model.parameters())} == {torch.float32}
     ng.AdamW(model.parameters(), storage="float32")
@@ -233,3 +255,52 @@ def test_a_first_step_in_inference_mode_is_refused() -> None:
     with torch.inference_mode(), pytest.raises(ng.errors.RecipeError, match="no_grad"):
         optimizer.step()
     optimizer.step()
+
+
+def test_a_second_optimizer_takes_the_bits_that_the_first_one_keeps() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    before = model.weight.detach().clone()
+    with pytest.warns(UserWarning, match="Rounded"):
+        first = ng.AdamW(model.named_parameters(), storage="exact")
+    assert first.rounded == ["weight", "bias"]
+    assert torch.equal(first.stored(model.weight), before)
+    second = ng.AdamW(model.parameters(), storage="exact")
+    assert second.rounded == [] and torch.equal(second.stored(model.weight), before)
+    del first, second
+    gc.collect()
+    third = ng.AdamW(model.parameters(), storage="exact")
+    assert not third.state
+
+
+def test_the_note_names_tensors_that_are_on_a_grid_but_for_some_values() -> None:
+    embedding = nn.Embedding(50, 8).bfloat16().float()
+    embedding.weight.data[7] += 1e-4
+    with pytest.warns(UserWarning, match=r"'embed': 8 of its 400 values have low bits .* merge"):
+        optimizer = ng.AdamW([("embed", embedding.weight)])
+    assert not torch.equal(optimizer.stored(embedding.weight), embedding.weight)
+
+
+@pytest.mark.parametrize("decay", [0.9, None])
+def test_an_average_of_full_weights_is_that_of_float32_weights(decay: float | None) -> None:
+    """Over steps of a hundredth of a bfloat16's ulp; frozen weights and buffers are copied."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
+    model[1].requires_grad_(False)
+    with pytest.warns(UserWarning, match="Rounded"):
+        optimizer = ng.AdamW(model[0].parameters(), lr=1e-6, storage="exact", compile=False)
+    average = ng.AveragedModel(model, optimizer, decay=decay)
+    expected = optimizer.stored(model[0].weight).double()
+    for step in range(20):
+        for p in model[0].parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.step()
+        model[1].running_mean.add_(1.0)  # type: ignore[union-attr, operator]
+        average.update_parameters(model)
+        share = 1.0 if step == 0 else (1 / (step + 1) if decay is None else 1 - decay)
+        expected += share * (optimizer.stored(model[0].weight).double() - expected)
+    weight = average.module[0].weight
+    assert weight.dtype is torch.float32 and int(average.n_averaged) == 20
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=1e-7)
+    assert torch.equal(average.module[1].running_mean, model[1].running_mean)
+    assert isinstance(average, torch.optim.swa_utils.AveragedModel)

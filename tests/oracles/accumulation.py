@@ -29,7 +29,7 @@ def values(bits: codes.Integers) -> Singles:
 
 
 def nearest(exact: Singles, dropped: int = 16) -> Singles:
-    """Rounded to fewer mantissa bits, ties away from zero."""
+    """Rounded to fewer mantissa bits, ties to even."""
     return values(codes.cut(bits(exact), dropped))
 
 

@@ -30,23 +30,28 @@ def magnitudes(exponent_bits: int, mantissa_bits: int, lowest: int) -> list[Frac
 
 
 def nearest_steps(values: Floats, x: Floats) -> Integers:
-    """The place in ``values`` of the one nearest to each ``abs(x)``, ties to the larger; the last for all beyond.
+    """The place in ``values`` of the one nearest to each ``abs(x)``, ties to the even place; the last for all beyond.
 
     ``values`` are so short that their float64 midpoints are exact.
     """
     midpoints = (values[1:] + values[:-1]) / 2
-    return np.searchsorted(midpoints, np.abs(x), side="right").astype(np.int64)
+    upper = np.searchsorted(midpoints, np.abs(x), side="right").astype(np.int64)
+    lower = np.searchsorted(midpoints, np.abs(x), side="left").astype(np.int64)
+    return np.where(lower % 2 == 0, lower, upper)
 
 
 def cut(bits: Integers, dropped: int, addend: Integers | int | None = None) -> Integers:
     """The bits (0 … 2^32 - 1) of numbers or infinities with ``dropped`` low ones rounded off.
 
-    Nearest with ties away from zero; or up where the remainder and ``addend`` together fill a step.
+    Nearest with ties to the even multiple; or up where the remainder and ``addend`` together fill a step.
     """
     sign, magnitude = np.divmod(bits, SIGN)
     step = 2**dropped
     whole, rest = np.divmod(magnitude, step)
-    up = (2 * rest >= step) if addend is None else (rest + addend >= step)
+    if addend is None:
+        up = (2 * rest > step) | ((2 * rest == step) & (whole % 2 == 1))
+    else:
+        up = rest + addend >= step
     return sign * SIGN + (whole + (up & (rest > 0))) * step
 
 

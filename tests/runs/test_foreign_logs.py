@@ -16,38 +16,23 @@ from narrowgauge.errors import RecordError
 from narrowgauge.report.publishing import report
 
 
-def events(folder: Path, scalars: dict[str, dict[int, float]]) -> Path:
-    """What PyTorch's own writer makes of these scalars."""
-    writer: Any = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(folder))
-    for tag, series in scalars.items():
-        for step, value in series.items():
-            writer.add_scalar(tag, value, step)
-    writer.close()
-    return folder
-
-
-TITAN = {
-    "loss_metrics/global_avg_loss": {1: 8.0, 2: 7.5},
-    "lr/AdamW": {1: 1e-3, 2: 5e-4},
-    "grad_norm": {1: 2.0, 2: 1.5},
-    "memory/max_active(GiB)": {1: 3.0},
-}
-
-
-def test_an_event_file_is_read_by_the_names_of_torchtitan(tmp_path: Path) -> None:
-    run = ng.read_run(events(tmp_path / "titan", TITAN))
-    assert run.steps == [
-        {"step": 1, "loss": 8.0, "lr": pytest.approx(1e-3), "grad_norm": 2.0},
-        {"step": 2, "loss": 7.5, "lr": pytest.approx(5e-4), "grad_norm": 1.5},
+def history(folder: Path, scalars: dict[str, dict[int, float]]) -> Path:
+    """A folder with a ``trainer_state.json`` of these scalars."""
+    rows = [
+        {"step": step, tag: value}
+        for tag, series in scalars.items()
+        for step, value in series.items()
     ]
-    assert run.evals == [] and run.summary == {"steps": 2}
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    return folder
 
 
 def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(
     tmp_path: Path,
 ) -> None:
-    theirs = events(tmp_path / "theirs", {"train/loss": {1: 3.0, 2: 2.5}, "val/loss": {2: 2.4}})
-    no_eval = events(tmp_path / "no_eval", {"train/loss": {1: 3.0, 2: 2.6}})
+    theirs = history(tmp_path / "theirs", {"train/loss": {1: 3.0, 2: 2.5}, "val/loss": {2: 2.4}})
+    no_eval = history(tmp_path / "no_eval", {"train/loss": {1: 3.0, 2: 2.6}})
     ours = tmp_path / "ours"
     with ng.runs.RunWriter.create(
         ours, {"config": {"recipe": "bfloat16/word", "seed": 0, "steps": 2}}
@@ -143,17 +128,6 @@ def test_what_cannot_be_told_is_refused_in_one_line(
         with pytest.raises(RecordError, match=reason) as refusal:
             ng.read_run(path)
         assert "\n" not in str(refusal.value) and name in str(refusal.value)
-
-
-def test_a_damaged_event_file_is_refused_and_a_torn_end_is_left_out(tmp_path: Path) -> None:
-    (file,) = events(tmp_path, TITAN).iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-5])
-    assert len(ng.read_run(tmp_path).steps) == 2  # the memory was the last scalar
-    file.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
-    with pytest.raises(RecordError, match="crc32") as refusal:
-        ng.read_run(tmp_path)
-    assert str(refusal.value).count("tfevents") == 1
 
 
 CSV = "step,loss,lr,note\n1,3.5,0.001,warm\n2,3.25,0.001,\n"

@@ -10,7 +10,7 @@ import pytest
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import ROW_FILES
-from narrowgauge.runs.schema import STEPWISE, TABLES, Column, Row, wrong_value
+from narrowgauge.runs.schema import REQUIRED, STEPWISE, TABLES, Column, Row, wrong_value
 from narrowgauge.runs.writer import RunWriter
 from tables import exhaustive, text_of
 
@@ -33,17 +33,18 @@ CHECKED |= {(kind, "step"): (kind, TABLES[kind]["step"]) for kind in STEPWISE}
 
 
 def row_of(kind: str, column: Column, value: Any) -> Row:
-    return (
-        {"step": 1, "kind": "note", column.name: value}
-        if kind != "summary"
-        else {column.name: value}
-    )
+    return {**dict.fromkeys(REQUIRED.get(kind, ()), "text"), "step": 1, column.name: value}
 
 
 @exhaustive(("kind", "column"), COLUMNS)
 def test_every_column_takes_its_type_and_null(kind: str, column: Column) -> None:
     assert wrong_value(kind, row_of(kind, column, EXAMPLES[column.type])) == ""
-    assert column.type in ("step", "lists") or wrong_value(kind, row_of(kind, column, None)) == ""
+    required = (*REQUIRED.get(kind, ()), "step")
+    null = wrong_value(kind, row_of(kind, column, None))
+    if column.name in required:
+        assert null == f"no {column.name}"
+    else:
+        assert column.type == "lists" or null == ""
     assert column.type != "number" or wrong_value(kind, row_of(kind, column, "nan")) == ""
 
 

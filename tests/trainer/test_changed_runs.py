@@ -16,10 +16,10 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.data.dataset import Dataset
-from trainer.tiny_runs import CASES, assert_same_run, call, settings, words_of
+from trainer.tiny_runs import CASES, assert_same_run, call, lasting, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASE = CASES["naive"]
+CASE = {**CASES["naive"], "gauges_every": 2}
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +82,98 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
     assert (state["settings"]["lr"], state["settings"]["steps"]) == (0.007, 6)
 
 
+def changes_of(run: Run) -> list[str]:
+    """What is told about changed settings."""
+    return [e["message"] for e in run.events if e.get("detector") == "changed-settings"]
+
+
+DOORS = {
+    "resume": lambda folder: ["resume", str(folder)],
+    "train": lambda folder: ["train", "--out", str(folder)],
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_omitted_flags_change_nothing(door: str, stopped: Path, finished: Run) -> None:
+    """A run of other settings than the defaults: rate, batch, intervals."""
+    assert call(*DOORS[door](stopped)).exit_code == 0
+    run = read_run(stopped)
+    assert_same_run(run, finished)
+    assert not changes_of(run) and run.config["lr"] == 0.003
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("lr", "0.007", "lr was 0.003 up to step 4 and is 0.007 from there on"),
+        ("log-every", "2", "log_every was 1 up to step 4 and is 2 from there on"),
+        ("keep-checkpoints", "3", "keep_checkpoints was 2 up to step 4 and is 3 from there on"),
+        ("weight-decay", "0.0", "weight_decay was 0.1 up to step 4 and is 0.0 from there on"),
+        ("warmup-steps", "2", "warmup_steps was 0 up to step 4 and is 2 from there on"),
+        ("steps", "9", "steps was 8 up to step 4 and is 9 from there on"),
+    ],
+)
+def test_a_flag_that_is_given_holds_from_there_on_and_is_told(
+    flag: str, value: str, says: str, stopped: Path
+) -> None:
+    assert (
+        call("train", "--out", str(stopped), f"--{flag}", value, "--stop-after", "5").exit_code == 0
+    )
+    assert changes_of(read_run(stopped)) == [says]
+    assert call("resume", str(stopped)).exit_code == 0  # and holds in the next sitting
+    run = read_run(stopped)
+    assert changes_of(run) == [says] and str(run.config[flag.replace("-", "_")]) == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("seed", "7"),
+        ("held-out", "0.4"),
+        ("sequence-length", "8"),
+        ("recipe", "bfloat16/exact"),
+        ("model", "llama-1m"),
+    ],
+)
+def test_a_flag_that_makes_another_run_is_refused(flag: str, value: str, stopped: Path) -> None:
+    before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+    result = call("train", "--out", str(stopped), f"--{flag}", value)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert f"with {flag.replace('-', '_')} = " in result.stderr
+    assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_finished_run_is_made_longer(is_edited: bool, finished: Run, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(finished.path, tmp_path / "run"))
+    assert "is finished: 8 steps" in call("train", "--out", str(copy)).stdout
+    assert "is finished: 8 steps" in call("resume", str(copy)).stdout
+    refused_change = call("train", "--out", str(copy), "--lr", "0.01")
+    assert refused_change.exit_code == 2 and "Cannot change lr" in refused_change.stderr
+    too_short = call("train", "--out", str(copy), "--steps", "4")
+    assert too_short.exit_code == 2 and "Cannot change steps" in too_short.stderr
+    words = ["train", "--out", str(copy)]
+    if is_edited:
+        edit(copy, steps=11)
+    else:
+        words += ["--steps", "11"]
+    assert call(*words).exit_code == 0
+    run = read_run(copy)
+    assert [row["step"] for row in run.steps] == list(range(1, 12))
+    assert [lasting(row) for row in run.steps[:8]] == [lasting(row) for row in finished.steps]
+    assert run.summary["steps"] == 11
+    assert changes_of(run) == ["steps was 8 up to step 8 and is 11 from there on"]
+
+
 @pytest.mark.parametrize(
     ("edits", "words", "says"),
     [
-        ({"seed": 7}, (), "seed 7, and the run began with"),
-        ({"held_out": 0.4}, (), "held_out 0.4"),
-        ({"sequence_length": 8}, (), "sequence_length 8"),
+        ({"seed": 7}, (), "with seed = 7 because it began with 0"),
+        ({"held_out": 0.4}, (), "with held_out = 0.4 because"),
+        ({"sequence_length": 8}, (), "with sequence_length = 8 because"),
         ({"data": "/no/such"}, (), "no tokens.json is there"),
-        ({"recipe": "bfloat16/exact"}, (), "exact"),
-        ({}, ("--stop-after", "4"), "after step 4 because it has done 4 steps"),
+        ({"recipe": "bfloat16/exact"}, (), "with recipe = 'bfloat16/exact' because"),
+        ({}, ("--stop-after", "4"), "so early because it has done 4 steps"),
     ],
 )
 def test_another_run_is_refused(
@@ -103,7 +186,7 @@ def test_another_run_is_refused(
 def test_moved_folders_and_pauses_are_no_changes(place: Path, stopped: Path, finished: Run) -> None:
     tokens = shutil.copytree(place / "tokens", stopped.with_name("elsewhere"))
     moved = stopped.rename(stopped.with_name("moved"))
-    edit(moved, out=str(moved), data=str(tokens), stop_after=None, verify_every=7)
+    edit(moved, out=str(moved), data=str(tokens), stop_after=None)
     loop.resume(moved, stop_after=6)
     loop.resume(moved, stop_after=8)  # the last step, which is an end
     run = read_run(moved)
@@ -111,35 +194,47 @@ def test_moved_folders_and_pauses_are_no_changes(place: Path, stopped: Path, fin
     assert not [event for event in run.events if event.get("detector") == "changed-settings"]
 
 
-def changed_digit(first: bytes, *others: bytes) -> bytes:
-    digit = first.index(b"loss") + 8
-    return (
-        first[:digit]
-        + b"%d" % (9 - int(first[digit : digit + 1]))
-        + first[digit + 1 :]
-        + b"".join(others)
-    )
+def harm(folder: Path, name: str, change: Any) -> None:
+    """Change the bytes of a file of rows."""
+    file = folder / f"{name}.jsonl"
+    file.write_bytes(change(file.read_bytes()))
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "says"),
-    [
-        ("evals", lambda *rows: b"", "evals.jsonl is not as it was written"),
-        ("evals", changed_digit, "evals.jsonl is not as it was written"),
-        ("steps", changed_digit, "steps.jsonl is not as it was written"),
-        (
-            "steps",
-            lambda *rows: rows[0] + rows[3],
-            "from before its checkpoint of step 4: steps.jsonl lacks step 2",
-        ),
-    ],
-)
-def test_lost_and_changed_rows_are_refused(
-    name: str, change: Any, says: str, stopped: Path
+ROW_FAULTS = {
+    "a brace": ("steps", lambda text: text.replace(b'{"step":2', b'"step":2', 1), 1),
+    "a later step": ("steps", lambda text: text.replace(b'"step":2', b'"step":7', 1), 1),
+    "a step twice": ("steps", lambda text: text.replace(b'"step":3', b'"step":2', 1), 1),
+    "two rows in one": ("steps", lambda text: text.replace(b"}\n", b"}J", 1), 2),
+    "rows that are gone": ("steps", lambda text: b"".join(text.splitlines(keepends=True)[2:]), 2),
+    "an evaluation": ("evals", lambda text: text.replace(b'"val_loss"', b'"val_loss', 1), 0),
+    "a gauge": ("gauges", lambda text: b"{" + text, 0),
+    "an event": ("events", lambda text: text.replace(b'"kind"', b'"kine"', 1), 0),
+}
+
+
+@pytest.mark.parametrize("fault", ROW_FAULTS)
+def test_a_damaged_row_costs_that_row_and_is_told(
+    fault: str, place: Path, stopped: Path, finished: Run
 ) -> None:
-    file = stopped / f"{name}.jsonl"
-    file.write_bytes(change(*file.read_bytes().splitlines(keepends=True)))
-    assert says in refused(stopped)
+    name, change, num_lost = ROW_FAULTS[fault]
+    harm(stopped, name, change)
+    result = call("resume", str(stopped))
+    assert result.exit_code == 0, result.stderr
+    assert f"note: {name}.jsonl " in result.stdout, result.stdout
+    run = read_run(stopped)
+    assert run.summary["weights_fingerprint"] == finished.summary["weights_fingerprint"]
+    rows = [lasting(row) for row in run.steps]
+    expected = [lasting(row) for row in finished.steps]
+    assert len(rows) == len(expected) - num_lost and all(row in expected for row in rows)
+    assert not run.notes and len(run.gauges) + 1 >= len(finished.gauges)
+
+
+def test_a_damaged_summary_is_made_again(finished: Run, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(finished.path, tmp_path / "run"))
+    (copy / "summary.json").write_text("{")
+    assert "summary.json is damaged" in call("diagnose", str(copy)).stderr
+    loop.resume(copy)
+    assert_same_run(read_run(copy), finished)
 
 
 def test_an_edited_interval_of_evaluations_holds_from_there_on(stopped: Path) -> None:

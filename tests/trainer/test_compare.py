@@ -150,7 +150,7 @@ def done(base: TrainConfig, out: Path, recipes: Sequence[Recipe] = RECIPES, seed
         if name not in ("recipe", "seed", "out")
     }
     stream = io.StringIO()
-    run_comparison(define(recipes, settings, seeds=seeds), out, stream=stream)
+    run_comparison(define(recipes, settings, seeds=seeds, out=out), stream=stream)
     return stream.getvalue()
 
 
@@ -184,9 +184,11 @@ def test_finished_runs_are_kept(first: tuple[Path, str], base: TrainConfig) -> N
     before = {
         path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")
     }
-    assert (
-        done(replace(base, threads=2), first[0]).count("earlier") == 4
-    )  # threads make no other comparison
+    assert done(base, first[0]).count("earlier") == 4
+    omitted = define(RECIPES, {"data": base.data}, seeds=2, out=first[0])
+    assert [config.to_dict() for config in omitted] == [
+        {**read_run(first[0] / name).config, "out": str(first[0] / name)} for name in NAMES
+    ]
     assert {
         path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")
     } == before
@@ -251,8 +253,8 @@ def test_a_continued_comparison_keeps_its_learning_rate(base: TrainConfig, tmp_p
 
 
 def test_a_run_that_diverges_is_a_result(base: TrainConfig, tmp_path: Path) -> None:
-    broken = replace(base, lr=1e38, on_spike="stop")
-    assert done(broken, tmp_path, seeds=1).count("diverged (at step ") == 2
+    broken = replace(base, lr=1e38)
+    assert done(broken, tmp_path, seeds=1).count("diverged (its validation loss is nan)") == 2
     assert [row["diverged"] for row in json.loads((tmp_path / "compare.json").read_text())] == [
         True,
         True,
@@ -269,7 +271,7 @@ def test_an_error_before_the_first_run_leaves_nothing(
 
 
 def test_another_definition_is_refused(first: tuple[Path, str], base: TrainConfig) -> None:
-    with pytest.raises(RecordError, match=r"lr = 0\.003, not 0\.001"):
+    with pytest.raises(RecordError, match=r"has lr = 0\.003, not 0\.001"):
         done(replace(base, lr=1e-3), first[0])
 
 

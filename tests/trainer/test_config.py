@@ -18,9 +18,9 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import config as config_module
+from narrowgauge.trainer import door
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
-from narrowgauge.trainer.resume_checks import run_to_continue
 
 
 @pytest.fixture(autouse=True)
@@ -140,12 +140,12 @@ def test_a_new_run_takes_the_first_free_number(elsewhere: Path, data: str) -> No
     assert TrainConfig(data=data).validated().out == str(Path("runs") / "llama-1m-bfloat16-word-2")
 
 
-def test_a_folder_in_use_is_refused_and_an_empty_one_is_not(elsewhere: Path) -> None:
+def test_a_folder_in_use_is_refused_and_an_empty_one_is_not(data: str, elsewhere: Path) -> None:
     (elsewhere / "run").mkdir()
-    assert run_to_continue(TrainConfig(out="run")) is None
+    assert door.enter({"out": "run", "data": data})[1] is None
     (elsewhere / "run" / "notes.txt").touch()
     with pytest.raises(RecordError, match="not empty"):
-        run_to_continue(TrainConfig(out="run"))
+        door.enter({"out": "run", "data": data})
 
 
 OVERRIDDEN = {
@@ -190,7 +190,7 @@ def test_wrong_settings_files_are_refused_in_one_line(
 ) -> None:
     (elsewhere / "mine.toml").write_text(text)
     with pytest.raises(NarrowgaugeError) as caught:
-        TrainConfig.from_toml("mine.toml")
+        config_module.read_settings("mine.toml")
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -199,7 +199,7 @@ def test_settings_of_a_run_are_read_without_its_folder(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         'schema_version = 2\n[config]\nsteps = 7\nout = "runs/a"\n[data]\nseed = 3\n'
     )
-    assert TrainConfig.from_toml(tmp_path / "run.toml") == TrainConfig(steps=7)
+    assert config_module.read_settings(tmp_path / "run.toml") == {"steps": 7}
 
 
 def test_a_run_may_be_a_warm_up() -> None:

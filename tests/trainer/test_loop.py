@@ -9,21 +9,17 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.errors import ChipError, NarrowgaugeError
 from narrowgauge.gauges.recording.step_row import StepReader
-from narrowgauge.planner.model import read_model
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import config, loop, session
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import train_step
 from trainer.tiny_runs import CASES, SHAPE, call, settings, words_of
 
@@ -97,7 +93,6 @@ def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None
     # word's 8, the vectors' share, and a float32 sum of micro-batches.
     assert 11.9 < summary["bytes_per_param"] < 13
     assert summary["tokens_per_second"] > 0 and summary["wall_seconds"] > 0
-    assert summary["step_memory_bytes"] == run.steps[1]["step_memory_bytes"]
     assert (
         abs(summary["edq"] - 1) < 0.01
         and 0 <= summary["noise"] < 0.5
@@ -137,7 +132,7 @@ def test_micro_batches_add_up_to_the_batch(place: Path, tmp_path: Path) -> None:
 def test_a_micro_batch_has_the_random_bits_of_its_place(place: Path, tmp_path: Path) -> None:
     run = built(place, tmp_path, recipe="int8-row/word", gradient_accumulation_steps=2)
     layer, places = next(iter(run.linears.layers.values())), []
-    run.model.register_forward_pre_hook(lambda *_: places.append(layer.clock_words.tolist()[1:]))
+    run.model.register_forward_pre_hook(lambda *_: places.append(layer.clock_words.tolist()[1:3]))
     train_step(run)
     assert (
         len(places) == 2 and sum(places[0]) == 0 and sum(places[1]) == 2 * 16
@@ -177,13 +172,11 @@ def test_a_row_has_the_rate_of_the_optimizer_and_not_of_the_plan(
 ) -> None:
     run = built(place, tmp_path)
     reader = StepReader(run.model, run.optimizer)
-    reader.peak_tokens_per_second = 1e6
     run.optimizer.register_step_pre_hook(
         lambda optimizer, *_: optimizer.param_groups[0].update(lr=0.125)
     )
     row = reader.row(1, train_step(run) | {"tokens": 64})
     assert row["lr"] == 0.125
-    assert row["mfu"] == row["tokens_per_second"] / 1e6
 
 
 # ── narrow matmuls ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,57 +201,7 @@ def test_overrides_choose_the_row_of_each_layer(place: Path, tmp_path: Path) -> 
     assert rows.get("lm_head", "bfloat16") == "bfloat16"  # the row's own `keep`
 
 
-# ── memory and peak rates ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_saved_bytes_count_each_storage_once_and_no_parameter() -> None:
-    model = torch.nn.Linear(16, 4, bias=False)
-    counted = SimpleNamespace(model=model, saved_bytes=None)
-    x = torch.randn(8, 16)
-    with Session.count_saved(counted):  # type: ignore[arg-type]
-        y = model(x)
-        (y * y.view(4, 8).view(8, 4)).sum()
-    assert counted.saved_bytes == 4 * (8 * 16 + 8 * 4)
-
-
-def test_the_memory_of_a_step_tells_float32_from_mixed_from_sixteen_bits(
-    place: Path, tmp_path: Path
-) -> None:
-    counted = {}
-    for name in ("float32/float32", "bfloat16/float32", "bfloat16/naive", "float16/naive"):
-        run = loop.train(
-            settings(
-                place, tmp_path / name.replace("/", "-"), recipe=name, steps=2, sequence_length=48
-            )
-        )
-        counted[name] = read_run(run).steps[1]["step_memory_bytes"]
-    assert (
-        counted["float32/float32"]
-        > 1.1 * counted["bfloat16/float32"]
-        > 1.21 * counted["bfloat16/naive"]
-    )
-    assert counted["bfloat16/naive"] == pytest.approx(counted["float16/naive"], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [("NVIDIA H200", 989), ("Tesla V100-SXM2-32GB", 125), ("NVIDIA H2000", None)],
-)
-def test_an_mfu_needs_a_known_chip(
-    monkeypatch: pytest.MonkeyPatch, name: str, tflops: float | None
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    for device in ("cuda", "cpu"):
-        run = SimpleNamespace(
-            device=torch.device(device),
-            here=Ranks(0, 4),
-            config=TrainConfig(model="llama-1m", sequence_length=128),
-        )
-        peak = Session.peak_tokens_per_second(run)  # type: ignore[arg-type]
-        flops = 4 * tflops * 1e12 if tflops and device == "cuda" else None
-        assert peak == (
-            flops and pytest.approx(flops / read_model("llama-1m").flops_per_token(128))
-        )
+# ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_lost_update_is_an_event(

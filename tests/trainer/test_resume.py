@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ import tomli_w
 import torch
 
 from checkpoints.test_saving import flip_a_bit
+from narrowgauge.checkpoints import saving
+from narrowgauge.checkpoints.saving import Saver
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.toml import load_toml
@@ -135,7 +138,8 @@ def test_stopped_and_resumed_is_the_same_run(
     loop.resume(folder, stop_after=5)
     loop.resume(folder)
     assert_same_run(read_run(folder), whole[name])
-    kinds = [e["kind"] for e in read_run(folder).events if e["kind"] not in ("note", "warning")]
+    others = ("note", "warning", "checkpoint")
+    kinds = [e["kind"] for e in read_run(folder).events if e["kind"] not in others]
     assert kinds == ["start", "stop", "resume", "stop", "resume", "finish"]
 
 
@@ -240,20 +244,39 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     assert_same_run(read_run(folder), whole[name])
 
 
-@pytest.mark.parametrize("lost", [True, False])
-def test_a_lost_run_restarts_if_asked(
-    lost: bool, place: Path, whole: dict[str, Run], tmp_path: Path
-) -> None:
-    folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=3))
-    if lost:
-        shutil.rmtree(folder / "checkpoints")
-        (folder / "events.jsonl").write_text("")  # as of a run that was killed
+def flip_all(folder: Path) -> None:
     for state in folder.glob("checkpoints/*/state.json"):
         flip_a_bit(state)
+
+
+def lose(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+
+
+def lose_and_edit(folder: Path) -> None:
+    """Lose the checkpoints, and edit when the first was due."""
+    lose(folder)
+    record = load_toml((folder / "run.toml").read_text())
+    record["config"]["checkpoint_every"] = 1000
+    (folder / "run.toml").write_text(tomli_w.dumps(record))
+
+
+def lose_and_leave_a_begun_one(folder: Path) -> None:
+    """Lose the checkpoints, where a kill during a save has left an empty folder."""
+    lose(folder)
+    (folder / "checkpoints" / ".tmp-step-00000004").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("fault", [flip_all, lose, lose_and_edit, lose_and_leave_a_begun_one])
+def test_a_lost_run_restarts_if_asked(
+    fault: Any, place: Path, whole: dict[str, Run], tmp_path: Path
+) -> None:
+    folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=3))
+    fault(folder)
     with pytest.raises(RecordError, match="no good checkpoint"):
         session.load(folder)
     before = (folder / "steps.jsonl").read_bytes()
-    for words in (["resume", str(folder)], words_of(settings(place, folder, **CASES["naive"]))):
+    for words in (["resume", str(folder)], ["train", "--out", str(folder)]):
         refused = call(*words)
         assert (
             refused.exit_code == 2
@@ -280,7 +303,7 @@ def test_its_command_resumes_a_run(
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     assert call(*words).exit_code == 0
     refused = call(*words, "--lr", "0.01")
-    assert refused.exit_code == 2 and "its run has lr = 0.003, not 0.01" in refused.stderr
+    assert refused.exit_code == 2 and "from 0.003 to 0.01 because the run is fin" in refused.stderr
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
@@ -304,6 +327,46 @@ def test_a_full_disk_at_start(
     assert refused.exit_code == 1 and refused.stderr.count("\n") == 1, refused.stderr
     if not (folder / "run.toml").exists():
         assert folder.exists() == existed and not (existed and os.listdir(folder))
+
+
+# ── a save that fails ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_failed_save_ends_the_run_at_the_next_step(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def has_ended(saver: Saver) -> bool:
+        """Wait for the save, so that it ends before the next step does."""
+        if saver._thread is not None:
+            saver._thread.join()
+        return saver._thread is not None
+
+    monkeypatch.setattr(saving, "_publish", fail)
+    monkeypatch.setattr(Saver, "has_ended", property(has_ended))
+    config = settings(place, tmp_path / "run", **CASES["naive"], checkpoint_every=5)
+    with pytest.raises(RecordError, match="the disk is full"):
+        loop.train(config)
+    run = read_run(tmp_path / "run")
+    assert len(run.steps) == 6 and not [e for e in run.events if e["kind"] == "checkpoint"]
+
+
+def test_each_checkpoint_is_an_event_once_it_is_there(
+    whole: dict[str, Run], tmp_path: Path
+) -> None:
+    for run in whole.values():
+        steps = [event["step"] for event in run.events if event["kind"] == "checkpoint"]
+        assert steps == [2, 4, 6, 8]
+    run = whole["naive"]
+    copy = Path(shutil.copytree(run.path, tmp_path / "run"))
+    lines = (copy / "events.jsonl").read_text().splitlines(keepends=True)
+    (copy / "events.jsonl").write_text("".join(x for x in lines if '"checkpoint"' not in x))
+    (copy / "summary.json").unlink()  # as after a kill between a rename and its event
+    loop.resume(copy)
+    events = [(e["kind"], e["step"]) for e in read_run(copy).events]
+    assert events[-3:] == [("checkpoint", 8), ("resume", 8), ("finish", 8)]
 
 
 # ── another machine ─────────────────────────────────────────────────────────────────────────────────────────────────

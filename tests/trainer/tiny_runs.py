@@ -59,8 +59,8 @@ def lasting(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in TIMINGS}
 
 
-SITTINGS = {"start", "resume", "stop", "note", "checkpoint_damaged"}
-"""Events of how often a run was stopped, and where."""
+SITTINGS = {"start", "resume", "stop", "note", "checkpoint", "checkpoint_damaged"}
+"""Events of how often a run was stopped and saved, and where."""
 
 
 def told(run: Run) -> list[str]:

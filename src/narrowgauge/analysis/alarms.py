@@ -115,7 +115,7 @@ class Alarms:
         scales_loss = parsed is not None and any(compute.scales_loss for compute in parsed.computes)
         self.facts = Facts(parsed, scales_loss, is_audited)
         self.judge = SpikeJudge()
-        """Judges spikes against all steps so far; a trainer judges a step with it before the update."""
+        """Judges spikes against all steps so far."""
         self._loss_scales: deque[float] = deque(maxlen=DETECTORS["scale-halvings"].window + 1)
         self._states: dict[tuple[str, str | None], _State] = {}
 

@@ -258,10 +258,7 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
         for e in run.events
         if e.get("detector") in CHANGES or e.get("kind") not in (*NOT_ALARMS, None)
     ]
-    config = run.run.get("config")
-    had_detectors = "recorder" in run.run or (
-        isinstance(config, dict) and config.get("on_spike") is not None
-    )
+    had_detectors = "recorder" in run.run or isinstance(run.run.get("data"), dict)
     if had_detectors and run.events:
         return recorded
     alarms = Alarms(recipe, is_audited=any(row.get("edq") is not None for row in run.steps))
@@ -336,14 +333,12 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
             else min(leading, int(kind.bound)) + _SKIPPED + int(MAX_SKIPPED * total)
         )
         if len(out) > bound:
-            spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
-            more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
             words = (
                 str(event.get("message")).rstrip(".")
                 for event in run.events
                 if event.get("kind") == "skip"
             )
-            more += f": {next(words, 'no weight changed in them')}"
+            more = f": {next(words, 'no weight changed in them')}"
             yield kind.reading("", len(out), 0, bound, min(out), count=total, more=more)
     losses, norms = (
         set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm")

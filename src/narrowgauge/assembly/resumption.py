@@ -26,7 +26,7 @@ def carry_loss_scale(optimizer: Optimizer) -> None:
         >>> import torch, narrowgauge as ng
         >>> model, optimizer = ng.prepare(torch.nn.Linear(16, 4), "float16/split")
         >>> sorted(optimizer.state_dict()["param_groups"][0]["loss_scaler"])
-        ['growth_tracker', 'scale']
+        ['good_steps', 'lives', 'num_held', 'num_overflows', 'scale']
     """
     scaler = optimizer.loss_scaler
     if scaler is None:

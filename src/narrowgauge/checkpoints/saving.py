@@ -4,8 +4,8 @@
 
     checkpoints/step-00000040/
         shard-00001-model-00001-of-00001.safetensors   tensors of the first rank, and so on
-        state.json                                     step, settings, skipped steps, loss scale, digests of the record
-        manifest.json                                  size and BLAKE2b-256 of the others
+        state.json                                     step, settings, skipped steps, loss scale
+        manifest.json                                  size and BLAKE2b-256 of the others, and its own BLAKE2b-256
 
 A checkpoint is written to a temporary folder, synced to the disk and then renamed. Only then are older ones removed. A killed
 process, a full disk or a power failure leaves the last good checkpoint intact. A checkpoint that does not match its manifest is
@@ -14,6 +14,7 @@ reported and skipped. Nothing is pickled.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -37,7 +38,7 @@ from narrowgauge.runs.atomic_io import (
     system_error,
 )
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _FOLDER, _STATE, _MANIFEST = "checkpoints", "state.json", "manifest.json"
 _PATIENCE_SECONDS = 10.0
 _NAME = re.compile(r"step-(\d{8,})")
@@ -105,6 +106,8 @@ def _read_manifest(path: Path) -> tuple[str, dict[str, Any]]:
         return "it has no manifest.json", {}
     try:
         manifest = load_json((path / _MANIFEST).read_bytes())
+        if manifest["blake2b"] != _checksum(manifest):
+            raise ValueError("it does not match its checksum")
         if manifest["schema_version"] != SCHEMA_VERSION:
             raise RecordError(
                 f"Cannot read {path} because it has schema {manifest['schema_version']}, not {SCHEMA_VERSION}.",
@@ -120,6 +123,13 @@ def _read_manifest(path: Path) -> tuple[str, dict[str, Any]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest.json is damaged ({error})", {}
     return "" if path.name == folder else f"its manifest is of {folder}", files
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    """Return the BLAKE2b-256 of a manifest without its checksum."""
+    content = {name: value for name, value in manifest.items() if name != "blake2b"}
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
 def _file_damage(file: Path, bytes: int, blake2b: str) -> str:
@@ -156,7 +166,7 @@ class Saver:
     """Write the checkpoints of a run, one at a time, during training.
 
     ``save`` copies the tensors to the CPU before it returns, so a checkpoint has the bits of its step. Another thread writes
-    it. The next save and the end of a run wait for it. If it failed, all ranks raise its error there.
+    it. When ``has_ended`` on any rank, all ranks call ``wait``, which raises the error of a failed save.
 
     Args:
         folder: the run folder, on a disk that all ranks share. No other job may write to it.
@@ -170,7 +180,7 @@ class Saver:
         self.resumed_from: int | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._final = self._place
+        self._step = 0
 
     def save(
         self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int = 2
@@ -187,7 +197,8 @@ class Saver:
         from narrowgauge.checkpoints import dcp_files
 
         self.wait()
-        final = self._final = self._place / f"step-{step:08d}"
+        self._step = step
+        final = self._folder_of(step)
         temporary = self._place / f"{TEMPORARY}{final.name}"
         limit, self.resumed_from = step if self.resumed_from is None else self.resumed_from, None
         manifest, text = (
@@ -215,6 +226,9 @@ class Saver:
         self._thread.start()
         return final
 
+    def _folder_of(self, step: int) -> Path:
+        return self._place / f"step-{step:08d}"
+
     def _clean(self, temporary: Path) -> None:
         """Remove the remains of a killed process, and make the temporary folder."""
         with disk_errors(self._place):
@@ -227,18 +241,26 @@ class Saver:
         if self._thread is not None:
             self._thread.join(_PATIENCE_SECONDS if self.ranks.size > 1 else None)
 
-    def wait(self) -> None:
-        """Wait for the checkpoint in flight, if there is one.
+    @property
+    def has_ended(self) -> bool:
+        """Return whether a save has ended on this rank, and nobody has waited for it."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def wait(self) -> int | None:
+        """Wait for the checkpoint in flight, and return its step; ``None`` without one. All ranks call it.
 
         Raises:
             RecordError: it could not be written; on all ranks.
         """
         if self._thread is None:
-            return
+            return None
         self._thread.join()
-        self._thread, error, self._error = None, self._error, None
+        self._thread = None
+        error = self._error
+        self._error = None
         if error is not None:
-            raise _save_error(self._final, error) from error
+            raise _save_error(self._folder_of(self._step), error) from error
+        return self._step
 
     def close(self) -> None:
         """Wait as :meth:`wait`, and destroy the process group of the ranks; all call this."""
@@ -276,9 +298,9 @@ def _publish(
         for files in [*shards, _synced([temporary / _STATE])]
         for name, entry in files.items()
     }
-    (temporary / _MANIFEST).write_text(
-        json.dumps({**manifest, "files": files}, indent=1), encoding="utf-8"
-    )
+    manifest = {**manifest, "files": files}
+    manifest["blake2b"] = _checksum(manifest)
+    (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     sync(temporary / _MANIFEST)
     sync(temporary)
     if final.exists():  # damaged, or equal: the run has returned to this step from an earlier one

@@ -17,7 +17,7 @@ from narrowgauge.checks.set_up import NARROW
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.linear import NarrowLayer
-from narrowgauge.numerics.dtensor import whole
+from narrowgauge.numerics.dtensor import gradient_of, whole
 from narrowgauge.put_back import objects_of, put_back
 from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, unwrapped_model
 
@@ -134,14 +134,8 @@ def gradients_of(
             if gradient is None:
                 gradients[name] = torch.zeros_like(p, dtype=torch.float64)
             else:
-                gradients[name] = gradient.to_dense().double()
+                gradients[name] = gradient.detach().to_dense().double()
     return gradients, float(value.detach())
-
-
-def gradient_of(p: Any) -> Tensor | None:
-    """Return the gradient of a parameter: ``.grad``, or ``main_grad`` where a fused kernel adds it there."""
-    gradient = p.grad if p.grad is not None else getattr(p, "main_grad", None)
-    return gradient.detach() if isinstance(gradient, Tensor) else None
 
 
 def scalar(result: Any) -> Tensor:

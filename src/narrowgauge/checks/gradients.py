@@ -39,7 +39,6 @@ from narrowgauge.checks.float32_copy import (
     Widened,
     cast,
     float32_copy,
-    gradient_of,
     gradients_of,
     scalar,
 )
@@ -59,7 +58,7 @@ from narrowgauge.checks.slope import slope_readings
 from narrowgauge.checks.step_check import joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.numerics.dtensor import is_sharded, whole
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.put_back import objects_of, put_back
@@ -343,7 +342,7 @@ def configured_step(
         for name, p in parameters.items():
             gradient = gradient_of(p)
             if gradient is not None:
-                raw[name] = gradient
+                raw[name] = gradient.detach()
         gradients = {name: _unscaled(whole(x).to_dense().clone(), scale) for name, x in raw.items()}
         shadows, causes = Gradients(), list[Any]()
         if mode is not None:

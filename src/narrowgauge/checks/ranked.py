@@ -264,6 +264,8 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Ranked:
     Cost: one pass of a healthy step, 5 to 24 of a step with a place to be found. A pass takes 3 to 16 steps, in twice the memory.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).bfloat16()
         >>> x = torch.randn(8, 16).bfloat16()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.checks.stored import Rounding
-from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim import codes
 from narrowgauge.optim.optimizer import Optimizer
 
@@ -212,7 +212,8 @@ def sampled_step(
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key != "params"}
         for place, p in enumerate(group["params"]):
-            name, gradient = names.get(id(p), f"group {index}, parameter {place}"), p.grad
+            name = names.get(id(p), f"group {index}, parameter {place}")
+            gradient = gradient_of(p)
             # The places of a sparse gradient change in each step.
             if gradient is not None and gradient.layout is torch.strided:
                 gradient = _times(optimizer, spread(gradient), 1 / loss_scale)
@@ -223,7 +224,7 @@ def sampled_step(
     gradients = [
         g
         for s in step.samples.values()
-        if s.gradient is not None and (g := s.parameter.grad) is not None
+        if s.gradient is not None and (g := gradient_of(s.parameter)) is not None
     ]
     if not any(map(is_sharded, gradients)):
         squares = (float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)

@@ -17,6 +17,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.set_up import NARROW, TYPICAL, SetUp, SteppedParameter
 from narrowgauge.checks.step_samples import ELEMENTS, spread
+from narrowgauge.numerics.dtensor import gradient_of
 from narrowgauge.numerics.metrics import update_metrics, update_sums
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.optim.optimizer import Optimizer
@@ -68,7 +69,7 @@ def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
         step: Tensor = first / (second.sqrt() + float(stepped.group.get("eps", 1e-8)))
         return -rate * step
     if (size := stepped.size) is None:
-        direction = state.get("momentum_buffer", stepped.parameter.grad)
+        direction = state.get("momentum_buffer", gradient_of(stepped.parameter))
         return None if direction is None else -rate * spread(direction).float()
     share = (
         torch.arange(len(weight), dtype=torch.float64, device=weight.device) * 0.6180339887498949

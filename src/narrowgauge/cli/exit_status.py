@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import click
@@ -38,10 +37,8 @@ class CommandGroup(click.Group):
             ):  # a terminal that shows only ASCII ends no command
                 output.reconfigure(errors="replace")
         extra["standalone_mode"] = False
-        # The command line, for commands that start other processes with it.
-        extra.setdefault("obj", list(sys.argv[1:] if args is None else args))
         try:
-            status = _recorded(super().main)(args, prog_name, **extra)
+            status = super().main(args, prog_name, **extra)
             if sys.stdout is not None:  # else it was closed before
                 sys.stdout.flush()
         except BrokenPipeError:  # a reader that leaves early, such as head, is not an error
@@ -70,15 +67,6 @@ def help_without_command(context: click.Context) -> None:
     """Print the help of a group if no command is given."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-def _recorded(main: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a rank of torchrun write its error to the file that torchrun searches for the first error."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return main
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    return record(main)
 
 
 def _explained(error: Exception) -> tuple[str, str, int] | None:

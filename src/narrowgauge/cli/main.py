@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import platform
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -30,15 +28,8 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
-if TYPE_CHECKING:
-    from narrowgauge.trainer.config import TrainConfig
-
 _path, _count = click.Path(path_type=Path), click.IntRange(min=1)
 _run_folder = click.argument("folder", metavar="DIR", type=_path)
-_nproc = click.option(
-    "--nproc", type=_count, metavar="N",
-    help="Run on N ranks of this machine: short for torchrun --nproc-per-node N -m narrowgauge.  [default: 1, or torchrun's]",
-)  # fmt: skip
 
 
 def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 1) -> None:
@@ -52,31 +43,24 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
         libc.mallopt(m_trim_threshold, trim_threshold)
 
 
-def _ranks_to_start(nproc: int | None) -> int:
-    """Return how many ranks this process must start; 0 if it is the only rank."""
+def _train(given: dict[str, Any], restart: bool = False) -> None:
+    """Train as one of the ranks of torchrun, or alone, and print the folder of the run."""
     from narrowgauge.distributed import job
+    from narrowgauge.trainer import door
 
-    size = job.world_size()
-    if nproc is not None and size not in (1, nproc):
-        raise RankError(
-            f"Cannot start {nproc} ranks in one of torchrun's {size}.", "Leave --nproc out."
-        )
-    return nproc if nproc is not None and nproc > size else 0
-
-
-def _run(config: TrainConfig, function: Callable[[], Path]) -> None:
-    """Call a function of the training loop as one of the ranks, and print the folder that it returns."""
-    from narrowgauge.distributed import job
+    if job.world_size() == 1:  # refuse what is wrong before PyTorch is loaded
+        config, run = door.enter(given)
+        given = {**given, "out": str(config.out)}
+        if run is not None and (line := door.nothing_left(run, config)):
+            return click.echo(line)
+    from narrowgauge.trainer import loop
 
     keep_pages()
-    warnings.filterwarnings(
-        "ignore", "FSDP2-wrapped module", UserWarning
-    )  # PyTorch's own, at every step
-    with job.joined(), job.threads_of(config.threads, config.recipe.reduction.order_invariant):
-        job.require_same(config.to_dict())
-        folder = function()
-    if job.rank() == 0:
-        click.echo(folder)
+    # PyTorch's own, at every step.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    with job.joined():
+        folder = loop.train(given, restart=restart)
+    return click.echo(folder) if job.rank() == 0 else None
 
 
 def _require_one_process(command: str) -> None:
@@ -211,28 +195,16 @@ def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
     "--config", "file", metavar="FILE", type=_path,
     help="A TOML file of the same settings (batch_size = 8); flags override it.",
 )  # fmt: skip
-@_nproc
-def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
+def train(file: Path | None, **settings: Any) -> None:
     """Train a language model on tokens, and record it in a run folder.
 
-    The same command continues a run that was stopped.
+    If --out holds a run, it continues: with its own settings, and with those that are named here. Several ranks are torchrun's:
+
+    torchrun --nproc-per-node 2 -m narrowgauge train --data tokens --out runs/a
     """
-    from narrowgauge.distributed import job
-    from narrowgauge.trainer.config import TrainConfig
-    from narrowgauge.trainer.resume_checks import run_to_continue
+    from narrowgauge.trainer.config import read_settings
 
-    defaults = TrainConfig.from_toml(file) if file else TrainConfig()
-    config = dataclasses.replace(defaults, **flags.given(settings))
-    num_ranks, out = _ranks_to_start(nproc), config.out
-    if job.world_size() == 1:
-        config = config.validated()
-        run_to_continue(config.on_ranks(num_ranks or 1))
-    if num_ranks:
-        words = click.get_current_context().obj
-        job.launch(num_ranks, words if out is not None else [*words, "--out", str(config.out)])
-    from narrowgauge.trainer import loop
-
-    _run(config, lambda: loop.train(config))
+    _train({**(read_settings(file) if file else {}), **flags.given(settings)})
 
 
 @main.command("resume", short_help="Resume a run, on one or more ranks.")
@@ -241,26 +213,15 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
 @click.option(
     "--restart", is_flag=True, help="Begin again at step 0 if the run has lost its checkpoints."
 )
-@_nproc
-def resume(folder: Path, stop_after: int | None, restart: bool, nproc: int | None) -> None:
+def resume(folder: Path, stop_after: int | None, restart: bool) -> None:
     """Resume the run in DIR, on at most as many ranks as a step has micro-batches.
 
-    On one rank the result is bit-identical to an uninterrupted run.
-    Settings that you edit in its run.toml before hold from there on.
+    It is train --out DIR without other settings. On one rank the result is bit-identical to an uninterrupted run.
     """
-    from narrowgauge.distributed import job
-    from narrowgauge.trainer import resume_checks
-    from narrowgauge.trainer.config import TrainConfig
+    from narrowgauge.trainer import door
 
-    config = TrainConfig.from_dict(
-        resume_checks.unfinished_run(folder).config, str(folder / "run.toml")
-    )
-    if num_ranks := _ranks_to_start(nproc):
-        config.require_agreement(num_ranks)
-        job.launch(num_ranks, click.get_current_context().obj)
-    from narrowgauge.trainer import loop
-
-    _run(config, lambda: loop.resume(folder, stop_after, restart=restart))
+    door.run_of_trainer(folder)  # refuse a folder without one
+    _train(flags.given({"out": str(folder), "stop_after": stop_after}), restart)
 
 
 @main.command(
@@ -294,8 +255,8 @@ def compare(
     from narrowgauge.trainer import compare as comparing
 
     keep_pages()
-    configs = comparing.define(recipes, flags.given(settings), seeds=seeds)
-    comparison, page = comparing.run_comparison(configs, out, sys.stderr if as_json else sys.stdout)
+    configs = comparing.define(recipes, flags.given(settings), seeds=seeds, out=out)
+    comparison, page = comparing.run_comparison(configs, sys.stderr if as_json else sys.stdout)
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())
@@ -315,7 +276,7 @@ def compare(
 )
 def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, or the log of
-    another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, TensorBoard event files, or their folder;
+    another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, or their folder;
     or a table (CSV).
     """
     from narrowgauge.analysis.comparison.comparison import compare_runs
@@ -411,11 +372,7 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
 @click.argument("run", metavar="RUN", type=_path)
 @click.argument("other", metavar="[OTHER]", required=False, type=_path)
 @flags.json_object
-@click.option(
-    "--replay", "step", metavar="STEP", type=int,
-    help="Also compute this step of RUN again: as it was, in float32, and with each place of rounding alone.",
-)  # fmt: skip
-def diagnose(run: Path, other: Path | None, as_json: bool, step: int | None) -> None:
+def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     """Print what the record of RUN shows beyond its bounds, earliest first, and what this record cannot show.
 
     With OTHER, a run that should have been equal: the first step, stage, tensor and rank in which they differ, and the recorded
@@ -425,19 +382,12 @@ def diagnose(run: Path, other: Path | None, as_json: bool, step: int | None) -> 
     """
     from narrowgauge.analysis import diagnose as diagnosing
 
-    if other is not None and step is not None:
-        raise click.UsageError(
-            "--replay repeats a step of one run, and two were named.", click.get_current_context()
-        )
-    record = _record(run)
-    diagnosis: Any = diagnosing.diagnose(record, *([] if other is None else [_record(other)]))
-    row, text = diagnosis.to_dict(), str(diagnosis)
-    if step is not None:
-        from narrowgauge.trainer.rounding_places import rounding_places
-
-        places = rounding_places(record.path, step, say=lambda line: click.echo(line, err=True))
-        row, text = row | {"replay": dataclasses.asdict(places)}, f"{text}\n\n{places}"
-    return tables.write_json(row) if as_json else click.echo(text)
+    runs = [_record(path) for path in (run, other) if path is not None]
+    diagnosis: Any = diagnosing.diagnose(*runs)
+    for record in runs:
+        for note in record.notes:
+            click.echo(f"note: {note}.", err=True)
+    return tables.write_json(diagnosis.to_dict()) if as_json else click.echo(diagnosis)
 
 
 @main.command("moved", short_help="Which weights two checkpoints differ in.")

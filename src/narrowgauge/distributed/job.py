@@ -1,27 +1,22 @@
 """The ranks of a job, as ``torchrun`` starts them.
 
-``torchrun`` starts a command on every rank. It sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and the rendezvous address. The
-option ``--nproc N`` of a command calls it. For several hosts or restarts, use the flags of ``torchrun``.
+``torchrun`` starts a command on every rank. It sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and the rendezvous address.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
-import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from narrowgauge.errors import RankError
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others. Then a rank that hangs ends the run."""
-SHUTDOWN_SECONDS = "120"
-"""How long torchrun waits after a signal for a step and its checkpoint. Its default is 30 seconds."""
 
 
 def rank() -> int:
@@ -32,31 +27,6 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of ranks: 1 without ``torchrun``."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def launch(num_ranks: int, words: Sequence[str]) -> NoReturn:
-    """Run ``narrowgauge WORDS`` on local ranks by ``torchrun``, and exit with the status of the rank that failed first."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks))
-    )  # torchrun's is 1
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    logging.disable()  # torchrun's report of the ranks, whose own error is on the console
-    torchrun = ["--standalone", "--nproc-per-node", str(num_ranks)]
-    try:
-        # After "--", torchrun does not read our --nproc as an abbreviation of its own option.
-        run.run(run.parse_args([*torchrun, "-m", "--", "narrowgauge", *words]))
-    except ChildFailedError as error:
-        status = error.get_first_failure()[1].exitcode
-        sys.exit(status if status >= 0 else 128 - status)
-    except SignalException as stopped:
-        sys.exit(128 + stopped.sigval)
-    sys.exit()
 
 
 @contextlib.contextmanager

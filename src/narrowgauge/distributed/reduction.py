@@ -32,7 +32,7 @@ from narrowgauge.distributed.order_invariance import follow_forwards, generator_
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import settle
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.dtensor import by_group, local_of
+from narrowgauge.numerics.dtensor import by_group, gradient_of, local_of
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.torch_hooks import OwnHook
@@ -542,7 +542,7 @@ class Replicated:
         """Add ``p.grad``, unless absent. After the last micro-batch write the sums to it; before, set it to ``None``."""
         if not self.parameters:
             return
-        gradients = {p: None if is_absent else p.grad for p in self.parameters}
+        gradients = {p: None if is_absent else gradient_of(p) for p in self.parameters}
         self._used |= torch.tensor(
             [g is not None for g in gradients.values()], dtype=torch.uint8, device="cpu"
         )

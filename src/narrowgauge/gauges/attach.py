@@ -34,7 +34,7 @@ from narrowgauge.gauges.tensor_metrics import (
     row_of,
 )
 from narrowgauge.machine import require_float64
-from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
+from narrowgauge.numerics.dtensor import gradient_of, is_split_over_ranks, local_of
 from narrowgauge.numerics.widening import matmul
 from narrowgauge.optim.audit import AuditedUpdates, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
@@ -174,8 +174,9 @@ class Gauges:
             return
         for name, parameter in self.parameters.items():
             self.recorder.record(("weight", name), local_of(parameter))
-            if parameter.grad is not None:
-                self.recorder.record(("grad", name), local_of(parameter.grad))
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                self.recorder.record(("grad", name), local_of(gradient))
         join_shards(self.recorder, self.parameters)
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.numerics.dtensor import gradient_of, local_of
 from narrowgauge.optim.optimizer import Optimizer
 
 NUM_VALUES = 64
@@ -64,9 +64,8 @@ class MomentShadow:
         if not self._has_begun:
             self._begin()
         elif self.parameters:
-            grads = [
-                p.grad if p.grad is None else local_of(p.grad) for p in self.parameters.values()
-            ]
+            placed = [gradient_of(p) for p in self.parameters.values()]
+            grads = [None if gradient is None else local_of(gradient) for gradient in placed]
             parts = [leading_of(g) for g in grads if g is not None and g.layout is torch.strided]
             is_stepped = [g is not None and g.layout is torch.strided for g in grads]
             weight = self._weight * torch.tensor(is_stepped, device=self._weight.device)

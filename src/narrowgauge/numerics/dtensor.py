@@ -1,8 +1,11 @@
-"""DTensors, such as parameters that FSDP2 shards, and the local tensors of this rank.
+"""DTensors, such as parameters that FSDP2 shards, their gradients, and the local tensors of this rank.
 
 Arithmetic runs on local tensors: every stored bit depends only on its element's own history. Ranks communicate only for numbers
 that they share, such as the norm of the gradients. States are returned as DTensors placed like their parameter. So other ranks
 can load a checkpoint.
+
+A gradient may be placed unlike its parameter: under sequence parallelism each rank has a part of a norm's gradient, and the sum
+over ranks is the gradient. :func:`gradient_of` is the one reader of ``p.grad``.
 """
 
 from __future__ import annotations
@@ -29,9 +32,48 @@ def _splits(placement: Any) -> bool:
     return not (placement.is_replicate() or placement.is_partial())
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor. Return other tensors unchanged."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+def local_of(tensor: Any) -> Tensor:
+    """Return the local tensor of a DTensor, with partial sums added up over ranks. Return other tensors unchanged."""
+    if not is_sharded(tensor):
+        return tensor  # type: ignore[no-any-return]
+    placements = [_summed(placement) for placement in tensor.placements]
+    local: Tensor = _placed(tensor, tuple(placements)).to_local()
+    return local
+
+
+def _summed(placement: Any) -> Any:
+    """Return the placement of the sum of parts: on every rank. Return other placements unchanged."""
+    if not placement.is_partial():
+        return placement
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def _placed(tensor: Any, placements: tuple[Any, ...]) -> Any:
+    """Return a DTensor with these placements. Ranks communicate only if it has others."""
+    if tensor.placements == placements:
+        return tensor
+    return tensor.redistribute(tensor.device_mesh, placements)
+
+
+def gradient_of(parameter: Any) -> Tensor | None:
+    """Return a parameter's gradient, placed like the parameter, or ``None``.
+
+    A gradient with other placements is redistributed: partial sums are added up over ranks. The result replaces ``p.grad``, so
+    ranks communicate once. All ranks of a mesh call this for the same parameters in the same order. Megatron's ``main_grad``
+    stands for a missing ``grad``.
+    """
+    gradient: Any = parameter.grad
+    if gradient is None:
+        return getattr(parameter, "main_grad", None)
+    if is_sharded(gradient) and is_sharded(parameter):
+        placed = _placed(gradient, parameter.placements)
+        if placed is not gradient:
+            with torch.no_grad():
+                parameter.grad = placed
+            gradient = placed
+    return gradient  # type: ignore[no-any-return]
 
 
 def copied_to_cpu(tensor: Tensor) -> Tensor:
@@ -147,3 +189,19 @@ def own_part(owner: Any, tensor: Tensor) -> Tensor:
     return local_of(
         distribute_tensor(tensor, owner.device_mesh, owner.placements, src_data_rank=None)
     )
+
+
+def place_along(owner: Any, dim: int) -> Tensor:
+    """Return where this rank's part of a tensor lies along a dimension of the whole: int32 indices."""
+    index = torch.arange(owner.shape[dim], dtype=torch.int32, device=owner.device)
+    if not is_sharded(owner):
+        return index
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    placements = []
+    for placement in owner.placements:
+        is_along = _splits(placement) and placement.dim == dim
+        placements.append(placement if is_along else Replicate())
+    whole_index = index.view([-1 if k == dim else 1 for k in range(owner.ndim)])
+    mesh = owner.device_mesh
+    return local_of(distribute_tensor(whole_index, mesh, placements, src_data_rank=None)).view(-1)

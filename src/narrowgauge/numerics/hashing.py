@@ -42,6 +42,12 @@ def step_seed(seed: int, step: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
+def named_seed(seed: int, name: str) -> int:
+    """Return 32 well mixed bits of (seed, name), as a signed number."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return step_seed(seed, int.from_bytes(digest, "little"))
+
+
 def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
     """Return :func:`fingerprint` as an int64 0-d tensor on the device of ``x``. Do not wait for the device."""
     size = x.element_size()

@@ -1,8 +1,9 @@
 """Round a tensor to the values of any number format, on the integer bits.
 
 A float32 read as an int32 is sign and magnitude, and magnitudes are ordered like integers. Adding half of the dropped bits and
-clearing them rounds to nearest, ties away from zero. Adding a uniform random integer rounds stochastically, without bias.
-Adding nothing rounds toward zero. A carry goes into the exponent. Optimizers drop a fixed number of bits this way: :func:`cut`.
+clearing them rounds to nearest. To send ties to the even neighbour, add one less where the lowest kept bit is 0. Adding a
+uniform random integer rounds stochastically, without bias. Adding nothing rounds toward zero. A carry goes into the exponent.
+Optimizers drop a fixed number of bits this way: :func:`cut`.
 
 :func:`round_to` supports every format (floats, integers, scales) in float64. There each operation is exact.
 :func:`round_nearest` and :func:`round_stochastic` are fast variants for casts of matmul operands. They use floats only, since
@@ -97,25 +98,32 @@ def quiet(x: Tensor) -> Tensor:
     return float_of(canonical_bits(x))
 
 
-def cut(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
+Addend = Tensor | int | None
+"""What is added before bits are cut: a :func:`dither` rounds stochastically, 0 toward zero, ``None`` to nearest, ties to even."""
+
+
+def cut(x: Tensor, dropped: int, addend: Addend) -> Tensor:
     """Return the :func:`canonical_bits` of ``x`` with the lowest ``dropped`` bits rounded off to zero.
 
-    Args:
-        dropped: 0 to 22. With 23 no mantissa is left, and a NaN becomes infinite.
-        addend: :func:`half` rounds to nearest, ties away from zero. A :func:`dither` rounds stochastically.
+    ``dropped`` is 0 to 22. With 23 no mantissa is left, and a NaN becomes infinite.
     """
     bits = canonical_bits(x)
-    return (bits + addend) & -(1 << dropped) if dropped else bits
+    return (bits + addend_of(bits, dropped, addend)) & -(1 << dropped) if dropped else bits
 
 
 def half(dropped: int) -> int:
-    """Return the addend that rounds to nearest if ``dropped`` bits go."""
+    """Return half of the step between values that lack ``dropped`` bits."""
     return 1 << dropped >> 1
+
+
+def addend_of(bits: Tensor, dropped: int, addend: Addend) -> Tensor | int:
+    """Return an addend for ``bits``. For ``None`` it is just under half a step, and half where the lowest kept bit is 1."""
+    return half(dropped) - 1 + ((bits >> dropped) & 1) if addend is None else addend
 
 
 def cut_to_even(bits: Tensor, dropped: int) -> Tensor:
     """Round off the ``dropped`` lowest int32 bits, one or more, to nearest, ties to even."""
-    return (bits + (half(dropped) - 1 + ((bits >> dropped) & 1))) & -(1 << dropped)
+    return (bits + addend_of(bits, dropped, None)) & -(1 << dropped)
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -137,20 +145,8 @@ def reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 
 
-def round_to_bfloat16(x: Tensor) -> Tensor:
-    """Round float32 to the nearest bfloat16, ties away from zero (``Tensor.to`` rounds ties to even)."""
-    return narrowed(float_of(cut(x.contiguous(), 16, half(16))), torch.bfloat16)
-
-
-def round_to_float16(x: Tensor) -> Tensor:
-    """Round float32 to the nearest float16, ties away from zero. Below 2^-14 it is within 2^-14 of an ulp."""
-    # Scaled by 2^-112 a float32 has float16's own exponents, subnormals included.
-    scaled = float_of(cut(x.contiguous() * 2.0**-112, 13, half(13)))
-    return narrowed(scaled * 2.0**112, torch.float16)
-
-
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert float32 values to a float format that can hold them. Every NaN becomes the quiet NaN, on every device."""
+    """Round float32 values to a float format, ties to even. Every NaN becomes the quiet NaN, on every device."""
     if dtype is torch.float32:
         return quiet(x)
     return x.to(dtype).view(torch.int16).masked_fill(x != x, QUIET_NANS[dtype]).view(dtype)

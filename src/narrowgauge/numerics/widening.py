@@ -25,7 +25,7 @@ from torch import Tensor
 from narrowgauge.machine import multiplies
 from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_names import cpu_kernel_wrapped, is_traced
+from narrowgauge.torch_names import cpu_kernel_wrapped, is_traced, is_transformed
 
 EXACT_TERMS = 1 << 10
 """Number of products of 128 × 128 whose sum fits float32's 24 bits."""
@@ -152,6 +152,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     weight = weight.to(x.dtype)
     if not is_widened(x.dtype, x.device.type):
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    if is_transformed():  # transforms of torch.func do not take a custom operator
+        wide_bias = None if bias is None else bias.float()
+        return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
     y: Tensor = multiply_plain(x.reshape(-1, x.shape[-1]), weight.t(), bias, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[0])
 

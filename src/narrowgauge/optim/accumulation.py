@@ -22,13 +22,12 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.chunks import flat_chunks
-from narrowgauge.numerics.dtensor import local_of, placed_like
-from narrowgauge.numerics.rounding import cut, float_of, half
-from narrowgauge.optim.validation import gradient_of
+from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like
+from narrowgauge.optim.validation import check_gradient
 from narrowgauge.torch_names import is_captured
 
-_DROPPED = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-"""Formats of gradients, and how many bits of a float32 each drops."""
+_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Formats of the parameters whose gradients are summed."""
 
 
 class GradientAccumulator:
@@ -70,7 +69,7 @@ class GradientAccumulator:
         require_float64(self.parameters)
         # The parameters whose gradients are summed here, not by autograd.
         self._summed = [
-            p for p in self.parameters if p.dtype in _DROPPED and p.dtype.itemsize < dtype.itemsize
+            p for p in self.parameters if p.dtype in _FORMATS and p.dtype.itemsize < dtype.itemsize
         ]
         self._buffers: dict[
             Tensor, Tensor
@@ -81,15 +80,19 @@ class GradientAccumulator:
         """Add the gradients of one micro-batch and set ``p.grad`` to ``None``. Gradients that autograd sums stay.
 
         Raises:
-            RecipeError: a gradient is sparse, or not in its parameter's format. Nothing was added then.
+            RecipeError: a gradient is sparse. Nothing was added then.
         """
         if is_captured():
             raise RecipeError(
                 "Cannot accumulate while a CUDA graph is captured: each replay would repeat this step's random bits.",
                 "Capture the forward and backward passes alone.",
             )
-        pairs = [(p, local_of(gradient_of(p).detach())) for p in self._summed if p.grad is not None]
-        for parameter, gradient in pairs:
+        gradients: dict[Tensor, Tensor] = {}
+        for parameter in self._summed:
+            if parameter.grad is not None and (gradient := gradient_of(parameter)) is not None:
+                check_gradient(parameter, gradient)
+                gradients[parameter] = local_of(gradient.detach())
+        for parameter, gradient in gradients.items():
             if parameter in self._buffers:
                 for total, chunk in flat_chunks(self._buffers[parameter], gradient):
                     total += chunk
@@ -109,11 +112,11 @@ class GradientAccumulator:
             self.accumulate()
         for parameter in list(self._buffers):
             buffer = self._buffers[parameter]
-            gradient = torch.empty(buffer.shape, dtype=parameter.dtype, device=buffer.device)
-            # Ties go away from zero. Sums of float16 values are multiples of 2^-24, so its subnormals are not rounded.
-            dropped = _DROPPED[parameter.dtype]
+            # A parameter may ask for float32 gradients, which lose nothing.
+            dtype = parameter.grad_dtype or parameter.dtype
+            gradient = torch.empty(buffer.shape, dtype=dtype, device=buffer.device)
             for chunk, total in flat_chunks(gradient, buffer):
-                chunk.copy_(float_of(cut(total.float(), dropped, half(dropped))))
+                chunk.copy_(total.float())
             parameter.grad = placed_like(parameter, gradient)
             del self._buffers[parameter]  # once its gradient exists
 

@@ -6,7 +6,13 @@ A storage of float64 masters has int64 words and float64 values, and is never co
 A *code* rounds one float32 (:class:`narrowgauge.spec.storages.Code`). Several codes share a 32-bit word, each at its own
 ``shift``. Encoding returns a code's bits in place and zeros elsewhere, so packing is an ``or``. Decoding is a shift and a mask.
 
-A weight has two parts. The model computes with the *visible* weight. The *tail* is the signed rest of the stored weight. A NaN
+A weight has two parts. The model computes with the *visible* weight: the stored one, rounded to nearest. The rest is a *tail*, a
+low part, or a master of the whole. It belongs to the visible weight if both together round to it. What does not belong is
+dropped, since other code has written the weight. :func:`decode_weight` and :func:`own_low` decide.
+
+A code rounds ties to even. Where a tail or a master says more, a tie between two visible weights goes up: weights and tails
+together hold each value once, and to even an even weight would need one tail more. :func:`inside_cell` moves such values, one of
+65,536 float32, so that each stored weight rounds to its visible one, ties to even. A NaN
 loses its sign and payload. It becomes the quiet NaN. In a code of states without NaN it becomes the largest positive value (in a
 float16 weight, infinity).
 """
@@ -23,9 +29,12 @@ from torch import Tensor
 from narrowgauge.numerics.rounding import (
     EXPONENT,
     MAGNITUDE,
+    Addend,
+    addend_of,
     bits_of,
     canonical_bits,
     cut,
+    cut_to_even,
     dither,
     float_of,
     half,
@@ -54,7 +63,7 @@ def value_dtype(storage: Storage) -> torch.dtype:
 
 
 def encode(
-    code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None
+    code: Code, x: Tensor, addend: Addend, shift: int, scale: Tensor | None = None
 ) -> Tensor:
     """Round ``x`` to a code at ``shift`` in a word: int32, zero outside the code's bits. A float64 code gives int64.
 
@@ -89,7 +98,7 @@ def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) ->
 
 
 def _encode_window(
-    code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | float
+    code: Code, x: Tensor, addend: Addend, shift: int, scale: Tensor | float
 ) -> Tensor:
     """Encode a small float with subnormals. Scale by a power of two, so that its exponent field begins at zero."""
     bits, dropped = bits_of(x * scale), dropped_bits(code)
@@ -99,10 +108,11 @@ def _encode_window(
     if code.signed and not code.hold and shift > dropped and shift + code.bits == 32:
         # The topmost code of a word needs one shift before the addition, and its sign is already in place.
         offset, steps = shift - dropped, _last_step(code) << shift
-        return (
-            ((magnitude.clamp(max=steps >> offset) << offset) + (addend << offset)) & steps
-        ) | _sign(bits)
-    step = (magnitude.clamp(max=_last_step(code) << dropped) + addend) >> dropped
+        magnitude = magnitude.clamp(max=steps >> offset)
+        added = addend_of(magnitude, dropped, addend) << offset
+        return (((magnitude << offset) + added) & steps) | _sign(bits)
+    magnitude = magnitude.clamp(max=_last_step(code) << dropped)
+    step = (magnitude + addend_of(magnitude, dropped, addend)) >> dropped
     if code.hold:
         # Test the unscaled x: scaling flushes the smallest float32 subnormals to zero.
         step = step.maximum(bits_of(x).clamp(max=1))
@@ -190,14 +200,14 @@ def visible_bits(visible: str, x: Tensor) -> Tensor:
     return bits_of(x * 2.0**exponent) if exponent else bits_of(x)
 
 
-def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
+def encode_visible(storage: Storage, x: Tensor, addend: Addend) -> Tensor:
     """Round ``x`` to the visible format's bits. Pass ``addend=0`` for a value of the format, or one beyond its end."""
     _, below, exponent = VISIBLE[storage.visible]
     return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
 
 
 def encode_weight(
-    storage: Storage, x: Tensor, addend: Tensor | int
+    storage: Storage, x: Tensor, addend: Addend
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Split a weight of one part, not scaled by row, into the visible weight and its tail or master.
 
@@ -220,7 +230,8 @@ def encode_weight(
         return visible, None, visible_value(storage.visible, visible)
     if storage.visible == "bfloat16" and dropped_bits(storage.weight):
         # Use the sum before rounding. Its lowest bits are never packed, and rounding to bfloat16 ignores them.
-        total = canonical_bits(scaled) + addend
+        bits = canonical_bits(scaled)
+        total = bits + addend_of(bits, dropped_bits(storage.weight), addend)
         visible = (total + half(below)) & -(1 << below)
         return (
             visible,
@@ -257,6 +268,79 @@ def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Te
     total = visible + field
     # The exclusive or is negative where the sign changes, and turns the sum back into the visible weight.
     return visible_value(storage.visible, total ^ (total ^ visible).clamp(max=0))
+
+
+def own_low(storage: Storage, lane: Lane, visible: Tensor, low: Tensor) -> Tensor:
+    """Return a low part, or 0 where it is more than half an ulp of the visible weight: other code wrote that."""
+    if storage.weight.scaled:
+        back = lane.scales["weight"][1]
+        # A part is rounded up to half an ulp at most, and there the sum is a tie.
+        again = encode(storage.weight, visible + low * (1 - 2.0**-12), None, 0, reciprocal(back))
+        return torch.where(decode(storage.weight, again, 0, back) == visible, low, 0.0)
+    # In bits an ulp is the same number above and below a power of two.
+    away = visible_bits(storage.visible, visible + low) - lane.visible
+    most = half(VISIBLE[storage.visible][1])
+    return torch.where((away >= -most) & (away <= most), low, 0.0)
+
+
+def into_cell(storage: Storage, value: Tensor) -> Tensor:
+    """Return values to be stored, so moved that the visible weight is the nearest one, ties to even.
+
+    A tail holds less than half an ulp upward, and a kernel rounds ties up.
+    """
+    if not (storage.tail_bits or storage.master) or storage.visible == "float32":
+        return value
+    _, below, exponent = VISIBLE[storage.visible]
+    bits = canonical_bits(value.float() * 2.0**exponent)
+    nearest = cut_to_even(bits, below)
+    last = half(below) - (1 << dropped_bits(storage.weight))
+    moved = float_of(nearest + (bits - nearest).clamp(-half(below), last)) * 2.0**-exponent
+    if storage.tail_bits:
+        return moved
+    is_off = encode_visible(storage, value.float(), half(below)) != _in_range(storage, nearest)
+    return torch.where(is_off, moved.to(value.dtype), value)
+
+
+def inside_cell(storage: Storage, bits: Tensor, value: Tensor) -> Tensor:
+    """Return stored weights, those that do not round to their visible ``bits`` moved to the next float32 that does.
+
+    Such a weight lies between two visible ones, or so near that a kernel's rounding put it there.
+    """
+    dtype, most = getattr(torch, storage.visible), half(VISIBLE[storage.visible][1])
+    seen, rounded = visible_value(storage.visible, bits), value.to(dtype).float()
+    if storage.visible == "float16":
+        rounded = rounded.clamp(-65536.0, 65536.0)  # what infinity is in `seen`
+    is_above = value.abs() > seen.abs()
+    steps = torch.where(is_above, most, -most).to(torch.int32)
+    middle = visible_value(storage.visible, bits + steps)
+    moved = torch.nextafter(middle, seen).to(value.dtype)
+    return torch.where((rounded != seen) & (value == value), moved, value)
+
+
+def random_offset(visible: str, bits: Tensor, random: Tensor) -> Tensor:
+    """Return a random distance from visible weights within their cells, in :func:`visible_bits`. ``random`` are 32 bits.
+
+    It is uniform and odd, so never between two visible weights. It is 0 for zeros, infinities and NaN.
+    """
+    magnitude = bits & MAGNITUDE
+    infinity = EXPONENT if visible == "bfloat16" else 31 << 23
+    offset = (random >> (32 - VISIBLE[visible][1])) | 1
+    return offset.masked_fill((magnitude == 0) | (magnitude >= infinity), 0)
+
+
+def random_low_bits(storage: Storage, lane: Lane, random: Tensor) -> dict[str, Tensor]:
+    """Return the fields beside a visible weight in place, with random low bits that belong to it."""
+    offset = random_offset(storage.visible, lane.visible, random)
+    (name,) = storage.beside
+    shift = lane.fields[name][1]
+    if storage.tail_bits:
+        return {name: place_tail(storage, offset, shift)}
+    value = visible_value(storage.visible, lane.visible + offset)
+    if storage.master:
+        return {name: encode(storage.weight, value, 0, 0)}
+    # Toward zero, since a low part of half an ulp would be a tie.
+    rest = value - visible_value(storage.visible, lane.visible)
+    return {name: encode(storage.weight.part(1), rest, 0, shift)}
 
 
 def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
@@ -322,7 +406,7 @@ def gradient_mantissa(visible: str, bits: Tensor) -> Tensor:
 
 def addends(
     storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor
-) -> dict[str, Tensor | int]:
+) -> dict[str, Addend]:
     """Return the addend of each code (weight and states) before the cut, from one hashed word per element.
 
     The hash key is the stored weight before the step and the gradient's unscaled *mantissa*. An exponent would make the
@@ -334,7 +418,7 @@ def addends(
         "weight": storage.weight,
         **{state: storage.code(state) for state, _ in storage.states},
     }
-    result: dict[str, Tensor | int] = {n: half(dropped_bits(c)) for n, c in table.items()}
+    result: dict[str, Addend] = dict.fromkeys(table)  # to nearest
     stochastic = [(n, dropped_bits(c)) for n, c in table.items() if c.rounding == "stochastic"]
     if not stochastic:
         return result
@@ -416,7 +500,7 @@ def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tens
         return visible, None
     word, shift = lane.fields[storage.beside[0]]
     if storage.weight.parts > 1 and not storage.master:
-        return visible, decode(storage.weight, word, shift)
+        return visible, own_low(storage, lane, visible, decode(storage.weight, word, shift))
     return decode_weight(
         storage, lane.visible, word if storage.master else take_tail(storage, word, shift)
     ), None
@@ -425,12 +509,21 @@ def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tens
 def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
     """Decode the parts of a state, or of a weight that is an expansion."""
     code = storage.code(name)
-    parts = [(k, part) for k, part in enumerate((name, *low_parts(name, code))) if part != "weight"]
-    visible = (visible_value(storage.visible, lane.visible),) if name == "weight" else ()
-    return (
-        *visible,
-        *(decode(code, *lane.fields[part], _back(code, lane.scales, name, k)) for k, part in parts),
-    )
+    parts = []
+    for place, part in enumerate((name, *low_parts(name, code))):
+        if part == "weight":
+            parts.append(visible_value(storage.visible, lane.visible))
+        else:
+            parts.append(decode(code, *lane.fields[part], _back(code, lane.scales, name, place)))
+    if name != "weight":
+        return tuple(parts)
+    visible, low, *lower = parts
+    if code.scaled:
+        # The largest value of the code's few bits: rounded to them, a larger weight would be infinite.
+        end = 2.0**128 - 2.0 ** (127 - code.mantissa_bits)
+        visible = torch.where(visible.abs() < math.inf, visible.clamp(-end, end), visible)
+    own = own_low(storage, lane, visible, low)
+    return (visible, own, *(torch.where(own == low, tensor, 0.0) for tensor in lower))
 
 
 def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
@@ -447,7 +540,7 @@ def read_weight(storage: Storage, lane: Lane) -> Tensor:
 
 
 def write_weight(
-    storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int
+    storage: Storage, lane: Lane, value: Tensor, addend: Addend
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the visible bits of a float32 weight, and its fields in place."""
     if storage.weight.parts > 1:
@@ -460,7 +553,7 @@ def write_weight(
 
 
 def _split_weight(
-    storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int
+    storage: Storage, lane: Lane, value: Tensor, addend: Addend
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return the visible bits of a weight of one part, its field in place, and the float32 of both."""
     if storage.weight.scaled:
@@ -488,7 +581,7 @@ def _stored(code: Code, bits: Tensor, shift: int, into: Tensor | None, value: Te
 
 
 def write_state(
-    storage: Storage, lane: Lane, name: str, value: Tensor, addend: Tensor | int
+    storage: Storage, lane: Lane, name: str, value: Tensor, addend: Addend
 ) -> dict[str, Tensor]:
     """Return a state's bits in place. Each part stores the remainder of the parts before it."""
     code, fields, rest = storage.code(name), {}, value
@@ -525,7 +618,7 @@ def write_parts(
             zip((name, *low_parts(name, code)), values, strict=True)
         ):
             shift, into = _shift(lane, part), _into(code, lane.scales, name, place)
-            fields[part] = encode(code.part(place), value, half(dropped_bits(code)), shift, into)
+            fields[part] = encode(code.part(place), value, None, shift, into)
             if name == "weight":
                 stored.append(_stored(code, fields[part], shift, into, value))
     del fields["weight"]
@@ -580,7 +673,7 @@ def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None 
     A stochastic code rounds under ``seed`` (0-d int32). The random bits hash a value's mantissa and its position in its matrix.
     """
     value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
-    addend: Tensor | int = half(dropped)
+    addend: Addend = None
     if code.rounding == "stochastic":
         rows, columns = math.prod(value.shape[-2:-1]), (1, *value.shape)[-1]
         row, column = (

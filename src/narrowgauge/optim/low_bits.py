@@ -7,44 +7,35 @@ is a hundred steps.
 Low bits at random within the cell that rounds to the same bfloat16 value end this. No visible weight changes at first. Some lie
 near the end of their cell, and move by an ulp in the first step. On average, the visible change is the update. The offset of a
 weight is drawn once; stochastic rounding draws new noise at each step.
+
+The random bits hash the seed, the tensor's name (or its place among the parameters) and the element's position in the whole
+tensor. So sharding and resuming change none, and equal weights have different ones. They are uniform in the *bits*. Below a
+power of two an ulp is half as large: a value uniform in its cell would leave it too fast on one side, too slowly on the other.
+
+Zeros stay zeros. A vector of one value, such as gains of 1, stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.numerics.dtensor import largest_over_ranks, local_of, own_part, split_groups
-from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, half, random_bits
+from narrowgauge.numerics.chunks import chunk_size
+from narrowgauge.numerics.dtensor import largest_over_ranks, local_of, place_along, split_groups
+from narrowgauge.numerics.hashing import named_seed
+from narrowgauge.numerics.rounding import bits_of, random_bits
 from narrowgauge.optim import codes
-from narrowgauge.optim.codes import MANTISSA, Lane
-from narrowgauge.spec.storages import VISIBLE, Storage
+from narrowgauge.spec.storages import Storage
+from narrowgauge.torch_names import plain_name
 
 LOW_BITS = ("zero", "random")
 """The values of the option ``low_bits``."""
-
-
-def random_in_cell(visible: str, bits: Tensor, random: Tensor) -> Tensor:
-    """Return a random value of the cell that rounds to each visible weight, in the bits of :func:`codes.visible_value`.
-
-    It is uniform in the cell, which below a power of two is half as wide. Zeros, infinities and NaN stay as they are. ``bits``
-    and ``random`` are int32.
-    """
-    below = VISIBLE[visible][1]
-    offset = (random >> (32 - below)) & ((1 << below) - 1)
-    # Below a power of two, but for the smallest normal one, an ulp is half as large.
-    narrowed = ((3 * offset) >> 2) - (1 << (below - 2))
-    is_power = ((bits & MANTISSA) == 0) & ((bits & EXPONENT) > 1 << 23)
-    offset = torch.where(
-        is_power, torch.where(narrowed < 0, 2 * narrowed, narrowed), offset - half(below)
-    )
-    infinity = EXPONENT if visible == "bfloat16" else 31 << 23
-    magnitude = bits & MAGNITUDE
-    return torch.where((magnitude == 0) | (magnitude >= infinity), bits, bits + offset)
+MOSTLY = 0.5
+"""A tensor with a larger share of values on a grid, but not all, is named: it came from a checkpoint, and was changed."""
 
 
 def has_low_bits(storage: Storage) -> bool:
@@ -52,63 +43,76 @@ def has_low_bits(storage: Storage) -> bool:
     return bool(storage.beside) and storage.visible != "float32" and not storage.weight.scaled
 
 
-def fill_states(states: Sequence[Any], seed: int, skip: Tensor) -> None:
-    """Fill the low bits of states before their first step, unless ``skip`` (0-d) is not 0. They have their gradients.
-
-    A tensor with any low bit keeps all of its own. The random bits hash an element's weight and its gradient's mantissa.
-    """
-    states = [state for state in states if has_low_bits(state.storage)]
-    flags = _on_any_rank([state.owner for state in states], [_has_bits(state) for state in states])
-    for state, has_bits in zip(states, flags, strict=True):
-        storage, keeps = state.storage, has_bits | (skip != 0)
-        number = torch.tensor(
-            step_seed(seed, 0), dtype=torch.int32, device=skip.device
-        )  # steps count from 1
-        for lanes, words in state.pieces():
-            filled = state.layout.with_fields(
-                lanes, [_filled(storage, lane, number) for lane in lanes]
-            )
-            for old, new in zip(words, filled, strict=True):
-                old.copy_(torch.where(keeps, old, new))
-
-
-def _has_bits(state: Any) -> Tensor:
-    """Return whether any stored weight of this rank differs from the visible one, 0-d bool."""
-    result = torch.zeros((), dtype=torch.bool, device=state.parameter.device)
-    for lanes, _ in state.pieces():
-        for lane in lanes:
-            seen = codes.visible_value(state.storage.visible, lane.visible)
-            result = result | (codes.read_weight(state.storage, lane) != seen).any()
-    return result
+def random_rows(
+    owner: Tensor, part: Tensor, seed: int, name: str
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield some rows at a time of this rank's ``part`` of a parameter, and 32 random bits for each element, int32."""
+    device = part.device
+    number = torch.tensor(named_seed(seed, name), dtype=torch.int32, device="cpu").to(device)
+    # Where rows begin in the whole tensor, and where the elements of a row lie. Modulo 2^32.
+    rows = torch.zeros(1, dtype=torch.int32, device=device)
+    in_row = rows.view(())
+    stride = 1
+    for dim in reversed(range(owner.ndim)):
+        along = place_along(owner, dim) * ((stride + (1 << 31)) % (1 << 32) - (1 << 31))
+        stride *= owner.shape[dim]
+        if dim:
+            in_row = along.view(-1, *[1] * (owner.ndim - 1 - dim)) + in_row
+        else:
+            rows = along
+    count = part.numel()
+    size = max(1, chunk_size(device) * len(rows) // max(1, count))
+    for start in range(0, len(rows) if count else 0, size):
+        place = rows[start : start + size].view(-1, *[1] * (owner.ndim - 1)) + in_row
+        yield slice(start, start + size), random_bits(place, number)
 
 
-def _on_any_rank(owners: Sequence[Any], flags: Sequence[Tensor]) -> list[Tensor]:
-    """Return each 0-d flag, true if it is on any rank that holds a part of its owner."""
-    numbers = [flag.to(torch.int32).view(1) for flag in flags]
-    return [
-        number[0] != 0 for number in largest_over_ranks(numbers, list(map(split_groups, owners)))
-    ]
+def fill_states(states: Mapping[str, Any], seed: int) -> None:
+    """Fill the low bits of new states, by the names of their parameters."""
+    owners = {name: state.owner for name, state in states.items() if has_low_bits(state.storage)}
+    for name, owner in _varying(owners).items():
+        part = states[name].parameter
+        random = torch.empty(part.shape or (1,), dtype=torch.int32, device=part.device)
+        for piece, bits in random_rows(owner, part, seed, name):
+            random[piece] = bits
+        states[name].put_low_bits(random.view(part.shape))
 
 
-def _filled(storage: Storage, lane: Lane, seed: Tensor) -> dict[str, Tensor]:
-    """Return the weight's fields of a lane in place, with random low bits."""
-    mantissa = codes.gradient_mantissa(storage.visible, lane.gradient)
-    key = bits_of(codes.visible_value(storage.visible, lane.visible)) ^ mantissa
-    bits = random_in_cell(storage.visible, lane.visible, random_bits(key, seed))
-    # Round a tail down, which stays in the cell; a leading part to nearest, which gives the visible weight.
-    addend = half(codes.dropped_bits(storage.weight)) if storage.weight.parts > 1 else 0
-    return codes.write_weight(storage, lane, codes.visible_value(storage.visible, bits), addend)[1]
+def _varying(owners: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return all but the vectors of one value. Ranks that share a vector agree."""
+    vectors = {name: owner for name, owner in owners.items() if owner.ndim < 2}
+    ends = []
+    for owner in vectors.values():
+        bits = bits_of(local_of(owner.detach()).float().reshape(-1))
+        # The largest bits and, turned around, the smallest. A rank without elements knows none.
+        nothing = bits.new_full((1,), -(1 << 31))
+        ends.append(torch.stack([torch.cat([x, nothing]).amax() for x in (bits, ~bits)]))
+    ends = largest_over_ranks(ends, [split_groups(owner) for owner in vectors.values()])
+    constant = {name for name, end in zip(vectors, ends, strict=True) if bool(end[0] == ~end[1])}
+    return {name: owner for name, owner in owners.items() if name not in constant}
+
+
+def num_off_grid(values: Sequence[tuple[Tensor, Tensor]], visible: str) -> list[int]:
+    """Return how many elements of each tensor have low bits, over all ranks: of ``(owner, this rank's values)``."""
+    dtype = getattr(torch, visible)
+    counts = []
+    for _, value in values:
+        count = (value.to(dtype).to(value.dtype) != value).sum()
+        counts.append(count.clamp(max=(1 << 31) - 1).to(torch.int32).view(1))
+    groups = [split_groups(owner) for owner, _ in values]
+    return [int(count) for count in largest_over_ranks(counts, groups)]
 
 
 def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
     """Fill the low bits of float32 parameters that lie on the grid of bfloat16 or float16, for any optimizer.
 
-    Call it once before training, where a 16-bit checkpoint was read into float32. A forward pass under autocast to the
-    checkpoint's format sees the same weights as before. A parameter with any low bit of its own does not change.
+    Call it once before training, where a 16-bit checkpoint was read into float32. Under autocast to the checkpoint's format
+    a matmul sees the same weights as before. What autocast leaves in float32, such as embeddings and norms, sees the new ones.
+    A parameter with any low bit of its own does not change, and is named if most of it lies on the grid.
 
     Args:
         model: its parameters may be DTensors: the bits do not depend on the sharding.
-        seed: of the random bits. A bit depends on the seed, the weight, and its place in its tensor.
+        seed: of the random bits. A bit depends on the seed, the parameter's name, and its place in its tensor.
     Returns:
         The number of parameters' elements that were filled.
 
@@ -121,24 +125,36 @@ def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
         >>> torch.equal(model.weight.bfloat16(), before)
         True
     """
-    parameters = [p for p in model.parameters() if p.dtype is torch.float32]
-    number, total = step_seed(seed, 0), 0
+    parameters: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        if weight.dtype is torch.float32:
+            parameters[plain_name(name)] = weight
+    pairs = [(p, local_of(p.detach())) for p in parameters.values()]
+    off: dict[str, dict[str, int]] = {}
     for visible in ("bfloat16", "float16"):
-        off = [
-            (local_of(p.detach()) != local_of(p.detach()).to(getattr(torch, visible))).any()
-            for p in parameters
-        ]
-        off = _on_any_rank(parameters, off)
-        filled = [p for p, is_off in zip(parameters, off, strict=True) if not is_off]
-        for parameter in filled:
-            weights = local_of(parameter.detach())
-            index = torch.arange(parameter.numel(), device=weights.device).view(parameter.shape)
-            place = local_of(own_part(parameter, index)).to(torch.int32) * 0x61C88647
-            bits = codes.visible_bits(visible, weights)
-            random = random_bits(
-                bits ^ place, torch.tensor(number, dtype=torch.int32, device=weights.device)
-            )
-            weights.copy_(codes.visible_value(visible, random_in_cell(visible, bits, random)))
-            total += parameter.numel()
-        parameters = [p for p in parameters if all(p is not other for other in filled)]
+        off[visible] = dict(zip(parameters, num_off_grid(pairs, visible), strict=True))
+    # Simple values lie on both grids. A checkpoint has one format.
+    is_float16 = any(off["float16"][n] == 0 and off["bfloat16"][n] for n in parameters)
+    visible = "float16" if is_float16 else "bfloat16"
+    total = 0
+    for name, parameter in _varying(parameters).items():
+        count, weights = off[visible][name], local_of(parameter.detach())
+        if 0 < count < MOSTLY * parameter.numel():
+            warnings.warn(kept_note(name, count, parameter.numel()), stacklevel=2)
+        if count:
+            continue
+        flat = weights if weights.ndim else weights.view(1)
+        for piece, random in random_rows(parameter, weights, seed, name):
+            bits = codes.visible_bits(visible, flat[piece])
+            drawn = bits + codes.random_offset(visible, bits, random)
+            flat[piece] = codes.visible_value(visible, drawn)
+        total += parameter.numel()
     return total
+
+
+def kept_note(name: str, count: int, total: int) -> str:
+    """Tell that a tensor was not filled."""
+    return (
+        f"Did not fill the low bits of '{name}': {count:,} of its {total:,} values have low bits of their own, as after a merge "
+        "or a resize."
+    )

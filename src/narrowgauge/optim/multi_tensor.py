@@ -20,10 +20,11 @@ bit differs, the definition runs.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -155,10 +156,21 @@ class _Selection:
     num_whole: int
 
 
+def _forget(
+    key: int,
+    places: dict[int, int],
+    references: dict[int, weakref.ref[ParameterState]],
+    reference: weakref.ref[ParameterState],
+) -> None:
+    """Forget a state that is gone: another may get its id."""
+    del places[key], references[key]
+
+
 class Table:
     """Step tensors of one (rule, storage), not in float64, on one device.
 
-    Rows and selections are kept between steps.
+    Rows and selections are kept between steps. Rows of states that are gone leave with the next new
+    ones.
     """
 
     def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
@@ -167,7 +179,8 @@ class Table:
         self._is_cpp = language_on(device) == CPP.name
         self._num_inputs = len(input_names(rule))
         self._width = num_addresses(rule, storage) + len(SIZES)
-        self._places: dict[ParameterState, int] = {}
+        self._places: dict[int, int] = {}  # by the id of a state that is alive
+        self._references: dict[int, weakref.ref[ParameterState]] = {}
         self._memory = np.zeros(0, np.int64)
         self._rows = np.zeros((0, self._width), np.int64)
         self._numbers = np.zeros((0, len(rule.scalars) + 1), np.float32)
@@ -190,11 +203,12 @@ class Table:
 
         ``choices`` are the index in ``numbers``, the ``period`` and the ``phase`` of each state.
         """
-        new = [state for state in states if state not in self._places]
+        self._states, self._shared = [], []  # a state of the last step may be gone
+        new = [state for state in states if id(state) not in self._places]
         if new or len(numbers) != len(self._numbers):
             self._add_rows(new, len(numbers))
         self._states = list(states)
-        order = np.array([self._places[state] for state in states], np.int64)
+        order = np.array([self._places[id(state)] for state in states], np.int64)
         self._rows[order, : self._num_inputs] = self._addresses()
         self._rows[order, PLACE["number"] :] = choices
         for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
@@ -205,8 +219,13 @@ class Table:
             self._share_rows(order)
 
     def _add_rows(self, states: Sequence[ParameterState], num_numbers: int) -> None:
-        """Lay out the memory again, with the rows of new states."""
-        before = self._rows
+        """Lay out the memory again, with the rows of new states and without those that are gone."""
+        kept = list(self._places.items())
+        if len(kept) < len(self._rows):
+            self._selections.clear()
+        before = self._rows[[place for _, place in kept]]
+        for place, (key, _) in enumerate(kept):
+            self._places[key] = place
         size = (len(before) + len(states)) * self._width
         start = size + size % 2  # the numbers begin at 16 bytes
         num_floats = num_numbers * self._numbers.shape[1]
@@ -215,7 +234,11 @@ class Table:
         self._rows[: len(before)] = before
         self._numbers = self._memory[start:].view(np.float32)[:num_floats].reshape(num_numbers, -1)
         for place, state in enumerate(states, len(before)):
-            self._places[state] = place
+            key = id(state)
+            self._places[key] = place
+            self._references[key] = weakref.ref(
+                state, partial(_forget, key, self._places, self._references)
+            )
             self._rows[place] = self._row(state)
         self._buffer = None
 

@@ -11,17 +11,18 @@ import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from narrowgauge.compile import is_worth_compiling
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
-from narrowgauge.numerics.dtensor import local_of, placed_like
+from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import validation
@@ -30,8 +31,16 @@ from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
+from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
 from narrowgauge.optim.multi_tensor import Launches, Table
-from narrowgauge.optim.parameter_formats import refuse_rounding, round_in_place, rounding_note
+from narrowgauge.optim.parameter_formats import (
+    float32_row,
+    is_any_taken,
+    refuse_rounding,
+    round_in_place,
+    rounding_note,
+    wide_note,
+)
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
@@ -43,6 +52,8 @@ from narrowgauge.torch_hooks import announce
 from narrowgauge.torch_names import HostCopy, is_captured, plain_name
 
 Group = dict[str, Any]
+_KEEPERS: MutableMapping[Tensor, Callable[[], Optimizer | None]] = WeakIdKeyDictionary()
+"""The optimizer that holds the state of a parameter."""
 PRINTED_ELEMENTS = 1 << 14
 """On a CPU, print and compile a step of at least this many elements. It takes a second once."""
 
@@ -61,7 +72,8 @@ class Optimizer(torch.optim.Optimizer):
         params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group may set ``storage``. If the
             optimizer has a matrix rule, a group may set ``rule="adamw"``. Float32 parameters with ``requires_grad`` are rounded
             in place to the storage's visible format, and the storage keeps the bits that this cuts. Parameters in another
-            format are stored in its counterpart: those that stay float32 in ``float32``.
+            format are stored in its counterpart: those that stay float32 in ``float32``. ``rounded`` names those that were
+            rounded. If an earlier optimizer knows a weight more precisely, this one takes that weight.
         rule: the update rule.
         defaults: the rule's options, which groups may override.
         storage: a name in ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
@@ -139,9 +151,9 @@ class Optimizer(torch.optim.Optimizer):
         ) = None
         self._captured: _Captured | None = None
         self.keep_float32, self.maximize = keep_float32, bool(maximize)
-        self._to_round: (
-            dict[Tensor, str] | None
-        ) = {}  # the visible format of each, until all groups are checked
+        # The visible format of each parameter to be rounded, until all groups are checked.
+        self._to_round: dict[Tensor, str] | None = {}
+        self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
         storage = validation.known_row("word" if storage is None else storage).name
         super().__init__(
             params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits}
@@ -151,6 +163,7 @@ class Optimizer(torch.optim.Optimizer):
         self.register_load_state_dict_post_hook(put_states)
         formats, self._to_round = self._to_round or {}, None
         self._round(formats)
+        self._take_over([p for p in self._parameters() if p not in formats])
         announce(self)
 
     @property
@@ -193,6 +206,13 @@ class Optimizer(torch.optim.Optimizer):
                     self.keep_float32 and self.keep_float32(names[parameter], parameter)
                 ):
                     to_round[parameter] = visible
+            if is_any_taken(to_round):
+                asked = validation.known_row(group["storage"])
+                row = float32_row(asked, isinstance(self.rule, MatrixRule))
+                group["storage"] = row.name
+                warnings.warn(wide_note(asked, row), stacklevel=4)
+                to_round.clear()
+            for parameter in group["params"]:
                 self._pair_of(group, parameter, to_round.get(parameter))
             refuse_rounding(list(to_round), self._parameters())
         except Exception:
@@ -200,6 +220,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
         if self._to_round is None:
             self._round(to_round)
+            self._take_over([p for p in group["params"] if p not in to_round])
         else:
             self._to_round |= to_round
         if self.auditor.join is not None:
@@ -214,7 +235,20 @@ class Optimizer(torch.optim.Optimizer):
                 for value in round_in_place([p], visible).values()
             }
             self.adopt(values)
-            warnings.warn(rounding_note(values, {self.storage_of(p) for p in values}), stacklevel=4)
+            names = self.parameter_names()
+            self.rounded += [names[p] for p in values]
+            note = rounding_note(names, values, {self.storage_of(p) for p in values})
+            warnings.warn(note, stacklevel=4)
+
+    def _take_over(self, parameters: Sequence[Tensor]) -> None:
+        """Take weights from an earlier optimizer that knows more of them than the model, such as one of a cell run twice."""
+        values: dict[Tensor, Tensor] = {}
+        for parameter in parameters:
+            earlier = _KEEPERS.get(parameter, lambda: None)()
+            has_room = has_low_bits(self.storage_of(parameter))
+            if earlier is not None and earlier is not self and has_room:
+                values[parameter] = earlier.stored(parameter)
+        self.adopt(values)
 
     # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
 
@@ -265,16 +299,17 @@ class Optimizer(torch.optim.Optimizer):
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the name of each parameter: the passed name, else the model's, else ``"param 0"``, ``"param 1"`` …"""
         model = self._model()
-        of_model = (
-            {} if model is None else {p: plain_name(name) for name, p in model.named_parameters()}
-        )
+        of_model = {} if model is None else {p: name for name, p in model.named_parameters()}
+        return self._names_of_parameters(of_model)
+
+    def _names_of_parameters(self, of_model: Mapping[Any, str]) -> dict[Tensor, str]:
+        """Return the passed names, else those of a model, else the places of the parameters."""
         names: dict[Tensor, str] = {}
         for group in self.param_groups:
             listed = dict(zip(group["params"], group.get("param_names", ()), strict=False))
             for parameter in group["params"]:
-                names[parameter] = (
-                    listed.get(parameter) or of_model.get(parameter) or unnamed(len(names))
-                )
+                name = listed.get(parameter) or plain_name(of_model.get(parameter, ""))
+                names[parameter] = name or unnamed(len(names))
         return names
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -373,7 +408,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._check_adopted(group, parameter, values[parameter], states.get(parameter, {}))
         for group, parameters in members:
             with torch.no_grad():
-                self.make_missing(group, parameters)
+                self.make_missing(group, parameters, fills=False)
             for index, parameter in enumerate(parameters):
                 state, entry = self.state[parameter], states.get(parameter, {})
                 state.adopt(local_of(values[parameter]))
@@ -383,6 +418,24 @@ class Optimizer(torch.optim.Optimizer):
                 for name, value in entry.items():
                     if isinstance(value, Tensor) and name != "step":
                         state.put(name, local_of(value), seed)
+            self._fill(group, self._without_low_bits(parameters, values))
+
+    def _without_low_bits(
+        self, parameters: Sequence[Tensor], values: Mapping[Tensor, Tensor]
+    ) -> list[Tensor]:
+        """Return the parameters whose values all lie on the grid of their format: of these low bits are not known."""
+        result = []
+        for dtype in {p.dtype for p in parameters} - {torch.float32}:
+            alike = [p for p in parameters if p.dtype is dtype]
+            counts = num_off_grid([(p, local_of(values[p])) for p in alike], dtype_name(dtype))
+            result += [p for p, count in zip(alike, counts, strict=True) if not count]
+        return result
+
+    def _fill(self, group: Group, parameters: Sequence[Tensor]) -> None:
+        """Fill the low bits of weights of which nothing else is known, if the group asks for it."""
+        if group["low_bits"] == "random" and parameters:
+            names = self._names_of_parameters({})
+            fill_states({names[p]: self.state[p] for p in parameters}, group["seed"])
 
     def _check_adopted(
         self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
@@ -401,13 +454,18 @@ class Optimizer(torch.optim.Optimizer):
                     f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}."
                 )
 
-    def make_missing(self, group: Group, parameters: Sequence[Tensor]) -> None:
-        """Make the states of parameters without one."""
+    def make_missing(
+        self, group: Group, parameters: Sequence[Tensor], *, fills: bool = True
+    ) -> None:
+        """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
         if missing := [p for p in parameters if self.state_of(p) is None]:
             validation.check_captured(
                 is_possible=not is_captured()
             )  # a graph would fill new states in a replay alone
             self.state.update(self.make_states(group, missing))
+            _KEEPERS.update({p: weakref.ref(self) for p in missing})
+            if fills:
+                self._fill(group, missing)
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
         """Return the stored value as float32, or float64 if the storage computes in it.
@@ -468,7 +526,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The closure's loss, if there is one.
         Raises:
-            RecipeError: a gradient is sparse or in another format. A parameter's storage, shape or format has changed since
+            RecipeError: a gradient is sparse. A parameter's storage, shape or format has changed since
                 its state was made. In a first step: parameters were replaced since then, or the model lacks them.
 
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
@@ -495,13 +553,14 @@ class Optimizer(torch.optim.Optimizer):
         if not self._stepped:
             validation.check_replaced(self.state, list(self._parameters()))
             validation.check_in_use(self.parameter_names(), self._model(), self._members)
-        work = [(group, self._with_gradient(group)) for group in self.param_groups]
+        gradients = self._gradients()
+        work = [(group, self._with_gradient(group, gradients)) for group in self.param_groups]
         states = [state for _, members in work for state in members]
         if not states:
             return
         device = validation.check_one_device([state.parameter for state in states])
         if is_captured():
-            self._capture(work)
+            self._capture(work, gradients)
             return
         self._stepped = True
         found_inf = getattr(
@@ -518,7 +577,8 @@ class Optimizer(torch.optim.Optimizer):
             "grad_scale": getattr(self, "grad_scale", None),
             "found_inf": found_inf,
         }
-        self.last_control, norm, finite = self._decide(self._control, states, **scaling)
+        placed = [gradients[state.owner] for state in states]
+        self.last_control, norm, finite = self._decide(self._control, placed, device, **scaling)
         control = self.last_control
         with torch.autocast(
             device.type, enabled=False
@@ -539,10 +599,12 @@ class Optimizer(torch.optim.Optimizer):
             state.gradient = NO_GRADIENT
 
     def _decide(
-        self, control: StepControl, states: Sequence[ParameterState], **scaling: Any
+        self,
+        control: StepControl,
+        gradients: Sequence[Tensor],
+        device: torch.device,
+        **scaling: Any,
     ) -> Decision:
-        gradients = [state.owner.grad for state in states if state.owner.grad is not None]
-        device = states[0].parameter.device
         decision = control(
             gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above, **scaling
         )
@@ -552,11 +614,16 @@ class Optimizer(torch.optim.Optimizer):
             decision = decision._replace(control=torch.cat([-scale, skip]))
         return decision
 
-    def _capture(self, work: list[tuple[Group, list[ParameterState]]]) -> None:
+    def _capture(
+        self,
+        work: list[tuple[Group, list[ParameterState]]],
+        gradients: Mapping[Tensor, Tensor],
+    ) -> None:
         """Record the kernels of a step in a CUDA graph. They take their numbers from :meth:`advance`."""
         states = [state for _, members in work for state in members]
         step_control, launches = StepControl(self._is_worth_compiling), Launches({})
-        decision = self._decide(step_control, states)
+        placed = [gradients[state.owner] for state in states]
+        decision = self._decide(step_control, placed, states[0].parameter.device)
         captured = _Captured(
             work, [state.gradient for state in states], step_control, launches.tables, decision
         )
@@ -620,17 +687,30 @@ class Optimizer(torch.optim.Optimizer):
         self.num_calls += 1
         self._pending = (None if norm is None else control[1], states, finite)
 
-    def _with_gradient(self, group: Group) -> list[ParameterState]:
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Return the gradients of all parameters that have one, in the parameters' formats. Make missing states."""
+        gradients: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = gradient_of(parameter)
+                if gradient is not None:
+                    validation.check_gradient(parameter, gradient)
+                    gradients[parameter] = gradient.to(parameter.dtype)
+            self.make_missing(group, [p for p in group["params"] if p in gradients])
+        if any(local_of(p).device != self.state[p].made_for[2] for p in gradients):
+            # The model was moved, as Fabric does after the optimizer is made.
+            self.load_state_dict(self.state_dict())
+        return gradients
+
+    def _with_gradient(
+        self, group: Group, gradients: Mapping[Tensor, Tensor]
+    ) -> list[ParameterState]:
         """Set the gradients of a group's states, and return the states that have one."""
-        parameters = [p for p in group["params"] if p.grad is not None]
-        self.make_missing(group, parameters)
-        if any(local_of(p).device != self.state[p].made_for[2] for p in parameters):
-            self.load_state_dict(
-                self.state_dict()
-            )  # the model was moved, as Fabric does after the optimizer is made
+        parameters = [p for p in group["params"] if p in gradients]
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
-            state.gradient = local_of(validation.gradient_of(parameter))
+            # A printed step reads memory: a negative view must hold its values.
+            state.gradient = local_of(gradients[parameter]).resolve_neg()
             validation.check_fits(state, group["storage"], local_of(parameter))
             state.set_parameter(local_of(parameter))
             if isinstance(self.rule, MatrixRule):
@@ -761,7 +841,7 @@ class _Captured:
 
 _COPIED = (
     "rule", "defaults", "param_groups", "max_grad_norm", "audit_every", "compile", "loss_scaler", "keep_float32", "maximize",
-    "num_skipped", "num_calls", "skip_above",
+    "num_skipped", "num_calls", "skip_above", "rounded",
 )  # fmt: skip
 
 
@@ -770,7 +850,13 @@ def _rebuilt(
 ) -> Optimizer:
     """Return an optimizer of the values ``_COPIED`` and of the saved state of each parameter."""
     optimizer = kind.__new__(kind)
-    Optimizer.__init__(optimizer, values["param_groups"], values["rule"], values["defaults"])
+    Optimizer.__init__(
+        optimizer,
+        values["param_groups"],
+        values["rule"],
+        values["defaults"],
+        keep_float32=lambda name, parameter: True,  # a copy rounds no weight
+    )
     optimizer.__dict__.update(values)
     pairs = zip(optimizer._parameters(), entries, strict=True)
     optimizer.load_states({parameter: entry for parameter, entry in pairs if entry is not None})

@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
-from narrowgauge.spec.storages import VISIBLE, Storage
+from narrowgauge.numerics.rounding import narrowed
+from narrowgauge.optim.low_bits import MOSTLY, kept_note
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.torch_names import was_taken_by_fsdp
-
-_ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -75,7 +75,7 @@ def rounded(values: Tensor, visible: str) -> Tensor:
     """Return float32 values rounded to a visible format, and others unchanged, or in float32."""
     if visible == "float32":
         return values.float()
-    return _ROUND[visible](values) if values.dtype is torch.float32 else values
+    return narrowed(values, getattr(torch, visible)) if values.dtype is torch.float32 else values
 
 
 def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, Tensor]:
@@ -91,23 +91,64 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
     return values
 
 
-def rounding_note(values: Mapping[Tensor, Tensor], storages: Iterable[Storage]) -> str:
-    """Tell what :func:`round_in_place` did to the parameters of an optimizer, and how to keep some as they were."""
-    on_grid = sum(
-        (value == parameter.data).all().cpu() * value.numel() for parameter, value in values.items()
-    )
-    total, kept = sum(value.numel() for value in values.values()), []
+def rounding_note(
+    names: Mapping[Tensor, str], values: Mapping[Tensor, Tensor], storages: Iterable[Storage]
+) -> str:
+    """Tell what :func:`round_in_place` did to the named parameters of an optimizer, and what else to do."""
+    total = on_grid = 0
+    partly: list[str] = []
+    for parameter, value in values.items():
+        count = int((value != parameter.data).sum())
+        total += value.numel()
+        on_grid += 0 if count else value.numel()
+        if 0 < count < MOSTLY * value.numel():
+            partly.append(kept_note(names[parameter], count, value.numel()))
+    kept = []
     for row in sorted(storages, key=lambda row: row.name):
         lacking = VISIBLE[row.visible][1]
         bits = min(lacking, math.log2(row.weight.spacings) - (23 - lacking))
         kept.append(f"'{row.name}' keeps {max(0, int(bits))} of the {lacking} bits cut")
     note = (
         f"Rounded {total:,} float32 weights in place: {', '.join(kept)}. To keep some in float32, pass keep_float32=, or a param "
-        "group with storage='float32'."
+        "group with storage='float32'. Train under autocast. For averages take ng.AveragedModel; round reference models too, by "
+        "ng.cast_parameters."
     )
     if on_grid > total / 2:  # new biases and gains are on the grid too
         note += f" The cut bits of {on_grid:,} were zero, as of a 16-bit checkpoint: low_bits='random' fills them."
-    return note
+    return " ".join([note, *partly[:3]])
+
+
+def is_any_taken(parameters: Iterable[Tensor]) -> bool:
+    """Return whether DistributedDataParallel, FSDP or parallelize_module holds a parameter, whose format then must stay."""
+    replicated = {p for sharer in _sharers() for p in _parameters_of(sharer)}
+    for parameter in parameters:
+        is_flat = getattr(parameter, "_fsdp_flattened", False) or was_taken_by_fsdp(parameter)
+        if parameter in replicated or is_flat or local_of(parameter) is not parameter:
+            return True
+    return False
+
+
+def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
+    """Return the storage for float32 weights that must stay: with moments in 8 bits, unless those of ``storage`` have 32.
+
+    A matrix rule takes no moments in 8 bits.
+
+    Example:
+        >>> float32_row(STORAGES["word"], False).name, float32_row(STORAGES["exact"], False).name
+        ('float32-states8', 'float32')
+    """
+    is_wide = is_matrix_rule or dict(storage.fields)["exp_avg"] == 32
+    return STORAGES["float32" if is_wide else "float32-states8"]
+
+
+def wide_note(before: Storage, now: Storage) -> str:
+    """Tell that weights stay in float32, what it costs, and how to have the storage that was asked for."""
+    return (
+        "Kept float32 weights as they are, because DistributedDataParallel, FSDP or parallelize_module has taken them: "
+        f"'{now.name}' takes {now.bytes_per_param:g} bytes a parameter with its gradient, '{before.name}' "
+        f"{before.bytes_per_param:g}. For '{before.name}', make the optimizer before, or call "
+        f"ng.cast_parameters(model, torch.{before.visible}) before."
+    )
 
 
 def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> None:
@@ -115,15 +156,6 @@ def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> N
     if not parameters:
         return
     keep = "or keep them in float32: keep_float32=, or a param group with storage='float32'."
-    replicated = _in_ddp()
-    for parameter in parameters:
-        is_flat = getattr(parameter, "_fsdp_flattened", False) or was_taken_by_fsdp(parameter)
-        if parameter in replicated or is_flat or local_of(parameter) is not parameter:
-            raise RecipeError(
-                f"Cannot round a float32 parameter of shape {tuple(parameter.shape)} because DistributedDataParallel, FSDP or "
-                "parallelize_module has taken it.",
-                f"Make the optimizer before, call ng.cast_parameters(model, torch.bfloat16) before, {keep}",
-            )
     spans = sorted(map(_span, {*parameters, *others}), key=lambda span: span[:2])
     for (_, end, before), (start, _, after) in pairwise(spans):
         if start < end and not {*parameters}.isdisjoint((before, after)):
@@ -149,11 +181,21 @@ def _span(parameter: Tensor) -> tuple[int, int, Tensor]:
     )
 
 
-def _in_ddp() -> set[Tensor]:
-    """Return all parameters that DistributedDataParallel averages. It marks none of them: its hooks are lost silently."""
+def _sharers() -> list[Any]:
+    """Return all objects that share parameters among ranks. They mark no parameter, and lose what changes silently.
+
+    ZeroRedundancyOptimizer makes an optimizer on each rank for a part of the parameters, and sends them as they are.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return set()
-    wrappers = [
-        x for x in gc.get_objects() if issubclass(type(x), nn.parallel.DistributedDataParallel)
-    ]
-    return {parameter for wrapper in wrappers for parameter in wrapper.parameters()}
+        return []
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    kinds = (nn.parallel.DistributedDataParallel, ZeroRedundancyOptimizer)
+    return [x for x in gc.get_objects() if issubclass(type(x), kinds)]
+
+
+def _parameters_of(sharer: Any) -> Iterable[Tensor]:
+    if isinstance(sharer, nn.Module):
+        return sharer.parameters()
+    parameters: list[Tensor] = getattr(sharer, "_all_params", [])
+    return parameters

@@ -25,7 +25,7 @@ from narrowgauge.numerics.dtensor import (
     sendable,
     split_groups,
 )
-from narrowgauge.numerics.rounding import half, narrowed
+from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import Kernel, lanes_of
 from narrowgauge.optim.layout import layout_of
@@ -97,13 +97,12 @@ class ParameterState:
         if "weight" in self.bounds:
             self._set_bounds("weight", self.parameter.detach())
         if self.storage.master:
-            addend = half(codes.dropped_bits(self.storage.weight))
             for lanes, words in self.pieces():
                 pairs = [
                     (lane, codes.visible_value(self.storage.visible, lane.visible))
                     for lane in lanes
                 ]
-                masters = [codes.write_weight(self.storage, *pair, addend)[1] for pair in pairs]
+                masters = [codes.write_weight(self.storage, *pair, None)[1] for pair in pairs]
                 torch._foreach_copy_(words, self.layout.with_fields(lanes, masters))
 
     # ── the parameter's memory ──────────────────────────────────────────────────────────────────────────────────────
@@ -325,6 +324,8 @@ class ParameterState:
     def stored(self, name: str) -> Tensor:
         """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in
         float32.
+
+        A weight rounds to the parameter (:func:`narrowgauge.optim.codes.inside_cell`).
         """
         if name in self.extras:
             return self.extra(name).clone()
@@ -334,6 +335,8 @@ class ParameterState:
             if is_weight
             else codes.read_state(self.storage, lane, name)
         )
+        if is_weight and self.storage.visible != "float32" and not self.storage.weight.scaled:
+            value = codes.inside_cell(self.storage, lane.visible, value)
         return self.in_shape(value).clone()
 
     def leading(self, count: int, name: str) -> Tensor | None:
@@ -385,8 +388,8 @@ class ParameterState:
         The parameter becomes its visible part.
         """
         value, lane = self._as_matrix("weight", values), self._lane()
-        addend = half(codes.dropped_bits(self.storage.weight))
-        bits, fields = codes.write_weight(self.storage, lane, value, addend)
+        value = codes.into_cell(self.storage, value)
+        bits, fields = codes.write_weight(self.storage, lane, value, None)
         visible = self.in_shape(codes.visible_value(self.storage.visible, bits))
         visible = narrowed(visible, getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
@@ -394,6 +397,20 @@ class ParameterState:
         else:
             self.parameter.data = visible
         self.layout.set_fields(self.words, self.form, fields)
+
+    def put_low_bits(self, random: Tensor) -> None:
+        """Fill the weight's low bits of a new state from 32 random bits for each element, int32 in the parameter's shape."""
+        if not random.numel():
+            return
+        _, random_lanes = self.layout.lanes(self.in_form(random))
+        start = 0
+        for lanes, words in self.pieces():
+            piece = slice(start, start + len(lanes[0].visible))
+            start = piece.stop
+            fields = []
+            for lane, bits in zip(lanes, random_lanes, strict=True):
+                fields.append(codes.random_low_bits(self.storage, lane, bits[piece]))
+            torch._foreach_copy_(words, self.layout.with_fields(lanes, fields))
 
     def put(self, name: str, values: Tensor, seed: Tensor) -> None:
         """Store the values of a state.

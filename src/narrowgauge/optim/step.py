@@ -17,7 +17,6 @@ from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.optim import codes
 from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import Numbers, least_decay
-from narrowgauge.optim.low_bits import fill_states
 from narrowgauge.optim.matrix_step import step_matrices
 from narrowgauge.optim.multi_tensor import Launches
 from narrowgauge.optim.row_bounds import bound_rows
@@ -67,9 +66,6 @@ class Stepper:
 
     def step(self, states: Sequence[ParameterState]) -> None:
         """Step states of this group once each. They have their gradients."""
-        if self.group.get("low_bits") == "random":
-            new = [state for state in states if state.step == 0]
-            fill_states(new, self.group["seed"], self.control[1])
         if self.control.is_cpu and self.control[1]:
             return  # skipped
         elementwise = [state for state in states if not state.kernel.is_matrix]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.optim.low_bits import LOW_BITS
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
@@ -147,19 +148,17 @@ def check_real(parameter: Tensor) -> None:
         )
 
 
-def gradient_of(parameter: Tensor) -> Tensor:
-    """Return a parameter's gradient. Refuse one that the kernels do not support."""
-    gradient = parameter.grad
-    assert gradient is not None
+def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Refuse a gradient that no kernel takes."""
     if gradient.is_sparse:
         raise RecipeError(
             "Cannot step because a gradient is sparse.", "Build the embedding with sparse=False."
         )
-    if gradient.dtype is not parameter.dtype:
+    if is_sharded(gradient) != is_sharded(parameter):
         raise RecipeError(
-            f"Cannot step because a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is "
-            f"{parameter.dtype}.",
-            "Leave gradients in their parameter's format.",
+            f"Cannot step because a parameter of shape {tuple(parameter.shape)} or its gradient is a DTensor, and the other "
+            "is not.",
+            "Give both the same mesh and placements: parallelize_module or distribute_tensor.",
         )
     if (
         gradient.numel() != parameter.numel()
@@ -169,7 +168,6 @@ def gradient_of(parameter: Tensor) -> Tensor:
             f"{tuple(parameter.shape)}.",
             "Drop the gradients (zero_grad) when a parameter is resized.",
         )
-    return gradient
 
 
 # ── states and their parameters ─────────────────────────────────────────────────────────────────────────────────────

@@ -132,14 +132,9 @@ def load_json(text: bytes | str) -> Any:
 
 
 def digest(path: Path) -> str:
-    return hash_of(path, path.stat().st_size).hexdigest()
-
-
-def hash_of(path: Path, length: int) -> hashlib.blake2b:
-    """Return the BLAKE2b-256 of the first ``length`` bytes of a file. Later bytes may be added to it."""
+    """Return the BLAKE2b-256 of a file."""
     state = hashlib.blake2b(digest_size=32)
     with path.open("rb") as stream:
-        while block := stream.read(min(1 << 20, length)):
+        while block := stream.read(1 << 20):
             state.update(block)
-            length -= len(block)
-    return state
+    return state.hexdigest()

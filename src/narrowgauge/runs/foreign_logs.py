@@ -9,12 +9,9 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json
@@ -104,47 +101,13 @@ def _number(name: str, value: Any) -> float | None:
         raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
 
 
-def _read_events(file: Path) -> Series:
-    """Read the scalars of TensorBoard. Skip a truncated last record, as in a run in progress."""
-    try:
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.compat.tensorflow_stub import errors
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
-        from tensorboard.util.tensor_util import make_ndarray
-    except ImportError as error:
-        problem = f"Cannot read {file}: the package tensorboard is not installed."
-        raise RecordError(problem, "pip install tensorboard.") from error
-    records, series = PyRecordReader_New(str(file)), Series()
-    with closing(records.file_handle), suppress(errors.OutOfRangeError):
-        while True:
-            try:
-                records.GetNext()
-            except errors.DataLossError as error:
-                if "runcated" in str(error):
-                    break
-                raise ValueError(str(error.message).removeprefix(f"{file} ")) from error
-            event = event_pb2.Event.FromString(records.record())
-            for value in event.summary.value:
-                array = (
-                    make_ndarray(value.tensor)
-                    if value.HasField("tensor")
-                    else np.array(value.simple_value)
-                )
-                if value.HasField("simple_value") or (
-                    not array.shape and array.dtype.kind in "fiu"
-                ):
-                    series.setdefault(value.tag, {})[event.step] = float(array)
-    return series
-
-
 _READERS: dict[str, Callable[[Path], Series]] = {
     "trainer_state.json": _read_state,
     "metrics.csv": _read_csv,
-    "*.tfevents.*": _read_events,
     "*.csv": _read_csv,
 }
 """The reader of each pattern of file names. All but tables are looked for in a folder, which then names the run."""
-LOGS = "Hugging Face trainer_state.json, Lightning metrics.csv, TensorBoard event file, or table (.csv)"
+LOGS = "Hugging Face trainer_state.json, Lightning metrics.csv, or table (.csv)"
 """All logs, to follow "a"."""
 
 

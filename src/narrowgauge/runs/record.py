@@ -11,12 +11,13 @@
     summary.json        the metrics of the finished run
     checkpoints/        see checkpoints/saving.py
 
-The columns are in data/columns.toml. A reader at any moment finds valid rows and at worst one torn last line, which is dropped.
+The columns are in data/columns.toml. Rows are a log: a damaged row costs that row, and readers drop it with a note. At any moment
+the last line may be torn, which is dropped without one. What a run needs to go on is in run.toml and its checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, time
@@ -26,6 +27,7 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
 from narrowgauge.runs.schema import NOT_FINITE, TEXT, VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml import load_toml
@@ -40,6 +42,7 @@ class Run:
         run: ``run.toml``.
         steps, evals, events: the rows, in the order written.
         summary: the metrics of the finished run; ``None`` before.
+        notes: sentences about damaged rows that were dropped.
     """
 
     path: Path
@@ -48,16 +51,17 @@ class Run:
     evals: list[Row] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)
     summary: Row | None = None
+    notes: list[str] = field(default_factory=list)
 
     @cached_property
     def gauges(self) -> list[Row]:
         """Return the rows of ``gauges.jsonl``. Read them on first use: they are by far the largest."""
-        return read_rows(self.path / "gauges.jsonl")
+        return read_rows(self.path / "gauges.jsonl", self.notes)
 
     @cached_property
     def fingerprints(self) -> list[Row]:
         """Return the rows of ``fingerprints.jsonl``, read on first use."""
-        return read_rows(self.path / "fingerprints.jsonl")
+        return read_rows(self.path / "fingerprints.jsonl", self.notes)
 
     @property
     def is_foreign(self) -> bool:
@@ -100,15 +104,15 @@ def is_run(path: Path) -> bool:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a run folder, finished or not, even while it is being written. Drop a torn last line.
+    """Read a run folder, finished or not, even while it is being written. Drop damaged rows.
 
     Args:
-        path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files,
-            or their folder. Or a table (CSV).
+        path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv``, or their folder. Or
+            a table (CSV).
     Returns:
         Its content. Values that a log lacks are absent.
     Raises:
-        RecordError: the run is missing, a file is damaged, or a newer version wrote it.
+        RecordError: the run is missing, its ``run.toml`` or a log is damaged, or another version wrote it.
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
@@ -125,10 +129,12 @@ def read_run(path: str | Path) -> Run:
         )  # a log has neither, and its path may be a file
         return run_of_log
     run = read_settings(path)
-    steps, evals, events = (
-        read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events")
-    )
-    return Run(path, run, steps, evals, events, read_summary(path / "summary.json"))
+    notes: list[str] = []
+    steps = read_rows(path / "steps.jsonl", notes)
+    evals = read_rows(path / "evals.jsonl", notes)
+    events = read_rows(path / "events.jsonl", notes)
+    summary = read_summary(path / "summary.json", notes)
+    return Run(path, run, steps, evals, events, summary, notes)
 
 
 def read_settings(path: Path) -> Row:
@@ -192,53 +198,85 @@ def _require_known(table: Row, path: Path) -> None:
         )
 
 
-def read_summary(file: Path) -> Row | None:
+def read_summary(file: Path, notes: list[str]) -> Row | None:
+    """Return the metrics of a finished run. Without them, or if they are damaged, the run is not finished."""
     data = read_bytes(file)
     if data is None:
         return None
     try:
         summary = restored(load_json(data))
-        if wrong := wrong_value("summary", summary) if isinstance(summary, dict) else "no object":
-            raise ValueError(f"it has {wrong}")
-    except (ValueError, RecursionError) as error:
-        advice = "Delete it; narrowgauge resume writes it again."
-        raise RecordError(f"{file} is damaged: {error}.", advice) from error
+    except ValueError as error:
+        notes.append(f"{file.name} is damaged ({error}) and was left out")
+        return None
+    wrong = wrong_value("summary", summary) if isinstance(summary, dict) else "no object"
+    if wrong:
+        notes.append(f"{file.name} is damaged (it has {wrong}) and was left out")
+        return None
     _require_known(summary, file.parent)
     return dict(summary)
 
 
 # ── the lines of a file ─────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# One write appends a row and its newline. So a last line without a newline is torn, and dropped. Any other line that does not
-# parse is refused. JSON lacks NaN and infinities, so they are stored as "nan", "inf" and "-inf".
+# One write appends a row and its newline. So a last line without a newline is torn. JSON lacks NaN and infinities, so they are
+# stored as "nan", "inf" and "-inf".
 
 ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
 """The kinds of rows. Each has a file: ``steps.jsonl`` and so on."""
 _QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
 
 
-def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a file. Drop a torn last line, refuse a damaged line."""
-    return [row for _, row in rows_with_lengths(file)]
+def read_rows(file: Path, notes: list[str]) -> list[Row]:
+    """Return the rows of a file. Drop damaged ones, and add a note about them."""
+    lines = read_lines(file)
+    if note := note_of(file, lines):
+        notes.append(note)
+    return [row for _, row in lines if row is not None]
 
 
-def rows_with_lengths(file: Path) -> Iterator[tuple[int, Row]]:
-    """Yield each row of a file with the length of its line in bytes."""
-    *lines, _ = (read_bytes(file) or b"").split(b"\n")
-    for number, line in enumerate(lines, 1):
-        row: Any = None
-        try:
-            row = load_json(line)
-            row = restored(row) if any(name in line for name in _QUOTED) else row
-            problem = wrong_value(file.stem, row) if isinstance(row, dict) else "no object"
-        except (ValueError, RecursionError) as error:
-            problem = f"no row ({error})"
-        if problem:
-            raise RecordError(
-                f"{file} is damaged: line {number} of {len(lines)} has {problem}.",
-                "Delete that line.",
-            )
-        yield len(line) + 1, row
+def read_lines(file: Path) -> list[tuple[bytes, Row | None]]:
+    """Return each whole line of a file with its row, which is ``None`` for a damaged line."""
+    *texts, _ = (read_bytes(file) or b"").split(b"\n")
+    lines = [(text, _parsed(file.stem, text)) for text in texts]
+    return _in_order(lines) if file.stem == "steps" else lines
+
+
+def note_of(file: Path, lines: list[tuple[bytes, Row | None]]) -> str:
+    """Return a sentence about the damaged lines of a file, or an empty string."""
+    damaged = [number for number, (_, row) in enumerate(lines, 1) if row is None]
+    if not damaged:
+        return ""
+    rows = counted(len(damaged), "damaged row")
+    return f"{file.name} has {rows} of {len(lines)}, the first in line {damaged[0]}; left out"
+
+
+def _parsed(kind: str, line: bytes) -> Row | None:
+    try:
+        row = load_json(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    if any(name in line for name in _QUOTED):
+        row = restored(row)
+    return None if wrong_value(kind, row) else row
+
+
+def _in_order(lines: list[tuple[bytes, Row | None]]) -> list[tuple[bytes, Row | None]]:
+    """Call a row damaged whose step is not between those of its neighbours."""
+    steps = [row["step"] for _, row in lines if row is not None]
+    followers = iter([*steps[1:], math.inf])
+    ordered: list[tuple[bytes, Row | None]] = []
+    last = -math.inf
+    for text, row in lines:
+        if row is not None:
+            follower = next(followers)
+            is_too_late = last < follower < row["step"]
+            row = None if row["step"] <= last or is_too_late else row
+        if row is not None:
+            last = row["step"]
+        ordered.append((text, row))
+    return ordered
 
 
 def restored(value: Any, key: str = "") -> Any:

@@ -141,7 +141,9 @@ TEXT = frozenset(column.name for column in EVENT.values() if column.type == "tex
 """Columns in which ``"nan"`` is text and not a number."""
 STEPWISE = ("steps", "evals", "gauges", "fingerprints")
 """The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
-_TOTALS = ("tokens", "seconds", "peak_memory_bytes", "step_memory_bytes")
+REQUIRED = {**dict.fromkeys(STEPWISE, ("step",)), "events": ("kind", "step", "message")}
+"""Columns that each row of a kind has."""
+_TOTALS = ("tokens", "seconds", "peak_memory_bytes")
 """Numbers of a step that no curve needs."""
 _NUMBER: frozenset[type] = frozenset({int, float, bool, type(None)})
 _NUMERIC = {
@@ -162,10 +164,11 @@ def wrong_value(kind: str, row: Row) -> str:
             continue
         if name in TABLES[kind] and (reason := _why_wrong(TABLES[kind][name], value)):
             return reason
-    step = row.get("step")
-    if kind in STEPWISE and not is_whole(step):
-        return "no step" if step is None else f"step = {short(step)}, which is not a whole number"
-    return ""
+    for name in REQUIRED.get(kind, ()):
+        if row.get(name) is None:
+            return f"no {name}"
+    step = row.get("step", 0)
+    return "" if is_whole(step) else f"step = {short(step)}, which is not a whole number"
 
 
 def _why_wrong(column: Column, value: Any) -> str:

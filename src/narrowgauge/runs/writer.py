@@ -1,30 +1,26 @@
 """Write a run folder: append whole rows, and replace ``run.toml`` and ``summary.json``.
 
-The open ``steps.jsonl`` is locked, so a run has one writer at a time. The lock ends with the process, however the process ends.
+The folder is locked, so a run has one writer at a time. The lock ends with the process, however the process ends.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from itertools import zip_longest
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, hash_of, sync, write_whole
+from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, sync, write_whole
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.record import (
     ROW_FILES,
-    read_rows,
+    note_of,
+    read_lines,
     read_settings,
-    rows_with_lengths,
     toml_value,
     wrong_setting,
 )
@@ -44,6 +40,8 @@ class RunWriter:
 
     Args:
         path: the run folder.
+    Attributes:
+        notes: sentences about damaged and missing rows.
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "own")
@@ -56,6 +54,8 @@ class RunWriter:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.notes: list[str] = []
+        self._lock: int | None = None
         self._descriptors: dict[str, int] = {}
 
     @classmethod
@@ -73,8 +73,8 @@ class RunWriter:
         with disk_errors(writer.path):
             writer.path.mkdir(parents=True, exist_ok=True)
         try:
+            writer._lock_folder()
             writer._open_rows()
-            writer._hash_rows()
             require_free(writer.path)  # another writer may have finished since
             writer.amend(run)
         except BaseException:
@@ -90,54 +90,34 @@ class RunWriter:
 
     @classmethod
     def open(cls, path: str | Path) -> RunWriter:
-        """Continue a run, which no other process may be writing. Cut off a torn last line of each file."""
+        """Continue a run, which no other process may be writing. Remove damaged rows, with a note for each file."""
         writer = cls(path)
         read_settings(writer.path)
-        writer._open_rows()
-        with ExitStack() as undo:
-            undo.callback(writer.close)
+        writer._lock_folder()
+        try:
+            writer._open_rows()
             for name in ROW_FILES:
-                writer._cut(name, None)
-            writer._hash_rows()
-            undo.pop_all()
+                if note := writer._keep(name):
+                    writer.notes.append(note)
+        except BaseException:
+            writer.close()
+            raise
         return writer
 
-    def digests(self) -> dict[str, tuple[int, str]]:
-        """Return the length of the files of steps and evaluations, and the hash of what was written there, for a checkpoint."""
-        return {name: (self._length(name), rows.hexdigest()) for name, rows in self._hashes.items()}
-
-    def rewind(
-        self, step: int, *, first: int = 1, digests: Mapping[str, Sequence[Any]] | None = None
-    ) -> None:
+    def rewind(self, step: int, *, first: int = 1) -> None:
         """Delete the rows after a step, and the summary, because a resume from its checkpoint writes them again. Keep the events.
 
         Args:
             step: the last optimizer step to keep.
             first: the step of the first row.
-            digests: what :meth:`digests` returned after that step; ``None`` if unknown.
-
-        Raises:
-            RecordError: rows up to ``step`` are missing or changed. The files stay unchanged.
         """
-        expected = range(first, step + 1)
-        steps = zip_longest(
-            expected, [row["step"] for row in read_rows(self._file("steps"))][: len(expected)]
-        )
-        problem = next(
-            (f"steps.jsonl lacks step {number}" for number, present in steps if present != number),
-            "",
-        )
-        for name, (length, digest) in (digests or {}).items():
-            if not problem and self._hash(name, length).hexdigest() != digest:
-                problem = f"{name}.jsonl is not as it was written"
-        if problem:
-            raise RecordError(
-                f"{self.path} has lost or changed rows from before its checkpoint of step {step}: {problem}.",
-                "Restore the file from a copy, go back to an earlier checkpoint, or record into a new folder.",
-            )
         for name in STEPWISE:
-            self._cut(name, step)
-        self._hash_rows()
+            self._keep(name, step)
+        num_expected = step + 1 - first
+        num_missing = num_expected - len(read_lines(self._file("steps")))
+        if num_missing > 0:
+            missing = f"{num_missing:,} of the {num_expected:,}"
+            self.notes.append(f"steps.jsonl lacks {missing} steps before the checkpoint")
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def amend(self, run: Row) -> None:
@@ -152,8 +132,9 @@ class RunWriter:
         line = json.dumps(
             self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":")
         )
-        left = data = f"{line}\n".encode()
-        descriptor, length = self._descriptors[kind], self._length(kind)
+        left = f"{line}\n".encode()
+        descriptor = self._descriptors[kind]
+        length = os.fstat(descriptor).st_size
         with disk_errors(self._file(kind)):
             try:
                 while left:
@@ -161,8 +142,6 @@ class RunWriter:
             except OSError:
                 os.ftruncate(descriptor, length)
                 raise
-        if kind in self._hashes:
-            self._hashes[kind].update(data)
 
     def event(self, event: Event) -> None:
         """Append an event to ``events.jsonl``, then call the callbacks of ``ng.on_event``."""
@@ -186,11 +165,12 @@ class RunWriter:
     def close(self) -> None:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
         while self._descriptors:
-            descriptor = self._descriptors.popitem()[1]
-            if sys.platform != "win32":
-                with suppress(OSError):  # a forked process may have the file open
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+            os.close(self._descriptors.popitem()[1])
+        if self._lock is not None:
+            with suppress(OSError):  # a forked process may have the folder open
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> RunWriter:
         return self
@@ -201,43 +181,49 @@ class RunWriter:
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.jsonl"
 
+    def _lock_folder(self) -> None:
+        if sys.platform == "win32":
+            return
+        with disk_errors(self.path):
+            self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            who = "another process, or a recorder of this one that was not closed,"
+            raise RecordError(
+                f"Cannot write the run {self.path}: {who} is writing it.",
+                "Close it, or wait until the process ends.",
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+
     def _open_rows(self) -> None:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         for name in ROW_FILES:
-            with disk_errors(self._file(name)):
-                self._descriptors[name] = os.open(self._file(name), flags, 0o644)
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(self._descriptors["steps"], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                self.close()
-                who = "another process, or a recorder of this one that was not closed,"
-                raise RecordError(
-                    f"Cannot write the run {self.path}: {who} is writing it.",
-                    "Close it, or wait until the process ends.",
-                ) from error
-            except OSError:  # a file system without locks
-                pass
+            self._descriptors[name] = self._opened(name)
 
-    def _cut(self, name: str, step: int | None) -> None:
-        """Truncate a file before its first row after a step, or before a torn last line."""
-        length = 0
-        for size, row in rows_with_lengths(self._file(name)):
-            if step is not None and row["step"] > step:
-                break
-            length += size
+    def _opened(self, name: str) -> int:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         with disk_errors(self._file(name)):
-            os.ftruncate(self._descriptors[name], length)
+            return os.open(self._file(name), flags, 0o644)
 
-    def _hash_rows(self) -> None:
-        self._hashes = {name: self._hash(name, self._length(name)) for name in ("steps", "evals")}
-
-    def _hash(self, name: str, length: int) -> hashlib.blake2b:
-        with disk_errors(self._file(name)):
-            return hash_of(self._file(name), length)
-
-    def _length(self, name: str) -> int:
-        return os.fstat(self._descriptors[name]).st_size
+    def _keep(self, name: str, last_step: int | None = None) -> str:
+        """Remove damaged lines, a torn last one, and rows after a step. Return a note on the damaged ones."""
+        file = self._file(name)
+        lines = read_lines(file)
+        kept = []
+        for text, row in lines:
+            if row is not None and (last_step is None or row["step"] <= last_step):
+                kept.append(text)
+        content = b"".join(text + b"\n" for text in kept)
+        if kept == [text for text, _ in lines[: len(kept)]]:
+            with disk_errors(file):
+                os.ftruncate(self._descriptors[name], len(content))
+        else:
+            write_whole(file, content)
+            os.close(self._descriptors[name])
+            self._descriptors[name] = self._opened(name)
+        return note_of(file, lines)
 
     def _checked(self, kind: str, row: Row) -> Row:
         """Convert the row to JSON values. Refuse a row that no reader would accept."""

@@ -6,8 +6,8 @@ and mantissa bits of the float32, or of the float32 divided by a power of two th
 a second *number* instead, the low part of an expansion. A NaN loses its sign and payload, which differ between processors. It
 is stored as the positive quiet NaN. A code without NaN stores its largest positive value (a float16 weight infinity).
 
-"Nearest" means ties away from zero; in baselines whose sources say so, ties to even. A :class:`Storage` names a code for the
-weight and for each moment. The optimizer, tests, documentation and ``narrowgauge show`` read the same table.
+"Nearest" means ties to even. A :class:`Storage` names a code for the weight and for each moment. The optimizer, tests,
+documentation and ``narrowgauge show`` read the same table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Code:
         name: in tables.
         mantissa_bits: stored, without the hidden one.
         signed: whether a sign bit is stored.
-        rounding: ``"nearest"`` (ties away from zero) or ``"stochastic"`` (unbiased).
+        rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased).
         lowest: exponent of the smallest normal value; -126 for codes that share float32's exponent.
         hold: never round a positive value to zero, since a second moment of zero makes the next step unbounded. In an
             expansion this holds for the leading part.
@@ -88,7 +88,6 @@ CODES: dict[str, Code] = {
     # Held: otherwise the square of a gradient under 2^-12 is zero, and the next step divides by epsilon alone.
     "float16-held": Code("float16", 5, 10, signed=False, lowest=-14, hold=True),
     "float16-pair": Code("float16 + float16", 5, 10, lowest=-14, parts=2),
-    "float16-pair-held": Code("float16 + float16", 5, 10, lowest=-14, hold=True, parts=2),
     # The windows of `word`: the second moment needs twice the binades of the first, and both are centred so that gradients
     # from 2^-54 to 2^9 survive.
     "e6m5": Code("e6m5", 6, 5, rounding="stochastic", lowest=-54),
@@ -101,6 +100,9 @@ CODES: dict[str, Code] = {
     "float16-row": Code("float16 of its row", 5, 10, lowest=-30, scaled=True),
     "float16-row-held": Code(
         "float16 of its row", 5, 10, signed=False, lowest=-30, hold=True, scaled=True
+    ),
+    "float16-row-pair-held": Code(
+        "float16 + float16 of its row", 5, 10, lowest=-30, hold=True, scaled=True, parts=2
     ),
     "float8-row": Code("float8_e4m3fn", 4, 3, lowest=-14, scaled=True),
     "float8-row-stochastic": Code(
@@ -386,7 +388,7 @@ STORAGES: dict[str, Storage] = {
         _row(
             "naive", "bfloat16", "bfloat16+bfloat16+bfloat16", vectors=None,
             loses="every update below half an ulp (2^-9 of the weight); second moments freeze at beta2 0.999",
-            source="torch.optim.AdamW(fused=True) on bfloat16 weights, up to ties; torch's default also loses decay under 2^-9",
+            source="torch.optim.AdamW(fused=True) on bfloat16 weights; torch's default also loses decay under 2^-9",
         ),
         _row(
             "float64", "float32", "float64+float64+float64", master=True, arithmetic="float64", vectors=None,
@@ -416,26 +418,28 @@ STORAGES: dict[str, Storage] = {
             source="what most optimizers do when given float16 parameters; held here, where theirs become zero",
         ),
         _row(
-            "float16/collage-light", "float16", "float16-pair+float16+float16-held", vectors=None, fallback="float16/split",
+            "float16/collage-light", "float16", "float16-pair+float16-row+float16-row-held",
+            vectors=None, fallback="float16/split",
             arithmetic="expansion",
-            loses="2^-12 of every operation; nothing below 2^-24; second moments are at least 2^-24",
+            loses="2^-12 of every operation; weights below 2^-24; second moments are at least 2^-40 of their row's largest",
             source="Yu et al. 2024, Collage (2405.03637), which names half precision",
         ),
         _row(
-            "float16/collage-plus", "float16", "float16-pair+float16+float16-pair-held", vectors=None, fallback="float16/split",
+            "float16/collage-plus", "float16", "float16-pair+float16-row+float16-row-pair-held",
+            vectors=None, fallback="float16/split",
             arithmetic="expansion",
-            loses="2^-12 of every operation; nothing below 2^-24; second moments are at least 2^-24",
+            loses="2^-12 of every operation; weights below 2^-24; second moments are at least 2^-40 of their row's largest",
             source="Yu et al. 2024, Collage (2405.03637), which names half precision",
         ),
         _row(
-            "float16-throughout/naive", "float16", "float16+float16+float16-held", vectors=None, fallback="float16/split",
-            loses="every update below half an ulp (2^-12 of the weight); second moments are held at 2^-24 or more",
+            "float16-throughout/naive", "float16", "float16+float16-row+float16-row-held", vectors=None, fallback="float16/split",
+            loses="every update below half an ulp (2^-12 of the weight); 13 bits of each moment, relative to its row",
             source="what the abstract of 1911.07384 claims: no float32 copy of anything",
         ),
         _row(
-            "float16-throughout/stochastic", "float16", "float16-stochastic+float16+float16-held", vectors=None,
+            "float16-throughout/stochastic", "float16", "float16-stochastic+float16-row+float16-row-held", vectors=None,
             fallback="float16/split",
-            loses="13 bits of the weight, stochastic: no bias, noise of 2^-11; second moments are held at 2^-24 or more",
+            loses="13 bits of the weight, stochastic: no bias, noise of 2^-11; 13 bits of each moment, relative to its row",
             source="Narrowgauge; stochastic rounding as in Ozkara et al. 2025 (2502.20566), in float16",
         ),
         # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below relevant weights.

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -253,6 +254,12 @@ def cache_folder() -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
                 return folder
+    return _own_folder()
+
+
+@lru_cache(None)
+def _own_folder() -> Path:
+    """Return a new folder of this process, where no cache can be written."""
     return Path(tempfile.mkdtemp(prefix="narrowgauge-"))
 
 
@@ -274,9 +281,14 @@ def build(text: str) -> ctypes.CDLL:
         return _libraries[name]
 
 
+def _token() -> str:
+    """Return a name that no other process takes. Machines and containers that share a folder have equal process ids."""
+    return secrets.token_hex(8)
+
+
 def _write(file: Path, text: str) -> None:
     """Write a file beside, and rename it."""
-    part = file.with_suffix(f".{os.getpid()}.part")
+    part = file.with_suffix(f".{_token()}.part")
     part.write_text(text)
     os.replace(part, file)
 
@@ -289,7 +301,7 @@ def _load(file: Path, command: tuple[str, ...], text: str) -> ctypes.CDLL:
     with contextlib.suppress(OSError):
         if hashlib.sha256(file.read_bytes()).hexdigest() == checksum.read_text():
             return ctypes.CDLL(str(file))
-    part = file.with_suffix(f".{os.getpid()}.cpp")
+    part = file.with_suffix(f".{_token()}.cpp")
     library = part.with_suffix(".so")
     try:
         part.write_text(text)

@@ -11,7 +11,6 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,15 +18,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 from narrowgauge.analysis.comparison.classification import divergence
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
-from narrowgauge.errors import NarrowgaugeError, RecipeError, require_package
-from narrowgauge.report.publishing import publish, read_runs
+from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
+from narrowgauge.report.publishing import publish
 from narrowgauge.runs.finding import counted, duration
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.writer import RunWriter, require_free
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.config import TrainConfig, first_free
+from narrowgauge.trainer import door
+from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, first_free
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.resume_checks import is_over, other_settings, run_to_continue
 
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.record import Record
@@ -151,88 +150,114 @@ def _record(
 
 
 def define(
-    recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int = 1
+    recipes: Sequence[Recipe],
+    settings: Mapping[str, Any],
+    *,
+    seeds: int = 1,
+    out: str | Path | None = None,
 ) -> list[TrainConfig]:
-    """Return the checked settings of each run of a comparison, seed by seed. ``out`` is the name of the run's folder.
+    """Return the checked settings of each run of a comparison, seed by seed.
 
-    ``settings`` are fields of ``TrainConfig`` that all runs share.
+    Args:
+        settings: fields of ``TrainConfig`` that all runs share. In a folder with runs, the omitted ones are as in these runs.
+        out: the folder: new, or with runs of the same settings. ``None`` takes ``comparisons/MODEL-N``, the first free N.
+    Raises:
+        NarrowgaugeError: an invalid setting, or one that a run in the folder has otherwise.
     """
     require_package("plotly")
-    plan, base = planned(recipes, seeds), TrainConfig(**settings).validated()
-    for recipe in recipes:
-        replace(base, recipe=recipe).validated()
-    return [replace(base, recipe=recipe, seed=seed, out=name) for recipe, seed, name in plan]
+    plan = planned(recipes, seeds)
+    present = {} if out is None else runs_in(Path(out))
+    first = next(iter(present.values()), None)
+    shared = {name: value for name, value in settings.items() if value is not None}
+    if first is not None:
+        own = {name: x for name, x in first.config.items() if name not in OF_A_RUN}
+        shared = {**own, **shared}
+    base = TrainConfig.from_dict(shared).validated()
+    folder = first_free(Path("comparisons") / Path(base.model).name) if out is None else Path(out)
+    for run in present.values():
+        require_alike(run, base)
+    configs = []
+    for recipe, seed, name in plan:
+        config = replace(base, recipe=recipe, seed=seed, out=str(folder / name))
+        configs.append(door.enter(config.to_dict())[0])
+    return configs
+
+
+def runs_in(folder: Path) -> dict[Path, Run]:
+    """Return the runs of the trainer in a folder."""
+    files = sorted(folder.glob("*/run.toml"))
+    runs = {file.parent: read_run(file.parent) for file in files}
+    return {path: run for path, run in runs.items() if "recorder" not in run.run}
+
+
+def require_alike(run: Run, config: TrainConfig) -> None:
+    """Refuse to compare with a run that has other settings, recipe and seed aside."""
+    for name, old, new in door.changed_settings(run.config, config.to_dict()):
+        if name not in OF_A_RUN:
+            raise RecordError(
+                f"Cannot compare with {run.path} because it has {name} = {old}, not {new}.",
+                "Name another --out, or the settings of the runs there.",
+            )
 
 
 def run_comparison(
-    configs: Sequence[TrainConfig], out: str | Path | None = None, stream: TextIO | None = None
+    configs: Sequence[TrainConfig], stream: TextIO | None = None
 ) -> tuple[Comparison, Path]:
     """Make the unfinished runs of a comparison, compare them, and write the page.
 
     The same settings give the same numbers except times, resumed or not. Finished runs of the folder that were not requested
-    are compared, too, if they differ in recipe and seed alone.
+    are compared, too.
 
     Args:
         configs: from :func:`define`.
-        out: the folder: new, or with runs of the same settings. ``None`` takes ``comparisons/MODEL-N``, the first free N.
         stream: for a line per run; ``None`` for standard output.
     Returns:
         The comparison and the path of the page.
     Raises:
-        NarrowgaugeError: a run exists with other settings, or a run failed. Finished runs stay.
+        NarrowgaugeError: a run failed. Finished runs stay.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
-    folder = (
-        Path(out)
-        if out is not None
-        else first_free(Path("comparisons") / Path(configs[0].model).name)
-    )
-    configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
-    present = [run_to_continue(config) for config in configs]
-    if (
-        configs[0].lr is None
-    ):  # it follows from the model's size; a comparison continues with its rate
-        lr = next((run.config.get("lr") for run in present if run is not None), None)
-        configs = [replace(config, lr=lr) for config in configs]
+    folder = Path(str(configs[0].out)).parent
 
     def say(line: str) -> None:
         print(line, file=stream, flush=True)
 
     say(f"{counted(len(configs), 'run')} in {folder}")
     runs: list[Run] = []
-    for number, (config, run) in enumerate(zip(configs, present, strict=True), 1):
-        began, is_new = time.monotonic(), run is None or not is_over(run)
+    for number, config in enumerate(configs, 1):
+        began = time.monotonic()
+        path = Path(str(config.out))
+        is_new = not is_run(path) or read_run(path).summary is None
         try:
-            run = _trained(config, stream) if run is None or is_new else run
+            if is_new:
+                _train(config, stream)
         except KeyboardInterrupt as interruption:
             raise type(interruption)(
                 f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to continue."
             ) from None
+        run = read_run(path)
         runs.append(run)
         loss = f"validation loss {run.summary['val_loss']:.4f}" if run.summary else ""
-        result = f"diverged ({reason})" if (reason := divergence(run)) else loss
+        reason = divergence(run)
+        result = f"diverged ({reason})" if reason else loss
         took = duration(time.monotonic() - began) if is_new else "earlier"
         say(f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}  {result}  {took}")
-    if (unigram_loss := runs[0].run["data"].get("unigram_loss")) is not None:
+    unigram_loss = runs[0].run["data"].get("unigram_loss")
+    if unigram_loss is not None:
         say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
     requested = {run.path for run in runs}
-    for run in read_runs([folder], say):
-        is_other = run.path not in requested and not run.is_foreign and is_over(run)
-        if is_other and {name for name, _, _ in other_settings(run, configs[0])} <= {
-            "recipe",
-            "seed",
-        }:
+    for path, run in runs_in(folder).items():
+        if path not in requested and run.summary is not None:
             runs.append(run)
     comparison = compare_runs(runs)
     return comparison, publish(comparison, folder)
 
 
-def _trained(config: TrainConfig, stream: TextIO | None) -> Run:
-    """Train a run, or continue one that was stopped. A divergence is a result like any other."""
+def _train(config: TrainConfig, stream: TextIO | None) -> None:
+    """Train a run, or continue one that was stopped."""
     # Imported late: PyTorch takes seconds to load, and a wrong definition is reported before.
     import torch
 
-    from narrowgauge.distributed.job import threads_of
     from narrowgauge.trainer import loop
 
     torch.compiler.reset()
@@ -240,14 +265,8 @@ def _trained(config: TrainConfig, stream: TextIO | None) -> Run:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    folder = Path(str(config.out))
     try:
-        with (
-            threads_of(config.threads, config.recipe.reduction.order_invariant),
-            suppress(loop.DivergenceError),
-        ):
-            loop.train(config, console=Console(config.steps, 0, stream))
+        loop.train(config, console=Console(config.steps, 0, stream))
     except NarrowgaugeError as error:
-        error.message = f"{folder.name}: {error.message}"
+        error.message = f"{Path(str(config.out)).name}: {error.message}"
         raise
-    return read_run(folder)

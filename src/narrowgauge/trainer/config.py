@@ -136,7 +136,7 @@ class TrainConfig:
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; inf disables it.")
     seed: int = setting(
         0, "Seed of the initial weights, the order of the data and stochastic rounding.", Range(0, 1 << 64, is_integer=True))
-    out: str | None = setting(None, "Run folder: new, or with a run of these settings, which continues.  "
+    out: str | None = setting(None, "Run folder: new, or with a run, which continues with the settings given.  "
         "[default: runs/MODEL-RECIPE-N, the first free N]")
     held_out: float = setting(0.05, "Fraction of the documents held out for validation.", Range(0, 1, above=True))
     eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
@@ -151,9 +151,6 @@ class TrainConfig:
     fingerprints_every: int = count(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0)
     verify_every: int = count(1000, "On several ranks, steps between comparisons of what they hold; 0: never.", 0)
-    on_spike: str = setting(
-        "report", "Reaction to a spike of the loss or gradient norm: report it, skip the batch, or skip it and stop.",
-        Choice(("report", "skip", "stop")))
     log_every: int = count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
     activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
@@ -289,7 +286,7 @@ class TrainConfig:
             (
                 num_ranks > parts, RankError,
                 f"each of {num_ranks} ranks needs one of a step's {parts} micro-batches",
-                f"Set --gradient-accumulation-steps (in run.toml for a resume) to {num_ranks} or more, or start fewer ranks.",
+                f"Set --gradient-accumulation-steps to {num_ranks} or more, or start fewer ranks.",
             ),
         )  # fmt: skip
         for is_refused, kind, message, advice in refusals:
@@ -325,19 +322,20 @@ class TrainConfig:
             )  # TOML may write 1 for 1.0
         return cls(**values)
 
-    @classmethod
-    def from_toml(cls, path: str | Path) -> TrainConfig:
-        """Read settings from a UTF-8 TOML file, or from a ``run.toml`` without the run's folder."""
-        try:
-            table = load_toml(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(
-                f"the settings file {path} cannot be read: {reason}.", "Name a UTF-8 TOML file."
-            ) from None
-        if "schema_version" in table and isinstance(recorded := table.get("config"), dict):
-            table = {name: value for name, value in recorded.items() if name != "out"}
-        return cls.from_dict(table, str(path))
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Return the settings that a UTF-8 TOML file names, or a ``run.toml``, of which the folder is left out. Check each."""
+    try:
+        table = load_toml(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"the settings file {path} cannot be read: {reason}.", "Name a UTF-8 TOML file."
+        ) from None
+    if "schema_version" in table and isinstance(recorded := table.get("config"), dict):
+        table = {name: value for name, value in recorded.items() if name != "out"}
+    TrainConfig.from_dict(table, str(path))
+    return table
 
 
 def _compiler_missing() -> str:

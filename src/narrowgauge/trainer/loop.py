@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
@@ -20,148 +20,138 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.checkpoints.saving import latest_checkpoint
+from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.errors import CorruptionError, NarrowgaugeError, RecordError, Terminated
+from narrowgauge.errors import CorruptionError, Terminated
 from narrowgauge.gauges.recording.provenance import differences
-from narrowgauge.gauges.recording.record import GO_BACK, Record
-from narrowgauge.gauges.recording.step_row import symptom
+from narrowgauge.gauges.recording.record import Record
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.finding import counted
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS, weights_file
-from narrowgauge.trainer import resume_checks
+from narrowgauge.trainer import door
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.session import Session, build, describe, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
+_MUST_STOP = 2
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
 
 
-class DivergenceError(NarrowgaugeError):
-    """Training was stopped at a bad step, as requested."""
-
-    status = 1
-
-
-def train(config: TrainConfig, console: Console | None = None) -> Path:
-    """Train a model from the start, and return the run folder. If the folder holds a run of these settings, continue it.
-
-    Args:
-        console: displays the progress; ``None`` for standard output.
-    Raises:
-        NarrowgaugeError: an invalid setting. Nothing is written then.
-        KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM and SIGHUP
-            :class:`~narrowgauge.errors.Terminated`.
-        OSError: progress could not be printed; the checkpoint is saved.
-    """
-    ranks = all_ranks()
-    config = ranks.of_first(lambda: config.validated().on_ranks(ranks.size))
-    folder, shown = Path(str(config.out)), console or _console(config)
-    if (run := ranks.of_first(lambda: resume_checks.run_to_continue(config))) is not None:
-        if run.summary is not None:
-            shown.say(f"{folder} is finished: {counted(run.summary['steps'], 'step')}.")
-            return folder
-        if resume_checks.is_over(run):
-            raise DivergenceError(f"{folder} stopped: {run.events[-1]['message']}.", GO_BACK)
-        return resume(folder, config.stop_after, console=console)
-    data = open_on_ranks(config)
-    session = build(config, folder, data)
-
-    def create() -> RunWriter:
-        content = describe(session)
-        content["data"]["unigram_loss"] = (
-            data.unigram_loss()
-        )  # of all tokens, so not again at each resume
-        return RunWriter.create(folder, content)
-
-    with Record(create, config.recipe, shown.event, shown.row) as record:
-        if ranks.is_first and data.tokenizer_path is not None:
-            with disk_errors(folder):
-                shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
-        for note in [*data.notes, *session.notes]:
-            record.event(Event("note", 0, note), shown=True)
-        record.event(
-            Event("start", 0, f"{Path(config.model).name} in {session.config.recipe.title}")
-        )
-        _watch(session, record, shown)
-        _run(session, record, shown)
-    return folder
-
-
-def resume(
-    folder: str | Path,
-    stop_after: int | None = None,
+def train(
+    settings: TrainConfig | Mapping[str, Any],
     *,
     restart: bool = False,
     console: Console | None = None,
 ) -> Path:
-    """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``, and return its folder.
+    """Train a model, and return the run folder. If the folder ``out`` holds a run, continue it with these settings.
 
-    Settings that were edited since the checkpoint hold from there on. Events record the changes. A run that was killed before
-    its first checkpoint begins again at step 0.
+    A run continues from its latest good checkpoint with its own settings, overlaid with those given here. Events record the
+    changes. A run that was killed before its first checkpoint begins again at step 0.
 
     Args:
-        stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
+        settings: those that are named; a ``TrainConfig`` names all but those at ``None``.
         restart: begin again at step 0 if the run has lost its checkpoints.
         console: displays the progress; ``None`` for standard output.
     Raises:
-        RecordError: the run is missing, finished, being written, or without its checkpoints; or its data or records do not match.
+        NarrowgaugeError: an invalid setting. Nothing is written then.
+        RecordError: the run is being written, has no good checkpoint left, or cannot change a setting; or the model or data
+            has changed.
+        KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM and SIGHUP
+            :class:`~narrowgauge.errors.Terminated`.
+        OSError: progress could not be printed; the checkpoint is saved.
     """
-    folder, ranks = Path(folder), all_ranks()
-    run = resume_checks.unfinished_run(folder)
-    config = replace(
-        TrainConfig.from_dict(run.config, str(folder / "run.toml")), stop_after=stop_after
-    )
-    config.require_agreement(ranks.size)
-    shown = console or _console(config)
-    with Record(lambda: RunWriter.open(folder), config.recipe, shown.event, shown.row) as record:
+    given = settings.to_dict() if isinstance(settings, TrainConfig) else dict(settings)
+    ranks = all_ranks()
+    config, run = ranks.of_first(lambda: door.enter(given, ranks.size))
+    folder = Path(str(config.out))
+    shown = console or Console(config.steps, config.log_every, is_quiet=not ranks.is_first)
+    if run is not None and (line := door.nothing_left(run, config)):
+        shown.say(line)
+        return folder
+    with threads_of(config.threads, config.recipe.reduction.order_invariant):
+        require_same(given)
+        if run is None:
+            _begin(config, shown)
+        else:
+            config.require_agreement(ranks.size)
+            _go_on(run, config, shown, restart)
+    return folder
+
+
+def resume(folder: str | Path, stop_after: int | None = None, **options: Any) -> Path:
+    """Continue the run in a folder, as :func:`train` with no other setting."""
+    door.run_of_trainer(Path(folder))
+    given = {"out": str(folder), "stop_after": stop_after}
+    return train({name: value for name, value in given.items() if value is not None}, **options)
+
+
+def _begin(config: TrainConfig, console: Console) -> None:
+    data = open_on_ranks(config)
+    folder = Path(str(config.out))
+    session = build(config, folder, data)
+
+    def create() -> RunWriter:
+        content = describe(session)
+        # Of all tokens, so not again at each resume.
+        content["data"]["unigram_loss"] = data.unigram_loss()
+        return RunWriter.create(folder, content)
+
+    with Record(create, config.recipe, console.event, console.row) as record:
+        if record.writer is not None and data.tokenizer_path is not None:
+            with disk_errors(folder):
+                shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
+        for note in [*data.notes, *session.notes]:
+            record.event(Event("note", 0, note), shown=True)
+        title = f"{Path(config.model).name} in {session.config.recipe.title}"
+        record.event(Event("start", 0, title))
+        _watch(session, record, console)
+        _run(session, record, console)
+
+
+def _go_on(run: Run, config: TrainConfig, console: Console, restart: bool) -> None:
+    """Continue a run from its latest good checkpoint."""
+    folder = run.path
+    ranks = all_ranks()
+    with Record(
+        lambda: RunWriter.open(folder), config.recipe, console.event, console.row
+    ) as record:
         damaged: list[str] = []
         checkpoint = latest_checkpoint(
             folder, lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"), ranks
         )
+        if checkpoint is None and not restart:
+            door.require_no_checkpoint(run, damaged)
+        before = run.config if checkpoint is None else checkpoint.state()["settings"]
+        door.require_same_run(run, before, config)
+        session = build(config, folder, open_on_ranks(config))
         if checkpoint is not None:
-            resume_checks.require_same_run(run, checkpoint.state()["settings"], config)
-        elif not restart:
-            resume_checks.require_restart(run, config, "; ".join(damaged))
-        session = build(config, folder, open_on_ranks(config, run))
-        present = describe(session)
-        state = {} if checkpoint is None else session.load(checkpoint)
+            session.load(checkpoint)
         step = session.step
-        if stop_after is not None and stop_after <= step:
-            raise RecordError(
-                f"Cannot stop {folder} after step {stop_after} because it has done {counted(step, 'step')}.",
-                "Name a later step with --stop-after, or leave it out.",
-            )
-        events = [
-            Event("checkpoint_damaged", 0, f"{damage} and was not loaded") for damage in damaged
-        ]
-        for name, old, new in resume_checks.changed_settings(
-            state.get("settings", present["config"]), present["config"]
-        ):
-            if name != "data":  # the token map may have moved; its tokens are those of the start
-                note = f"{name} was {old} up to step {step} and is {new} from there on"
-                events.append(Event("note", step, note, detector="changed-settings"))
-        events += [
-            Event("note", step, note, detector="changed-software")
-            for note in differences(run.run, present)
-        ]
-        _watch(session, record, shown)
-        record.go_back(step, digests=state.get("rows"))
-        for event in events:
-            record.event(event, shown=True)
+        door.require_steps_left(folder, config, step)
+        present = describe(session)
+        _watch(session, record, console)
+        if record.writer is not None:
+            record.writer.amend({**run.run, "config": present["config"]})
+        record.go_back(step)
+        for damage in damaged:
+            message = f"{damage} and was not loaded"
+            record.event(Event("checkpoint_damaged", 0, message), shown=True)
+        for name, old, new in door.changed_settings(before, present["config"]):
+            note = f"{name} was {old} up to step {step} and is {new} from there on"
+            record.event(Event("note", step, note, detector="changed-settings"), shown=True)
+        for note in differences(run.run, present):
+            record.event(Event("note", step, note, detector="changed-software"), shown=True)
+        is_on_record = any(e["kind"] == "checkpoint" and e["step"] == step for e in run.events)
+        if checkpoint is not None and not is_on_record:
+            _record_checkpoint(record, step)
         where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
         record.event(Event("resume", step, f"from step {step}{where}"))
-        _run(session, record, shown)
-    return folder
-
-
-def _console(config: TrainConfig) -> Console:
-    return Console(config.steps, config.log_every, is_quiet=not all_ranks().is_first)
+        _run(session, record, console)
 
 
 def _watch(session: Session, record: Record, console: Console) -> None:
@@ -170,7 +160,6 @@ def _watch(session: Session, record: Record, console: Console) -> None:
         f"warning: {min(alarms, key=lambda alarm: alarm.reading.edq).message}"
     )
     record.watch(session.model, session.optimizer, every=session.config.gauges_every)
-    record.reader.peak_tokens_per_second = session.peak_tokens_per_second()
 
 
 class _End(Enum):
@@ -179,51 +168,49 @@ class _End(Enum):
     LAST_STEP = "the last step"
     STOP_AFTER = "as requested by stop_after"
     INTERRUPTED = "interrupted"
-    SPIKE = "a spike"
 
 
 def _run(session: Session, record: Record, console: Console) -> None:
-    config, here, row = session.config, session.here, Row()
+    config = session.config
     end = _End.LAST_STEP if session.step >= config.steps else None
-    # Unless spikes are only reported, the step is judged before its update, so that a spike changes no weight.
-    judged = config.on_spike != "report"
     console.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
     if session.step == 0 and config.model not in MODELS:
         weights = weights_file(Path(config.model))
-        console.say(
-            f"initial weights: {f'read from {weights}' if weights else f'drawn from seed {config.seed}'}"
-        )
+        source = f"read from {weights}" if weights else f"drawn from seed {config.seed}"
+        console.say(f"initial weights: {source}")
     with _signals() as signals, _ended(session, record, console):
         session.fingerprints.before_first(session.step)
         record.fingerprint(session.fingerprints)
         while end is None:
             record.reader.begin()
-            columns = train_step(session, record.alarms.judge if judged else None)
-            row = record.step({**columns, "tokens": record.tokens + config.tokens_per_step})
+            columns = train_step(session)
+            record.step({**columns, "tokens": record.tokens + config.tokens_per_step})
             record.fingerprint(session.fingerprints)
             if _is_due(session.step, config.eval_every) and session.step < config.steps:
                 record.eval({"val_loss": evaluate(session)})
-            if config.on_spike == "stop" and record.is_bad:
-                end = _End.SPIKE
-            elif session.step >= config.steps:
+            # A signal, or the end of a save, may reach the ranks in different steps. All act after the same step.
+            state = _MUST_STOP if signals or console.failure is not None else 0
+            state = session.here.largest(state or int(session.saver.has_ended))
+            if session.step >= config.steps:
                 end = _End.LAST_STEP
-            # A signal may reach the ranks in different steps. All stop after the same step.
-            elif here.largest(len(signals) or console.failure is not None):
+            elif state == _MUST_STOP:
                 end = _End.INTERRUPTED
             elif session.step == config.stop_after:
                 end = _End.STOP_AFTER
-            if end is not None or _is_due(session.step, config.checkpoint_every):
+            is_due = end is not None or _is_due(session.step, config.checkpoint_every)
+            if state or is_due:
+                _settle_save(session, record)
+            if is_due:
                 _save(session, record)
-        _finish(end, session, record, console, row, here.largest(signals[0] if signals else 0))
+        _finish(end, session, record, console, session.here.largest(signals[0] if signals else 0))
 
 
-def _finish(
-    end: _End, session: Session, record: Record, console: Console, row: Row, number: int
-) -> None:
+def _finish(end: _End, session: Session, record: Record, console: Console, number: int) -> None:
     """End a run whose last checkpoint is being written: write what its record lacks, and say how to continue.
 
-    ``row`` is its last step's, ``number`` the signal that interrupted it, 0 if it was the console.
+    ``number`` is the signal that interrupted it, 0 if it was the console.
     """
+    summary = None
     if end is _End.LAST_STEP:
         if record.evaluated != session.step:
             record.eval({"val_loss": evaluate(session)})
@@ -233,13 +220,11 @@ def _finish(
             bytes_per_param=session.bytes_per_param(),
             weights_fingerprint=session.weights_fingerprint(),
         )
-        session.saver.close()
+    _settle_save(session, record)
+    session.saver.close()
+    if summary is not None:
         record.finish(summary)
         return console.summary(summary)
-    session.saver.close()
-    if end is _End.SPIKE:
-        record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK, stage="loss"))
-        raise DivergenceError(f"stopped after step {session.step}: {symptom(row)}.", GO_BACK)
     record.stop(end.value)
     console.say(
         f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
@@ -254,7 +239,18 @@ def _save(session: Session, record: Record) -> None:
     session.verify_replicas()
     if record.writer is not None:
         record.writer.sync()
-    session.save({} if record.writer is None else record.writer.digests())
+    session.save()
+
+
+def _settle_save(session: Session, record: Record) -> None:
+    """Wait for the checkpoint in flight, and record it. A failed one ends the run here."""
+    step = session.saver.wait()
+    if step is not None:
+        _record_checkpoint(record, step)
+
+
+def _record_checkpoint(record: Record, step: int) -> None:
+    record.event(Event("checkpoint", step, f"step-{step:08d} is complete"))
 
 
 @contextmanager

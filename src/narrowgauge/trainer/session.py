@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly.preparation import is_matrix, prepare
@@ -37,20 +35,16 @@ from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
-from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.planner.model import read_model
 from narrowgauge.runs.atomic_io import disk_errors, load_json
-from narrowgauge.runs.record import Run
-from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.models import weights_file
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.resume_checks import require_same_data, run_of_trainer
+from narrowgauge.trainer.door import run_of_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,7 +107,6 @@ class Session:
         sequences: sequences read by these steps, whatever their batch sizes were.
         batch_crc: checksum of the last step's tokens, of all ranks together.
         loader_seconds: how long the slowest rank waited for them.
-        saved_bytes: what the counted forward pass saved for backward; ``None`` before it.
     """
 
     config: TrainConfig
@@ -129,7 +122,6 @@ class Session:
     sequences: int = 0
     batch_crc: str = ""
     loader_seconds: float = 0.0
-    saved_bytes: int | None = None
     saver: Saver = field(init=False)
     fingerprints: Fingerprints = field(init=False)
     linears: NarrowLayers | None = field(init=False)
@@ -194,60 +186,19 @@ class Session:
             part.bytes_per_param() for part in sums if part is not None
         )
 
-    @contextmanager
-    def count_saved(self) -> Iterator[None]:
-        """Count the bytes that a forward pass saves for backward: each storage once, without parameters and buffers."""
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            # A DTensor or a scaled tensor has parts, and no storage.
-            names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-            for part in [getattr(tensor, name) for name in names] or [tensor]:
-                storage = part.untyped_storage()
-                storages[storage.data_ptr()] = storage
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            storages.pop(local_of(tensor).untyped_storage().data_ptr(), None)
-        self.saved_bytes = sum(storage.nbytes() for storage in storages.values())
-
-    def memory_bytes(self) -> int:
-        """Return the bytes of this rank in a step: weights, gradients, states, sums of micro-batches, and the saved ones."""
-        numel = sum(local_of(p).numel() for p in self.model.parameters())
-        return round(self.bytes_per_param() * numel) + (self.saved_bytes or 0)
-
-    def peak_tokens_per_second(self) -> float | None:
-        """Return the tokens per second at the peak rate of all ranks' devices, if the device and the model's shape are known."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        for chip in CHIPS.values():
-            with suppress(DataError):
-                if name and chip.device == name:
-                    model = read_model(self.config.model)
-                    return (
-                        self.here.size
-                        * chip.peak_flops
-                        / model.flops_per_token(self.config.sequence_length)
-                    )
-        return None
-
-    def save(self, rows: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint; the previous one stays until it is complete. On ranks, all call it at the same step.
-
-        ``rows`` are the :meth:`~narrowgauge.runs.writer.RunWriter.digests` of the record, on rank 0.
-        """
+    def save(self) -> None:
+        """Write a checkpoint; the previous one stays until it is complete. On ranks, all call it at the same step."""
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
         state = {
             "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
-            "fingerprint": self.weights_fingerprint(), "settings": self.config.to_dict(), "rows": rows,
+            "fingerprint": self.weights_fingerprint(), "settings": self.config.to_dict(),
         }  # fmt: skip
         if (scaler := self.optimizer.loss_scaler) is not None:
             state["loss_scaler"] = scaler.state_dict()
         self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
 
-    def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Load a good checkpoint, and return the state in it.
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Load a good checkpoint.
 
         Raises:
             RecordError: it is of another model, or its weights differ from the saved ones.
@@ -273,7 +224,6 @@ class Session:
                 f"{checkpoint.path} gives weights {fingerprint}, and {state['fingerprint']} was saved.",
                 "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
             )
-        return state
 
 
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
@@ -370,13 +320,11 @@ def describe(session: Session) -> dict[str, Any]:
 # ── data and checkpoints on the disk ────────────────────────────────────────────────────────────────────────────────
 
 
-def open_on_ranks(config: TrainConfig, run: Run | None = None) -> Dataset:
-    """Open the data of the settings on every rank. Refuse other tokens than those of ``run``, which continues with them."""
+def open_on_ranks(config: TrainConfig) -> Dataset:
+    """Open the data of the settings on every rank."""
     ranks = all_ranks()
     data = ranks.together(lambda: open_data(str(config.data), config.held_out, config.seed))
     data.require(config.sequence_length)
-    if run is not None:
-        require_same_data(run, config, data.fingerprint)
     first, *others = ranks.gather(data.fingerprint)
     for rank, fingerprint in enumerate(others, 1):
         if fingerprint != first:

@@ -1,7 +1,6 @@
 """One optimizer step and its record, and one evaluation.
 
-The step contains no arithmetic and no format. It uses the results of ``prepare`` like any training loop. With ``--on-spike``
-the step is judged before the update, and a spike changes nothing.
+The step contains no arithmetic and no format. It uses the results of ``prepare`` like any training loop.
 
 On several ranks, every ``verify_every`` steps, the states of all ranks are compared. They are also compared before a checkpoint
 is written. So the last checkpoint is always from before the damage.
@@ -13,13 +12,11 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.analysis.spikes import SpikeJudge
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
@@ -27,16 +24,11 @@ from narrowgauge.put_back import generators_put_back
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.session import Session, micro_batches_of_rank, sum_in_order
 
-COUNTED_STEP = 2
-"""The step whose memory is counted: all optimizer states exist, and the first has compiled."""
 
-
-def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
-    """Take one optimizer step, and return the columns of its row that the record does not read itself.
-
-    ``judge`` judges the step before the update. A spike gets no update.
-    """
-    config, optimizer = session.config, session.optimizer
+def train_step(session: Session) -> Row:
+    """Take one optimizer step, and return the columns of its row that the record does not read itself."""
+    config = session.config
+    optimizer = session.optimizer
     rate = config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -47,10 +39,6 @@ def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
     with session.fingerprints.sending(session.reduction):
         total = differentiate(session)
     session.fingerprints.gradients()
-    spike = None
-    if judge is not None:
-        spike = judge.loss(float(total))
-        optimizer.skip_above = judge.norm_limit() if spike is None else -1.0
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record of this step.
@@ -60,17 +48,12 @@ def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
     session.fingerprints.states(session.step)
 
     norm = optimizer.grad_norm
-    columns: Row = {
+    return {
         "loss": float(total),
         "grad_norm": None if norm is None else float(norm),
         "batch_crc": session.batch_crc,
         "loader_seconds": session.loader_seconds,
     }
-    if session.step == COUNTED_STEP:
-        columns["step_memory_bytes"] = session.memory_bytes()
-    if judge is not None and (spike := spike or judge.norm(columns["grad_norm"])) is not None:
-        columns["spike"] = asdict(spike)
-    return columns
 
 
 def differentiate(session: Session) -> Tensor:
@@ -97,11 +80,9 @@ def differentiate(session: Session) -> Tensor:
                 if reduction is None
                 else reduction.micro_batch(part.is_last, part.is_absent)
             ):
-                is_counted = session.step == COUNTED_STEP - 1 and session.saved_bytes is None
                 with (
                     random_numbers(config.seed, session.step, part.number),
                     session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
-                    session.count_saved() if is_counted else nullcontext(),
                 ):
                     loss = session.loss(tokens) / config.tokens_per_step
                 (loss if scaler is None else scaler.scale(loss)).backward()

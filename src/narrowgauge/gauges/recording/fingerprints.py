@@ -28,7 +28,7 @@ from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.gauges import hooks
 from narrowgauge.numerics.chunks import flat_chunks
-from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.hashing import GOLDEN, combine, fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words
@@ -147,7 +147,7 @@ class Fingerprints:
         if not self.is_on:
             return
         self._join_outputs()
-        grads = [(plain_name(name), p.grad) for name, p in self.model.named_parameters()]
+        grads = [(plain_name(name), gradient_of(p)) for name, p in self.model.named_parameters()]
         self._record({f"grad:{name}": grad for name, grad in reversed(grads) if is_plain(grad)})
 
     def states(self, step: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from narrowgauge.analysis.thresholds import REPEATED
 from narrowgauge.checks.set_up import storage_of
 from narrowgauge.checks.step_samples import evenly_spread, plain
-from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 
 WHOLE = 1 << 16
 """Largest number of elements of a tensor that is copied whole. Rules for matrices need whole matrices."""
@@ -43,8 +43,8 @@ class IntendedStep:
             p
             for group in optimizer.param_groups
             for p in group["params"]
-            if p.grad is not None
-            and p.grad.layout is torch.strided
+            if (gradient := gradient_of(p)) is not None
+            and gradient.layout is torch.strided
             and p.numel()
             and _keeps_visible(optimizer, group, p)
         ]

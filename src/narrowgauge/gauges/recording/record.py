@@ -59,7 +59,6 @@ class Record(AbstractContextManager["Record"]):
     Attributes:
         num_steps, tokens, seconds: of all steps so far.
         evaluated: the step of the last validation; -1 for none.
-        is_bad: the last step was skipped for another reason than the search for a loss scale.
         alarm_kinds: kinds of the alarms so far.
         undo: what leaves the model and the optimizer as they were.
     """
@@ -83,7 +82,7 @@ class Record(AbstractContextManager["Record"]):
         self.reader, self.alarms, self.undo = StepReader(), Alarms(recipe), ExitStack()
         self.gauges: Gauges | None = None
         self.num_steps, self.tokens, self.seconds, self.evaluated = 0, 0, 0.0, -1
-        self.is_bad, self.alarm_kinds = False, list[str]()
+        self.alarm_kinds: list[str] = []
         self._num_failed, self._seconds_before, self._began = 0, 0.0, time.perf_counter()
 
     def watch(self, model: nn.Module, optimizer: Any, *, every: int = 20) -> Gauges | None:
@@ -172,17 +171,11 @@ class Record(AbstractContextManager["Record"]):
         self._append("steps", row)
         for event in self.alarms.on_step(row):
             self.event(event, shown=True)
-        spike, is_skipped = row.get("spike"), bool(row.get("skipped"))
         # The scale of the step; the scaler may have lowered it since.
         can_lower_scale = (
             scaler is not None and math.isfinite(row.get("loss") or 0.0) and reader.scale > FLOOR
         )
-        self.is_bad = is_skipped and (spike is not None or not can_lower_scale)
-        if is_skipped and spike is not None:
-            message = f"{symptom(row)}; the batch was skipped and no weight changed"
-            values = {"value": spike["value"], "threshold": spike["threshold"]}
-            self.event(Event("skip", self.num_steps, message, **values), shown=True)
-        elif reader.ours is not None and reader.was_skipped:
+        if reader.ours is not None and reader.was_skipped:
             self.event(Event("skip", self.num_steps, why_skipped(reader.ours, self.here)))
         self._num_failed = 0 if is_finite(row) or can_lower_scale else self._num_failed + 1
         if self._num_failed == FAILURES:
@@ -243,20 +236,21 @@ class Record(AbstractContextManager["Record"]):
 
     # ── start and end ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def go_back(
-        self, step: int, *, first: int = 1, digests: Mapping[str, Any] | None = None
-    ) -> None:
+    def go_back(self, step: int, *, first: int = 1) -> None:
         """Continue after ``step``. Delete later rows, since the loop repeats these steps.
 
-        Raises:
-            RecordError: rows from step ``first`` to ``step`` are missing, or rows differ from their ``digests``.
+        Damaged rows, and missing ones from step ``first`` to ``step``, are a note each.
         """
 
         def rewind() -> None:
             if self.writer is not None:
-                self.writer.rewind(step, first=first, digests=digests)
+                self.writer.rewind(step, first=first)
 
         self.here.of_first(rewind)
+        if self.writer is not None:
+            for note in self.writer.notes:
+                self.event(Event("note", step, note), shown=True)
+            self.writer.notes.clear()
         run = self._rebuild()
         self.num_steps, self._num_failed = step, 0
         self.evaluated = run.evals[-1]["step"] if run.evals else -1
@@ -285,18 +279,14 @@ class Record(AbstractContextManager["Record"]):
             for row in run.steps
             if row.get("tokens_per_second") is not None
         ]
-        memory = [
-            row["step_memory_bytes"]
-            for row in run.steps
-            if row.get("step_memory_bytes") is not None
-        ]
+        memory = [row.get("peak_memory_bytes") or 0 for row in run.steps]
         losses = [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
         values = {
             "val_loss": losses[-1] if losses else None,
             "steps": self.num_steps,
             "tokens": self.tokens or None,
             "bytes_per_param": self.reader.bytes_per_param(),
-            "step_memory_bytes": max(memory, default=None),
+            "step_memory_bytes": max(memory, default=0) or None,
             "num_skipped": sum(bool(row.get("skipped")) for row in run.steps),
             "wall_seconds": self._seconds_before + time.perf_counter() - self._began,
             **columns,

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.spikes import Spike
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.numerics.dtensor import local_of
@@ -38,7 +37,6 @@ class StepReader:
         ours: the optimizer, if it is one of Narrowgauge's.
         was_skipped: our optimizer skipped the last step itself; torch's changed no weight.
         scale: the loss scale of the current step.
-        peak_tokens_per_second: the rate at the peak of the devices' matmuls, if known; a row then has ``mfu``.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Any = None) -> None:
@@ -46,7 +44,6 @@ class StepReader:
             None if optimizer is None else unwrapped(optimizer)
         )
         self.model = model
-        self.peak_tokens_per_second: float | None = None
         self.ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         self.was_skipped, self._num_taken = False, 0
         self._follower: Follower | None = None
@@ -84,8 +81,6 @@ class StepReader:
         row: Row = {"step": step, "seconds": seconds, **self._read(), **columns}
         if row.get("tokens") is not None and row["seconds"]:
             row.setdefault("tokens_per_second", (row["tokens"] - tokens_before) / row["seconds"])
-            if self.peak_tokens_per_second:
-                row["mfu"] = row["tokens_per_second"] / self.peak_tokens_per_second
         first = {name: row[name] for name in STEP if name in row}
         return first | row
 
@@ -195,7 +190,4 @@ def is_finite(row: Row) -> bool:
 
 def symptom(row: Row) -> str:
     """Describe the failure of a step, without a full stop."""
-    spike = row.get("spike")
-    if spike is None:
-        return f"the loss is {row.get('loss', math.nan):g} and the gradient norm {row.get('grad_norm')}"
-    return Spike(**spike).message
+    return f"the loss is {row.get('loss', math.nan):g} and the gradient norm {row.get('grad_norm')}"

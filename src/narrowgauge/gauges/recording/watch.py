@@ -38,7 +38,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges import hooks
 from narrowgauge.gauges.recording.intended_updates import IntendedStep, on_host
 from narrowgauge.gauges.recording.leaves import copies_of, names_of
-from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
@@ -373,10 +373,11 @@ class Watch:
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the values."""
         members = [p for group in optimizer.param_groups for p in group["params"]]
+        placed = {p: gradient_of(p) for p in members}  # the ranks' common order
         named = {
             self._names.get(p, "a new tensor"): local_of(g)
-            for p in reversed(members)
-            if (g := p.grad) is not None
+            for p, g in reversed(placed.items())
+            if g is not None
         }
         return {
             n: g if g.layout is torch.strided else g.coalesce().values()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import sqrt
@@ -35,13 +36,15 @@ class Rule:
             without one.
 
     Example:
-        >>> from narrowgauge import Optimizer
-        >>> signs = Rule(
-        ...     "signs", (), ("lr",), lambda group, step: (group["lr"],), lambda w, g, s: (-s["lr"] * g.sign(),)
-        ... )
         >>> import torch
+        >>> from narrowgauge import Optimizer
+        >>> def prepare(group, step):
+        ...     return (group["lr"],)
+        >>> def update(weight, gradient, scalars):
+        ...     return (-scalars["lr"] * gradient.sign(),)
+        >>> signs = Rule("signs", (), ("lr",), prepare, update)
         >>> weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-        >>> optimizer = Optimizer([weight], signs, {"lr": 0.5}, storage="word")
+        >>> optimizer = Optimizer([weight], signs, {"lr": 0.5}, storage="word", low_bits="zero")
         >>> weight.grad = torch.full_like(weight, 3.0)
         >>> optimizer.step()
         >>> weight[0, 0].item()
@@ -69,6 +72,14 @@ class Rule:
 TINY = 2.0**-126
 
 
+def moving_average(average: Any, value: Any, share: Any) -> Any:
+    """Return an average after it has taken in a ``share`` of a value. A share of 1, of a beta of 0, gives the value itself.
+
+    In float32 ``average + (value - average)`` is not the value: a large average absorbs a small one.
+    """
+    return torch.where(share != 1, average + (value - average) * share, value)
+
+
 def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     correction1 = 1 - beta1**step
@@ -87,8 +98,8 @@ def _adam_l2_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
 
 
 def _without_decay(g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
-    m = m + (g - m) * s["one_minus_beta1"]
-    v = v + (g * g - v) * s["one_minus_beta2"]
+    m = moving_average(m, g, s["one_minus_beta1"])
+    v = moving_average(v, g * g, s["one_minus_beta2"])
     return m / (sqrt(v) * s["inverse_root_correction2"] + s["eps"]) * s["negative_step_size"], m, v
 
 
@@ -164,10 +175,9 @@ def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
 
 
 def _lion(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
-    direction = (m + (g - m) * s["one_minus_beta1"]).sign()
-    return direction * s["negative_lr"] + w * s["negative_decay"], m + (g - m) * s[
-        "one_minus_beta2"
-    ]
+    direction = moving_average(m, g, s["one_minus_beta1"]).sign()
+    change = direction * s["negative_lr"] + w * s["negative_decay"]
+    return change, moving_average(m, g, s["one_minus_beta2"])
 
 
 _LION_SCALARS = ("one_minus_beta1", "one_minus_beta2", "negative_lr", "negative_decay")

@@ -26,7 +26,7 @@ from torch import Tensor
 from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.numerics.rounding import sqrt
 from narrowgauge.numerics.widening import add_product, matmul
-from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule, Scalars
+from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule, Scalars, moving_average
 from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed
 from narrowgauge.torch_support.triton import runs_on
 
@@ -199,8 +199,7 @@ def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
 
 
 def _momentum(g: Tensor, states: States, scalars: Scalars) -> Result:
-    m = states["momentum_buffer"]
-    m = m + (g - m) * scalars["one_minus_momentum"]
+    m = moving_average(states["momentum_buffer"], g, scalars["one_minus_momentum"])
     return torch.where(scalars["nesterov"] != 0, g + (m - g) * scalars["momentum"], m), {
         "momentum_buffer": m
     }

@@ -1,0 +1,110 @@
+"""A weight that other code writes stays as written, and what is exported rounds to what the model has: every storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.optim import codes
+from narrowgauge.spec.storages import STORAGES, Storage
+from optim.pairs import build, parameters
+from tables import exhaustive
+from tensors import parameters_of, take_steps
+
+IN_CODE = [row for row in STORAGES.values() if row.weight.scaled]
+"""Storages whose weights are rounded to a code of fewer bits than the model's format has."""
+
+
+def pruned(weight: Tensor) -> Tensor:
+    return weight * (torch.arange(weight.numel()).view(weight.shape) % 2)
+
+
+WRITERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pruned": pruned,
+    "negated": lambda weight: -weight,
+    "shrunk": lambda weight: weight * 1e-3,
+    "clamped": lambda weight: weight.clamp(-0.1, 0.1),
+    "filled with the largest value": lambda weight: torch.full_like(
+        weight, torch.finfo(weight.dtype).max
+    ),
+    "ones": torch.ones_like,
+    "loaded": lambda weight: weight.flip(0),
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_is_written_stays(storage: str) -> None:
+    """With a rate of 0: next to random low bits, and after steps."""
+    row = STORAGES[storage]
+    code = row.weight  # a weight of fewer bits is rounded to them
+    near = code.scaled
+    for name, write in WRITERS.items():
+        optimizer = build("adamw", parameters(storage), storage, lr=1e-2)
+        take_steps(optimizer, range(2))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        written = []
+        for p in parameters_of(optimizer):
+            p.data.copy_(write(p.detach()))
+            written.append(p.detach().clone())
+        take_steps(optimizer, range(2, 4))
+        for p, value in zip(parameters_of(optimizer), written, strict=True):
+            if near and "largest" in name:
+                assert p.isfinite().all(), name
+            elif near:
+                torch.testing.assert_close(p.detach(), value, rtol=2.0**-3, atol=0.0)
+            else:
+                assert torch.equal(p.detach(), value), name
+            assert not p[value == 0].any(), name
+
+
+@exhaustive(
+    "storage", [row for row in STORAGES.values() if row.visible != "float32" and row not in IN_CODE]
+)
+def test_what_is_stored_rounds_to_what_is_seen(storage: Storage) -> None:
+    """Every visible value, beside the ends of what is stored next to it; and after a change of storage."""
+    dtype = getattr(torch, storage.visible)
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    weight = nn.Parameter(every.clone())
+    optimizer = ng.AdamW([weight], lr=0.0, storage=storage.name, compile=False, low_bits="zero")
+    optimizer.param_groups[0]["storage"] = storage.name
+    bits = codes.visible_bits(storage.visible, every.float())
+    most = 1 << ({"bfloat16": 16, "float16": 13}[storage.visible] - 1)
+    for offset in (-most, -most + 1, -1, 0, 1, most - 1, most):
+        near = codes.visible_value(storage.visible, bits + offset)
+        near = torch.where(every == 0, every.float(), near)
+        optimizer.adopt({weight: near})
+        stored = optimizer.stored(weight)
+        rounded = near.to(dtype)
+        is_whole = storage.beside or offset == 0
+        if is_whole:
+            assert torch.equal(weight.detach(), rounded)
+        assert torch.equal(stored.to(dtype), weight.detach())
+        for other in ("word", "exact", "master", "float16/split"):
+            if STORAGES[other].visible == storage.visible:
+                second = nn.Parameter(weight.detach().clone())
+                taken = ng.AdamW([second], storage=other, compile=False, low_bits="zero")
+                ng.load_states(taken, optimizer.state_dict())
+                assert torch.equal(second, weight)
+        with torch.no_grad():
+            weight.copy_(every)
+
+
+def test_exported_weights_are_those_that_trained() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(256, 64, bias=False).bfloat16()
+    for storage in ("word", "compact", "exact", "kahan"):
+        optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage=storage, compile=False)
+        for step in range(3):
+            model.weight.grad = torch.randn(
+                64, 256, generator=torch.Generator().manual_seed(step)
+            ).bfloat16()
+            optimizer.step()
+        served = nn.Linear(256, 64, bias=False, dtype=torch.bfloat16)
+        served.load_state_dict(ng.full_weights(model, optimizer))
+        assert torch.equal(served.weight, model.weight)
