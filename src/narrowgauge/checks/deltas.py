@@ -33,7 +33,7 @@ def delta(model: nn.Module) -> Delta:
     Args:
         model: after a step. A copy of its parameters is kept until it goes.
     Returns:
-        For :func:`apply_delta`, of this rank's part of a model with the same names and shapes. ``torch.save`` takes it.
+        Tensors by name, for :func:`apply_delta`, of this rank's part of a model with the same names and shapes. ``torch.save`` takes it.
     Example:
         >>> import torch, narrowgauge as ng
         >>> trained, served = torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 4).bfloat16()
@@ -68,9 +68,15 @@ def apply_delta(model: nn.Module, changes: Mapping[str, tuple[Tensor, Tensor]]) 
 
     Args:
         model: whose parameters have the values of the last call, or any for the first one.
-        changes: what :func:`delta` returned.
+        changes: result of :func:`delta`.
     Raises:
         DataError: ``model`` lacks a parameter, or it has another dtype or size. Nothing was written then.
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> trained, served = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        >>> ng.apply_delta(served, ng.delta(trained))
+        >>> torch.equal(served.weight, trained.weight)
+        True
     """
     parameters = dict(_parameters(model))
     writes = list[tuple[Tensor, Tensor, Tensor]]()

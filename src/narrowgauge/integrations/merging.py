@@ -38,11 +38,12 @@ def merge(model: nn.Module) -> int:
         >>> ng.unmerge(model)  # train on # doctest: +SKIP
     """
     layers = [(name, layer) for name, layer in _layers(model) if not hasattr(layer, _BASE)]
-    merged = [_merged(name, layer) for name, layer in layers]
-    for (_, layer), weight in zip(layers, merged, strict=True):
+    for name, layer in layers:
+        _require_plain(name, layer)
+    for _, layer in layers:
         base = layer.get_base_layer().weight
         vars(layer)[_BASE] = base.detach().clone()
-        base.data.copy_(weight)
+        base.data.copy_(_merged(layer))
         layer.merged_adapters.extend(layer.active_adapters)
     return len(layers)
 
@@ -55,6 +56,10 @@ def unmerge(model: nn.Module) -> int:
         model: as it was merged. The adapters may have changed since.
     Returns:
         The number of layers.
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> ng.unmerge(torch.nn.Linear(2, 2))  # nothing is merged
+        0
     """
     layers = [layer for _, layer in _layers(model) if hasattr(layer, _BASE)]
     for layer in layers:
@@ -69,29 +74,34 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _merged(name: str, layer: Any) -> Tensor:
-    """Return the nearest weight to base + product, of which nothing else is rounded to the base's format."""
-    base = layer.get_base_layer()
-    weight = getattr(base, "weight", None)
+def _require_plain(name: str, layer: Any) -> None:
+    """Refuse a layer that is not LoRA over a whole matrix of numbers, or that is merged already."""
+    weight = getattr(layer.get_base_layer(), "weight", None)
     if weight is None or weight.ndim != 2 or not weight.is_floating_point() or is_sharded(weight):
         raise RecipeError(
             f"Cannot merge {name} because its base has no whole matrix of numbers.",
             "Call dequantize_base(model) first, or merge before the model is sharded.",
         )
-    exact = weight.detach().double()
+    variants = getattr(layer, "lora_variant", {})
     for adapter in layer.active_adapters:
-        variant = getattr(layer, "lora_variant", {}).get(adapter)
         has_bias = getattr(layer.lora_B[adapter], "bias", None) is not None
-        if variant is not None or has_bias or layer.merged_adapters:
+        if variants.get(adapter) is not None or has_bias or layer.merged_adapters:
             raise RecipeError(
                 f"Cannot merge {name} because it is more than LoRA, or merged already.",
                 "Call unmerge_adapter(), and leave out DoRA and lora_bias.",
             )
+
+
+def _merged(layer: Any) -> Tensor:
+    """Return the nearest weight to base + product, of which nothing else is rounded to the base's format."""
+    base = layer.get_base_layer()
+    exact = base.weight.detach().double()
+    for adapter in layer.active_adapters:
         down = layer.lora_A[adapter].weight.double()
         up = layer.lora_B[adapter].weight.double()
         product = layer.scaling[adapter] * (up @ down)
         exact += product.T if is_transposed(base) else product
-    return _nearest(exact, weight.dtype)
+    return _nearest(exact, base.weight.dtype)
 
 
 def _nearest(exact: Tensor, dtype: torch.dtype) -> Tensor:
