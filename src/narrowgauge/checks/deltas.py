@@ -33,7 +33,7 @@ def delta(model: nn.Module) -> Delta:
     Args:
         model: after a step. A copy of its parameters is kept until it goes.
     Returns:
-        Tensors by name, for :func:`apply_delta`, of this rank's part of a model with the same names and shapes. ``torch.save`` takes it.
+        Tensors by name, for :func:`apply_delta` to a model with the same names and shapes. ``torch.save`` takes them.
     Example:
         >>> import torch, narrowgauge as ng
         >>> trained, served = torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 4).bfloat16()
