@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import inductor
-from narrowgauge.checks.step_samples import plain
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import hooks
 from narrowgauge.gauges.attention import heads_of
@@ -256,9 +255,11 @@ def _leading(optimizer: torch.optim.Optimizer, p: Tensor, name: str) -> Tensor |
         state = optimizer.state_of(p)
         values = None if state is None else state.leading(_NUM_VALUES, name)
     else:
-        values = plain(optimizer.state.get(p, {}).get(name))
+        values = optimizer.state.get(p, {}).get(name)
     if not isinstance(values, Tensor):
         return None
+    if type(values).dequantize is not Tensor.dequantize:  # codes, as of torchao
+        values = values.dequantize()
     return local_of(values).reshape(-1)[:_NUM_VALUES].float()
 
 
