@@ -140,10 +140,11 @@ def _float8(
         unit = torch.ones((), dtype=torch.float32, device=a.device)
         sums = torch._scaled_mm(a, b.t(), unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
         return Sums(sums, by_row, by_column)
-    if by_row is None or by_column is None:
-        unit = torch.ones((), dtype=torch.float32, device=a.device)
-    first = unit if by_row is None else by_row
-    second = unit if by_column is None else by_column
+    first, second = by_row, by_column
+    if first is None:
+        first = torch.ones((), dtype=torch.float32, device=a.device)
+    if second is None:
+        second = torch.ones((), dtype=torch.float32, device=a.device)
     if is_whole:
         first, second = first.reshape(()), second.reshape(())
     else:
