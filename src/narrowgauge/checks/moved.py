@@ -86,8 +86,8 @@ def moved(before: Weights, after: Weights) -> Moved:
         >>> print(moved(before, {**before, "proj.weight": torch.eye(2)}).lines[0])
         33.33% of 6 values in 2 tensors differ
     """
-    first = _tensors_of(before)
-    second = _tensors_of(after)
+    first = tensors_of(before)
+    second = tensors_of(after)
     rows = list[Row]()
     other = list[str]()
     for name in (name for name in second if name in first):
@@ -145,7 +145,7 @@ def _compared(name: str, a: Tensor, b: Tensor) -> Row:
     }  # fmt: skip
 
 
-def _tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
+def tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
     """Return a function for each name that reads its tensor."""
     if isinstance(weights, nn.Module):  # a tied tensor once, as in files
         firsts = {*dict(weights.named_parameters()), *dict(weights.named_buffers())}
