@@ -461,7 +461,7 @@ def why_not_printed(rule: AnyRule, storage: Storage, device: torch.device) -> st
     if not language:
         return f"nothing is printed for {device.type}"
     is_compiled = device.type == "cuda" or language == CPP.name
-    if is_compiled and not can_compile("cpu" if device.type == "cpu" else "gpu"):
+    if is_compiled and not can_compile("printed" if language == CPP.name else "gpu"):
         return "there is no compiler"
     key = rule, storage, device, language
     with _lock:

@@ -123,7 +123,7 @@ class _Text:
         is_there = stream.is_plane or self.is_whole
         by_halves = not is_there and per_word == 2
         line = f"({stream.part} * group + line)"
-        inside = "inside" if is_there else f"(inside & ({line} < rows))"
+        inside = "inside" if is_there else f"(inside & {self.is_row(line)})"
         kind = "tl.int16" if by_halves else "tl.int32"
         address = f"tl.load(row + {stream.column}).to(tl.pointer_type({kind}))"
         if by_halves:
@@ -136,6 +136,10 @@ class _Text:
         self.stores[word] = f"tl.store({name} + at, {{}}, mask={inside})"
         self.loads[word] = f"tl.load({name} + at, mask={inside}, other=0)"
 
+    def is_row(self, line: str) -> str:
+        """Return whether a line is a row, for each word: a mask of Triton 3.9 takes no scalar."""
+        return f"({line} + 0 * at < rows)"
+
     def add_change(self, part: int) -> None:
         """Add the loads and the stores of a matrix rule's change: a float for each weight of a
         word.
@@ -146,7 +150,7 @@ class _Text:
         self.lines.append(f"{name} = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + ({place})")
         for lane in range(per_word):
             at = f"({per_word} * at + {lane})"
-            mask = f"mask=inside & ({at} < left) & ({line} < rows)"
+            mask = f"mask=inside & ({at} < left) & {self.is_row(line)}"
             d = f"d{part * per_word + lane}"
             self.loads[d] = f"tl.load({name} + {at}, {mask}, other=0.0)"
             self.stores[d] = f"tl.store({name} + {at}, {{}}, {mask})"
