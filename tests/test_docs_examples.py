@@ -67,12 +67,12 @@ def test_every_example_runs_alone(
         [line.rstrip() for line in capsys.readouterr().out.splitlines()],
         expected.splitlines(),
     )
+    if not expected:  # the page shows no output
+        return
     if "figures aside" in prose:
-        assert [
-            line for line in without_figures(printed) if line in without_figures(lines)
-        ] == without_figures(lines)
+        assert without_figures(printed) == without_figures(lines)
     else:
-        assert [line for line in printed if line in lines] == lines
+        assert printed == lines
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- session: " in text_of(page)])

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import narrowgauge
 from narrowgauge.runs.record import read_run
@@ -49,6 +50,23 @@ def test_recorded_loop_goes_on_where_it_ended(
     assert run.summary is not None and run.summary["val_loss"] < run.evals[0]["val_loss"]
     kinds = [event["kind"] for event in run.events if event["kind"] != "note"]
     assert kinds == ["start", "finish", "resume", "finish"]
+
+
+def test_fine_tune_prints_both_losses(
+    place: Path,  # noqa: F811
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over a lazy dog and sleeps. " * 400)
+    config = AutoConfig.from_pretrained(place / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(place / "tokens" / "tokenizer.json"))
+    tokenizer.save_pretrained(tmp_path / "model")
+    lines = lines_of("fine_tune", capfd, str(tmp_path / "model"), str(text), "3")
+    assert [line.split(":")[0] for line in lines] == ["torch", "narrowgauge"]
+    starts = {line.split()[1] for line in lines}
+    assert len(starts) == 1 and all(float(line.split()[3]) < 20 for line in lines)
 
 
 def test_own_rule_fits_its_promise_and_learns_alike_in_every_storage(

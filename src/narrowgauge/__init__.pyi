@@ -14,6 +14,8 @@ from .analysis.diagnose import Diagnosis as Diagnosis
 from .analysis.diagnose import diagnose as diagnose
 from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
+from .checks.deltas import apply_delta as apply_delta
+from .checks.deltas import delta as delta
 from .checks.moved import moved as moved
 from .checks.ranked import ranked_places as ranked_places
 from .checks.resume import check_resume as check_resume
@@ -23,6 +25,8 @@ from .errors import NarrowgaugeError as NarrowgaugeError
 from .gauges.attach import attach_gauges as attach_gauges
 from .gauges.recording.run_recorder import RunRecorder as RunRecorder
 from .gauges.recording.watch import watch as watch
+from .integrations.merging import merge as merge
+from .integrations.merging import unmerge as unmerge
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
 from .numerics.rounding import round_to as round_to

@@ -89,7 +89,7 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     return f"Did you mean '{near[0]}'?" if near else ""
 
 
-_EXTRAS = {"transformers": "train", "tokenizers": "train", "plotly": "report"}
+_EXTRAS = {"transformers": "train", "tokenizers": "train", "plotly": "report", "jinja2": "report"}
 
 
 def require_package(name: str) -> None:

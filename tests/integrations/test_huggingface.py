@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 import narrowgauge as ng
 from integrations.bfloat16_loop import LR, STEPS, llama, same_weights, sequences, trained
-from narrowgauge.integrations.huggingface import NarrowgaugeCallback, adamw_of
+from narrowgauge.integrations.huggingface import (
+    NarrowgaugeCallback,
+    save_for_torch,
+    use_adamw,
+)
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.usefixtures("one_thread")]
 
@@ -48,7 +54,8 @@ def history(trainer: Any, name: str) -> list[Any]:
 def test_losses_and_weights_are_those_of_a_loop_of_ones_own(
     storage: str, compute: str | None, parts: int, tmp_path: Path
 ) -> None:
-    options = {"storage": storage, "max_grad_norm": 1.0}
+    # The Trainer sorts parameters without names, so their random low bits would be others.
+    options = {"storage": storage, "max_grad_norm": 1.0, "low_bits": "zero"}
     trainer = trainer_of(
         tmp_path, options, compute=compute, max_grad_norm=0, gradient_accumulation_steps=parts,
         per_device_train_batch_size=4 // parts,
@@ -147,8 +154,10 @@ def test_the_callback_leaves_the_logs_as_the_arguments_say(tmp_path: Path) -> No
 def test_adamw_of_takes_the_arguments(tmp_path: Path) -> None:
     changes = {"adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1, "learning_rate": 3e-4}
     trainer = trainer_of(tmp_path, {}, **changes)
-    trainer.optimizer_cls_and_kwargs = adamw_of(trainer.args, storage="compact")
+    use_adamw(trainer, storage="compact")
     decayed, rest = trainer.create_optimizer().param_groups
+    with pytest.raises(ng.errors.RecipeError, match="already has AdamW"):
+        use_adamw(trainer)
     for group in (decayed, rest):
         assert (group["lr"], group["betas"], group["eps"], group["storage"]) == (
             3e-4,
@@ -177,6 +186,48 @@ def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(
     resumed.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-3"))
     for trainer in (ours, resumed):
         assert history(trainer, "loss") == pytest.approx(history(theirs, "loss"), abs=0.01)
+
+
+def test_a_checkpoint_of_ours_continues_with_torchs_optimizer(tmp_path: Path) -> None:
+    """The rest of the run has the losses of a run that was torch's from the start, with float32 weights."""
+
+    def wide(name: str, **changes: Any) -> Any:
+        trainer = trainer_of(
+            tmp_path / name,
+            {},
+            bf16=True,
+            save_strategy="steps",
+            save_steps=3,
+            lr_scheduler_type="constant",
+            **changes,
+        )
+        ng.cast_parameters(trainer.model, torch.float32)
+        return trainer
+
+    ours = use_adamw(wide("ours", max_steps=3), storage="word")
+    ours.train()
+    folder = tmp_path / "ours" / "checkpoint-3"
+    save_for_torch(ours, folder)
+    torchs, theirs = wide("torchs"), wide("theirs")
+    for trainer in (torchs, theirs):
+        trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": LR})
+    torchs.train(resume_from_checkpoint=str(folder))
+    theirs.train()
+    # Gradients of bfloat16 weights are rounded, those of float32 weights are not.
+    assert history(torchs, "loss")[3:] == pytest.approx(history(theirs, "loss")[3:], abs=0.03)
+    stored = ng.full_weights(ours.model, ours.optimizer.optimizer)
+    written = load_file(folder / "model.safetensors")
+    assert all(torch.equal(written[name], stored[name]) for name in written)
+    states = torch.load(folder / "optimizer.pt")["state"]
+    optimizer = ours.optimizer.optimizer
+    for state, parameter in zip(states.values(), optimizer.parameter_names(), strict=True):
+        assert torch.equal(state["exp_avg"], optimizer.stored(parameter, "exp_avg"))
+    with pytest.raises(ng.errors.RecipeError, match="steps with AdamW, not with Narrowgauge"):
+        save_for_torch(torchs, folder)
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": 2}))
+    with pytest.raises(ng.errors.RecipeError, match="saved at step 2"):
+        save_for_torch(ours, folder)
 
 
 def test_the_callback_warns_of_two_clippings(tmp_path: Path) -> None:

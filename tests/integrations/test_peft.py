@@ -72,6 +72,18 @@ def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> N
         assert model.get_memory_footprint() < 0.55 * before
 
 
+@pytest.mark.parametrize("compute", ["int8-outlier-codes", "float8-tensor", "nvfp4"])
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)], ids=str)
+def test_no_tokens_give_no_rows_and_no_gradient(compute: str, shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(64, 16).bfloat16().requires_grad_(False)
+    model = quantize_base(nn.Sequential(layer), compute)
+    x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == (*shape[:-1], 16) and y.dtype == torch.bfloat16
+    assert x.grad is not None and x.grad.shape == shape
+
+
 def test_gradients_flow_through_the_quantized_base() -> None:
     compute, dtype = "nvfp4", torch.bfloat16
     torch.manual_seed(0)

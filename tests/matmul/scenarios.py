@@ -192,6 +192,11 @@ def expected(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
     dtypes = {"output": x.dtype, "grad_input": x.dtype, "grad_weight": layer.weight.dtype}
     found = {}
     for place, (left, right) in operands(layer, x, grad).items():
+        # A group's cast pads the contraction of its operand with zeros, and only that.
+        depth = max(left.shape[1], right.shape[1])
+        left, right = (
+            torch.nn.functional.pad(side, (0, depth - side.shape[1])) for side in (left, right)
+        )
         whole = product(left, right)
         height, width = sizes[place]
         cut = Product(whole.value[:height, :width], whole.magnitude[:height, :width])

@@ -20,7 +20,7 @@ from torch._functorch.aot_autograd import make_boxed_compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, make_layer, passed, same
-from narrowgauge.matmul import native
+from narrowgauge.matmul import gemm, native, operand
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, is_opaque, multiply, operand_dtype
 from narrowgauge.matmul.layer_matmuls import multiply_slots
 from narrowgauge.matmul.operand import PAIRS, Operand, block_values
@@ -68,6 +68,65 @@ def untried() -> Iterator[None]:
 def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the CPU for Hopper. PyTorch's ``_scaled_mm`` has a kernel for CPUs, too."""
     monkeypatch.setattr(native, "architecture_of", lambda device: "sm90")
+
+
+VIEWS = {
+    "view", "t", "transpose", "detach", "expand", "unsqueeze", "select", "slice", "as_strided", "alias", "permute", "squeeze",
+    "split", "_unsafe_view", "_reshape_alias", "unbind", "empty", "new_empty", "empty_like", "ones_like",
+}  # fmt: skip
+"""Operations that launch nothing. The gradient of the result is ``ones_like``, and not the layer's."""
+
+
+class Launches(TorchDispatchMode):
+    """Count what a GPU would launch: every operation that is no view, and each compiled function once."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._inside = 0
+        for module in (native, operand, gemm):
+            patch.setattr(module, "fused", self._fused)
+
+    def _fused(self, size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.names.append(function.__name__)
+        self._inside += 1
+        try:
+            return function(*arguments)
+        finally:
+            self._inside -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not self._inside and name not in VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def product_of_zeros(a: Tensor, b: Tensor, *_: Any, **options: Any) -> Tensor:
+    """Stand in for a kernel: one launch, and a result of the right shape."""
+    dtype = options.get("out_dtype") or options.get("output_dtype")
+    return torch.empty(a.shape[0], b.shape[1], dtype=dtype).zero_()
+
+
+@pytest.mark.parametrize(
+    ("compute", "chip", "most"),
+    [("float8-row", "sm90", 9), ("mxfp8", "sm100", 14), ("nvfp4", "sm100", 20)],
+)
+def test_a_layer_launches_little(
+    compute: str, chip: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A linear layer forward and backward, without a compiler around it."""
+    layer, _ = make_layer(compute, 256, 384, bias=False)
+    x = gaussian(256, 256).bfloat16().requires_grad_()
+    monkeypatch.setattr(native, "architecture_of", lambda device: chip)
+    monkeypatch.setattr(native, "_works", lambda *_, **__: True)
+    monkeypatch.setattr(F, "scaled_mm", product_of_zeros)
+    monkeypatch.setattr(torch, "_scaled_mm", product_of_zeros)
+    with Launches(monkeypatch) as launches:
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+    assert launches.names.count("zero_") == 3, "each product is a kernel's"
+    assert len(launches.names) <= most, launches.names
 
 
 def values_of(operand: Operand, dim: int) -> Tensor:

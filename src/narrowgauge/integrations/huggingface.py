@@ -3,16 +3,81 @@
 from __future__ import annotations
 
 import inspect
+import io
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+import torch
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+from narrowgauge.optim.adam_states import full_weights, to_torch_state
 from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.runs.atomic_io import write_whole
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+
+def use_adamw(trainer: AnyTrainer, **options: Any) -> AnyTrainer:
+    """Make a Trainer step with :class:`narrowgauge.AdamW`: ``transformers.Trainer`` and every one of TRL's.
+
+    Call it before ``train()``.
+
+    Args:
+        trainer: its arguments give the rate, betas, epsilon and decay.
+        options: further ones, such as ``storage``, or others in place of these.
+    Returns:
+        The same trainer.
+    Raises:
+        RecipeError: the trainer has an optimizer already.
+    Example:
+        >>> trainer = use_adamw(DPOTrainer(model, args=args), storage="word")  # doctest: +SKIP
+    """
+    if trainer.optimizer is not None:
+        raise RecipeError(
+            f"Cannot choose an optimizer: the trainer already has {type(unwrapped(trainer.optimizer)).__name__}.",
+            "Call use_adamw before train(), and give the trainer no optimizers=.",
+        )
+    trainer.optimizer_cls_and_kwargs = adamw_of(trainer.args, **options)
+    return trainer
+
+
+def save_for_torch(trainer: Trainer, checkpoint: str | Path) -> None:
+    """Rewrite a Trainer's checkpoint so that a training with ``torch.optim.AdamW`` continues from it.
+
+    The optimizer's states and the weights are written in float32, with the bits that our optimizer keeps. Load the model with
+    ``dtype=torch.float32``.
+
+    Args:
+        trainer: trained with our optimizer, and at the step of the checkpoint.
+        checkpoint: its folder, which holds ``optimizer.pt``.
+    Raises:
+        RecipeError: the trainer has another optimizer, or is at another step.
+    Example:
+        >>> save_for_torch(trainer, "out/checkpoint-500")  # doctest: +SKIP
+    """
+    folder, optimizer = Path(checkpoint), unwrapped(trainer.optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise RecipeError(
+            f"Cannot rewrite {folder}: the trainer steps with {type(optimizer).__name__}, "
+            "not with Narrowgauge's optimizer."
+        )
+    saved = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
+    if saved != trainer.state.global_step:
+        raise RecipeError(
+            f"Cannot rewrite {folder}: it was saved at step {saved}, "
+            f"and the trainer is at step {trainer.state.global_step}.",
+            "Continue from it with resume_from_checkpoint, and rewrite the last checkpoint.",
+        )
+    model: Any = trainer.model
+    model.save_pretrained(folder, state_dict=full_weights(model, optimizer))
+    states = io.BytesIO()
+    torch.save(to_torch_state(optimizer), states)
+    write_whole(folder / "optimizer.pt", states.getvalue())
 
 
 def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict[str, Any]]:

@@ -68,6 +68,8 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
             if torch.is_autocast_enabled(device)
             else input
         )
+        if not x.numel():  # no tokens, as of an expert that gets none
+            return x.new_zeros(*x.shape[:-1], self.out_features) + x.sum()
         rows = x.reshape(-1, self.in_features)
         y = cast(Tensor, _Product.apply(rows, self))  # type: ignore[no-untyped-call]
         if self.bias is not None and self.bias.requires_grad:

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge import torch_names
-from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, block_values
+from narrowgauge.compile import fused
+from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, block_values, bound
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
     packed_pairs,
@@ -131,15 +132,19 @@ def _float8(
     """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
     (rows, _), (columns, _) = lhs.data.shape, rhs.data.shape
     a, b = _filled(lhs.data).contiguous(), _filled(rhs.data).contiguous()
-    unit = torch.ones((), dtype=torch.float32, device=a.device)
     by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)
     by_column = None if rhs.outer is None else rhs.outer.reshape(1, -1)
     is_whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
     # With scales of rows, older libraries' kernel writes only bfloat16.
     if dtype == torch.float32 or (dtype != torch.bfloat16 and not is_whole):
+        unit = torch.ones((), dtype=torch.float32, device=a.device)
         sums = torch._scaled_mm(a, b.t(), unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
         return Sums(sums, by_row, by_column)
-    first, second = (unit if scale is None else scale for scale in (by_row, by_column))
+    first, second = by_row, by_column
+    if first is None:
+        first = torch.ones((), dtype=torch.float32, device=a.device)
+    if second is None:
+        second = torch.ones((), dtype=torch.float32, device=a.device)
     if is_whole:
         first, second = first.reshape(()), second.reshape(())
     else:
@@ -200,23 +205,19 @@ def _micro_scaled(
     block = (
         F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
     )
-    scales, recipe, swizzle = [], [block], [F.SwizzleType.SWIZZLE_32_4_4]
-    for operand, codes in ((lhs, a), (rhs, b)):
-        assert operand.inner is not None
-        outer, inner = (
-            [] if operand.outer is None else [operand.outer.reshape(1)],
-            operand.inner.to(scale),
-        )
-        if len(inner) < len(operand.data):  # of 16 × 16: the kernel reads one for each row
-            inner = inner.repeat_interleave(len(operand.data) // len(inner), 0)
-        scales.append(
-            [
-                _padded(inner, len(codes), num_blocks).contiguous()
-                if is_amd
-                else tiled_scales(inner),
-                *outer,
-            ]
-        )
+    recipe, swizzle = [block], [F.SwizzleType.SWIZZLE_32_4_4]
+    assert lhs.inner is not None and rhs.inner is not None
+    if is_amd:
+        sizes = (len(a), num_blocks), (len(b), num_blocks)
+        lay_out = bound(_in_rows, len(lhs.data), len(rhs.data), *sizes)
+    else:
+        lay_out = bound(_in_tiles, len(lhs.data), len(rhs.data))
+    inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
+    laid_out = fused(inner[0].numel() + inner[1].numel(), lay_out, *inner)
+    scales = []
+    for operand, codes in zip((lhs, rhs), laid_out, strict=True):
+        outer = [] if operand.outer is None else [operand.outer.reshape(1)]
+        scales.append([codes.view(scale), *outer])
     if is_amd:
         swizzle, dtype = [F.SwizzleType.NO_SWIZZLE], torch.bfloat16
     if lhs.outer is not None:
@@ -224,6 +225,33 @@ def _micro_scaled(
     first, second = scales
     return Sums(
         F.scaled_mm(a, b.t(), first, recipe, second, recipe, swizzle, swizzle, output_dtype=dtype)
+    )
+
+
+def _for_each_row(scales: Tensor, rows: int) -> Tensor:
+    """Repeat the scales of 16 × 16 blocks: kernels read one for each row."""
+    return scales.repeat_interleave(rows // len(scales), 0) if len(scales) < rows else scales
+
+
+def _in_tiles(rows: int, columns: int, by_row: Tensor, by_column: Tensor) -> tuple[Tensor, Tensor]:
+    """Lay out the scales of both operands, uint8 ``[rows, blocks]`` each, in tiles."""
+    return tiled_scales(_for_each_row(by_row, rows)), tiled_scales(
+        _for_each_row(by_column, columns)
+    )
+
+
+def _in_rows(
+    rows: int,
+    columns: int,
+    size: tuple[int, int],
+    other_size: tuple[int, int],
+    by_row: Tensor,
+    by_column: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Lay out the scales of both operands row by row, padded to the codes' sizes."""
+    return (
+        _padded(_for_each_row(by_row, rows), *size).contiguous(),
+        _padded(_for_each_row(by_column, columns), *other_size).contiguous(),
     )
 
 

@@ -87,26 +87,22 @@ def cast_matrix(
     size = x.numel()
     if cast.block is None:
         data, *scale = fused(
-            size, _bound(_cast_whole, cast, dim, dtype), x, *(draw or (None, None)), fold, amax
+            size, bound(_cast_whole, cast, dim, dtype), x, *(draw or (None, None)), fold, amax
         )
         return Operand(data, scale[0] if scale else None)
     if fold is not None:
         x = x.float() * fold
     if cast.rotation != "none":
-        x = fused(size, _bound(_rotate, dim), x)
+        x = fused(size, bound(_rotate, dim), x)
     sides = sides_of(cast, dim)
-    data, inner, _, *scale = fused(
-        size, _bound(_cast_blocks, cast, dtype), blocked(x, sides), *(draw or (None, None)), amax
+    cast_blocks = bound(_cast_blocks, cast, dim, dtype)
+    data, scales, _, _, *scale = fused(
+        size, cast_blocks, blocked(x, sides), *(draw or (None, None)), amax
     )
-    data, outer = data.view(x.shape), scale[0] if scale else None
+    outer = scale[0] if scale else None
     if dtype not in CODES:
-        return Operand(data, outer)
-    data = _along_contraction(packed_pairs(data, dim) if dtype == PAIRS else data, dim)
-    return Operand(
-        data,
-        outer,
-        inner.flatten(0, 1).flatten(1, 2).to(SCALE_DTYPES[cast.scale]),
-    )
+        return Operand(data.view(x.shape), outer)
+    return Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
 
 
 def _along_contraction(codes: Tensor, dim: int) -> Tensor:
@@ -135,7 +131,7 @@ def block_dtype(inner: Tensor) -> torch.dtype:
 
 
 @lru_cache(None)
-def _bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
+def bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     """Return one function object for equal settings, so that it is compiled once."""
     return update_wrapper(partial(function, *settings), function)
 
@@ -161,6 +157,7 @@ def _rotate(dim: int, x: Tensor) -> Tensor:
 
 def _cast_blocks(
     cast: Cast,
+    dim: int,
     dtype: torch.dtype,
     x: Tensor,
     key: Tensor | None,
@@ -175,12 +172,24 @@ def _cast_blocks(
         )
         words = blocked(by_row, (rows, 1)), blocked(by_column, (1, columns))
     codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, words, amax)
-    data = (
-        four_bit_codes(codes)
-        if dtype == PAIRS
-        else (codes if dtype in CODES else codes * inner).to(dtype)
-    )
-    return (data, inner, inverse) if outer is None else (data, inner, inverse, outer)
+    scales = inner
+    if dtype not in CODES:
+        data = (codes * inner).to(dtype)
+    else:
+        matrix = codes.flatten(0, 1).flatten(1, 2)
+        packed = packed_pairs(four_bit_codes(matrix), dim) if dtype == PAIRS else matrix.to(dtype)
+        data = _along_contraction(packed, dim)
+        scales = _scale_codes(inner.flatten(0, 1).flatten(1, 2), cast.scale)
+    # A compiler computes scales that are returned once, not at each value.
+    results = data, scales, inner, inverse
+    return results if outer is None else (*results, outer)
+
+
+def _scale_codes(scales: Tensor, name: str) -> Tensor:
+    """Return block scales in their own format. Those that are powers of two in eight bits are their exponents, as uint8."""
+    if name == "float8_e8m0fnu":  # Triton does not know it
+        return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    return scales.to(SCALE_DTYPES[name])
 
 
 # ── random bits of stochastic casts ────────────────────────────────────────────────────────────────────────────────────
@@ -225,7 +234,7 @@ def draw(cast: Cast, x: Tensor, keys: Keys, operand: int, length: int | None) ->
         return key_of(keys, operand), torch.zeros_like(keys.layer)
     # The length as a size: one kernel then serves all lengths.
     layers = keys.layer.expand(length)
-    drawn: Draw = fused(_SAMPLE, _bound(_draw, operand), x.detach(), keys.clock, layers)
+    drawn: Draw = fused(_SAMPLE, bound(_draw, operand), x.detach(), keys.clock, layers)
     return drawn
 
 

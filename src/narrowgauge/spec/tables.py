@@ -1,10 +1,11 @@
 """Tables with named columns, printed for a terminal, a pipe, GitHub markdown or JSON.
 
-A wide terminal gets a rich table. A pipe or a narrow terminal gets aligned text.
+A wide terminal gets a rich table. A pipe, a narrow terminal, or one without the package rich gets aligned text.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import sys
@@ -93,7 +94,8 @@ class Table:
 def write(parts: Table | Sequence[Table]) -> None:
     """Print tables to standard output, as the module describes."""
     tables = [parts] if isinstance(parts, Table) else parts
-    if sys.stdout is not None and sys.stdout.isatty():  # None where it is closed
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None where it is closed
+    if is_terminal and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.measure import Measurement
 

@@ -72,14 +72,21 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
     for found, wanted in zip(two.steps, one.steps, strict=True):
         sums, exact = found.pop("audit_sums", None), wanted.pop("audit_sums", None)
         assert sums == (None if exact is None else pytest.approx(exact, rel=1e-6))
-        for name in ("edq", "noise"):  # of float32 sums, in another order
-            assert lasting(found).get(name) == pytest.approx(
-                lasting(wanted).get(name), abs=1e-4, nan_ok=True
-            )
-            found.pop(name, None), wanted.pop(name, None)
+        # Of float32 sums, in another order. The noise is the root of a small difference of them.
+        for name, power, bound in (("edq", 1, 1e-4), ("noise", 2, 1e-6)):
+            values = [lasting(row).get(name) for row in (found, wanted)]
+            if None not in values:
+                powers = [value**power for value in values]
+                assert powers[0] == pytest.approx(powers[1], abs=bound, nan_ok=True)
+            else:
+                assert values == [None, None]
+            found.pop(name, None)
+            wanted.pop(name, None)
         assert lasting(found) == pytest.approx(lasting(wanted), rel=1e-12, nan_ok=True)
-    assert [event["kind"] for event in two.events] == ["start", "nonfinite", "skip", "finish"]
-    assert two.events == one.events
+    # What the watch sees is a note. On ranks it is not all that it sees in one process.
+    events = [[event for event in run.events if event["kind"] != "note"] for run in (one, two)]
+    assert [event["kind"] for event in events[1]] == ["start", "nonfinite", "skip", "finish"]
+    assert events[1] == events[0]
     assert one.summary is not None and two.summary is not None
     for name in ("weights_fingerprint", "num_skipped", "tokens", "val_loss", "steps"):
         assert two.summary[name] == one.summary[name], name

@@ -1,0 +1,67 @@
+"""A delta holds every changed bit, and puts a second model where the first one is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.checks.deltas import delta_bytes
+
+
+def model_of(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 500)).to(dtype)
+
+
+def bits_of(model: nn.Module) -> list[bytes]:
+    return [p.detach().view(torch.uint8).numpy().tobytes() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_server_follows_every_bit_of_a_run(dtype: torch.dtype) -> None:
+    trained, served = model_of(dtype), model_of(dtype).requires_grad_(False)
+    for p in served.parameters():
+        p.fill_(torch.nan)
+    ng.apply_delta(served, ng.delta(trained))
+    assert bits_of(served) == bits_of(trained)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1.0)
+    for step in range(3):
+        trained(torch.arange(step, step + 8)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():  # bits that compare as equal, and as unequal to themselves
+            trained[1].bias[step] = -0.0 if step else 0.0
+            trained[1].bias[7] = torch.nan
+        changes = ng.delta(trained)
+        ng.apply_delta(served, changes)
+        assert bits_of(served) == bits_of(trained)
+        assert 0 < sum(len(values) for _, values in changes.values()) < 500 * 64 * 2 + 500
+    assert not ng.delta(trained)
+
+
+def test_distances_take_16_bits_where_they_fit() -> None:
+    model = nn.Linear(1000, 100, bias=False).bfloat16()
+    ng.delta(model)
+    model.weight.data.view(-1)[[5, 90_000]] += 1
+    changes = ng.delta(model)
+    assert delta_bytes(changes) == 2 * (4 + 2)
+    model.weight.data.view(-1)[[5, 900]] += 1
+    assert delta_bytes(ng.delta(model)) == 2 * (2 + 2)
+
+
+def test_a_copy_begins_anew_and_another_model_is_refused() -> None:
+    model = model_of(torch.bfloat16)
+    ng.delta(model)
+    twin = copy.deepcopy(model)
+    assert set(ng.delta(twin)) == {name for name, _ in twin.named_parameters()}
+    model[1].bias.data[3] += 1
+    changes = ng.delta(model)
+    for other in (model_of(torch.float16), nn.Sequential(nn.Embedding(4, 4)), nn.Linear(4, 4)):
+        before = bits_of(other)
+        with pytest.raises(ng.errors.DataError, match="Cannot apply a delta"):
+            ng.apply_delta(other, changes)
+        assert bits_of(other) == before
