@@ -19,6 +19,7 @@ from .checks.deltas import delta as delta
 from .checks.moved import moved as moved
 from .checks.ranked import ranked_places as ranked_places
 from .checks.resume import check_resume as check_resume
+from .checks.same import same as same
 from .checks.teaches import teaches as teaches
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError

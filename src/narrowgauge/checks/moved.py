@@ -86,7 +86,7 @@ def moved(before: Weights, after: Weights) -> Moved:
         >>> print(moved(before, {**before, "proj.weight": torch.eye(2)}).lines[0])
         33.33% of 6 values in 2 tensors differ
     """
-    first, second = _tensors_of(before), _tensors_of(after)
+    first, second = tensors_of(before), tensors_of(after)
     rows, other = list[Row](), list[str]()
     for name in (name for name in second if name in first):
         a, b = first[name](), second[name]()
@@ -143,7 +143,7 @@ def _compared(name: str, a: Tensor, b: Tensor) -> Row:
     }  # fmt: skip
 
 
-def _tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
+def tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
     """Return a function for each name that reads its tensor."""
     if isinstance(weights, nn.Module):  # a tied tensor once, as in files
         firsts = {*dict(weights.named_parameters()), *dict(weights.named_buffers())}

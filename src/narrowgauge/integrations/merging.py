@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.checks.adapters import is_adapted, product_of
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.linear import is_transposed
 from narrowgauge.numerics.dtensor import is_sharded
 
 _BASE = "_narrowgauge_base"
@@ -70,7 +70,7 @@ def unmerge(model: nn.Module) -> int:
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and hasattr(module, "get_base_layer"):
+        if is_adapted(module):
             yield name, module
 
 
@@ -94,14 +94,8 @@ def _require_plain(name: str, layer: Any) -> None:
 
 def _merged(layer: Any) -> Tensor:
     """Return the nearest weight to base + product, of which nothing else is rounded to the base's format."""
-    base = layer.get_base_layer()
-    exact = base.weight.detach().double()
-    for adapter in layer.active_adapters:
-        down = layer.lora_A[adapter].weight.double()
-        up = layer.lora_B[adapter].weight.double()
-        product = layer.scaling[adapter] * (up @ down)
-        exact += product.T if is_transposed(base) else product
-    return _nearest(exact, base.weight.dtype)
+    weight = layer.get_base_layer().weight.detach()
+    return _nearest(weight.double() + product_of(layer), weight.dtype)
 
 
 def _nearest(exact: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,7 @@ from narrowgauge.machine import require_float64
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.clock import Clock
 from narrowgauge.matmul.operand import Keys, layer_keys
+from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.widening import linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
@@ -139,6 +140,17 @@ class Linear(NarrowLayer, nn.Linear):
             RecipeError: autocast requests a dtype that is not the compute's.
         """
         weight = weight.t() if self.is_transposed else weight
+        if is_sharded(weight):
+            from narrowgauge.matmul.tensor_parallel import multiply_parts
+
+            local = functools.partial(self.multiply_whole, unit=unit)
+            return multiply_parts(local, self.compute, self.names[0], x, weight, bias)
+        return self.multiply_whole(x, weight, bias, unit)
+
+    def multiply_whole(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, unit: Tensor | None = None
+    ) -> Tensor:
+        """Do the same with tensors that this process has in full, and with a weight ``[out, in]``."""
         x = self.cast_stream(x)
         if not x.numel() or x.dtype is self.plain_dtype:
             return linear(x, weight, bias)

@@ -1,0 +1,98 @@
+"""Narrow layers under tensor parallelism: each rank multiplies its part of the weight.
+
+``parallelize_module`` makes the weight a ``DTensor``. Split by outputs (``ColwiseParallel``), every rank has the whole input and
+its part of the output. Split by inputs (``RowwiseParallel``), the products of the ranks are added up.
+
+A cast is that of one process only if the values that share a scale lie on one rank. That holds for wide casts and for blocks that
+divide the parts. A scale of a row, a column or a tensor belongs to values on several ranks, and so do random bits: such computes
+are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.spec.computes import Compute
+
+
+def multiply_parts(
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    compute: Compute,
+    name: str,
+    x: Tensor,
+    weight: Any,
+    bias: Tensor | None,
+) -> Tensor:
+    """Return the product of an input and a weight of which this rank has a part, as ``parallelize_module`` expects it.
+
+    Args:
+        multiply: ``(x, weight, bias) -> product`` of this rank's tensors.
+        name: of the layer, for messages.
+        x: ``[..., in]``, whole on every rank, or split by its last dimension as the weight is.
+        weight: ``[out, in]``.
+    Raises:
+        RecipeError: the compute's scales or random bits belong to values on several ranks.
+    """
+    mesh = weight.device_mesh
+    placement = weight.placements[0]
+    splits_outputs = placement.is_shard(0)
+    if mesh.ndim != 1 or not (splits_outputs or placement.is_shard(1)):
+        raise RecipeError(
+            f"Cannot multiply layer '{name}': its weight is distributed as {weight.placements}.",
+            "Split it by outputs (ColwiseParallel) or by inputs (RowwiseParallel) over one dimension of the mesh.",
+        )
+    part = weight.to_local()
+    require_local_scales(compute, name, part.shape, 0 if splits_outputs else 1, mesh.size())
+    given = x if isinstance(x, DTensor) else None
+    last = x.ndim - 1
+    wanted: Any = Replicate() if splits_outputs else Shard(last)
+    if given is None:
+        given = DTensor.from_local(x, mesh, [wanted], run_check=False)
+    given = given.redistribute(placements=[wanted])
+    # The input's gradient is a sum over ranks where each has some of the outputs.
+    local = given.to_local(grad_placements=[Partial() if splits_outputs else wanted])
+    result: Tensor
+    # Added to what one rank has in full, a bias is rounded with the product, as in one process.
+    if splits_outputs:
+        own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        product = multiply(local, part, own_bias)
+        result = DTensor.from_local(product, mesh, [Shard(last)], run_check=False)
+        return result
+    product = multiply(local, part, None)
+    result = DTensor.from_local(product, mesh, [Partial()], run_check=False)
+    return result if bias is None else result + bias
+
+
+def require_local_scales(
+    compute: Compute, name: str, part: tuple[int, ...], dim: int, num_ranks: int
+) -> None:
+    """Refuse a compute whose casts on several ranks are not those of one process."""
+    advice = (
+        "Take bfloat16, float8-block or mxfp8 for the layers that are split, or shard with FSDP2."
+    )
+    if compute.is_stochastic:
+        raise RecipeError(
+            f"Cannot split layer '{name}' over {num_ranks} ranks because the random bits of '{compute.name}' are one process's.",
+            advice,
+        )
+    for cast in compute.casts.values():
+        if cast.is_wide:
+            continue
+        if cast.block is None or cast.scale == "float8_e4m3fn":
+            raise RecipeError(
+                f"Cannot split layer '{name}' over {num_ranks} ranks because scales of '{compute.name}' belong to values on "
+                "several of them.",
+                advice,
+            )
+        side = max(cast.block)
+        if part[dim] % side:
+            raise RecipeError(
+                f"Cannot split layer '{name}' over {num_ranks} ranks because blocks of {side} do not divide its part of "
+                f"{part[dim]}.",
+                advice,
+            )

@@ -1,0 +1,84 @@
+"""Narrow layers under tensor parallelism have the values of one process, but for the order of sums; or they are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import narrowgauge as ng
+from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.tensor_parallel import require_local_scales
+from narrowgauge.spec.computes import COMPUTES
+from ranks import run_ranks
+
+RIGHT = ("bfloat16", "float8-block", "mxfp8")
+REFUSED = ("float8-row", "float8-tensor", "int8-row", "nvfp4")
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(nn.functional.silu(self.up(x)))
+
+
+def results(compute: str, order: str = "", mesh: Any = None) -> list[Tensor]:
+    """Return the output and the gradients of a small model, whole."""
+    torch.manual_seed(0)
+    model, x = Two().bfloat16(), torch.randn(2, 64, 128).bfloat16()
+    for word in order.split(",") if order else ("swap",):
+        if word == "swap":
+            ng.swap_linears(model, compute, keep=())
+        else:
+            parallelize_module(model, mesh, PLAN)
+    y = model(x)
+    # A gradient that does not depend on y, whose roundings would move the codes of casts.
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype))
+    gradients = [p.grad for p in model.parameters()]
+    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in (y, *gradients)]  # type: ignore[union-attr]
+
+
+def on_a_rank(rank: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    found: dict[str, Any] = {}
+    for order in ("swap,split", "split,swap"):
+        for compute in RIGHT:
+            found[f"{compute} {order}"] = [t.float() for t in results(compute, order, mesh)]
+        for compute in REFUSED:
+            with pytest.raises(RecipeError, match=r"Cannot split layer 'up'"):
+                results(compute, order, mesh)
+    return found
+
+
+def test_two_ranks_have_the_values_of_one_process(tmp_path: Path) -> None:
+    first, second = run_ranks(on_a_rank, 2, tmp_path)
+    for name, tensors in first.items():
+        whole = results(name.split()[0])
+        for found, other, wanted in zip(tensors, second[name], whole, strict=True):
+            assert torch.equal(found, other)
+            # Two roundings to bfloat16, of sums in another order.
+            assert (found - wanted.float()).norm() <= 2**-7 * wanted.float().norm()
+
+
+def test_every_compute_is_split_or_refused() -> None:
+    for row in COMPUTES.values():
+        is_whole = row.is_stochastic or any(
+            not cast.is_wide and (cast.block is None or cast.scale == "float8_e4m3fn")
+            for cast in row.casts.values()
+        )
+        if is_whole:
+            with pytest.raises(RecipeError, match="Cannot split layer 'fc' over 2 ranks"):
+                require_local_scales(row, "fc", (256, 256), 0, 2)
+        else:
+            require_local_scales(row, "fc", (256, 256), 0, 2)
+    with pytest.raises(RecipeError, match="blocks of 128 do not divide its part of 64"):
+        require_local_scales(COMPUTES["float8-block"], "fc", (64, 256), 0, 2)
