@@ -59,7 +59,7 @@ from narrowgauge.checks.slope import slope_readings
 from narrowgauge.checks.step_check import joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
+from narrowgauge.numerics.dtensor import is_sharded, named_gradients, whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.put_back import objects_of, put_back
@@ -329,11 +329,7 @@ def configured_step(
                 scale = scaler.scale_tensor
                 scaler.request = request
         loss_scale = float(scaled[-1].get_scale()) if scaled else float(scale)
-        raw = dict[str, Tensor]()
-        for name, p in parameters.items():
-            gradient = gradient_of(p)
-            if gradient is not None:
-                raw[name] = gradient.detach()
+        raw = {name: gradient.detach() for name, gradient in named_gradients(parameters).items()}
         gradients = {name: _unscaled(whole(x).to_dense().clone(), scale) for name, x in raw.items()}
         shadows = Gradients()
         causes = list[Any]()
