@@ -86,10 +86,10 @@ def compare_weights(trainer: nn.Module, server: nn.Module) -> tuple[list[Reading
     result = moved(before, after)
     lines = list[str]()
     for kinds, count in formats.items():
-        words = (
+        more = (
             f", {counted(beyond[kinds], 'value')} beyond the narrower one" if beyond[kinds] else ""
         )
-        lines.append(f"{counted(count, 'tensor')}: {kinds}{words}")
+        lines.append(f"{counted(count, 'tensor')}: {kinds}{more}")
     if effective:
         lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
     lines.append(f"weights: {result.lines[0]}")
