@@ -84,10 +84,3 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(_ONE_THREAD)
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests that are known to fail (``open_failures.txt``)."""
-    listed = (Path(__file__).parent / "open_failures.txt").read_text("utf-8").splitlines()
-    if any(line and not line.startswith("#") and item.nodeid.startswith(line) for line in listed):
-        item.add_marker(pytest.mark.xfail(reason="listed in open_failures.txt", strict=False))

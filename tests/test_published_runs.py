@@ -87,13 +87,13 @@ def test_shapes_have_the_published_parameter_counts(published: Any) -> None:
 # ── plans beside the runs that are not held out ───────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("assumed", "mean"), [(False, 0.12), (True, 0.21)])
+@pytest.mark.parametrize(("assumed", "mean"), [(False, 0.11), (True, 0.195)])
 def test_runs_in_view_are_planned_as_documented(planned: Any, assumed: bool, mean: float) -> None:
     points = planned.points_in_view(assumed=assumed)
     assert len(points) == 145
     errors = [abs(point.error) for point in points]
     assert statistics.mean(errors) < mean and statistics.median(errors) < 0.12
-    assert 0.75 <= statistics.mean(point.is_inside for point in points) <= 0.92
+    assert 0.8 <= statistics.mean(point.is_inside for point in points) <= 0.92
 
 
 def test_the_error_bars_are_those_of_the_residuals(planned: Any) -> None:
@@ -112,9 +112,9 @@ def test_the_memory_of_published_runs_is_planned_as_documented(planned: Any) -> 
     """All runs ran. Printed peaks are what the allocator reserved."""
     points = planned.points_in_view(assumed=False)
     stated = [point for point in points if "recompute" in point.run.step]
-    assert statistics.mean(point.job.fits for point in stated) >= 0.93
+    assert statistics.mean(point.job.fits for point in stated) >= 0.95
     errors = [abs(point.job.reserved_bytes / point.peak - 1) for point in points if point.peak]
-    assert len(errors) == 23 and statistics.mean(errors) < 0.09 and max(errors) < 0.25
+    assert len(errors) == 23 and statistics.mean(errors) < 0.07 and max(errors) < 0.2
 
 
 def test_calculons_points_are_met_within_a_tenth(planned: Any) -> None:

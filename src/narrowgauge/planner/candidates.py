@@ -23,6 +23,8 @@ XLA_RECIPES = ("bfloat16/float32", "bfloat16/master")
 """The default comparison on TPUs, which this project's optimizers do not run on."""
 ADAPTER_RECIPES = ("bfloat16/master", "bfloat16/word")
 """The default comparison of adapters, whose states are small."""
+FLOAT16_RECIPES = ("float16/split", "float16/master")
+"""The default comparison on chips that multiply float16 but not bfloat16."""
 STORAGE_RECIPES = [
     f"bfloat16/{row.name}"
     for row in sorted(STORAGES.values(), key=lambda row: -row.bytes_per_param)
@@ -38,7 +40,7 @@ def keeps_rate(storage: Storage) -> bool:
     """Tell whether a storage trains at the rate that was set.
 
     It keeps small updates, and its second moments are not held above the squares of usual gradients. Second moments of float16
-    are at least 2^-24, so steps divide by roots that are too large.
+    without a scale are at least 2^-24, so steps divide by roots that are too large.
     """
     second = storage.exp_avg_sq
     floor = second.lowest - second.mantissa_bits
@@ -50,7 +52,9 @@ def compared_recipes(recipes: Sequence[Recipe], asked: str | Recipe | Sequence[s
     """Return the recipes of a question on a chip: those that it names, or the usual ones that the chip multiplies."""
     if recipes:
         return list(recipes)
-    names = XLA_RECIPES if chip.vendor == "Google" else USUAL_RECIPES
+    names = USUAL_RECIPES if "bfloat16" in chip.peak_tflops else FLOAT16_RECIPES
+    if chip.vendor == "Google":
+        names = XLA_RECIPES
     if has_adapters:
         names = ADAPTER_RECIPES
     suited = [] if asked == "all" else suited_recipes(names, chip, optimizer)

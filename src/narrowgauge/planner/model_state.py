@@ -156,9 +156,7 @@ def _matrix_state(
     if not part.trains:
         return Bytes(part.bytes * matmul.num_elements * share).stored(part) + biases
     row = storage.keeping(OPTIMIZER_STATES[optimizer])
-    beside = (
-        3 * row.bytes_per_row * matmul.count * matmul.out_features
-    )  # bounds, and the factors into codes and back
+    beside = row.bytes_per_row * matmul.count * matmul.out_features
     if optimizer == "adafactor":
         beside += _FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features)
     sharded = bytes_per_parameter(row) * matmul.num_elements + Bytes(optimizer=beside)
