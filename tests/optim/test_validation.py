@@ -11,6 +11,7 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.optim.validation import check_one_device
 from optim.pairs import RULES, build, everything, parameters
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
@@ -217,3 +218,10 @@ def test_a_state_that_other_code_puts_there_is_taken() -> None:
     for optimizer in (first, second):
         take_steps(optimizer, range(2, 3))
     assert_same_bits(everything(first), everything(second))
+
+
+def test_several_devices_in_one_optimizer_are_refused() -> None:
+    tensors = [torch.zeros(1), torch.zeros(1, device="meta")]
+    with pytest.raises(ng.errors.RecipeError, match="on cpu and meta together"):
+        check_one_device(tensors)
+    assert check_one_device(tensors[:1]) == torch.device("cpu")
