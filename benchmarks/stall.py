@@ -4,21 +4,23 @@ Claim: at a small learning rate, bfloat16 weights stop moving unless more of the
 stochastically rounded, keep them moving. Weights ~N(0,1), gradients 0.05 + 0.1 N(0,1) from a cycle of 50, lr 1e-5,
 beta2 0.999, 400 steps; the figure is the error of the stored weights' displacement, ‖moved − wanted‖ / ‖wanted‖: 0 is
 perfect, 1 a weight that never moved; what is asked of ours stands beside it. ``--scale 0.02`` gives the weights the size
-that matrices of language models have.
+that matrices of language models have. ``--gradients 1e-6`` gives the gradients another size: a norm of 1 over 8 billion
+weights is 1e-5 in each. The *rate* is ⟨moved, wanted⟩ / ‖wanted‖², the share of the learning rate that arrives.
 
 Baseline: the same AdamW in float64. Beside ours: published 8-bit states by their formulas
 (``benchmarks/_published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A float16 storage is fed
-the same numbers in float16, which holds all but the smallest of them.
+the same numbers in float16, times a loss scale that brings them near 0.1.
 
-Run: ``./dev bench stall [--scale 0.02] [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an interrupted run
-goes on where it was (``_parts.py``). All rows take about 40 seconds on 2 cores, without those of peers. No times are taken,
-so ``--rounds`` has no effect.
+Run: ``./dev bench stall [--scale 0.02] [--gradients 1e-6] [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an
+interrupted run goes on where it was (``_parts.py``). All rows take about 40 seconds on 2 cores, without those of peers. No
+times are taken, so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +56,7 @@ class Trainee:
     weight: nn.Parameter
     step: Callable[[], object]
     stored: Callable[[], Tensor]
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,17 @@ class Stall:
     cycle: tuple[Tensor, ...]
     steps: int
     wanted: Tensor
+    gradients: float = 0.1
 
     @classmethod
-    def make(cls, side: int, steps: int, scale: float = 1.0, seed: int = 1) -> Stall:
-        """The case for a ``side`` × ``side`` weight of standard deviation ``scale``."""
+    def make(
+        cls, side: int, steps: int, scale: float = 1.0, gradients: float = 0.1, seed: int = 1
+    ) -> Stall:
+        """The case for a ``side`` × ``side`` weight of standard deviation ``scale``, and for gradients of a size."""
         generator = torch.Generator().manual_seed(seed)
         start = (scale * torch.randn(side, side, generator=generator)).bfloat16()
         cycle = tuple(
-            (0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16()
+            (gradients * (0.5 + torch.randn(side, side, generator=generator))).bfloat16()
             for _ in range(CYCLE)
         )
         x = start.double()
@@ -80,17 +86,20 @@ class Stall:
             g = cycle[t % CYCLE].double()
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
             x = x - LR * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
-        return cls(start, cycle, steps, x - start.double())
+        return cls(start, cycle, steps, x - start.double(), gradients)
 
-    def error(self, trainee: Trainee) -> float:
+    def compare(self, trainee: Trainee) -> Row:
         """Train, and compare the displacement of what is stored."""
         began = trainee.stored().double()
         for t in range(1, self.steps + 1):
             # A copy: some optimizers compute in the gradient's own memory.
-            trainee.weight.grad = self.cycle[t % CYCLE].to(trainee.weight.dtype, copy=True)
+            gradient = self.cycle[t % CYCLE] * trainee.loss_scale
+            trainee.weight.grad = gradient.to(trainee.weight.dtype, copy=True)
             trainee.step()
         moved = trainee.stored().double() - began
-        return float((moved - self.wanted).norm() / self.wanted.norm())
+        error = (moved - self.wanted).norm() / self.wanted.norm()
+        rate = (moved * self.wanted).sum() / self.wanted.square().sum()
+        return {"error": float(error), "rate": float(rate)}
 
 
 def ours(
@@ -107,12 +116,17 @@ def ours(
         {weight: case.start.to(device).float()}
     )  # a visible format narrower than bfloat16 cuts it
 
+    loss_scale = 1.0
+    if row.visible == "float16":
+        loss_scale = 2.0 ** round(math.log2(0.1 / case.gradients))
+
     def step() -> None:
         if weight.grad is not None:
             weight.grad = weight.grad.to(weight.device)
+        optimizer.grad_scale = torch.tensor(loss_scale)  # as torch.amp.GradScaler passes it
         optimizer.step()
 
-    return Trainee(weight, step, lambda: optimizer.stored(weight).cpu()), optimizer
+    return Trainee(weight, step, lambda: optimizer.stored(weight).cpu(), loss_scale), optimizer
 
 
 def our_row(case: Stall, storage: str) -> Row:
@@ -120,12 +134,12 @@ def our_row(case: Stall, storage: str) -> Row:
     trainee, optimizer = ours(case, storage)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        error = case.error(trainee)
+        result = case.compare(trainee)
     reading = ng.audit(optimizer)["weight"]
     return {
         "": f"ours {storage}",
         "bytes per parameter": optimizer.bytes_per_param(),
-        "error": error,
+        **result,
         "asked": f"≤ {ASKED[storage]:g}" if storage in ASKED else "",
         "EDQ": reading.edq,
         "noise": reading.noise,
@@ -143,11 +157,11 @@ def published_row(case: Stall, published: PublishedStates) -> Row:
         assert weight.grad is not None
         kept.step(weight.grad)
 
-    error = case.error(Trainee(weight, step, lambda: kept.weight))
+    result = case.compare(Trainee(weight, step, lambda: kept.weight))
     return {
         "": f"published {published.name}",
         "bytes per parameter": kept.bytes_per_param(),
-        "error": error,
+        **result,
     }
 
 
@@ -161,7 +175,7 @@ def peer_row(case: Stall, peer: Peer) -> Row:
         optimizer = peer.make([weight], lr=LR, **OPTIONS)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            error = case.error(
+            result = case.compare(
                 Trainee(weight, optimizer.step, lambda: peer.stored(optimizer, weight))
             )
     except (ImportError, RuntimeError) as refused:  # its kernels need what this machine may lack
@@ -169,13 +183,13 @@ def peer_row(case: Stall, peer: Peer) -> Row:
     said = [
         w for w in caught if "_stable_hash_for_caching" not in str(w.message)
     ]  # that one is about compiling
-    return {**row, "error": error, "warns": "yes" if said else "no"}
+    return {**row, **result, "warns": "yes" if said else "no"}
 
 
 def parts(options: argparse.Namespace) -> list[Part]:
     """A part for each row; the case is made for the first that is missing."""
     side, steps = QUICK if options.quick else FULL
-    case = functools.cache(lambda: Stall.make(side, steps, options.scale))
+    case = functools.cache(lambda: Stall.make(side, steps, options.scale, options.gradients))
     contenders: list[tuple[str, Callable[[], Row]]] = [
         *((f"ours {name}", lambda name=name: our_row(case(), name)) for name in STORAGES),
         *(
@@ -185,7 +199,12 @@ def parts(options: argparse.Namespace) -> list[Part]:
         *((peer.name, lambda peer=peer: peer_row(case(), peer)) for peer in PEERS),
     ]
     return [
-        Part(name, {"side": side, "steps": steps, "scale": options.scale}, make, SECONDS)
+        Part(
+            name,
+            {"side": side, "steps": steps, "scale": options.scale, "gradients": options.gradients},
+            make,
+            SECONDS,
+        )
         for name, make in contenders
     ]
 
@@ -197,6 +216,9 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument(
         "--scale", type=float, default=1.0, help="standard deviation of the weights (default 1)"
     )
+    made.add_argument(
+        "--gradients", type=float, default=0.1, help="size of the gradients (default 0.1)"
+    )
     return made
 
 
@@ -206,10 +228,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report("stall", options, peers=PACKAGES)
     with out_folder(options, "stall") as out:
         rows = list(complete(parts(options), out, report).values())
-    for row in rows if options.quick or options.scale != 1 else ():
+    is_other = options.quick or options.scale != 1 or options.gradients != 0.1
+    for row in rows if is_other else ():
         row.pop("asked", None)
     side, steps = QUICK if options.quick else FULL
-    title = f"error of the stored displacement, weights of {options.scale:g}, {side} × {side}, lr {LR:g}, {steps} steps"
+    title = (
+        f"error of the stored displacement, weights of {options.scale:g}, gradients of {options.gradients:g}, "
+        f"{side} × {side}, lr {LR:g}, {steps} steps"
+    )
     report.add(title, rows)
     return report.end()
 

@@ -45,7 +45,7 @@ NUMBERS = (
     "slow_rate",
     "correction",
 )
-ADEMAMIX = ng.optim.Rule("ademamix", STATES, NUMBERS, scalars, update)
+ADEMAMIX = ng.optim.Rule("ademamix", STATES, NUMBERS, scalars, update, monotone=True)
 OPTIONS = {"lr": 2e-3, "betas": (0.9, 0.999, 0.9999), "alpha": 5.0}
 
 

@@ -182,3 +182,39 @@ def test_no_other_module_imports_what_takes_seconds() -> None:
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+# Files that read a gradient where it lies: of leaves that are no parameters, as an object with an identity, or to put it back.
+READ_GRADIENTS_IN_PLACE = {
+    "numerics/dtensor.py",
+    "put_back.py",
+    "checks/sight.py",
+    "distributed/reduction.py",
+    "gauges/nan_origin/tracing.py",
+    "gauges/recording/watch.py",
+    "optim/parameter_formats.py",
+    "planner/own_module.py",
+}
+
+
+def test_a_gradient_has_one_door() -> None:
+    """A gradient may be a rank's part of a sum: only ``gradient_of`` reads one, others ask whether there is one."""
+    offenders = set()
+    for file in SOURCE.rglob("*.py"):
+        text = file.read_text()
+        if ".grad" not in text.replace("torch.autograd.grad", ""):
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
+        asked = {
+            id(node.left)
+            for node in nodes
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot))
+        }
+        for node in nodes:
+            is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+            is_grad = is_read and node.attr == "grad" and ast.unparse(node) != "torch.autograd.grad"
+            if is_grad and id(node) not in asked:
+                offenders.add(file.relative_to(SOURCE).as_posix())
+            is_call = isinstance(node, ast.Call) and ast.unparse(node.func) == "local_of"
+            assert not (is_call and ast.unparse(node.args[0]).endswith(".grad")), file
+    assert offenders == READ_GRADIENTS_IN_PLACE

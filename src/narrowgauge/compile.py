@@ -162,9 +162,13 @@ def compiled(
         return outcome.code
 
 
-def can_compile(place: Literal["cpu", "gpu"]) -> bool:
-    """Return whether functions can be compiled here. Warn once if not."""
-    missing = switched_off() or (compiler_missing() if place == "cpu" else gpu_compiler_missing())
+def can_compile(place: Literal["cpu", "gpu", "printed"]) -> bool:
+    """Return whether functions for a CPU or GPU can be compiled here, or printed C++. Warn once if not."""
+    if place == "gpu":
+        missing = gpu_compiler_missing()
+    else:
+        missing = compiler_missing(by_pytorch=place == "cpu")
+    missing = switched_off() or missing
     if missing:
         _warn_once(missing)
     return not missing

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -102,12 +103,18 @@ def switched_off() -> str:
     )
 
 
-def compiler_missing() -> str:
-    """Return why no C++ can be compiled here, or an empty string."""
-    torch = find_spec("torch")
-    if torch is not None and " " in (torch.origin or ""):  # PyTorch's compiler does not quote paths
-        return f"PyTorch's compiler cannot work from '{torch.origin}'"
+def compiler_missing(*, by_pytorch: bool = True) -> str:
+    """Return why no C++ can be compiled here, ``by_pytorch`` or by us, or an empty string.
+
+    PyTorch takes one word as its compiler. We take ``CXX="ccache g++"`` too.
+    """
     name = compiler_name()
+    if by_pytorch:
+        torch = find_spec("torch")
+        if torch is not None and " " in (torch.origin or ""):  # it does not quote paths
+            return f"PyTorch's compiler cannot work from '{torch.origin}'"
+    else:
+        name = shlex.split(name)[0]
     return "" if shutil.which(name) else f"no C++ compiler ('{name}') is on PATH"
 
 

@@ -11,6 +11,7 @@ import functools
 import io
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -63,11 +64,17 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in steps:
-            for p in training.model.parameters():
-                give(p, gradient(p, step))
-            training.optimizer.step()
-            training.optimizer.zero_grad()
+            take_step(training, step, give)
     return training
+
+
+def take_step(
+    training: Training, step: int, give: Callable[[Tensor, Tensor], None] = hand_over
+) -> None:
+    for p in training.model.parameters():
+        give(p, gradient(p, step))
+    training.optimizer.step()
+    training.optimizer.zero_grad()
 
 
 @functools.cache
@@ -136,14 +143,93 @@ def moved_to_a_device(storage: str) -> dict[str, str]:
     return fingerprint(train(training))
 
 
+def in_micro_batches(storage: str) -> dict[str, str]:
+    """Sum 64 micro-batches, of which most cancel. Autograd itself sums float32 gradients: theirs has one."""
+
+    def give(p: Tensor, value: Tensor) -> None:
+        p.grad = value
+        if value.dtype is not torch.float32:
+            accumulator = ng.GradientAccumulator([p])
+            for factor in [0, 1, *[1, -1] * 31]:
+                p.grad = value * factor
+                accumulator.accumulate()
+            accumulator.finish()
+
+    return fingerprint(train(start(storage), give=give))
+
+
+def in_two_threads(storage: str) -> dict[str, str]:
+    """Step two optimizers of one storage at the same time."""
+    trainings = [start(storage), start(storage)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with ThreadPoolExecutor(2) as pool:
+            for step in range(STEPS):
+                list(pool.map(functools.partial(take_step, step=step), trainings))
+    prints = [fingerprint(training) for training in trainings]
+    return prints[0] if prints[0] == prints[1] else {}
+
+
+def with_a_rate_in_a_tensor(storage: str) -> dict[str, str]:
+    training = start(storage)
+    for group in training.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+    result = fingerprint(train(training))
+    return {name: value for name, value in result.items() if not name.endswith(".lr")}
+
+
 WAYS = [
     deep_copied, pickled, copied_before_the_first_step, in_float32, as_main_grad, channels_last, moved_to_a_device,
+    in_micro_batches, in_two_threads, with_a_rate_in_a_tensor,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_storage(way: Callable[[str], dict[str, str]]) -> None:
-    assert [storage for storage in STORAGES if way(storage) != plain(storage)] == []
+    different = []
+    for storage in STORAGES:
+        result = way(storage)
+        if not result or any(plain(storage)[name] != value for name, value in result.items()):
+            different.append(storage)
+    assert different == []
+
+
+def test_a_mask_in_each_step_leaves_the_other_weights() -> None:
+    different = []
+    for storage, row in STORAGES.items():
+        training, unmasked = start(storage), train(start(storage))
+        masks = [torch.arange(p.numel()).view(p.shape) % 3 > 0 for p in training.model.parameters()]
+        for step in range(STEPS):
+            train(training, range(step, step + 1))
+            for p, mask in zip(training.model.parameters(), masks, strict=True):
+                p.data.mul_(mask)
+        for p, q, mask in zip(
+            training.model.parameters(), unmasked.model.parameters(), masks, strict=True
+        ):
+            values, others = training.optimizer.stored(p), unmasked.optimizer.stored(q)
+            is_same = torch.equal(values[mask], others[mask]) or row.weight.scaled
+            is_zero = not values.to(p.dtype)[~mask].any()  # a tail stays within half an ulp
+            if p[~mask].any() or not is_zero or not is_same:
+                different.append(storage)
+    assert different == []
+
+
+def test_an_average_is_of_what_is_stored() -> None:
+    different = []
+    for storage in STORAGES:
+        training = start(storage)
+        average = ng.AveragedModel(training.model, training.optimizer, decay=0.9)
+        expected: dict[Tensor, Tensor] = {}
+        for step in range(STEPS):
+            train(training, range(step, step + 1))
+            average.update_parameters(training.model)
+            for p in training.model.parameters():
+                value = training.optimizer.stored(p).float()
+                expected[p] = torch.lerp(expected.get(p, value), value, 1 - 0.9)
+        pairs = zip(average.module.parameters(), expected.values(), strict=True)
+        if fingerprint(training) != plain(storage) or not all(torch.equal(*pair) for pair in pairs):
+            different.append(storage)
+    assert different == []
 
 
 @pytest.mark.parametrize("is_stepped", [False, True])

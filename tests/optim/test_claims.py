@@ -55,6 +55,38 @@ def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(stora
     assert abs(reading.edq - 1) < 4 * reading.edq_error < 1.6 * coarser
 
 
+def rate(storage: str, size: float) -> float:
+    """Return the share of the learning rate that arrives: of the displacement of AdamW in float64, along it."""
+    generator = torch.Generator().manual_seed(1)
+    visible = getattr(torch, STORAGES[storage].visible)
+    weight = torch.nn.Parameter((0.02 * torch.randn(32, 32, generator=generator)).to(visible))
+    optimizer = ng.AdamW(
+        [weight], lr=1e-5, weight_decay=0.0, storage=storage, compile=False, low_bits="zero"
+    )
+    # A float16 gradient has a loss scale, which the optimizer divides out.
+    scale = 2.0 ** round(math.log2(0.1 / size)) if visible is torch.float16 else 1.0
+    optimizer.grad_scale = torch.tensor(scale)
+    optimizer.audit_every = 0
+    start = optimizer.stored(weight)
+    exact = AdamW64(start, 1e-5)
+    for _ in range(40):
+        gradient = size * (0.5 + torch.randn(32, 32, generator=generator)).bfloat16()
+        weight.grad = (gradient * scale).to(visible)
+        optimizer.step()
+        exact.step(weight.grad.double() / scale)
+    moved = optimizer.stored(weight).double() - start.double()
+    wanted = exact.weight - start.double()
+    return float((moved * wanted).sum() / wanted.square().sum())
+
+
+@pytest.mark.parametrize("size", [1e-1, 1e-4, 1e-6, 1e-8])
+def test_the_rate_arrives_at_every_size_of_gradients(size: float) -> None:
+    """A norm of 1 over 8 billion weights is 1e-5 in each: no moment may have a floor above its square."""
+    rates = {name: rate(name, size) for name in [*LIMITS, "float16/split", "float16/collage-plus"]}
+    assert {name: value for name, value in rates.items() if not 0.98 < value < 1.02} == {}
+    assert all(rate(name, size) < 0.9 for name in ("naive", "float16/naive"))
+
+
 @pytest.mark.parametrize("storage", STALLED)
 def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> None:
     fallback = STORAGES[storage].fallback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
 from narrowgauge import torch_names
-from narrowgauge.machine import compiler_missing
+from narrowgauge.machine import compiler_missing, compiler_name
 from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.optim import clip, cpp_step, multi_tensor, triton_step
@@ -274,6 +275,43 @@ def test_a_damaged_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(RuntimeError, match="error"):
         cpp.build("int answer() {")
     assert {file.suffix for file in tmp_path.iterdir()} == {".so", ".cpp", ".sha256"}
+
+
+@pytest.mark.parametrize("place", ["a compiler behind a cache", "a folder mounted noexec"])
+def test_how_a_library_is_built(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``CXX`` may be several words. Where nothing may run, the definition steps, and the reason is one line."""
+    if compiler_missing():
+        pytest.skip(compiler_missing())
+    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(cpp, "_libraries", {})
+    cpp_step.functions.cache_clear()
+    cache = tmp_path / "ccache"
+    cache.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls\nexec "$@"\n')
+    cache.chmod(0o755)
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "built"))
+    can_run, compiler = "compiler" in place, compiler_name()
+    if can_run:
+        monkeypatch.setenv("CXX", f"{cache} {compiler}")
+    else:
+        monkeypatch.setattr(cpp, "_allows_programs", lambda folder: False)
+        monkeypatch.setattr(cpp, "_own_folder", lambda: tmp_path)
+    weights = parameters("word", [(8, 8)])
+    weights[0].grad = torch.ones_like(weights[0])
+    optimizer = ng.SGD(weights, lr=1e-3, storage="word", compile=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    (ran,) = optimizer.ran_compiled().values()
+    if can_run:
+        assert ran == "C++" and not caught
+        assert set((tmp_path / "calls").read_text().split()) == {compiler}
+    else:
+        (line,) = [str(warning.message) for warning in caught]
+        assert f"from {tmp_path}, which is mounted noexec: set NARROWGAUGE_CACHE" in line
+        assert ran.startswith("definition: Cannot compile") and "noexec" in ran
+        assert optimizer.num_steps(weights[0]) == 1
 
 
 def test_threads_build_a_step_once_and_step_alike(

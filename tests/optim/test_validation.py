@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from optim.pairs import build, everything, parameters
+from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.optim.validation import check_one_device
+from optim.pairs import RULES, build, everything, parameters
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
 
@@ -59,7 +62,7 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
 
 @pytest.mark.parametrize(
     ("rule", "option", "value", "words"),
-    [("plain sgd", "momentum", 0.9, "has no buffer for it"),
+    [("plain sgd", "momentum", 0.9, "momentum_buffer"),
      ("galore", "rank", 2, "projected_exp_avg")],
 )  # fmt: skip
 def test_options_that_need_other_states_are_refused(
@@ -140,3 +143,85 @@ def test_values_of_another_shape_or_tensor_are_not_adopted_and_change_nothing() 
     assert first.all()
     optimizer.adopt({first: torch.zeros(2, 3)}, {first: {"exp_avg_sq_row": torch.ones(2)}})
     assert torch.equal(optimizer.stored(first, "exp_avg_sq_row"), torch.ones(2))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_cycle_cycles_the_momentum_that_the_rule_reads(rule: str) -> None:
+    optimizer = build(rule, parameters("word"), "word")
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+    take_steps(optimizer, range(1))
+    schedule.step()
+    (group,) = optimizer.param_groups
+    if "momentum" in group:
+        assert 0.85 < group["momentum"] < 0.95
+        assert "betas" not in group or group["betas"] == (0.9, 0.999)
+    else:
+        assert 0.85 < group["betas"][0] < 0.95
+    if "momentum" in group:
+        assert "momentum_buffer" in optimizer.state[group["params"][0]]
+
+
+def test_a_group_that_comes_later_has_all_options() -> None:
+    optimizer = ng.Muon(parameters("word"), betas=(0.5, 0.6))
+    optimizer.add_param_group({"params": parameters("word", [(5,)])})
+    assert optimizer.param_groups[0].keys() == optimizer.param_groups[1].keys()
+    assert optimizer.param_groups[1]["betas"] == (0.5, 0.6)
+
+
+def test_plain_sgd_under_one_cycle_is_torchs() -> None:
+    ours = ng.SGD(parameters("float32"), lr=0.1, storage="float32", compile=False)
+    theirs = torch.optim.SGD(parameters("float32"), lr=0.1)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+        for optimizer in (ours, theirs)
+    ]
+    for step in range(5):
+        for optimizer, schedule in zip((ours, theirs), schedules, strict=True):
+            take_steps(optimizer, range(step, step + 1))
+            schedule.step()
+    for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    memory = torch.zeros(8, 8, dtype=torch.bfloat16)
+    views = {True: (memory, memory[2:6]), False: (memory[:, ::2], memory[:, 1::2])}
+    for is_shared, pair in views.items():
+        params = [nn.Parameter(view) for view in pair]
+        optimizer = ng.AdamW(params)
+        if is_shared:
+            with pytest.raises(ng.errors.RecipeError, match="because they share their memory"):
+                take_steps(optimizer, range(1))
+            assert not optimizer.state and not memory.any()
+        else:
+            take_steps(optimizer, range(1))
+            assert memory.all()
+
+
+def test_a_rule_that_is_not_monotone_takes_no_scale_by_row() -> None:
+    rule = dataclasses.replace(ADAMW, name="own", monotone=False)
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    for storage in ("compact", "states8", "float32-states8"):
+        with pytest.raises(ng.errors.RecipeError, match="does not say that it is monotone"):
+            ng.Optimizer(parameters(storage), rule, options, storage=storage)
+    take_steps(ng.Optimizer(parameters("word"), rule, options, storage="word"), range(1))
+
+
+def test_a_state_that_other_code_puts_there_is_taken() -> None:
+    """As ZeroRedundancyOptimizer loads one."""
+    first = build("adamw", parameters("word"), "word")
+    take_steps(first, range(2))
+    copies = [nn.Parameter(p.detach().clone()) for p in parameters_of(first)]
+    second = build("adamw", copies, "word")
+    for p, entry in zip(copies, first.state_dict()["state"].values(), strict=True):
+        second.state[p] = entry
+    for optimizer in (first, second):
+        take_steps(optimizer, range(2, 3))
+    assert_same_bits(everything(first), everything(second))
+
+
+def test_several_devices_in_one_optimizer_are_refused() -> None:
+    tensors = [torch.zeros(1), torch.zeros(1, device="meta")]
+    with pytest.raises(ng.errors.RecipeError, match="on cpu and meta together"):
+        check_one_device(tensors)
+    assert check_one_device(tensors[:1]) == torch.device("cpu")

@@ -58,7 +58,7 @@ from narrowgauge.checks.slope import slope_readings
 from narrowgauge.checks.step_check import joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
+from narrowgauge.numerics.dtensor import is_sharded, named_gradients, whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.put_back import objects_of, put_back
@@ -252,8 +252,7 @@ def _ranked_copy(twin: nn.Module, parts: Sequence[Any], loss: Loss) -> Ranked:
             with Shadow(**asks) as mode:
                 for part in parts:
                     (scalar(loss(twin, part)) / len(parts)).backward()
-            named = {name: p.grad for name, p in leaves.items() if p.grad is not None}
-            return *followed(mode, named), mode
+            return *followed(mode, named_gradients(leaves)), mode
 
     try:
         gradients, shadows, mode = run(measures=True)
@@ -338,11 +337,7 @@ def configured_step(
             ):  # this pass scaled its loss; the optimizer would divide
                 scale, scaler.request = scaler.scale_tensor, request
         loss_scale = float(scaled[-1].get_scale()) if scaled else float(scale)
-        raw = dict[str, Tensor]()
-        for name, p in parameters.items():
-            gradient = gradient_of(p)
-            if gradient is not None:
-                raw[name] = gradient.detach()
+        raw = {name: gradient.detach() for name, gradient in named_gradients(parameters).items()}
         gradients = {name: _unscaled(whole(x).to_dense().clone(), scale) for name, x in raw.items()}
         shadows, causes = Gradients(), list[Any]()
         if mode is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.shadow import SUM, Key, Shadow, Site, eager, is_finite, is_float
+from narrowgauge.numerics.dtensor import named_gradients
 from narrowgauge.put_back import put_back
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_names import plain_name
@@ -278,9 +279,7 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Ranked:
         with put_back(model), eager():
             with Shadow(chosen, **asks) as mode:
                 value = step()
-            named = {
-                plain_name(n): p.grad for n, p in model.named_parameters() if p.grad is not None
-            }
+            named = named_gradients({plain_name(n): p for n, p in model.named_parameters()})
             bad = [value, *named.values()]
             gradients, shadows = followed(mode, named)
         return gradients, shadows, mode, [mode.first_bad(x) for x in bad if is_float(x)]

@@ -439,7 +439,8 @@ class ExactReduction(GradientReduction):
             return
         names = []
         for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None and local_of(parameter.grad).isnan().any():
+            gradient = gradient_of(parameter)
+            if gradient is not None and local_of(gradient).isnan().any():
                 names.append(name)
         raise RecipeError(
             f"Cannot sum the gradient of '{', '.join(names[:3])}' exactly because values beyond 2^18 appeared in it after the "
@@ -565,7 +566,9 @@ class Replicated:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                gradient = local_of(parameter.grad)
+                placed = gradient_of(parameter)
+                assert placed is not None
+                gradient = local_of(placed)
                 gradient.copy_(part.view(gradient.shape))
         if is_last:
             self._used.zero_()

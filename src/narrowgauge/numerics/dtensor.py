@@ -10,7 +10,7 @@ over ranks is the gradient. :func:`gradient_of` is the one reader of ``p.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,16 @@ def gradient_of(parameter: Any) -> Tensor | None:
                 parameter.grad = placed
             gradient = placed
     return gradient  # type: ignore[no-any-return]
+
+
+def named_gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the gradients of the named parameters that have one, as :func:`gradient_of`."""
+    gradients = {}
+    for name, parameter in parameters.items():
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            gradients[name] = gradient
+    return gradients
 
 
 def copied_to_cpu(tensor: Tensor) -> Tensor:

@@ -13,25 +13,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from textwrap import indent
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.optim.kernel import CONTROL
-from narrowgauge.optim.layout import layout_of
-from narrowgauge.optim.row_bounds import bounding
-from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.step_graph import (
+    StepText,
     Stream,
-    bounds_column,
     lane_names,
     magnitude_graph,
     num_addresses,
     num_values,
     scale_names,
-    scales_graph,
-    step_graph,
-    streams_of,
 )
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.cpp import CPP, VECTORS, build
@@ -96,29 +90,41 @@ _HEAD = (
 )
 
 
-class _Text:
+class _Text(StepText):
     """Write the C++ of a (rule, storage)."""
+
+    language = CPP
+    indentation = "  "
+    texts: ClassVar = {
+        "bound": "((float*)row[{0}])[{1} * group + line]",
+        "load": "{0}",
+        "store": "{0} = {1};",
+        "found": "float* found = records + (record + line) * {0};",
+        "read": "found[{0}]",
+        "new": "float {0} = {1};",
+        "set": "{0} = {1};",
+        "sum": "sum{0} += where(counted, {1}, 0.0f);",
+        "if": "if ({0}) {{",
+        "else": "} else {",
+        "end": "}",
+    }
 
     def __init__(
         self, rule: AnyRule, storage: Storage, *, audited: bool = False, with_sources: bool = False
     ) -> None:
+        super().__init__(rule, storage, with_sources=with_sources)
         self.is_audited = audited
-        self.rule, self.storage, self.layout = rule, storage, layout_of(storage)
-        self.with_sources = with_sources
-        self.streams = streams_of(rule, storage)
         self.values = [f"v_{k}" for k in range(num_values(rule))]
         self.uniforms = [*self.values, "seed", *scale_names(storage)]
-        self.peaks: list[tuple[str, int]] = []
-        if storage.scaled and isinstance(rule, Rule):
-            for name in bounding(rule, storage):
-                self.peaks += [(name, part) for part in range(self.layout.num_parts)]
-
-    @property
-    def record(self) -> int:
-        """Return the floats of a row that is bounded before the step: its largest magnitudes and
-        old bounds.
-        """
-        return len(self.peaks) + len(self.storage.scaled) * self.layout.num_parts
+        for k, word in enumerate(self.words):
+            self.loads[word] = f"load(p{k} + 4 * at)"
+            self.stores[word] = f"store(p{k} + 4 * at, {{}});"
+        for lane, name in enumerate(lane_names(rule, storage)):
+            floats = self.layout.per_word
+            stream = len(self.words) + lane // floats
+            place = f"p{stream} + {4 * floats} * at, {lane % floats}"
+            self.loads[name] = f"take_lane<{floats}>({place})"
+            self.stores[name] = f"put_lane<{floats}>({place}, {{}});"
 
     def whole(self) -> str:
         """Return the text of all functions."""
@@ -144,37 +150,16 @@ class _Text:
 
     def walk(self, name: str, *, audited: bool = False, averages: bool = False) -> str:
         """Return a function that steps, audits or averages whole vectors of words."""
-        words = [f"w{k}" for k, stream in enumerate(self.streams) if not stream.floats]
-        lanes = lane_names(self.rule, self.storage)
-        inputs = [*words, *scale_names(self.storage), *lanes, "v", "seed"]
-        graph = step_graph(
-            self.rule, self.storage, CPP,
-            audited=audited, averages=averages, with_sources=self.with_sources,
-        )  # fmt: skip
-        printed = print_graph(graph, inputs, "x", CPP)
-        body = [f"const auto {w} = load(p{k} + 4 * at);" for k, w in enumerate(words)]
-        stores: dict[str, str] = {w: f"store(p{k} + 4 * at, {{}});" for k, w in enumerate(words)}
-        for lane, d in enumerate(lanes):
-            stream = len(words) + lane // self.layout.per_word
-            floats, number = self.layout.per_word, lane % self.layout.per_word
-            place = f"p{stream} + {4 * floats} * at, {number}"
-            body.append(f"const auto {d} = take_lane<{floats}>({place});")
-            stores[d] = f"put_lane<{floats}>({place}, {{}});"
-        body += printed.lines
-        for k, term in enumerate(printed.results):
-            body.append(f"sum{k} += where(counted, {term}, 0.0f);")
-        body += [stores[target].format(value) for target, value in printed.writes]
-        written = [
-            "true" if f"w{k}" in dict(printed.writes) else "false" for k in range(len(words))
-        ]
+        printed = self.printed(audited=audited, averages=averages)
+        written = ["true" if word in dict(printed.writes) else "false" for word in self.words]
         is_change_written = "true" if averages else "false"
-        written += [is_change_written] * (len(self.streams) - len(words))
+        written += [is_change_written] * (len(self.streams) - len(self.words))
         text = f"constexpr bool WRITTEN_BY_{name}[] = {{{', '.join(written)}}};\n"
         ends = [f"out[{k}] += sum_of(sum{k});" for k in range(len(printed.results))]
         sums = [f"Floats sum{k}{{}};" for k in range(len(printed.results))]
         if sums:
             sums.append("const auto counted = places() < inside;")
-        return text + self._loop(name, self.streams, self.uniforms, sums, body, ends)
+        return text + self._loop(name, self.streams, self.uniforms, sums, self.body(printed), ends)
 
     def walk_of_peaks(self) -> str:
         """Return a function that finds the largest magnitude of a stream, as bits."""
@@ -271,8 +256,7 @@ class _Text:
         for k, value in enumerate(self.values):
             source = f"control[{k}]" if k < len(CONTROL) else f"scalars[{k - len(CONTROL)}]"
             lines.append(f"const float {value} = {source};")
-        if self.peaks:
-            lines += self.bounds()
+        lines += self.bounds()
         numbers = [f"scalars[{scalars}]" if n == "seed" else n for n in self.uniforms]
         lines.append(f"const float u[] = {{{', '.join(numbers)}}};")
         call = "over({0}, STREAMS, SIZE, WRITTEN_BY_{0}, p, bytes, span, whole, u, {1});"
@@ -294,51 +278,15 @@ class _Text:
         """
         lines = []
         for name, part in self.peaks:
-            k = part if name == "weight" else self.layout.num_parts + part
+            k = self.place_of_peak(name, part)
             lines.append(
                 f"over(peak_of_words, 1, SIZE + {k}, WRITTEN_BY_peak_of_words, p + {k}, bytes + {k}, span, whole, nullptr, "
                 f"&peak_{name}{part});"
             )
         return lines
 
-    def old_bounds(self) -> list[str]:
-        """Return the places of a row's bounds, for each part and scaled code."""
-        column = bounds_column(self.rule, self.storage)
-        return [
-            f"((float*)row[{column + k}])[{part} * group + line]"
-            for part in range(self.layout.num_parts)
-            for k in range(len(self.storage.scaled))
-        ]
-
-    def bounds(self) -> list[str]:
-        """Return lines that bound the rows of a program, and define the multipliers of each code
-        and part.
-        """
-        assert isinstance(self.rule, Rule)
-        old = self.old_bounds()
-        lines = [f"float peak_{name}{part} = 0;" for name, part in self.peaks]
-        lines += [f"float old{k} = {place};" for k, place in enumerate(old)]
-        lines.append("if (record < 0) {")
-        lines += indent("\n".join(self.peak_lines()), "  ").split("\n")
-        lines.append("} else {")
-        lines.append(f"  const float* found = records + (record + line) * {self.record};")
-        for k, (name, part) in enumerate(self.peaks):
-            lines.append(f"  peak_{name}{part} = found[{k}];")
-        lines += [f"  old{k} = found[{len(self.peaks) + k}];" for k in range(len(old))]
-        lines.append("}")
-        scaled = self.storage.scaled
-        graph = scales_graph(self.rule, self.storage, CPP)
-        for part in range(self.layout.num_parts):
-            peaks = [f"peak_{name}{part}" for name in bounding(self.rule, self.storage)]
-            first = part * len(scaled)
-            olds = [f"old{first + k}" for k in range(len(scaled))]
-            printed = print_graph(graph, ["v", *peaks, *olds], f"b{part}_", CPP)
-            lines += printed.lines
-            for k, name in enumerate(scaled):
-                new, into, back = printed.results[3 * k : 3 * k + 3]
-                lines.append(f"const float into_{name}{part} = {into}, back_{name}{part} = {back};")
-                lines.append(f"{old[first + k]} = {new};")
-        return lines
+    def declared_peaks(self) -> list[str]:
+        return [self.text("new", f"peak_{name}{part}", 0) for name, part in self.peaks]
 
     def find_peaks(self) -> list[str]:
         """Return lines that write a row's record: its largest magnitudes, over all its tiles, and
@@ -346,10 +294,10 @@ class _Text:
         """
         lines = [
             "if (record < 0) continue;",
-            f"float* found = records + (record + line) * {self.record};",
+            self.text("found", self.record_size()),
+            *self.declared_peaks(),
+            *self.peak_lines(),
         ]
-        lines += [f"float peak_{name}{part} = 0;" for name, part in self.peaks]
-        lines += self.peak_lines()
         for k, (name, part) in enumerate(self.peaks):
             lines += [
                 f"int32_t* most{k} = (int32_t*)(found + {k});",
@@ -372,11 +320,6 @@ def source(
     rule, or of ``step_and_audit``.
     """
     return _Text(rule, storage, audited=audited, with_sources=with_sources).whole()
-
-
-def record_size(rule: AnyRule, storage: Storage) -> int:
-    """Return the floats of the record of a row that is bounded before the step."""
-    return _Text(rule, storage).record
 
 
 @lru_cache(None)

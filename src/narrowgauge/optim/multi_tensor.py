@@ -45,7 +45,7 @@ from narrowgauge.optim.matrix_step import MatrixStep
 from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.optim.step_graph import input_names, num_addresses
+from narrowgauge.optim.step_graph import input_names, num_addresses, record_size
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_names import is_captured, send, to_device
 from narrowgauge.torch_support import triton
@@ -370,7 +370,7 @@ class Table:
         """Return the records of shared rows: their largest magnitudes over all programs and ranks,
         and their bounds.
         """
-        size = cpp_step.record_size(self.rule, self.storage)
+        size = record_size(self.rule, self.storage)
         records = torch.zeros(self._num_records, size, dtype=torch.float32, device=self.device)
         call = self._call_cpp if self._is_cpp else self._call_triton
         call("find_peaks", control, records, None)
@@ -461,7 +461,7 @@ def why_not_printed(rule: AnyRule, storage: Storage, device: torch.device) -> st
     if not language:
         return f"nothing is printed for {device.type}"
     is_compiled = device.type == "cuda" or language == CPP.name
-    if is_compiled and not can_compile("cpu" if device.type == "cpu" else "gpu"):
+    if is_compiled and not can_compile("printed" if language == CPP.name else "gpu"):
         return "there is no compiler"
     key = rule, storage, device, language
     with _lock:

@@ -30,18 +30,26 @@ from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
+from narrowgauge.optim.loading import (
+    make_loaded_states,
+    put_states,
+    show_states,
+    states_of,
+    take_states,
+    tensors_of,
+)
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
 from narrowgauge.optim.multi_tensor import Launches, Table
 from narrowgauge.optim.parameter_formats import (
     float32_row,
     is_any_taken,
     refuse_rounding,
+    refuse_shared_memory,
     round_in_place,
     rounding_note,
     wide_note,
 )
-from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
 from narrowgauge.optim.step import Stepper
@@ -258,7 +266,14 @@ class Optimizer(torch.optim.Optimizer):
     def state_of(self, parameter: Tensor) -> ParameterState | None:
         """Return the stored state of a parameter, or ``None`` before its first step. Do not change it."""
         state = self.state.get(parameter)
-        return state if isinstance(state, ParameterState) else None
+        if not isinstance(state, ParameterState):
+            # Other code may have put a saved state there, as ZeroRedundancyOptimizer does to load it.
+            entry = tensors_of(state or {})
+            if not entry:
+                return None
+            state = states_of(self, self.group_of(parameter), {parameter: entry})[parameter]
+            self.state[parameter] = state
+        return state
 
     def group_of(self, parameter: Tensor) -> Group:
         """Return the param group of a parameter. Raise a ``KeyError`` for a tensor that the optimizer does not have."""
@@ -280,6 +295,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def rule_in(self, group: Group, parameter: Tensor) -> AnyRule:
         """Return the rule that steps a parameter under a group's options."""
+        if self.rule == PLAIN_SGD and group.get("momentum"):
+            return SGD  # a schedule may ask for momentum before the first step
         plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
         return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
 
@@ -294,6 +311,7 @@ class Optimizer(torch.optim.Optimizer):
         refuse_pair(
             rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW
         )
+        validation.check_bounded(rule, storage)
         return rule, storage
 
     def parameter_names(self) -> dict[Tensor, str]:
@@ -462,6 +480,8 @@ class Optimizer(torch.optim.Optimizer):
             validation.check_captured(
                 is_possible=not is_captured()
             )  # a graph would fill new states in a replay alone
+            stepped = {*missing, *self.state}
+            refuse_shared_memory([p for p in self._parameters() if p in stepped])
             self.state.update(self.make_states(group, missing))
             _KEEPERS.update({p: weakref.ref(self) for p in missing})
             if fills:
@@ -713,7 +733,7 @@ class Optimizer(torch.optim.Optimizer):
             state.gradient = local_of(gradients[parameter]).resolve_neg()
             validation.check_fits(state, group["storage"], local_of(parameter))
             state.set_parameter(local_of(parameter))
-            if isinstance(self.rule, MatrixRule):
+            if isinstance(self.rule, MatrixRule) or self.rule == PLAIN_SGD:
                 rule = self.rule_in(group, parameter)
                 validation.check_same_rule(
                     state, rule.name, shapes_of_states(rule, parameter.shape, group)

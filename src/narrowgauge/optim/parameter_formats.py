@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -153,17 +153,34 @@ def wide_note(before: Storage, now: Storage) -> str:
 
 def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> None:
     """Refuse parameters that cannot change their format, since others hold their memory. ``others`` are of the same optimizer."""
-    if not parameters:
-        return
     keep = "or keep them in float32: keep_float32=, or a param group with storage='float32'."
-    spans = sorted(map(_span, {*parameters, *others}), key=lambda span: span[:2])
-    for (_, end, before), (start, _, after) in pairwise(spans):
-        if start < end and not {*parameters}.isdisjoint((before, after)):
+    for before, after in _neighbours({*parameters, *others} if parameters else ()):
+        if not {*parameters}.isdisjoint((before, after)):
             raise RecipeError(
                 f"Cannot round float32 parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} because they share "
                 "their memory.",
                 f"Tie modules by one Parameter (output.weight = embedding.weight), {keep}",
             )
+
+
+def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
+    """Refuse dense parameters with common memory: a step writes all of them at the same time."""
+    for before, after in _neighbours(parameters):
+        spans = [_span(before), _span(after)]
+        if all(end - start == p.numel() * p.element_size() for start, end, p in spans):
+            raise RecipeError(
+                f"Cannot step parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} because they share their "
+                "memory.",
+                "Tie modules by one Parameter: output.weight = embedding.weight.",
+            )
+
+
+def _neighbours(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of parameters whose memory overlaps."""
+    spans = sorted(map(_span, parameters), key=lambda span: span[:2])
+    for (_, end, before), (start, _, after) in pairwise(spans):
+        if start < end:
+            yield before, after
 
 
 def _span(parameter: Tensor) -> tuple[int, int, Tensor]:

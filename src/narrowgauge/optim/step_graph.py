@@ -1,11 +1,12 @@
-"""What every printed step has in common: the tensors that it reads, and the traced definitions."""
+"""What every printed step has in common: the tensors that it reads, the traced definitions, and the walk over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from textwrap import indent
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from narrowgauge.optim.row_bounds import bounding, scales_of_rows
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_support.printer import Graph, Language, trace
+from narrowgauge.torch_support.printer import Graph, Language, Printed, print_graph, trace
 
 INPUTS = ("weight", "gradient", "change")
 """Tensors whose addresses change from step to step. A matrix rule alone has a change."""
@@ -164,3 +165,123 @@ def scales_graph(rule: Rule, storage: Storage, language: Language) -> Graph:
 
     rows = [(torch.float32, (1,))] * (count + len(storage.scaled))
     return trace(scales, language.device, (torch.float32, (num_values(rule),)), *rows)
+
+
+# ── the walk ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class StepText:
+    """Write the step of a (rule, storage). The class of each language has its statements.
+
+    Attributes:
+        language: of operations.
+        texts: of statements: ``bound`` is the place of a row's bound, by column and part. ``load`` and ``store`` are its value
+            and a new one. ``found`` names a row's record, ``read`` is a number there. ``new`` and ``set`` give a number a
+            name, and another value. ``sum`` adds a term of the audit. ``if``, ``else``, ``end`` choose.
+        loads, stores: of each word of the streams, and of each lane of a change.
+        peaks: the tensors and parts whose largest magnitudes bound a row.
+    """
+
+    language: Language
+    texts: ClassVar[Mapping[str, str]]
+    indentation: str
+
+    def __init__(self, rule: AnyRule, storage: Storage, *, with_sources: bool = False) -> None:
+        self.rule, self.storage, self.layout = rule, storage, layout_of(storage)
+        self.with_sources = with_sources
+        self.streams = streams_of(rule, storage)
+        self.words = [f"w{k}" for k, stream in enumerate(self.streams) if not stream.floats]
+        self.loads: dict[str, str] = {}
+        self.stores: dict[str, str] = {}
+        self.peaks: list[tuple[str, int]] = []
+        if storage.scaled and isinstance(rule, Rule):
+            for name in bounding(rule, storage):
+                self.peaks += [(name, part) for part in range(self.layout.num_parts)]
+
+    def text(self, name: str, *arguments: object) -> str:
+        return self.texts[name].format(*arguments)
+
+    def assign(self, name: str, value: str) -> str:
+        return self.language.assignment.format(name=name, value=value)
+
+    def choice(self, condition: str, yes: Sequence[str], no: Sequence[str]) -> list[str]:
+        """Return lines that run one of two."""
+        first = indent("\n".join(yes), self.indentation)
+        second = indent("\n".join(no), self.indentation)
+        lines = [self.text("if", condition), first, self.texts["else"], second, self.texts["end"]]
+        return "\n".join(lines).rstrip().split("\n")
+
+    def printed(self, *, audited: bool = False, averages: bool = False) -> Printed:
+        """Print the step of a word, its audit, or the average of a matrix rule."""
+        lanes = lane_names(self.rule, self.storage)
+        inputs = [*self.words, *scale_names(self.storage), *lanes, "v", "seed"]
+        graph = step_graph(
+            self.rule, self.storage, self.language,
+            audited=audited, averages=averages, with_sources=self.with_sources,
+        )  # fmt: skip
+        return print_graph(graph, inputs, "x", self.language)
+
+    def body(self, printed: Printed) -> list[str]:
+        """Return lines that load words, step them, add up the audit's terms and store."""
+        lines = [self.assign(name, value) for name, value in self.loads.items()]
+        lines += printed.lines
+        lines += [self.text("sum", k, term) for k, term in enumerate(printed.results)]
+        return [*lines, *(self.stores[name].format(value) for name, value in printed.writes)]
+
+    def place_of_peak(self, name: str, part: int) -> int:
+        """Return the stream of a weight's or gradient's part."""
+        return part if name == "weight" else self.layout.num_parts + part
+
+    def peak_lines(self) -> list[str]:
+        """Return lines that find the largest magnitudes of a program's rows: ``peak_NAME_PART``."""
+        raise NotImplementedError
+
+    def declared_peaks(self) -> list[str]:
+        """Return lines that a language needs before both ways to set the peaks."""
+        return []
+
+    def record_size(self) -> int:
+        """Return the floats of a row that is bounded before the step: its largest magnitudes and old bounds."""
+        return len(self.peaks) + len(self.storage.scaled) * self.layout.num_parts
+
+    def old_bounds(self) -> list[str]:
+        """Return the places of a row's bounds, for each part and scaled code."""
+        column = bounds_column(self.rule, self.storage)
+        places = []
+        for part in range(self.layout.num_parts):
+            for k in range(len(self.storage.scaled)):
+                places.append(self.text("bound", column + k, part))
+        return places
+
+    def bounds(self) -> list[str]:
+        """Return lines that bound the rows of a program, and define the multipliers of each code and part."""
+        if not self.peaks:
+            return []
+        assert isinstance(self.rule, Rule)
+        places, scaled = self.old_bounds(), self.storage.scaled
+        lines = self.declared_peaks()
+        known = [self.text("found", self.record_size())]
+        for k, (name, part) in enumerate(self.peaks):
+            known.append(self.text("set", f"peak_{name}{part}", self.text("read", k)))
+        for k, place in enumerate(places):
+            lines.append(self.text("new", f"old{k}", self.text("load", place)))
+            known.append(self.text("set", f"old{k}", self.text("read", len(self.peaks) + k)))
+        lines += self.choice("record < 0", self.peak_lines(), known)
+        graph = scales_graph(self.rule, self.storage, self.language)
+        for part in range(self.layout.num_parts):
+            peaks = [f"peak_{name}{part}" for name in bounding(self.rule, self.storage)]
+            first = part * len(scaled)
+            olds = [f"old{first + k}" for k in range(len(scaled))]
+            printed = print_graph(graph, ["v", *peaks, *olds], f"b{part}_", self.language)
+            lines += printed.lines
+            for k, name in enumerate(scaled):
+                new, into, back = printed.results[3 * k : 3 * k + 3]
+                lines.append(self.assign(f"into_{name}{part}", into))
+                lines.append(self.assign(f"back_{name}{part}", back))
+                lines.append(self.text("store", places[first + k], new))
+        return lines
+
+
+def record_size(rule: AnyRule, storage: Storage) -> int:
+    """Return the floats of the record of a row that is bounded before the step."""
+    return StepText(rule, storage).record_size()

@@ -11,24 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from textwrap import indent
-from typing import Any
+from typing import Any, ClassVar
 
 from narrowgauge.numerics.metrics import KERNEL_SUMS
-from narrowgauge.optim.cpp_step import SIZES, record_size
+from narrowgauge.optim.cpp_step import SIZES
 from narrowgauge.optim.kernel import CONTROL
-from narrowgauge.optim.layout import layout_of
-from narrowgauge.optim.row_bounds import bounding
-from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.step_graph import (
-    bounds_column,
-    lane_names,
+    StepText,
+    Stream,
     magnitude_graph,
     num_addresses,
-    scale_names,
-    scales_graph,
-    step_graph,
-    streams_of,
 )
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.printer import print_graph
@@ -66,16 +59,30 @@ def add_up(table, order, sums, totals, WIDTH: tl.constexpr):
 """
 
 
-class _Text:
+class _Text(StepText):
     """Write the Triton of a (rule, storage), for whole tensors or for others."""
 
+    language = TRITON
+    indentation = "    "
+    texts: ClassVar = {
+        "bound": "(tl.load(row + {0}).to(tl.pointer_type(tl.float32)) + ({1} * group + line))",
+        "load": "tl.load({0})",
+        "store": "tl.store({0}, {1})",
+        "found": "found = records + (record + line) * {0}",
+        "read": "tl.load(found + {0})",
+        "new": "{0} = {1}",
+        "set": "{0} = {1}",
+        "sum": "sum{0} += tl.reduce(tl.where(inside, {1}, 0.0), 0, sum_of)",
+        "if": "if {0}:",
+        "else": "else:",
+        "end": "",
+    }
+
     def __init__(self, rule: AnyRule, storage: Storage, *, whole: bool, with_sources: bool) -> None:
-        self.rule, self.storage, self.layout = rule, storage, layout_of(storage)
-        self.is_whole, self.with_sources = whole, with_sources
-        self.loads: dict[str, str] = {}
-        self.stores: dict[str, str] = {}
+        super().__init__(rule, storage, with_sources=with_sources)
+        self.is_whole = whole
         self.lines = self.place()
-        for stream in streams_of(rule, storage):
+        for stream in self.streams:
             if stream.floats:
                 self.add_change(stream.part)
             else:
@@ -116,14 +123,14 @@ class _Text:
             lines += ["columns = tl.multiple_of(columns, 4)", "span = tl.multiple_of(span, 4)"]
         return lines
 
-    def add_words(self, stream: Any) -> None:
+    def add_words(self, stream: Stream) -> None:
         """Add the load and the store of a stream of words."""
         per_word, name = self.layout.per_word, f"{stream.name}_at"
         word = f"w{len(self.loads)}"
         is_there = stream.is_plane or self.is_whole
         by_halves = not is_there and per_word == 2
         line = f"({stream.part} * group + line)"
-        inside = "inside" if is_there else f"(inside & ({line} < rows))"
+        inside = "inside" if is_there else f"(inside & {self.is_row(line)})"
         kind = "tl.int16" if by_halves else "tl.int32"
         address = f"tl.load(row + {stream.column}).to(tl.pointer_type({kind}))"
         if by_halves:
@@ -136,6 +143,10 @@ class _Text:
         self.stores[word] = f"tl.store({name} + at, {{}}, mask={inside})"
         self.loads[word] = f"tl.load({name} + at, mask={inside}, other=0)"
 
+    def is_row(self, line: str) -> str:
+        """Return whether a line is a row, for each word: a mask of Triton 3.9 takes no scalar."""
+        return f"({line} + 0 * at < rows)"
+
     def add_change(self, part: int) -> None:
         """Add the loads and the stores of a matrix rule's change: a float for each weight of a
         word.
@@ -146,7 +157,7 @@ class _Text:
         self.lines.append(f"{name} = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + ({place})")
         for lane in range(per_word):
             at = f"({per_word} * at + {lane})"
-            mask = f"mask=inside & ({at} < left) & ({line} < rows)"
+            mask = f"mask=inside & ({at} < left) & {self.is_row(line)}"
             d = f"d{part * per_word + lane}"
             self.loads[d] = f"tl.load({name} + {at}, {mask}, other=0.0)"
             self.stores[d] = f"tl.store({name} + {at}, {{}}, {mask})"
@@ -157,12 +168,7 @@ class _Text:
         """Return the text of all functions."""
         bounded = [*self.lines, *self.bounds()]
         step, audit = self.walk(), self.walk(audited=True)
-        choice = [
-            "if place % period == phase:",
-            indent(audit, "    "),
-            "else:",
-            indent(step, "    "),
-        ]
+        choice = self.choice("place % period == phase", [audit], [step])
         text = _HELPERS
         text += self.function("step", [*bounded, step])
         text += self.function("step_and_audit", [*bounded, *choice])
@@ -180,94 +186,35 @@ class _Text:
 
     def walk(self, *, audited: bool = False, averages: bool = False) -> str:
         """Return the loop that steps, audits or averages the words of a program."""
-        words = [w for w in self.loads if w.startswith("w")]
-        lanes = lane_names(self.rule, self.storage)
-        inputs = [*words, *scale_names(self.storage), *lanes, "v", "seed"]
-        graph = step_graph(
-            self.rule, self.storage, TRITON,
-            audited=audited, averages=averages, with_sources=self.with_sources,
-        )  # fmt: skip
-        printed = print_graph(graph, inputs, "x", TRITON)
-        body = [f"{name} = {text}" for name, text in self.loads.items()]
-        body += printed.lines
-        body += [self.stores[target].format(value) for target, value in printed.writes]
-        for k, term in enumerate(printed.results):
-            body.append(f"sum{k} += tl.reduce(tl.where(inside, {term}, 0.0), 0, sum_of)")
+        body = self.body(self.printed(audited=audited, averages=averages))
         sums = range(SUMS if audited else 0)
         begin = [f"sum{k} = 0.0" for k in sums]
         ends = [f"tl.store(sums + program * {SUMS} + {k}, sum{k})" for k in sums]
         return "\n".join([*begin, _over_span(body), *ends])
 
-    @property
-    def peaks(self) -> list[tuple[str, int]]:
-        """Return the tensors and parts whose largest magnitudes bound a row."""
-        if not self.storage.scaled or not isinstance(self.rule, Rule):
-            return []
-        parts = range(self.layout.num_parts)
-        return [(name, part) for name in bounding(self.rule, self.storage) for part in parts]
-
     def peak_lines(self) -> list[str]:
-        """Return lines that find the largest magnitudes of a program's rows, as bits."""
+        """Return lines that find the largest magnitudes of a program's rows, in which a NaN is the largest."""
         graph = magnitude_graph(self.storage, TRITON)
         begin, body, ends = [], [], []
         for name, part in self.peaks:
-            k = part if name == "weight" else self.layout.num_parts + part
+            k = self.place_of_peak(name, part)
             printed = print_graph(graph, ["w"], f"m_{name}{part}_", TRITON)
             most = f"most_{name}{part}"
             begin.append(f"{most} = tl.full([{BLOCK}], 0, tl.int32)")
             body += [f"w = {self.loads[f'w{k}']}", *printed.lines]
             body.append(f"{most} = tl.maximum({most}, {printed.results[0]})")
-            ends.append(f"bits_{name}{part} = tl.reduce({most}, 0, larger_of)")
+            bits = f"tl.reduce({most}, 0, larger_of)"
+            ends.append(f"peak_{name}{part} = {bits}.to(tl.float32, bitcast=True)")
         return [*begin, _over_span(body), *ends]
-
-    def old_bounds(self) -> list[str]:
-        """Return the addresses of a row's bounds, for each part and scaled code."""
-        column = bounds_column(self.rule, self.storage)
-        return [
-            f"(tl.load(row + {column + k}).to(tl.pointer_type(tl.float32)) + ({part} * group + line))"
-            for part in range(self.layout.num_parts)
-            for k in range(len(self.storage.scaled))
-        ]
-
-    def bounds(self) -> list[str]:
-        """Return lines that bound the rows of a program, and define the multipliers of each code
-        and part.
-        """
-        if not self.peaks:
-            return []
-        assert isinstance(self.rule, Rule)
-        size, places = record_size(self.rule, self.storage), self.old_bounds()
-        lines = [f"found = records + (record + line) * {size}", "if record < 0:"]
-        lines += indent("\n".join(self.peak_lines()), "    ").split("\n")
-        lines += [f"    old{k} = tl.load({place})" for k, place in enumerate(places)]
-        lines.append("else:")
-        for k, (name, part) in enumerate(self.peaks):
-            lines.append(f"    bits_{name}{part} = tl.load(found + {k}).to(tl.int32, bitcast=True)")
-        for k in range(len(places)):
-            lines.append(f"    old{k} = tl.load(found + {len(self.peaks) + k})")
-        for name, part in self.peaks:
-            lines.append(f"peak_{name}{part} = bits_{name}{part}.to(tl.float32, bitcast=True)")
-        graph, scaled = scales_graph(self.rule, self.storage, TRITON), self.storage.scaled
-        for part in range(self.layout.num_parts):
-            peaks = [f"peak_{name}{part}" for name in bounding(self.rule, self.storage)]
-            first = part * len(scaled)
-            olds = [f"old{first + k}" for k in range(len(scaled))]
-            printed = print_graph(graph, ["v", *peaks, *olds], f"b{part}_", TRITON)
-            lines += printed.lines
-            for k, name in enumerate(scaled):
-                new, into, back = printed.results[3 * k : 3 * k + 3]
-                lines += [f"into_{name}{part} = {into}", f"back_{name}{part} = {back}"]
-                lines.append(f"tl.store({places[first + k]}, {new})")
-        return lines
 
     def find_peaks(self) -> list[str]:
         """Return lines that write a row's record: its largest magnitudes and its bounds so far."""
-        size = record_size(self.rule, self.storage)
-        lines = [f"found = records + (record + line) * {size}", *self.peak_lines()]
+        lines = [self.text("found", self.record_size()), *self.peak_lines()]
         for k, (name, part) in enumerate(self.peaks):
-            lines.append(f"tl.store(found + {k}, bits_{name}{part}.to(tl.float32, bitcast=True))")
+            lines.append(self.text("store", f"found + {k}", f"peak_{name}{part}"))
         for k, place in enumerate(self.old_bounds()):
-            lines.append(f"tl.store(found + {len(self.peaks) + k}, tl.load({place}))")
+            old = f"found + {len(self.peaks) + k}"
+            lines.append(self.text("store", old, self.text("load", place)))
         return lines
 
 

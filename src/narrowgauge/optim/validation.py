@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.optim.low_bits import LOW_BITS
-from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD
+from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
@@ -39,9 +39,12 @@ def check_options(options: Mapping[str, Any], rule: AnyRule) -> None:
     """Refuse options (of a group, or defaults) that are out of range or that the rule cannot obey."""
     for name in _OF_THE_OPTIMIZER:
         if name in options:
+            advice = "Pass it to the optimizer."
+            if name == "max_grad_norm":
+                advice += " With ZeroRedundancyOptimizer call torch.nn.utils.clip_grad_norm_."
             raise RecipeError(
                 f"Cannot set {name} = {options[name]} in a param group because it applies to all groups.",
-                "Pass it to the optimizer.",
+                advice,
             )
     if options.get("low_bits", "random") not in LOW_BITS:
         raise RecipeError(
@@ -60,11 +63,6 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
                 f"Cannot obey {name} = {options[name]}: this optimizer does not have it.",
                 "Leave it out.",
             )
-    if rule == PLAIN_SGD and options.get("momentum"):
-        raise RecipeError(
-            f"momentum = {options['momentum']} was requested of an SGD that was built without momentum and has no buffer for it.",
-            "Pass momentum to the optimizer. A param group may set it to 0.",
-        )
     allowed = [rule.name, *([ADAMW.name] if isinstance(rule, MatrixRule) else [])]
     if options.get("rule", rule.name) not in allowed:
         raise RecipeError(
@@ -115,6 +113,18 @@ def known_row(storage: object) -> Storage:
             f"{near} (narrowgauge show storages lists all.)".strip(),
         )
     return row
+
+
+def check_bounded(rule: AnyRule, storage: Storage) -> None:
+    """Refuse a rule whose new states the largest magnitudes of a row do not bound, where states have scales by row."""
+    states = set(storage.scaled) - {"weight"}
+    if states and not isinstance(rule, MatrixRule) and not rule.monotone:
+        raise RecipeError(
+            f"Cannot step rule '{rule.name}' in storage '{storage.name}' because its states have scales by row, and the rule "
+            "does not say that it is monotone.",
+            "Take a storage such as 'word' or 'exact', or Rule(…, monotone=True) if larger gradients and states always give "
+            "larger new states.",
+        )
 
 
 def check_visible(parameter: Tensor, storage: Storage) -> None:
@@ -203,7 +213,7 @@ def check_same_rule(
         raise RecipeError(
             f"Cannot step because an option now asks for rule '{rule}' with states {missing or dict(shapes)}, and the "
             f"parameter has those of '{name}': {present}.",
-            "Set such options (rank, rule) before the first step, or build a new optimizer.",
+            "Set such options (rank, rule, momentum) before the first step, or build a new optimizer.",
         )
 
 

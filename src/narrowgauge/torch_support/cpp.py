@@ -213,7 +213,7 @@ _libraries: dict[str, ctypes.CDLL] = {}
 @lru_cache
 def _command(compiler: str) -> tuple[str, ...]:
     """Return the command that builds a library, without the flags that this compiler refuses."""
-    command = [compiler, *_FLAGS, "-march=native"]
+    command = [*shlex.split(compiler), *_FLAGS, "-march=native"]
     command += _BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), [])
     threads = ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
     for optional in (threads, _TUNING):
@@ -233,7 +233,7 @@ def _accepts(command: list[str]) -> bool:
 @lru_cache
 def _version(compiler: str) -> str:
     return subprocess.run(
-        [compiler, "--version"], capture_output=True, check=False, text=True
+        [*shlex.split(compiler), "--version"], capture_output=True, check=False, text=True
     ).stdout
 
 
@@ -252,9 +252,14 @@ def cache_folder() -> Path:
     for folder in candidates:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
+            if os.access(folder, os.W_OK) and _allows_programs(folder):
                 return folder
     return _own_folder()
+
+
+def _allows_programs(folder: Path) -> bool:
+    """Return whether a library may run from a folder. Administrators often mount homes and ``/tmp`` without."""
+    return not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
 
 
 @lru_cache(None)
@@ -268,16 +273,21 @@ def build(text: str) -> ctypes.CDLL:
 
     Raises:
         RuntimeError: the compiler refuses the text.
-        OSError: there is no compiler, or no room.
+        OSError: there is no compiler, no room, or no folder from which a library may run.
     """
+    folder = cache_folder()
+    if not _allows_programs(folder):
+        raise OSError(
+            f"no library may run from {folder}, which is mounted noexec: set NARROWGAUGE_CACHE to another folder"
+        )
     command = _command(compiler_name())
-    machine = [processor_name(), *sorted(instruction_sets()), _version(command[0])]
+    machine = [processor_name(), *sorted(instruction_sets()), _version(compiler_name())]
     name = hashlib.sha256("\0".join([*command, *machine, text]).encode()).hexdigest()[:32]
     with _locks_lock:
         lock = _locks.setdefault(name, threading.Lock())
     with lock:
         if name not in _libraries:
-            _libraries[name] = _load(cache_folder() / f"{name}.so", command, text)
+            _libraries[name] = _load(folder / f"{name}.so", command, text)
         return _libraries[name]
 
 

@@ -178,8 +178,9 @@ def _stepped(
     state = copy.copy(optimizer.state)
     state.clear()
     for p, part in parts.items():
-        assert p.grad is not None
-        part.grad = cast(_part(p.grad, p))
+        gradient = gradient_of(p)
+        assert gradient is not None
+        part.grad = cast(_part(gradient, p))
         if p in optimizer.state:
             state[part] = {name: state_part(value, p) for name, value in optimizer.state[p].items()}
     twin.state = state

@@ -32,6 +32,8 @@ class Rule:
             :func:`narrowgauge.numerics.rounding.sqrt` is correctly rounded on every device.
         squares: the states that are never negative.
         coupled: whether new states depend on the weight (an L2 penalty).
+        monotone: whether larger magnitudes of gradient, weight and old states give larger magnitudes of new states. Then
+            the largest of a row bound its new states: storages with a scale for each row of a state need it.
         decay: name of the scalar −lr · weight_decay of decoupled weight decay; the audit steps again with 0 in its place. Empty
             without one.
 
@@ -59,6 +61,7 @@ class Rule:
     squares: tuple[str, ...] = ("exp_avg_sq",)
     coupled: bool = False
     decay: str = ""
+    monotone: bool = False
 
     @property
     def kept(self) -> tuple[tuple[str, str], ...]:
@@ -127,10 +130,11 @@ ADAMW = Rule(
     _adamw_scalars,
     _adamw,
     decay="negative_decay",
+    monotone=True,
 )
 ADAM = Rule(
-    "adam", _MOMENTS, (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True
-)
+    "adam", _MOMENTS, (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True, monotone=True,
+)  # fmt: skip
 
 
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -166,7 +170,9 @@ _SGD_SCALARS = (
     "share_of_momentum",
     "negative_lr",
 )
-SGD = Rule("sgd", ("momentum_buffer",), _SGD_SCALARS, _sgd_scalars, _sgd, coupled=True)
+SGD = Rule(
+    "sgd", ("momentum_buffer",), _SGD_SCALARS, _sgd_scalars, _sgd, coupled=True, monotone=True
+)
 
 
 def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -181,4 +187,6 @@ def _lion(w: Any, g: Any, m: Any, s: Scalars) -> tuple[Any, ...]:
 
 
 _LION_SCALARS = ("one_minus_beta1", "one_minus_beta2", "negative_lr", "negative_decay")
-LION = Rule("lion", ("exp_avg",), _LION_SCALARS, _lion_scalars, _lion, decay="negative_decay")
+LION = Rule(
+    "lion", ("exp_avg",), _LION_SCALARS, _lion_scalars, _lion, decay="negative_decay", monotone=True,
+)  # fmt: skip

@@ -1,0 +1,175 @@
+"""A model split over ranks has the bits of one process: every storage, saved and loaded half way.
+
+Gradients are known and shared out: the products of two ranks add up in another order than those of one. Under sequence
+parallelism each rank has a part of the gradient of a weight that all ranks have: here that of every second element. Four ranks
+split ten rows unevenly, and six so that the last rank has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import narrowgauge as ng
+from equivalence.ways import HALF, STEPS, Training, fingerprint, load_dcp, save_dcp
+from narrowgauge.spec.storages import STORAGES
+from ranks import run_ranks
+
+NUM_RANKS = 4
+SOME = ("word", "compact", "kahan")
+WAYS = {
+    "two tensor ranks": tuple(STORAGES),
+    "four tensor ranks": SOME,
+    "fsdp2": SOME,
+    "fsdp2 and tensor": SOME,
+    "zero-1": SOME,
+}
+"""The storages that are tried in each way to split a model."""
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "compile": False, "audit_every": 2}
+
+
+def mlp(storage: str, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    visible = getattr(torch, STORAGES[storage].visible)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6), nn.LayerNorm(6))
+    return model.to(visible)
+
+
+def start(storage: str, mesh: Any = None, seed: int = 0, **options: Any) -> Training:
+    """Return an MLP, split along the dimensions of a mesh, and its optimizer."""
+    model = mlp(storage, seed)
+    names = () if mesh is None else mesh.mesh_dim_names
+    if "tensor" in names:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": SequenceParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+    if "fsdp2" in names:
+        fully_shard(model, mesh=mesh["fsdp2"])
+    options = {"max_grad_norm": 3.0, **OPTIONS, **options}
+    return Training(model, ng.AdamW(model.named_parameters(), storage=storage, **options))
+
+
+def shared_out(gradient: Tensor, p: DTensor) -> DTensor:
+    """Return a rank's part of a gradient. Along a dimension of the mesh that repeats a weight it is a part of the sum."""
+    mesh = p.device_mesh
+    placements = list(p.placements)
+    for dim, placement in enumerate(p.placements):
+        if placement.is_replicate():
+            is_here = torch.arange(gradient.numel()).view(
+                gradient.shape
+            ) % 2 == mesh.get_local_rank(dim)
+            gradient, placements[dim] = torch.where(is_here, gradient, 0), Partial()
+    whole = [Partial() if placement.is_partial() else Replicate() for placement in placements]
+    return DTensor.from_local(gradient, mesh, whole, run_check=False).redistribute(mesh, placements)
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    """Draw gradients that are a thousand times larger in the last columns, which the last rank has."""
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        gradient = torch.randn(p.shape, generator=generator) * torch.logspace(-2, 1, p.shape[-1])
+        p.grad = gradient.to(p.dtype)
+        if isinstance(p, DTensor):
+            p.grad = shared_out(p.grad, p)
+
+
+def train(training: Training, steps: Iterable[int], *, accumulates: bool = False) -> Training:
+    accumulator = ng.GradientAccumulator(training.model.parameters())
+    for step in steps:
+        set_gradients(training.model, step)
+        if accumulates:
+            accumulator.finish()
+        training.optimizer.step()
+    return training
+
+
+def split(storage: str, mesh: Any, folder: Path) -> dict[str, str]:
+    """Train, go on from a checkpoint in another model, and accumulate gradients."""
+    group = mesh.get_group() if mesh.ndim == 1 else None
+    training = train(start(storage, mesh), range(HALF))
+    save_dcp(training, folder, process_group=group)
+    resumed = train(start(storage, mesh, seed=1), range(50, 51))
+    load_dcp(resumed, folder, process_group=group)
+    return fingerprint(train(resumed, range(HALF, STEPS), accumulates=True))
+
+
+def zero(storage: str) -> list[Tensor]:
+    """Train with an optimizer on each rank for some parameters, and go on from its state."""
+
+    def new(model: nn.Module) -> Any:
+        options = {"lr": OPTIONS["lr"], "storage": storage, "low_bits": "zero"}
+        return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=ng.AdamW, **options)
+
+    model = mlp(storage)
+    before = train(Training(model, new(model)), range(HALF)).optimizer
+    states: list[Any] = [None]
+    before.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        states = [before.state_dict()]
+    dist.broadcast_object_list(states, 0)
+    resumed = mlp(storage, seed=1)
+    resumed.load_state_dict(model.state_dict())
+    optimizer = new(resumed)
+    optimizer.load_state_dict(states[0])
+    train(Training(resumed, optimizer), range(HALF, STEPS))
+    return [p.detach() for p in resumed.parameters()]
+
+
+def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
+    meshes = {
+        "two tensor ranks": DeviceMesh("cpu", [0, 1], mesh_dim_names=("tensor",)),
+        "four tensor ranks": init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tensor",)),
+        "fsdp2": init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("fsdp2",)),
+        "fsdp2 and tensor": init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp2", "tensor")),
+    }
+    results: dict[tuple[str, str], Any] = {}
+    for way, mesh in meshes.items():
+        for storage in WAYS[way] if rank in mesh.mesh else ():
+            results[way, storage] = split(storage, mesh, folder / way / storage)
+    for storage in WAYS["zero-1"]:
+        results["zero-1", storage] = zero(storage)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(on_a_rank, NUM_RANKS, folder, folder)
+
+
+@functools.cache
+def whole(storage: str) -> dict[str, str]:
+    return fingerprint(train(start(storage), range(STEPS)))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "zero-1"])
+def test_split_over_ranks(way: str, results: list[dict[tuple[str, str], Any]]) -> None:
+    members = [result for result in results if (way, "word") in result]
+    assert len(members) == (2 if way.startswith("two") else NUM_RANKS)
+    for result in members:
+        assert [s for s in WAYS[way] if result[way, s] != whole(s)] == []
+
+
+def test_zero_redundancy(results: list[dict[tuple[str, str], Any]]) -> None:
+    for storage in WAYS["zero-1"]:
+        alone = start(storage, low_bits="zero", max_grad_norm=None)
+        train(alone, range(STEPS))
+        for result in results:
+            pairs = zip(result["zero-1", storage], alone.model.parameters(), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs), storage
