@@ -40,6 +40,8 @@ import narrowgauge as ng
 LR, STEPS, BATCH, VOCABULARY = 1e-3, 16, 8, 64
 PACKAGES = ("transformers", "trl", "peft", "lightning", "accelerate", "datasets")
 SIDES = ("torch", "ours")
+PAGE = Path(__file__).parents[1] / "docs" / "frameworks.md"
+MARKS = "<!-- frameworks: begin -->", "<!-- frameworks: end -->"
 
 
 @dataclass(frozen=True)
@@ -701,11 +703,33 @@ def measured(row: SetUp, seeds: int) -> dict[str, Any]:
     return line
 
 
+def write_page(lines: Sequence[dict[str, Any]]) -> None:
+    """Write the table into the page of frameworks, between its marks."""
+    table = [
+        "| set-up | torch | ours | ours less torch, largest of a seed |",
+        "|---|---:|---:|---:|",
+    ]
+    for line in lines:
+        cells = [line["set-up"]]
+        for side in SIDES:
+            found = line[side]
+            cells.append(found if isinstance(found, str) else f"{found:.4f}")
+        largest = line.get("largest of a seed")
+        cells.append("–" if largest is None else f"{largest:+.4f}".replace("-", "−"))
+        table.append(f"| {' | '.join(cells)} |")
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    body = "\n".join(table)
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{body}\n\n{MARKS[1]}{after}", encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=1)
     flags.add_argument("--only", default="", help="set-ups whose name holds this text")
     flags.add_argument("--seeds", type=int, default=3)
+    flags.add_argument("--page", action="store_true", help=f"write the table into {PAGE.name}")
     add_out(flags, "frameworks")
     options = flags.parse_args(arguments)
     report = Report("frameworks", options, peers=PACKAGES)
@@ -724,6 +748,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     with out_folder(options, "frameworks") as out:
         lines = list(complete(parts, out, report).values())
+    if options.page:
+        write_page(lines)
     report.add(f"mean of the last four losses, {STEPS} steps, {seeds} seeds", lines)
     return report.end()
 

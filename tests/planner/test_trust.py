@@ -331,6 +331,25 @@ def test_a_measured_run_corrects_the_plan() -> None:
         plan("llama-8b", like=0.0, **question)
 
 
+def test_a_run_folder_and_a_log_correct_the_plan_by_their_median(tmp_path: Path) -> None:
+    """The first step compiles: its rate is not the run's."""
+    question: dict[str, Any] = {"recipes": "bfloat16/word", "chip": "H100-SXM", "advise": False}
+    rates = [10.0, 4000.0, 4100.0, 4200.0, 4100.0]
+    folder = tmp_path / "run"
+    with ng.runs.RunWriter.create(folder, {"config": {"recipe": "bfloat16/word"}}) as writer:
+        for step, rate in enumerate(rates, 1):
+            writer.append("steps", {"step": step, "loss": 2.0, "tokens_per_second": rate})
+    table = tmp_path / "log.csv"
+    lines = [f"{step},2.0,{rate}" for step, rate in enumerate(rates, 1)]
+    table.write_text("\n".join(["step,loss,tokens/s", *lines]) + "\n", encoding="utf-8")
+    for like in (folder, table, "4100"):
+        best = plan("llama-1b", like=like, **question).best
+        assert best.tokens_per_second == pytest.approx(4100, rel=0.01)
+    table.write_text("step,loss\n1,2.0\n", encoding="utf-8")
+    with pytest.raises(DataError, match="no tokens per second"):
+        plan("llama-1b", like=table, **question)
+
+
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     question: dict[str, Any] = {"model": "llama-8b", "chip": "RTX-4090", "lora": 8, "base": "nf4"}
     best = plan_longest(**question).best

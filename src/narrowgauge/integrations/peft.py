@@ -61,20 +61,11 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
 
     plain_class: type[nn.Module]  # with a weight: nn.Linear, or transformers' Conv1D
 
-    def forward(self, input: Tensor) -> Tensor:
-        device = input.device.type
-        x = (
-            input.to(torch.get_autocast_dtype(device))
-            if torch.is_autocast_enabled(device)
-            else input
-        )
-        if not x.numel():  # no tokens, as of an expert that gets none
-            return x.new_zeros(*x.shape[:-1], self.out_features) + x.sum()
-        rows = x.reshape(-1, self.in_features)
+    def product(self, rows: Tensor) -> Tensor:
         y = cast(Tensor, _Product.apply(rows, self))  # type: ignore[no-untyped-call]
         if self.bias is not None and self.bias.requires_grad:
             y = y + self.bias.to(y.dtype)
-        return y.view(*x.shape[:-1], self.out_features)
+        return y
 
     @property
     def frozen_bias(self) -> Tensor | None:

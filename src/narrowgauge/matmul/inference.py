@@ -98,14 +98,18 @@ class QuantizedLinear(nn.Module):
             if torch.is_autocast_enabled(device)
             else input
         )
-        if not x.numel():
-            return x.new_zeros(*x.shape[:-1], self.out_features)
-        rows = x.reshape(-1, self.in_features)
+        if not x.numel():  # no tokens, as of an expert that gets none
+            return x.new_zeros(*x.shape[:-1], self.out_features) + x.sum()
+        y = self.product(x.reshape(-1, self.in_features))
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Multiply ``[tokens, in]`` by the codes, and add the bias: ``[tokens, out]``."""
         weight = getattr(self, "weight", None)
         y: Tensor = multiply_codes(
             rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name, weight
         )
-        return y.view(*x.shape[:-1], self.out_features)
+        return y
 
     @classmethod
     def codes_of(cls, weight: Tensor, right: Cast) -> tuple[Tensor, ...]:
