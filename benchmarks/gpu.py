@@ -40,8 +40,6 @@ from timing import Contender, Report, Row, measure, nothing, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.compile import compiled_for_pattern
-from narrowgauge.edge_values import edge_values
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.quantization import padded, quantize, random_words
@@ -50,6 +48,8 @@ from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.torch_support.compile import compiled_for_pattern
+from narrowgauge.torch_support.edge_values import edge_values
 from narrowgauge.torch_support.triton import LAUNCH
 
 SECTIONS = ("correctness", "steps", "layers", "training", "finetune")

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.machine import multiplies
 from narrowgauge.spec.models import MODELS
+from narrowgauge.torch_support.machine import multiplies
 from narrowgauge.trainer.data.tokens import END_OF_TEXT, Document, pieces, read_tokens, write_tokens
 
 RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/naive")

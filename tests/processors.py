@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import transformers
 
-from narrowgauge import machine
+from narrowgauge.torch_support import machine
 
 # A processor's level is the first of these that it has; oneDNN, MKL and the ARM libraries select their matmul kernels by them.
 LEVELS = (

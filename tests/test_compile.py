@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge import compile
-from narrowgauge.compile import Compiled, compiled, compiled_for_pattern
-from narrowgauge.machine import compiler_missing
+from narrowgauge.torch_support import compile
+from narrowgauge.torch_support.compile import Compiled, compiled, compiled_for_pattern
+from narrowgauge.torch_support.machine import compiler_missing
 
 needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=compiler_missing())
 

@@ -26,13 +26,19 @@ LAYERS = {
     "record": {"analysis.columns", "analysis.settings"},
     "comparison": {"analysis.comparison"},
     "diagnosis": {f"analysis.{name}" for name in ("diagnose", "two_runs", "first_difference")},
-    "torch_names": {"torch_names", "torch_hooks", "inductor", "put_back"},
-    "compile": {"compile", "edge_values", "torch_support"},
+    "machine": {"torch_support.machine"},
+    "torch_names": {
+        *(
+            f"torch_support.{name}"
+            for name in ("torch_names", "torch_hooks", "inductor", "put_back")
+        )
+    },
+    "compile": {"torch_support"},
     "recording": {"gauges.recording"},
     "own_module": {"planner.own_module"},
     "cli": {"cli", "__main__"},
 }
-ALIKE = ("machine", "runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "gauges",
+ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "gauges",
          "assembly", "checkpoints", "trainer", "profiling", "integrations")  # fmt: skip
 """Layers that are one package."""
 LAYERS |= {name: {name} for name in ALIKE}
@@ -187,10 +193,9 @@ def test_no_other_module_imports_what_takes_seconds() -> None:
 # Files that read a gradient where it lies: of leaves that are no parameters, as an object with an identity, or to put it back.
 READ_GRADIENTS_IN_PLACE = {
     "numerics/dtensor.py",
-    "put_back.py",
+    "torch_support/put_back.py",
     "checks/sight.py",
     "distributed/reduction.py",
-    "gauges/nan_origin/tracing.py",
     "gauges/recording/watch.py",
     "optim/parameter_formats.py",
     "planner/own_module.py",

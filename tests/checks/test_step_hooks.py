@@ -16,7 +16,7 @@ from torch import nn
 import narrowgauge as ng
 from checks.audited_loop import Loop
 from narrowgauge.checks.step_check import StepCheck
-from narrowgauge.torch_hooks import Follower
+from narrowgauge.torch_support.torch_hooks import Follower
 
 
 class Derived(torch.optim.AdamW):

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from narrowgauge import machine
 from narrowgauge.errors import ChipError
-from narrowgauge.machine import instruction_sets, multiplies
+from narrowgauge.torch_support import machine
+from narrowgauge.torch_support.machine import instruction_sets, multiplies
 from processors import pretending
 
 

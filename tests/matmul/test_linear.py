@@ -467,7 +467,7 @@ def test_casts_of_a_large_layer_are_compiled_and_give_the_same_bits(
 ) -> None:
     x, grad = gaussian(512, 512, seed=3), gaussian(512, 512, seed=4)
     large = passed(make_layer("nvfp4", 512, 512)[0], x, grad)
-    monkeypatch.setattr("narrowgauge.compile.COMPILE_ELEMENTS", 1 << 40)
+    monkeypatch.setattr("narrowgauge.torch_support.compile.COMPILE_ELEMENTS", 1 << 40)
     assert same(large, passed(make_layer("nvfp4", 512, 512)[0], x, grad))
 
 

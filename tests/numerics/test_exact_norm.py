@@ -130,7 +130,7 @@ def test_neither_joining_nor_layout_nor_the_order_of_tensors_enters(
 
 
 def test_compiled_passes_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.compile.COMPILE_ELEMENTS", 1 << 12)
+    monkeypatch.setattr("narrowgauge.torch_support.compile.COMPILE_ELEMENTS", 1 << 12)
     tensors = [
         wild(count, seed, torch.bfloat16)
         for seed, count in enumerate((9001, 80_000, 70_001, 80_001))

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import compiled
 from narrowgauge.numerics.quantization import (
     TINY,
     Quantized,
@@ -30,6 +29,7 @@ from narrowgauge.numerics.quantization import (
 from narrowgauge.numerics.rounding import round_nearest, round_stochastic, round_to
 from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, Cast
 from narrowgauge.spec.formats import FORMATS, Format
+from narrowgauge.torch_support.compile import compiled
 from oracles import casting as oracle
 from oracles.codes import hashed
 from tables import exhaustive

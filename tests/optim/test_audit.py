@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.machine import compiler_missing
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics, update_sums
 from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, Sums, joined_over_ranks, read
 from narrowgauge.optim.clip import Decision
 from narrowgauge.optim.multi_tensor import audit_of
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import parameters
 from optim.scenarios import REPRESENTATIVES
 from tensors import step_gradients, take_steps

@@ -9,8 +9,8 @@ import torch
 
 import expectations
 import narrowgauge as ng
-from narrowgauge.machine import compiler_missing
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES
+from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import parameters
 from optim.scenarios import REPRESENTATIVES, kind, stall
 from oracles.adamw import AdamW64

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-import narrowgauge.compile
-from narrowgauge.machine import compiler_missing
+import narrowgauge.torch_support.compile
+from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import Shape, build, everything, parameters
 from tensors import assert_same_bits, parameters_of, peak_bytes, step_gradients, take_steps
 
@@ -89,7 +89,7 @@ def test_steps_have_the_same_bits_under_any_default_dtype_and_device(
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
         try:
-            with patch.dict(narrowgauge.compile._COMPILED, clear=True):
+            with patch.dict(narrowgauge.torch_support.compile._COMPILED, clear=True):
                 for step in slopes:
                     for p, slope in zip(parameters_of(optimizer), step, strict=True):
                         p.grad = slope

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge import compile
-from narrowgauge.machine import compiler_missing
 from narrowgauge.optim import multi_tensor
+from narrowgauge.torch_support import compile
+from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import everything, parameters
 from tensors import assert_same_bits, set_gradients, take_steps
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
-from narrowgauge import torch_names
-from narrowgauge.machine import compiler_missing, compiler_name
 from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.optim import clip, cpp_step, multi_tensor, triton_step
@@ -28,7 +26,8 @@ from narrowgauge.optim.rules import matrix
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.torch_support import cpp, triton
+from narrowgauge.torch_support import cpp, torch_names, triton
+from narrowgauge.torch_support.machine import compiler_missing, compiler_name
 from optim.pairs import PAIRS, RULES, build, everything, over, parameters
 from script_modules import benchmark_module
 from tensors import assert_same_bits, gaussian

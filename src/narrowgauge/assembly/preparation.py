@@ -21,7 +21,6 @@ from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.machine import multiplies
 from narrowgauge.matmul.fsdp_gather import gather_codes
 from narrowgauge.matmul.roles import role_of, roles_of
 from narrowgauge.matmul.scopes import compute_in_scope
@@ -35,7 +34,8 @@ from narrowgauge.optim.validation import FLAGS
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.torch_names import plain_name
+from narrowgauge.torch_support.machine import multiplies
+from narrowgauge.torch_support.torch_names import plain_name
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer, default=AdamW)
 

@@ -11,11 +11,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import has_shards, require_mesh
 from narrowgauge.errors import RecipeError
-from narrowgauge.machine import require_float64
 from narrowgauge.matmul.swapping import linear_names
 from narrowgauge.optim.validation import check_real
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.torch_support.machine import require_float64
 
 
 def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:

@@ -18,8 +18,8 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.numerics.dtensor import gradient_of, whole
-from narrowgauge.put_back import objects_of, put_back
-from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, unwrapped_model
+from narrowgauge.torch_support.put_back import objects_of, put_back
+from narrowgauge.torch_support.torch_names import fsdp_groups, fsdp_parameters, unwrapped_model
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Gradients = dict[str, Tensor]

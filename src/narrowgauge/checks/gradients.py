@@ -62,9 +62,9 @@ from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.numerics.dtensor import is_sharded, named_gradients, whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.put_back import objects_of, put_back
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_support.put_back import objects_of, put_back
 
 MARGIN = 4.0
 """Bounds of what has no shadow, over the roundings of a copy in one process."""

@@ -18,9 +18,9 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.shadow import SUM, Key, Shadow, Site, eager, is_finite, is_float
 from narrowgauge.numerics.dtensor import named_gradients
-from narrowgauge.put_back import put_back
 from narrowgauge.runs.finding import counted
-from narrowgauge.torch_names import plain_name
+from narrowgauge.torch_support.put_back import put_back
+from narrowgauge.torch_support.torch_names import plain_name
 
 Gradients = dict[str, Tensor]
 RANKED = 3.0

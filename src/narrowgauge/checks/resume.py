@@ -26,7 +26,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
-from narrowgauge.torch_hooks import members_of
+from narrowgauge.torch_support.torch_hooks import members_of
 
 Objects = Mapping[str, Any]
 Step = Callable[[], Objects]

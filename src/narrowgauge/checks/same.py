@@ -28,8 +28,8 @@ from narrowgauge.checks.outputs import (
 )
 from narrowgauge.checks.same_weights import compare_weights, loaded
 from narrowgauge.errors import DataError, RecipeError
-from narrowgauge.put_back import generators_put_back, put_back
 from narrowgauge.runs.finding import counted
+from narrowgauge.torch_support.put_back import generators_put_back, put_back
 
 Side = nn.Module | Callable[[Any], Any] | Mapping[str, Any] | str | Path
 _PASSES = 2

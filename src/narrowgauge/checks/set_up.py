@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from narrowgauge.analysis.reading import of_all
 from narrowgauge.checks.step_samples import plain, spread
 from narrowgauge.errors import RecipeError
-from narrowgauge.machine import require_float64
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
-from narrowgauge.torch_names import plain_name
+from narrowgauge.torch_support.machine import require_float64
+from narrowgauge.torch_support.torch_names import plain_name
 
 NARROW = (torch.bfloat16, torch.float16)
 NAIVE = {

@@ -25,9 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from narrowgauge import torch_names
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.spec.formats import FORMATS, dtype_name
+from narrowgauge.torch_support import torch_names
 
 NARROW = {
     dtype: FORMATS[dtype_name(dtype)].epsilon / 2

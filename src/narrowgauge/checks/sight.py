@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.checks.softmaxes import Trace, as_sequences, terms_of
-from narrowgauge.put_back import put_back
+from narrowgauge.torch_support.put_back import put_back
 
 _FAINT = 1e-7
 """Gradients over the largest one that are zero."""

@@ -33,7 +33,7 @@ from narrowgauge.checks.float32_copy import (
 )
 from narrowgauge.checks.shadow import user_line
 from narrowgauge.matmul.linear import NarrowLayer
-from narrowgauge.put_back import objects_of, put_back
+from narrowgauge.torch_support.put_back import objects_of, put_back
 
 STEPS = (1e-5, 1e-7, 1e-3)
 """Lengths of steps along the direction, in units of each tensor's root mean square. A shorter one crosses fewer kinks, such as

@@ -25,8 +25,8 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import CODES
-from narrowgauge.torch_hooks import Follower
-from narrowgauge.torch_names import plain_name, unwrapped_model
+from narrowgauge.torch_support.torch_hooks import Follower
+from narrowgauge.torch_support.torch_names import plain_name, unwrapped_model
 
 _UNEXPLAINED_SHARE = 1e-2
 """The fraction of a step that a fit of the weight may leave."""

@@ -28,9 +28,9 @@ from narrowgauge.checks.set_up import SetUp
 from narrowgauge.checks.sight import num_columns, restart, seen, sight_of
 from narrowgauge.checks.softmaxes import LABEL, Target, Term, Trace, joined, terms_of
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.put_back import put_back
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Table, number_columns, text_columns
+from narrowgauge.torch_support.put_back import put_back
 
 Facts = dict[str, Any]
 SHIFTS = (1, 0, -1, 2, 3)

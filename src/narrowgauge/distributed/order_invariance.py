@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import torch_names
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
-from narrowgauge.torch_hooks import OwnHook
+from narrowgauge.torch_support import torch_names
+from narrowgauge.torch_support.torch_hooks import OwnHook
 
 
 def generator_state(device: torch.device) -> tuple[bytes, ...]:

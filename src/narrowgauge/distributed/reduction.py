@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import (
     ONE_RANK,
     ExactExchange,
@@ -35,7 +34,8 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.dtensor import by_group, gradient_of, local_of
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
-from narrowgauge.torch_hooks import OwnHook
+from narrowgauge.torch_support import torch_names
+from narrowgauge.torch_support.torch_hooks import OwnHook
 
 _installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = (
     weakref.WeakKeyDictionary()

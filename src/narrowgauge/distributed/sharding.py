@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import torch_names
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint, fingerprint_all
 from narrowgauge.spec.sums import SHARDINGS
+from narrowgauge.torch_support import torch_names
 
 
 def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:

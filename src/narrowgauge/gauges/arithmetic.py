@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.machine import processor_name
 from narrowgauge.runs.arithmetic import UNAVAILABLE
+from narrowgauge.torch_support.machine import processor_name
 
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import inductor
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import hooks
 from narrowgauge.gauges.attention import heads_of
@@ -31,15 +30,16 @@ from narrowgauge.gauges.tensor_metrics import (
     rounded,
     row_of,
 )
-from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import gradient_of, is_split_over_ranks, local_of
 from narrowgauge.numerics.widening import matmul
 from narrowgauge.optim.audit import AuditedUpdates, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.computes import first_of_input
-from narrowgauge.torch_hooks import Follower, members_of
-from narrowgauge.torch_names import plain_name
+from narrowgauge.torch_support import inductor
+from narrowgauge.torch_support.machine import require_float64
+from narrowgauge.torch_support.torch_hooks import Follower, members_of
+from narrowgauge.torch_support.torch_names import plain_name
 
 _NUM_VALUES = 64
 """Values of each state that a histogram counts."""

@@ -1,4 +1,4 @@
-"""The hooks on a model's forward and backward. Hooks on the optimizer's step are in :mod:`narrowgauge.torch_hooks`.
+"""The hooks on a model's forward and backward. Hooks on the optimizer's step are in :mod:`narrowgauge.torch_support.torch_hooks`.
 
 Gauges hook with one function, so that layers share compiled code. Differences between layers are in an
 attribute of the module, ``gauge_entries``: of its input, of its output's gradient (``None`` if not watched), of its output. The
@@ -17,8 +17,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tensor
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
-from narrowgauge.torch_hooks import OwnHook
-from narrowgauge.torch_names import is_transformed, plain_name
+from narrowgauge.torch_support.torch_hooks import OwnHook
+from narrowgauge.torch_support.torch_names import is_transformed, plain_name
 
 # ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 

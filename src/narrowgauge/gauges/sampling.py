@@ -18,10 +18,10 @@ import weakref
 import torch
 from torch import Tensor
 
-from narrowgauge import torch_names
 from narrowgauge.gauges.attention import Heads
 from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.numerics.metrics import rms
+from narrowgauge.torch_support import torch_names
 from narrowgauge.transforms.scaled_tensor import Scaled
 
 SAMPLE = 1 << 13

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.operand import Operand
-from narrowgauge.torch_hooks import after_every_step
+from narrowgauge.torch_support.torch_hooks import after_every_step
 
 Key = tuple[Any, ...]
 

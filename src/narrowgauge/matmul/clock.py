@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.torch_hooks import (
+from narrowgauge.torch_support.torch_hooks import (
     OwnHook,
     after_every_step,
     announced_optimizers,
     hear_of_optimizers,
 )
-from narrowgauge.torch_names import calls_of_step
+from narrowgauge.torch_support.torch_names import calls_of_step
 
 KEY = "matmul_step"
 """The entry of an optimizer's first param group that counts its steps."""

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge import torch_names
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import give_cast
 from narrowgauge.matmul.layer_matmuls import slot_dtype
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.torch_support import torch_names
 
 _SLOT = "output.right"
 

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.compile import fused
-from narrowgauge.machine import multiplies
 from narrowgauge.matmul import native
 from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_dtype, block_values
 from narrowgauge.numerics.widening import (
@@ -27,6 +25,8 @@ from narrowgauge.numerics.widening import (
 )
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import Kernel, needs_kernel
+from narrowgauge.torch_support.compile import fused
+from narrowgauge.torch_support.machine import multiplies
 
 # Size of one panel of sums: 4 MiB. Sums, values and result then fit a last-level cache.
 _PANEL_ELEMENTS = 1 << 20

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.machine import require_float64
 from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.layer_matmuls import (
@@ -35,6 +34,7 @@ from narrowgauge.numerics.quantization import quantize
 from narrowgauge.numerics.widening import bias_gradient, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, keeps_outlier_weights, stores_codes
 from narrowgauge.spec.notation import get_compute
+from narrowgauge.torch_support.machine import require_float64
 
 # ── the product ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -27,7 +27,7 @@ from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype
 from narrowgauge.matmul.operand import Keys, Operand, cast_matrix, draw
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
-from narrowgauge.torch_names import is_traced, is_transformed
+from narrowgauge.torch_support.torch_names import is_traced, is_transformed
 
 REGISTERED: dict[str, Compute] = dict(COMPUTES)
 """Computes by the name that operators and graphs get: the table's, and those that :func:`register` adds."""

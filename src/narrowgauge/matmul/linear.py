@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.machine import require_float64
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.clock import Clock
 from narrowgauge.matmul.operand import Keys, layer_keys
@@ -25,6 +24,7 @@ from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.widening import linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_support.machine import require_float64
 
 
 class NarrowLayer(nn.Module):

@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge import torch_names
-from narrowgauge.compile import fused
 from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, block_values, bound
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
@@ -33,6 +31,8 @@ from narrowgauge.numerics.quantization import (
 from narrowgauge.numerics.widening import INT32_TERMS
 from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.spec.kernels import Kernel, kernel_for
+from narrowgauge.torch_support import torch_names
+from narrowgauge.torch_support.compile import fused
 
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""

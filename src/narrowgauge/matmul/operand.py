@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import fused
 from narrowgauge.numerics import quantization
 from narrowgauge.numerics.quantization import (
     blocked,
@@ -29,6 +28,7 @@ from narrowgauge.numerics.quantization import (
 )
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec.computes import Cast
+from narrowgauge.torch_support.compile import fused
 
 Draw = tuple[Tensor, Tensor]
 """The key of a cast's random bits, and the index of the first row, int32 ``[]`` each."""

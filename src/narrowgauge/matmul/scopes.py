@@ -19,7 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.matmul.experts import NARROW
 from narrowgauge.matmul.swapping import Layer
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.torch_names import map_tensors
+from narrowgauge.torch_support.torch_names import map_tensors
 
 
 def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.machine import require_float64
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.clock import Clock
 from narrowgauge.matmul.experts import GroupedLinear
@@ -27,7 +26,8 @@ from narrowgauge.matmul.roles import role_of, roles_of
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import get_compute
-from narrowgauge.torch_names import leave_out_of_ddp, plain_name
+from narrowgauge.torch_support.machine import require_float64
+from narrowgauge.torch_support.torch_names import leave_out_of_ddp, plain_name
 
 Layer = Linear | GroupedLinear
 Choice = str | Compute | Callable[[str], str | Compute | None]

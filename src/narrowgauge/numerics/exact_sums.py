@@ -34,10 +34,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import can_compile, compiled_for_pattern, is_worth_compiling, place_of
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
+from narrowgauge.torch_support.compile import (
+    can_compile,
+    compiled_for_pattern,
+    is_worth_compiling,
+    place_of,
+)
 
 if TYPE_CHECKING:
     from narrowgauge.numerics.multi_tensor_squares import SquaresTable

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import can_compile
-from narrowgauge.edge_values import draw
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import exact_squares, largest_magnitude, steps_of_squares
-from narrowgauge.torch_names import is_captured, send
+from narrowgauge.torch_support.compile import can_compile
+from narrowgauge.torch_support.edge_values import draw
 from narrowgauge.torch_support.printer import print_graph, prove, trace
+from narrowgauge.torch_support.torch_names import is_captured, send
 from narrowgauge.torch_support.triton import LAUNCH, REDUCERS, TRITON, load, runs_on
 
 BLOCK, SPAN = 1024, 8192

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.spec.formats import Format, get_format
-from narrowgauge.torch_names import is_traced
+from narrowgauge.torch_support.torch_names import is_traced
 
 QUIET_NAN = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.machine import multiplies
 from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_names import cpu_kernel_wrapped, is_traced, is_transformed
+from narrowgauge.torch_support.machine import multiplies
+from narrowgauge.torch_support.torch_names import cpu_kernel_wrapped, is_traced, is_transformed
 
 EXACT_TERMS = 1 << 10
 """Number of products of 128 × 128 whose sum fits float32's 24 bits."""

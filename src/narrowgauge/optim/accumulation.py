@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.machine import require_float64
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like
 from narrowgauge.optim.validation import check_gradient
-from narrowgauge.torch_names import is_captured
+from narrowgauge.torch_support.machine import require_float64
+from narrowgauge.torch_support.torch_names import is_captured
 
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 """Formats of the parameters whose gradients are summed."""

@@ -23,7 +23,7 @@ from narrowgauge.numerics.dtensor import add_up, by_group, local_of
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.tables import Column, Table
-from narrowgauge.torch_names import HostCopy
+from narrowgauge.torch_support.torch_names import HostCopy
 
 WINDOW = 20
 """Audited steps in a window."""

@@ -19,7 +19,7 @@ from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import reciprocal, sqrt
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.torch_names import is_captured, send
+from narrowgauge.torch_support.torch_names import is_captured, send
 
 Finite = Callable[[], list[bool]]
 """Returns which gradients of a step were finite, without storing the gradients. It waits for the device."""

@@ -30,7 +30,7 @@ from narrowgauge.numerics.hashing import named_seed
 from narrowgauge.numerics.rounding import bits_of, random_bits
 from narrowgauge.optim import codes
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_names import plain_name
+from narrowgauge.torch_support.torch_names import plain_name
 
 LOW_BITS = ("zero", "random")
 """The values of the option ``low_bits``."""

@@ -31,8 +31,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import can_compile
-from narrowgauge.edge_values import draw, same_numbers, with_nan
 from narrowgauge.numerics.dtensor import largest_over_ranks
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
@@ -47,10 +45,12 @@ from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.optim.step_graph import input_names, num_addresses, record_size
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_names import is_captured, send, to_device
 from narrowgauge.torch_support import triton
+from narrowgauge.torch_support.compile import can_compile
 from narrowgauge.torch_support.cpp import CPP
+from narrowgauge.torch_support.edge_values import draw, same_numbers, with_nan
 from narrowgauge.torch_support.printer import prove
+from narrowgauge.torch_support.torch_names import is_captured, send, to_device
 
 PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}
 """The place of each size, from the end of a row of the table."""

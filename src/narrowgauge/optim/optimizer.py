@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from narrowgauge.compile import is_worth_compiling
 from narrowgauge.errors import RecipeError
-from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.scaling import LossScaler
@@ -56,8 +54,10 @@ from narrowgauge.optim.step import Stepper
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
-from narrowgauge.torch_hooks import announce
-from narrowgauge.torch_names import HostCopy, is_captured, plain_name
+from narrowgauge.torch_support.compile import is_worth_compiling
+from narrowgauge.torch_support.machine import require_float64
+from narrowgauge.torch_support.torch_hooks import announce
+from narrowgauge.torch_support.torch_names import HostCopy, is_captured, plain_name
 
 Group = dict[str, Any]
 _KEEPERS: MutableMapping[Tensor, Callable[[], Optimizer | None]] = WeakIdKeyDictionary()

@@ -21,7 +21,7 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim.low_bits import MOSTLY, kept_note
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
-from narrowgauge.torch_names import was_taken_by_fsdp
+from narrowgauge.torch_support.torch_names import was_taken_by_fsdp
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -21,7 +21,7 @@ from narrowgauge.optim.matrix_step import step_matrices
 from narrowgauge.optim.multi_tensor import Launches
 from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.torch_names import to_device
+from narrowgauge.torch_support.torch_names import to_device
 
 
 def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,12 @@ from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
-from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, plain_name, was_taken_by_fsdp
+from narrowgauge.torch_support.torch_names import (
+    fsdp_groups,
+    fsdp_parameters,
+    plain_name,
+    was_taken_by_fsdp,
+)
 
 if TYPE_CHECKING:
     from narrowgauge.optim.state import ParameterState

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from narrowgauge.inductor import MANY_VERSIONS
 from narrowgauge.matmul.linear import is_linear, is_transposed
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.planner.model import read_model
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.torch_support.inductor import MANY_VERSIONS
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset
 from narrowgauge.trainer.session import Session, build

@@ -1,6 +1,13 @@
-"""What this package needs of PyTorch's and other compilers: below the arithmetic, above nothing.
+"""What this package needs of PyTorch's insides and of compilers: below the arithmetic, above nothing.
 
 ======================  ============================================================================
+``torch_names``         the private names of PyTorch that we use, each with its reason and alternative
+``torch_hooks``         hooks on modules and optimizers that are ours, and leave nothing behind
+``put_back``            runs a model and puts back what the run changed
+``inductor``            what Inductor's logs and options need
+``machine``             what this processor and its compilers can do; needs no PyTorch
+``compile``             compiles a function of tensors, and proves its bits before the first use
+``edge_values``         values by which compiled code is compared with its definition
 ``printer``             prints a traced function of pointwise operations as lines of a language
 ``cpp``                 the language of CPUs: C++ with vector types; builds and loads its files
 ``triton``              the language of GPUs: Triton; loads its functions

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrowgauge.machine import compiler_name, instruction_sets, processor_name
+from narrowgauge.torch_support.machine import compiler_name, instruction_sets, processor_name
 from narrowgauge.torch_support.printer import Language
 
 _OPERATIONS = {

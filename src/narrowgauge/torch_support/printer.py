@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.compile import usual_defaults
-from narrowgauge.torch_names import IS_RECORDED
+from narrowgauge.torch_support.compile import usual_defaults
+from narrowgauge.torch_support.torch_names import IS_RECORDED
 
 Argument = tuple[torch.dtype, Sequence[int]]
 """The dtype and the shape of a tensor that a function takes."""

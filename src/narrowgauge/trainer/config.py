@@ -25,13 +25,13 @@ from narrowgauge.errors import (
     require_package,
     suggestion,
 )
-from narrowgauge.machine import compiler_missing, gpu_compiler_missing, switched_off
 from narrowgauge.spec.models import MODELS, get_model, refuse_own_code, usual_rate
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES, SHARDINGS
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import Choice, Range
+from narrowgauge.torch_support.machine import compiler_missing, gpu_compiler_missing, switched_off
 
 _KINDS: dict[type, str] = {
     str: "text", int: "an integer", float: "a number", bool: "true or false", Recipe: "a recipe",

@@ -20,8 +20,8 @@ from torch import Tensor
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
-from narrowgauge.put_back import generators_put_back
 from narrowgauge.runs.schema import Row
+from narrowgauge.torch_support.put_back import generators_put_back
 from narrowgauge.trainer.session import Session, micro_batches_of_rank, sum_in_order
 
 

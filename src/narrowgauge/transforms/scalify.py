@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.numerics.metrics import power_of_rms
-from narrowgauge.torch_names import map_tensors
+from narrowgauge.torch_support.torch_names import map_tensors
 from narrowgauge.transforms.scaled_tensor import (
     FUNCTIONS,
     Scaled,

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge import torch_names
 from narrowgauge.analysis.reading import words_of
 from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.ranks import Ranks
@@ -34,8 +33,9 @@ from narrowgauge.numerics.hashing import GOLDEN, combine, fingerprint, fingerpri
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.schema import Row
-from narrowgauge.torch_hooks import members_of
-from narrowgauge.torch_names import plain_name
+from narrowgauge.torch_support import torch_names
+from narrowgauge.torch_support.torch_hooks import members_of
+from narrowgauge.torch_support.torch_names import plain_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = "state"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from narrowgauge.put_back import objects_of
+from narrowgauge.torch_support.put_back import objects_of
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:

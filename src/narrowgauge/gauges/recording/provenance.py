@@ -17,12 +17,12 @@ import narrowgauge
 from narrowgauge.analysis.settings import settings_diff
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.arithmetic import measure_arithmetic
-from narrowgauge.machine import installed_version
 from narrowgauge.runs import arithmetic
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import FORMATS, dtype_name
-from narrowgauge.torch_names import graph_dtypes
+from narrowgauge.torch_support.machine import installed_version
+from narrowgauge.torch_support.torch_names import graph_dtypes
 
 _PACKAGES = ("transformers", "tokenizers", "numpy")
 

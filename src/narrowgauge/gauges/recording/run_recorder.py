@@ -54,8 +54,8 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.torch_hooks import members_of
-from narrowgauge.torch_names import unwrapped_model
+from narrowgauge.torch_support.torch_hooks import members_of
+from narrowgauge.torch_support.torch_names import unwrapped_model
 
 _OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
 atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))

@@ -23,7 +23,7 @@ from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import STEP, Row
-from narrowgauge.torch_hooks import members_of
+from narrowgauge.torch_support.torch_hooks import members_of
 
 
 class StepReader:

@@ -43,8 +43,8 @@ from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step, members_of
-from narrowgauge.torch_names import (
+from narrowgauge.torch_support.torch_hooks import Follower, OwnHook, after_every_step, members_of
+from narrowgauge.torch_support.torch_names import (
     HostCopy,
     graph_nodes,
     is_compiled_model,

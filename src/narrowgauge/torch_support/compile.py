@@ -28,10 +28,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.edge_values import draw, same_numbers
-from narrowgauge.inductor import quiet
-from narrowgauge.machine import compiler_missing, compiler_name, gpu_compiler_missing, switched_off
-from narrowgauge.torch_names import is_traced
+from narrowgauge.torch_support.edge_values import draw, same_numbers
+from narrowgauge.torch_support.inductor import quiet
+from narrowgauge.torch_support.machine import (
+    compiler_missing,
+    compiler_name,
+    gpu_compiler_missing,
+    switched_off,
+)
+from narrowgauge.torch_support.torch_names import is_traced
 
 COMPILE_ELEMENTS = 1 << 18
 """On a CPU, compile for at least this many elements. Fewer do not win back the seconds of compiling."""

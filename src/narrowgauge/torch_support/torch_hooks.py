@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from narrowgauge.torch_names import calls_of_step
+from narrowgauge.torch_support.torch_names import calls_of_step
 
 after_every_step = cache(register_optimizer_step_post_hook)
 """Have a function called after the steps of every optimizer; once, however often this is asked."""
