@@ -177,11 +177,6 @@ def large_rate(session: Session) -> None:
     session.config = dataclasses.replace(session.config, lr=100 * session.config.lr)
 
 
-def dead_layer(session: Session) -> None:
-    """A layer whose output is zero from now on."""
-    wrap_forward(session.model.get_submodule(f"{LAYER}.mlp"), lambda output: output * 0.0)
-
-
 def scale_gradients(session: Session, factor: float) -> None:
     """Gradients times a factor; the loss keeps its value."""
     true_loss = session.loss
@@ -268,13 +263,6 @@ _ROWS = (
     Fault(
         "a format too small for gradients", once(go_on_in(UNSCALED)), ("underflow",), "output_grad:model.layers.*", samples=2,
         settings={"recipe": "float8-row/word"},
-    ),
-    Fault(
-        "a frozen second moment", once(lambda session: scale_gradients(session, 2.0**-6)), ("frozen_moments",),
-        "model.*.weight", samples=4, settings={"recipe": "bfloat16/naive", "beta2": 0.999, "gauges_every": 20},
-    ),
-    Fault(
-        "a dead layer", once(dead_layer), ("dead_layer",), f"*:{LAYER}.mlp.*", samples=3,
     ),
     Fault(
         "lost updates", nothing, ("lost_updates",), "model.*", steps=60,

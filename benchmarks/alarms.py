@@ -52,7 +52,7 @@ HEALTHY: dict[str, Mapping[str, Any]] = {
 ALARMS = {row.kind for row in DETECTORS.values()} | {"warning", "divergence"}
 """Kinds of event that are a word of warning."""
 SERIOUS = frozenset({
-    "lost_updates", "frozen_moments", "underflow", "overflow", "attention", "loss_scale", "loss_spike", "dead_layer", "nonfinite",
+    "lost_updates", "underflow", "overflow", "attention", "loss_scale", "loss_spike", "nonfinite",
 })  # fmt: skip
 """Kinds of event that no healthy run may raise. Healthy runs with small batches have gradient spikes."""
 STRUCK_AT, EVERY_STRUCK, EVERY_HEALTHY = 41, 10, 5

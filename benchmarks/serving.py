@@ -3,9 +3,10 @@
 Claim: with random low bits a step at 1e-6 changes about one visible weight of a hundred, and a delta takes a few per cent of the
 weights' bytes. Stochastic rounding of masters at each step changes many more.
 
-Model, text and optimizer are those of ``finetune.py``: SmolLM2-135M, AdamW, batches of 1 × 128 tokens, a constant rate.
+Model, text and optimizer are those of ``finetune.py``: SmolLM2-135M, AdamW, batches of 1 × 32 tokens, a constant rate.
 
-Run: ``./dev bench serving [--steps 10] [--lr 1e-6]``. The first steps are left out, in which Adam's steps are largest.
+Run: ``./dev bench serving [--steps 10] [--lr 1e-6] [--row 'word random']``. The first half of
+the steps is left out, in which Adam's are largest.
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ import copy
 import statistics
 
 import torch
-from finetune import loss_of, prepared, start_of
+from finetune import Start, loss_of, prepared, start_of
 from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.checks.deltas import delta_bytes
 
-ROWS = ("torch AdamW bfloat16", "autocast", "word random")
+ROWS = ("word random", "autocast", "torch AdamW bfloat16")
+LENGTH = 32
 RATES = (1e-6, 5e-6, 2e-5)
 
 
 def visible(model: nn.Module, row: str) -> nn.Module:
     """Return what a server gets: the model, of float32 masters a copy in bfloat16."""
-    return ng.cast_parameters(copy.deepcopy(model), torch.bfloat16) if row == "autocast" else model
+    if row == "autocast":
+        return ng.cast_parameters(copy.deepcopy(model), torch.bfloat16)
+    return model
 
 
-def measured(row: str, lr: float, steps: int) -> tuple[float, float]:
+def measured(start: Start, row: str, lr: float, steps: int) -> tuple[float, float]:
     """Return the mean share of visible weights that a step changes, and a delta's bytes over the weights'."""
-    start = start_of()
-    model = start.model
+    model = copy.deepcopy(start.model)
     optimizer = prepared(row, model, lr, 0, 0)
     server = copy.deepcopy(visible(model, row))
     seen = copy.deepcopy(server)
@@ -42,7 +45,7 @@ def measured(row: str, lr: float, steps: int) -> tuple[float, float]:
     shares = []
     sizes = []
     for step in range(steps):
-        tokens = start.train[step : step + 1, :128]
+        tokens = start.train[step : step + 1, :LENGTH]
         loss_of(model, tokens, row == "autocast").backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -61,11 +64,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, nargs="+", default=RATES)
+    parser.add_argument("--row", nargs="+", default=ROWS)
     args = parser.parse_args()
     print("row                    rate      changed a step  delta over weights")
-    for lr in args.lr:
-        for row in ROWS:
-            share, size = measured(row, lr, args.steps)
+    start = start_of()
+    for row in args.row:
+        for lr in args.lr:
+            share, size = measured(start, row, lr, args.steps)
             print(f"{row:21}  {lr:<8g}  {share:14.2%}  {size:18.2%}", flush=True)
 
 

@@ -45,6 +45,15 @@ def announced_optimizers() -> list[torch.optim.Optimizer]:
     return list(_OPTIMIZERS)
 
 
+def members_of(*optimizers: torch.optim.Optimizer) -> list[Any]:
+    """Return the parameters of optimizers, as often as a group lists them."""
+    members = list[Any]()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            members += group["params"]
+    return members
+
+
 class OwnHook:
     """Hook a module or optimizer without entering its copies and pickles.
 

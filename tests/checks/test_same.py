@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,29 @@ def test_a_merged_server_holds_the_adapters_once() -> None:
     plain = model_of(torch.bfloat16)
     (missing,) = [r for r in ng.same(trainer, plain) if r.what == "adapter-times"]
     assert missing.value == pytest.approx(-1, abs=1e-3)
+
+
+@exhaustive("storage", ["word", "exact", "split", "compact", "states8", "kahan"])
+def test_an_export_has_the_bits_that_trained_and_says_what_is_beyond_them(storage: str) -> None:
+    model = model_of(num_hidden_layers=1)
+    optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage=storage, compile=False)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    full = ng.full_weights(model, optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        assert ng.same(model, folder, TOKENS).lines[-1] == "The bits are equal."
+        model.save_pretrained(folder, state_dict=dict(full))  # which it empties
+        result = ng.same(model, Path(folder) / "model.safetensors")
+    assert len(result) == 0
+    beyond = sum(row["differ"] for row in ng.moved(model, full).rows)
+    words = f"bfloat16 → float32, {beyond:,} values beyond the narrower one"
+    assert beyond > 100 and any(words in line for line in result.lines), result
+    assert sum(row["differ"] for row in ng.moved(full, model).rows) == 0
 
 
 def test_a_folder_and_a_scaled_float8_state_dict_are_loaded(tmp_path: Path) -> None:

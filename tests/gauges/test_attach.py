@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections import OrderedDict
 from typing import Any
 
@@ -90,17 +88,14 @@ def test_an_input_is_read_as_autocast_casts_it() -> None:
     assert gauges.last is not None and metric_of(gauges.last, "tensors", "input:up", "amax") == 1.0
 
 
-def test_a_loop_that_goes_on_samples_at_the_same_steps_from_the_moments_of_its_checkpoint() -> None:
+def test_a_loop_that_goes_on_samples_at_the_same_steps() -> None:
     model, rows = small(), list[Any]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     gauges = attach_gauges(model, optimizer, every=3, on_row=rows.append)
     trained(model, optimizer, 2)
-    for state in optimizer.state.values():
-        state["exp_avg_sq"].mul_(4)  # as a load writes them
     gauges.restart(4)
     trained(model, optimizer, 5)
     assert [row["step"] for row in rows] == [6, 9]
-    assert metric_of(rows[-1], "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-5)
 
 
 def test_the_heads_logits_are_those_of_the_sampled_inputs() -> None:
@@ -119,14 +114,7 @@ def test_the_heads_logits_are_those_of_the_sampled_inputs() -> None:
     )
 
 
-DECAYED = functools.partial(
-    torch.optim.Adam, weight_decay=0.1
-)  # of the gradient and its decay are the moments
-
-
-@pytest.mark.parametrize(
-    "kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam, DECAYED]
-)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam])
 def test_any_module_and_any_optimizer(kind: Any) -> None:
     model = small()
     optimizer = kind(model.parameters(), lr=1e-3)
@@ -134,10 +122,7 @@ def test_any_module_and_any_optimizer(kind: Any) -> None:
     trained(model, optimizer, 4)
     row = gauges.last
     assert row is not None and (metric_of(row, "tensors", "grad:head.weight", "rms") or 0) > 0
-    if kind is torch.optim.AdamW:
-        assert metric_of(row, "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-5)
-    else:  # other rules may square something else than the gradient
-        assert "moments" not in row
+    assert ("exp_avg_sq" in row["histograms"]) == (kind is not torch.optim.Adafactor)
 
 
 @pytest.mark.parametrize(
@@ -159,38 +144,6 @@ def test_what_a_cast_loses_is_read_from_its_own_scale(
         if least is None
         else least < (sqnr or 0) < (most or 0) and overflow == 0
     )
-
-
-@pytest.mark.parametrize(("storage", "freezes"), [("naive", True), ("word", False)])
-def test_second_moments_that_freeze_are_seen(storage: str, freezes: bool) -> None:
-    """Gradients fall to a tenth; at beta2 0.999 a bfloat16 second moment stays where it was."""
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(16, 32).bfloat16())
-    model = nn.ParameterDict({"w": weight})
-    optimizer = ng.AdamW(
-        model.named_parameters(), lr=1e-4, betas=(0.9, 0.999), storage=storage, audit_every=0
-    )
-    gauges = attach_gauges(model, optimizer, every=100)
-    gradient = torch.randn(16, 32).bfloat16()
-    for step in range(300):
-        weight.grad = gradient * (1.0 if step < 100 else 0.1)
-        optimizer.step()
-    row = gauges.last
-    assert row is not None
-    bias = metric_of(row, "moments", "w", "bias")
-    assert bias is not None and (bias > 1.15 if freezes else bias == pytest.approx(1.0, abs=0.05))
-
-
-def test_second_moments_of_clipped_gradients_and_skipped_steps_are_exact() -> None:
-    model, optimizer = made("float32/float32", max_grad_norm=1e-3)
-    gauges = attach_gauges(model, optimizer, every=6)
-    for steps, limit in ((2, math.inf), (1, -1.0), (3, math.inf)):
-        optimizer.skip_above = limit
-        trained(model, optimizer, steps)
-    assert (
-        gauges.last is not None and float(optimizer.grad_norm) > 0.01 and optimizer.num_skipped == 1
-    )
-    assert metric_of(gauges.last, "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-5)
 
 
 def test_training_in_eval_mode_is_told_as_such() -> None:

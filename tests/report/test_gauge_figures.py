@@ -32,7 +32,7 @@ MakeRun = Callable[..., Run]
 def test_a_damaged_reading_adds_nothing(make_run: MakeRun, values: Any) -> None:
     row = {
         "step": 1,
-        **{table: {"a": values} for table in ("tensors", "updates", "moments", "attention")},
+        **{table: {"a": values} for table in ("tensors", "updates", "attention")},
         "histograms": {"weight": values},
         "logits": {"max": values},
     }

@@ -126,7 +126,8 @@ class Alarms:
 
     def on_step(self, row: Row) -> list[Event]:
         """Read a row of ``steps.jsonl``, and return the events that it raises. Pass rows in the order of their steps."""
-        loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
+        loss = number(row.get("loss"))
+        norm = number(row.get("grad_norm"))
         loss = math.nan if loss is None else loss
         trips = self._trips("steps", None, self._step_metrics(row))
         spikes = {"loss-spike": self.judge.loss(loss), "gradient-spike": self.judge.norm(norm)}
@@ -200,10 +201,8 @@ class Alarms:
         if limit is None:
             return []
         applies = detector.applies(metrics, self.facts)
-        trips, recovers = (
-            applies and detector.trips(value, limit),
-            not applies or detector.recovers(value, limit),
-        )
+        trips = applies and detector.trips(value, limit)
+        recovers = not applies or detector.recovers(value, limit)
         begins = state.update(detector, trips, recovers)
         return (
             [_Trip(detector, name, value, limit)]
@@ -233,14 +232,16 @@ class Alarms:
         ]
 
     def _event(self, step: int, worst: _Trip, group: list[_Trip]) -> Event:
-        detector, name = worst.detector, worst.tensor
+        detector = worst.detector
+        name = worst.tensor
         num_others = len({trip.tensor for trip in group}) - 1
         more = (
             f"; the same holds for {num_others} more tensor{'s' if num_others > 1 else ''}"
             if num_others
             else ""
         )
-        recipe, parameter = self.facts.recipe, (name or "").rpartition(":")[2]
+        recipe = self.facts.recipe
+        parameter = (name or "").rpartition(":")[2]
         values: dict[str, object] = {
             "value": worst.value, "limit": worst.limit, "spike": worst.spike, "tensor": name or "the tensor",
             # as a recipe's pattern names it

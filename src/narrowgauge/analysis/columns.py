@@ -60,7 +60,8 @@ def column(run: Run, table: str, name: str) -> Series:
         Series(x=array([1., 3.]), y=array([ 2., nan]))
     """
     rows = [row for row in getattr(run, table) if row.get(name) is not None]
-    x, y = _finite([row.get("step") for row in rows]), _finite([row[name] for row in rows])
+    x = _finite([row.get("step") for row in rows])
+    y = _finite([row[name] for row in rows])
     return Series(x[~np.isnan(x)], y[~np.isnan(x)])
 
 

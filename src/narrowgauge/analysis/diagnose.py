@@ -42,7 +42,8 @@ _SKIPPED = 3
 _ORIGIN = (
     "Repeat the first of these steps with ng.ranked_places, which names the operation and its line."
 )
-_LASTING, _LEAST_SECONDS = 20, 10.0
+_LASTING = 20
+_LEAST_SECONDS = 10.0
 """Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
 
 
@@ -65,11 +66,9 @@ class Diagnosis(Readings):
         skipped = skipped_steps(run)
         self.areas, unseen = areas_of(run, skipped)
         super().__init__(recorded_readings(run, skipped), unseen=unseen)
-        self.name, self.notes, self.num_rows = (
-            run.path.name or run.path.resolve().name,
-            list(_notes(run, skipped)),
-            len(run.steps),
-        )
+        self.name = run.path.name or run.path.resolve().name
+        self.notes = list(_notes(run, skipped))
+        self.num_rows = len(run.steps)
         self.num_applied = None if skipped is None else self.num_rows - len(skipped)
         self._rows = counted(self.num_rows, "row" if run.is_foreign else "step")
         self.lines = [f"{self.name}: {self.verdict}"]
@@ -225,20 +224,14 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     ):
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
     readings = [_first(group) for group in groups.values()]
-    lost = min(
-        (r.step for r in readings if (r.what, r.stage) == ("nonfinite-step", "loss")),
-        default=math.inf,
-    )
-    # After a loss that is not finite every tensor is NaN, so later ones tell nothing of the origin.
-    causes = [r for r in readings if r.step <= lost or "nonfinite" not in r.what]
-    more = (
-        f" Later readings that follow from it: {len(readings) - len(causes)}."
-        if len(causes) < len(readings)
-        else ""
-    )
-    return in_order(
-        replace(r, advice=r.advice + more) if r.what == "nonfinite-step" else r for r in causes
-    )
+    # One value that is not finite makes all later ones so. The first in the order of a step tells the origin.
+    bad = [r for r in readings if "nonfinite" in r.what]
+    bad.sort(key=lambda r: (r.step, STAGES.index(r.stage), not r.tensor))
+    if len(bad) > 1:
+        readings = [r for r in readings if r not in bad]
+        more = f" Later readings that follow from it: {len(bad) - 1}."
+        readings.append(replace(bad[0], advice=bad[0].advice + more))
+    return in_order(readings)
 
 
 def _first(readings: list[Reading]) -> Reading:
@@ -268,17 +261,16 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
 
 
 def _of_event(event: Row) -> Reading:
-    kind, detector, step = (
-        str(event.get("kind") or ""),
-        str(event.get("detector") or ""),
-        step_of(event),
-    )
+    kind = str(event.get("kind") or "")
+    detector = str(event.get("detector") or "")
+    step = step_of(event)
     reading_name = "lost-updates" if detector == "audit" else detector or kind
     value, expected, bound = (
         number(event.get(name)) for name in ("value", "expected", "threshold")
     )
     if reading_name == "lost-updates":
-        expected, bound = 1.0, 1.0 - MIN_EDQ
+        expected = 1.0
+        bound = 1.0 - MIN_EDQ
     # The audit's message names the storage already.
     advice = sentences(
         str(event.get("message") or ""),
@@ -311,7 +303,8 @@ def skipped_steps(run: Run) -> list[int] | None:
 
 def rows_per_step(run: Run, skipped: list[int]) -> int:
     """Return the number of rows for each step, as of micro-batches: 1 unless steps come evenly and no loss is scaled."""
-    applied, out = list[int](), set(skipped)
+    applied = list[int]()
+    out = set(skipped)
     for place, row in enumerate(run.steps):
         if row.get("loss_scale") is not None or row.get("spike") is not None:
             return 1
@@ -323,9 +316,11 @@ def rows_per_step(run: Run, skipped: list[int]) -> int:
 
 def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
     """Yield the skipped steps, and the steps that are not finite."""
-    total, out = len(run.steps), set(skipped or ())
+    total = len(run.steps)
+    out = set(skipped or ())
     if out and rows_per_step(run, skipped or []) == 1:
-        kind, steps = KINDS["skipped-steps"], list(map(step_of, run.steps))
+        kind = KINDS["skipped-steps"]
+        steps = list(map(step_of, run.steps))
         leading = next((place for place, step in enumerate(steps) if step not in out), total)
         bound = (
             0
@@ -344,7 +339,8 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
         set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm")
     )
     if failed := losses | norms:
-        unit, since = "rows" if run.is_foreign else "steps", min(failed)
+        unit = "rows" if run.is_foreign else "steps"
+        since = min(failed)
         before = max(
             (step for row in run.steps if (step := step_of(row)) < since), default=since - 1
         )
@@ -372,7 +368,8 @@ def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
     is_recorded = any(event.get("kind") == "divergence" for event in run.events)
     if len(skipped) == len(run.steps) or is_recorded:
         return
-    values, end = column(run, "steps", "loss").finite, max(map(step_of, run.steps))
+    values = column(run, "steps", "loss").finite
+    end = max(map(step_of, run.steps))
     if not has_zero(values.tolist()):
         return
     if reason := divergence(run):
@@ -408,7 +405,8 @@ def _ranks(run: Run) -> Iterator[Reading]:
 def _resumes(run: Run) -> Iterator[Reading]:
     """Compare hashes around a resume: it hashes the loaded state, which must equal the saved state bit for bit."""
     for before, row in pairwise(rows_of(run, "fingerprints")):
-        first, second = before.get("tensors") or {}, row.get("tensors") or {}
+        first = before.get("tensors") or {}
+        second = row.get("tensors") or {}
         key = next(
             (key for key in first if key in second and first[key][0] != second[key][0]), None
         )
@@ -432,9 +430,11 @@ def _slower(run: Run) -> Iterator[Reading]:
 
     The median of all blocks before counts, or of their first quarter: a slow fall departs from it. Single slow steps do not.
     """
-    kind, rate = KINDS["slower-steps"], column(run, "steps", "tokens_per_second")
+    kind = KINDS["slower-steps"]
+    rate = column(run, "steps", "tokens_per_second")
     seconds = column(run, "steps", "seconds")
-    steps, rates = rate.x[rate.y > 0], rate.y[rate.y > 0]
+    steps = rate.x[rate.y > 0]
+    rates = rate.y[rate.y > 0]
     size = min(_LASTING, len(rates) // 2)
     if size < 2:
         return
@@ -447,11 +447,9 @@ def _slower(run: Run) -> Iterator[Reading]:
             end = first + size * int(np.argmin([*is_slow, False]))
             while rates[first - 1] < usual * (1 - kind.bound):
                 first -= 1
-            value, begun, last = (
-                float(np.median(rates[first:end])),
-                int(steps[first]),
-                int(steps[end - 1]),
-            )
+            value = float(np.median(rates[first:end]))
+            begun = int(steps[first])
+            last = int(steps[end - 1])
             lost = seconds.y[(seconds.x >= begun) & (seconds.x <= last)].sum() * (1 - value / usual)
             if lost >= _LEAST_SECONDS or not len(seconds):
                 words = {
@@ -482,7 +480,8 @@ def _batches(run: Run) -> Iterator[Reading]:
         while place + length < len(rows) and checksums[place + length] == checksums[start + length]:
             length += 1
         if start < place and length >= FEWEST_BATCHES:
-            (begun, _), (end, _) = rows[place], rows[place + length - 1]
+            (begun, _) = rows[place]
+            (end, _) = rows[place + length - 1]
             words = {
                 "begun": begun,
                 "end": end,

@@ -67,7 +67,8 @@ class Difference:
     @property
     def relative(self) -> float:
         """Return the difference over the larger value; infinite if rounding cannot explain it."""
-        first, second = self.values[0] * self.common, self.values[1]
+        first = self.values[0] * self.common
+        second = self.values[1]
         if self.kind in EXACT or math.isnan(first) or math.isnan(second):
             return math.inf
         return abs(first - second) / (max(abs(first), abs(second)) or 1.0)
@@ -106,7 +107,8 @@ class Parting(NamedTuple):
 
 def _roundoff(run: Run) -> float:
     """Return the unit roundoff between two matmuls, from the recipe or the graph of a forward pass; else bfloat16's."""
-    recipe, model = recipe_of(run), run.run.get("model")
+    recipe = recipe_of(run)
+    model = run.run.get("model")
     recorded = str(model.get("formats", "")).split(", ") if isinstance(model, dict) else []
     names = recorded if recipe is None else [recipe.compute.dtype, recipe.storage.visible]
     return max(
@@ -127,11 +129,14 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
         for steps, evals in tables
     ]
     prints = [_by_step(rows_of(run, "fingerprints")) for run in runs]
-    common, hashed = rows[0].keys() & rows[1].keys(), prints[0].keys() & prints[1].keys()
+    common = rows[0].keys() & rows[1].keys()
+    hashed = prints[0].keys() & prints[1].keys()
     num_common = len(
         {step_of(row) for row in first_run.steps} & {step_of(row) for row in second_run.steps}
     )
-    u, first, first_bound = max(map(_roundoff, runs)), None, 0.0
+    u = max(map(_roundoff, runs))
+    first = None
+    first_bound = 0.0
     levels: dict[bool, tuple[int, float]] = {}
     for step in sorted(common | hashed):
         differences = _columns(step, rows, prints) if step in common else []
@@ -157,7 +162,8 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
         pairs = zip(differences, bounds, strict=True)
         beyond = [(difference, bound) for difference, bound in pairs if difference.relative > bound]
         if first is None:
-            first, first_bound = differences[0], bounds[0]
+            first = differences[0]
+            first_bound = bounds[0]
         if beyond:
             at, bound = beyond[0]
             if at is not first:  # rounding came before, so the order within the step means little
@@ -231,18 +237,17 @@ def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
 def _columns(
     step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]
 ) -> list[Difference]:
-    first, second, prints_of = (
-        rows[0][step],
-        rows[1][step],
-        prints[0].get(step, {}).get("tensors", {}),
-    )
+    first = rows[0][step]
+    second = rows[1][step]
+    prints_of = prints[0].get(step, {}).get("tensors", {})
     tokens = int((number(first.get("tokens")) or 0) // max(1, step))
     tokens = tokens or sum(
         int(entry[2]) for key, entry in prints_of.items() if key.startswith("tokens:")
     )
     differences = []
     for column in COLUMNS:
-        first_value, second_value = first.get(column), second.get(column)
+        first_value = first.get(column)
+        second_value = second.get(column)
         are_nan = first_value != first_value and second_value != second_value
         if (
             first_value is not None
@@ -301,9 +306,11 @@ def _lacking(
 
 def _ranks(step: int, first_row: Row, second_row: Row) -> Iterator[Difference]:
     """Compare the hashes of each rank, and the disagreements among the ranks of one run."""
-    first, second = first_row.get("ranks") or {}, second_row.get("ranks") or {}
+    first = first_row.get("ranks") or {}
+    second = second_row.get("ranks") or {}
     for kind in STAGE_OF:
-        mine, its = first.get(kind), second.get(kind)
+        mine = first.get(kind)
+        its = second.get(kind)
         if mine is None or its is None or len(mine) != len(its):
             continue
         odd = tuple(

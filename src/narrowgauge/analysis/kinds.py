@@ -6,11 +6,12 @@ also say when an alarm begins. ``narrowgauge show checks`` prints all rows.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.analysis.detectors import DETECTORS
-from narrowgauge.analysis.reading import Reading
+from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
 from narrowgauge.spec.toml import load_data
 
@@ -53,6 +54,11 @@ class Kind:
             step, self.stage, tensor, self.name, value, expected, bound, advice, self.severity
         )
 
+    def of(self, names: Collection[str], step: int = 0, **values: Any) -> Iterator[Reading]:
+        """Yield a reading of the number of tensors, where none is expected; nothing without any."""
+        if names:
+            yield self.reading(of_all(names), len(names), 0, step=step, **values)
+
 
 KINDS: dict[str, Kind] = {
     name: Kind(name, **row) for name, row in load_data("kinds", "analysis").items()
@@ -63,7 +69,7 @@ def kind_rows() -> list[Row]:
     """Return the table with the detectors' rows."""
     names = ("name", "by", "value", "bound", "source")
     rows: list[Row] = [{name: getattr(kind, name) for name in names} for kind in KINDS.values()]
-    calls = {"updates": "ng.audit", "moments": "gauges_every", "steps": "recorder.step"}
+    calls = {"updates": "ng.audit", "steps": "recorder.step"}
     for d in DETECTORS.values():
         value = d.metric + (
             " over its lowest" if d.lowest else " over its median" if d.relative else ""

@@ -67,7 +67,8 @@ class Reading:
         """Return the value as a multiple of its bound; infinite if unknown."""
         if self.value is None or self.bound is None:
             return math.inf
-        over, under = abs(self.value), abs(self.bound)
+        over = abs(self.value)
+        under = abs(self.bound)
         if self.expected is not None:
             over = abs(self.value - self.expected)
         elif 0 < over < under:  # a lower limit
@@ -104,6 +105,17 @@ def of_all(names: Iterable[str]) -> str:
     return told(names, 1)
 
 
+def words_of(error: Exception) -> str:
+    """Return an error in one line, as the reason why something was not looked at.
+
+    Example:
+        >>> words_of(ArithmeticError("the loss has a kink")), words_of(KeyError("lr"))
+        ('the loss has a kink', "KeyError: 'lr'")
+    """
+    words = str(error) if isinstance(error, ArithmeticError) else f"{type(error).__name__}: {error}"
+    return words.partition("\n")[0][:300]
+
+
 def reading_table(readings: Sequence[Reading]) -> Table:
     """Return readings as a table, without their advice.
 
@@ -121,7 +133,8 @@ def reading_table(readings: Sequence[Reading]) -> Table:
     return Table((*place, *numbers), [reading.to_dict() for reading in readings])
 
 
-MAX_ROWS, MAX_ADVICE = 10, 8
+MAX_ROWS = 10
+MAX_ADVICE = 8
 """Maximum number of printed rows, and of printed lines of advice. JSON has all."""
 
 
@@ -149,8 +162,10 @@ class Readings(Sequence[Reading]):
         unseen: Mapping[str, str] | None = None,
         taught: Mapping[str, Any] | None = None,
     ) -> None:
-        self.readings, self.lines = in_order(readings), list(lines)
-        self.looked_at, self.unseen = looked_at, dict(unseen or {})
+        self.readings = in_order(readings)
+        self.lines = list(lines)
+        self.looked_at = looked_at
+        self.unseen = dict(unseen or {})
         self.taught = dict(taught or {})
 
     @property
@@ -196,7 +211,8 @@ class Readings(Sequence[Reading]):
         return f"Readings({[reading.what for reading in self.readings]})"
 
     def __str__(self) -> str:
-        lines, more = list(self.lines), len(self.readings) - MAX_ROWS
+        lines = list(self.lines)
+        more = len(self.readings) - MAX_ROWS
         if self.readings:
             lines += reading_table(self.readings[:MAX_ROWS]).plain().splitlines()
             lines += [f"and {more} more readings (--json)"] if more > 0 else []

@@ -88,7 +88,8 @@ def _of_table(
     for name in names:
         if name in NOT_COMPARED:
             continue
-        first, second = first_table.get(name, 1), second_table.get(name, 1)
+        first = first_table.get(name, 1)
+        second = second_table.get(name, 1)
         if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
             yield from _of_table(table, first, second, f"{prefix}{name}.")
         elif first != second:

@@ -91,13 +91,6 @@ class SpikeJudge:
             else None
         )
 
-    def norm_limit(self) -> float:
-        """Return the largest gradient norm that is not a spike; infinite after too few steps."""
-        if len(self._norms) < FEWEST:
-            return math.inf
-        middle, scale = self._scale("gradient")
-        return math.exp(min(middle + Z * scale, 700.0))
-
     def add(self, loss: float, grad_norm: float | None, *, spiked: bool) -> None:
         """Record a step. A spike enters the statistics only after :data:`PATIENCE` spikes in a row."""
         self._rejected = [*self._rejected, (loss, grad_norm)] if spiked else [(loss, grad_norm)]
@@ -112,12 +105,10 @@ class SpikeJudge:
         ]
         self._rejected.clear()
 
-    def _scale(
-        self, metric: Literal["loss", "gradient"], value: float = math.inf
-    ) -> tuple[float, float]:
+    def _scale(self, metric: Literal["loss", "gradient"], value: float) -> tuple[float, float]:
         """Return the median of the recent values and their robust standard deviation.
 
-        If a ``value`` is below a spike at the smallest deviation, return that deviation: most steps need no other.
+        If the ``value`` is below a spike at the smallest deviation, return that deviation: most steps need no other.
         """
         values = list(self._losses if metric == "loss" else self._norms)
         if len(values) < FEWEST:

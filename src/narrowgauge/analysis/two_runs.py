@@ -50,7 +50,8 @@ class TwoRuns(Readings):
     @property
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
-        common, at = counted(self.parting.num_common, "step"), self.difference
+        common = counted(self.parting.num_common, "step")
+        at = self.difference
         if at is None:
             if self.is_complete:
                 return "The same run, bit for bit to the last weight."
@@ -69,7 +70,8 @@ class TwoRuns(Readings):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values for JSON."""
-        at, first = self.difference, self.parting.first
+        at = self.difference
+        first = self.parting.first
         return {
             "runs": list(self.names),
             "verdict": self.verdict,
@@ -91,7 +93,9 @@ class TwoRuns(Readings):
         )
 
     def _sentences(self) -> Iterator[str]:
-        at, first, bound = self.difference, self.parting.first, self.parting.bound
+        at = self.difference
+        first = self.parting.first
+        bound = self.parting.bound
         if at is None:
             if self.settings:
                 yield f"Recorded settings that differ: {_listed(self.settings)}."
@@ -118,7 +122,8 @@ class TwoRuns(Readings):
             yield f"They differ too, and cannot act there: {_listed(inactive)}."
 
     def _notes(self, runs: Sequence[Run]) -> Iterator[str]:
-        lengths, at = [len(run.steps) for run in runs], self.difference
+        lengths = [len(run.steps) for run in runs]
+        at = self.difference
         if self.parting.num_common and lengths[0] != lengths[1]:
             yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {self.parting.num_common} are common"
         if not all(run.run.get("config") or run.run.get("versions") for run in runs):

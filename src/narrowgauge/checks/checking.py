@@ -68,14 +68,17 @@ def check(
             "Pass both.",
         )
     set_up = set_up_of(model, optimizer)
-    readings, unseen, done = static_readings(set_up), set_up.unseen, list[str]()
+    readings = static_readings(set_up)
+    unseen = set_up.unseen
+    done = list[str]()
     lines = manifest(set_up) + grid_lines(set_up)
     taught = Readings()
     if loss is not None:
         more, words, done = gradient_readings(set_up, batch, loss, backward, unseen)
         if all(reading.what != "step-in-backward" for reading in more):
             taught = checked_lesson(set_up, batch, loss, backward, unseen)
-        readings, lines = readings + more + taught.readings, taught.lines + lines + words
+        readings = readings + more + taught.readings
+        lines = taught.lines + lines + words
     if (linears := linears_of(model)) is not None and "narrow" in linears.matrices().values():
         lines.append(str(linears))
     if predicted := set_up.predicted:

@@ -34,7 +34,9 @@ def float32_copy(model: nn.Module, *, widens: bool = True) -> nn.Module:
     Args:
         widens: ``False`` keeps the formats of the model, of our layers, and of FSDP2's mixed precision.
     """
-    model, memo, classes = unwrapped_model(model), dict[int, Any](), dict[nn.Module, type]()
+    model = unwrapped_model(model)
+    memo = dict[int, Any]()
+    classes = dict[nn.Module, type]()
     dtypes = {} if widens else _gathered_dtypes(model)
     for _, x in objects_of(model):
         if isinstance(x, Tensor) and x.is_floating_point():

@@ -31,7 +31,7 @@ from torch.amp import GradScaler
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.analysis.reading import Reading, of_all, words_of
 from narrowgauge.analysis.thresholds import LEAST
 from narrowgauge.checks.float32_copy import (
     Gradients,
@@ -49,6 +49,7 @@ from narrowgauge.checks.ranked import (
     not_followed,
     not_measured,
     rank,
+    ranked_places,
     scales,
 )
 from narrowgauge.checks.resume import generators
@@ -112,17 +113,15 @@ def gradient_readings(
     Returns:
         Readings, the same on every rank; lines; and what was looked at.
     """
-    ranks, model = all_ranks(), set_up.model
+    ranks = all_ranks()
+    model = set_up.model
     if any(p.is_complex() for p in model.parameters()):
         unseen["the gradient"] = "complex parameters"
         return [], [], []
     if any(isinstance(getattr(p, "main_grad", None), Tensor) for p in model.parameters()):
         unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
         return [], [], []
-    inside = set(map(id, model.parameters()))
-    outside: dict[str, Any] = {
-        p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside
-    }
+    outside = set_up.outside
     reference = float32_copy(model)
     versions = [p._version for p in model.parameters()]
     parts = micro_batches(reference, batch, loss)
@@ -137,7 +136,7 @@ def gradient_readings(
             stepped.append(inner_name(name))
             p.data.copy_(values.data)
     if stepped:
-        return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], [], []
+        return [*KINDS["step-in-backward"].of(stepped)], [], []
     ranked = _ranked(run, first) if follows else None
     draws = bool(ranks.largest(int(configured.draws)))
     samples = list[_Configured]()
@@ -151,9 +150,12 @@ def gradient_readings(
     twin = None if follows else float32_copy(model, widens=False)
 
     def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
-        lines, done, reasons = list[str](), list[str](), dict[str, str]()
+        lines = list[str]()
+        done = list[str]()
+        reasons = dict[str, str]()
         readings = list(_equal_batches(model, of_ranks))
-        whole_batch, leaves = concatenated(all_parts), _trainable(reference) | outside
+        whole_batch = concatenated(all_parts)
+        leaves = _trainable(reference) | outside
         with reason_for_none("the slope of the loss", reasons), _of_the_copy(model):
             _set_training(reference, True)
             more, words, value = slope_readings(reference, leaves, whole_batch, loss)
@@ -176,11 +178,8 @@ def gradient_readings(
             readings += more
             bad = [name for name, g in reversed(first.gradients.items()) if not is_finite(g)]
             if bad and configured is not first:
-                number = int((~first.gradients[bad[0]].isfinite()).sum())
-                place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
                 wide = "in evaluation mode they were compared"
-                kind = KINDS["nonfinite-gradient"]
-                more.append(kind.reading(bad[0], number, 0, wide=wide, place=place))
+                more.append(_not_finite(bad[0], first, rounding, wide))
                 readings.append(more[-1])
             if not any(reading.what == "nonfinite-gradient" for reading in more):
                 readings += rounding.readings()
@@ -194,8 +193,7 @@ def gradient_readings(
 
     readings, lines, done, reasons = ranks.of_first(compare)
     unseen |= reasons
-    if names := configured.unstepped:
-        readings.append(KINDS["missing-parameters"].reading(of_all(names), len(names), 0))
+    readings += KINDS["missing-parameters"].of(configured.unstepped)
     return readings, lines + coarse_loss(configured.loss), done
 
 
@@ -207,10 +205,7 @@ def reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
     except NarrowgaugeError:
         raise
     except Exception as error:
-        words = (
-            str(error) if isinstance(error, ArithmeticError) else f"{type(error).__name__}: {error}"
-        )
-        reasons[area] = words.splitlines()[0][:300]
+        reasons[area] = words_of(error)
 
 
 @contextmanager
@@ -245,22 +240,18 @@ def _ranked(run: Callable[..., _Configured], first: _Configured) -> Ranked:
 
 def _ranked_copy(twin: nn.Module, parts: Sequence[Any], loss: Loss) -> Ranked:
     """Rank the roundings of a copy in the model's formats, over the micro-batches of all ranks."""
-    leaves = _trainable(twin)
 
-    def run(**asks: Any) -> tuple[Gradients, Gradients, Shadow]:
-        with put_back(twin, leaves.values()), eager():
-            with Shadow(**asks) as mode:
-                for part in parts:
-                    (scalar(loss(twin, part)) / len(parts)).backward()
-            return *followed(mode, named_gradients(leaves)), mode
+    def step() -> None:
+        for part in parts:
+            (scalar(loss(twin, part)) / len(parts)).backward()
 
     try:
-        gradients, shadows, mode = run(measures=True)
+        ranked = ranked_places(twin, step)
     except RuntimeError as error:  # such as inputs that FSDP2 would have cast
-        return not_measured(str(error).splitlines()[0][:200])
-    if not all(map(is_finite, gradients.values())):
+        return not_measured(words_of(error)[:200])
+    if ranked.not_finite:
         return not_measured("the gradient of a copy is not finite")
-    return rank(gradients, shadows, mode, lambda chosen: run(chosen=chosen)[1])
+    return ranked
 
 
 def _trainable(model: nn.Module) -> dict[str, Any]:
@@ -306,7 +297,7 @@ def configured_step(
         seed: of the random numbers; ``None`` draws on.
     """
     model = set_up.model
-    mode = Shadow(**asks) if follows else None
+    mode = Shadow(**asks, model=model) if follows else None
     ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
     requests = [
         (scaler, scaler.request)
@@ -335,11 +326,13 @@ def configured_step(
             if (
                 scaler.request is not request
             ):  # this pass scaled its loss; the optimizer would divide
-                scale, scaler.request = scaler.scale_tensor, request
+                scale = scaler.scale_tensor
+                scaler.request = request
         loss_scale = float(scaled[-1].get_scale()) if scaled else float(scale)
         raw = {name: gradient.detach() for name, gradient in named_gradients(parameters).items()}
         gradients = {name: _unscaled(whole(x).to_dense().clone(), scale) for name, x in raw.items()}
-        shadows, causes = Gradients(), list[Any]()
+        shadows = Gradients()
+        causes = list[Any]()
         if mode is not None:
             shadows = {name: _unscaled(x, scale) for name, x in followed(mode, raw)[1].items()}
             causes = [mode.first_bad(x) for x in (value, *raw.values()) if x is not None]
@@ -457,8 +450,11 @@ def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Rea
     size = vocabulary_of(model)
     if size < 2 or not math.isfinite(value):
         return []
-    uniform, kind = math.log(size), KINDS["loss-at-start"]
-    off, low, high = abs(value / uniform - 1), 1e-3 * uniform, kind.bound * uniform
+    uniform = math.log(size)
+    kind = KINDS["loss-at-start"]
+    off = abs(value / uniform - 1)
+    low = 1e-3 * uniform
+    high = kind.bound * uniform
     words = f" beside ln {size:,} = {uniform:.4g}" if off > 0.01 else f" = ln {size:,}"
     lines.append(f"loss {value:.4g}{words}{', so the logits are equal' if off < 1e-5 else ''}")
     too_low = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
@@ -550,7 +546,10 @@ class _Reference:
         self, model: nn.Module, leaves: Mapping[str, Any], outside: Collection[str], batch: Any, parts: Sequence[Any],
         loss: Loss, num_ranks: int,
     ) -> None:  # fmt: skip
-        self.model, self.leaves, self.loss, self.num_ranks = model, leaves, loss, num_ranks
+        self.model = model
+        self.leaves = leaves
+        self.loss = loss
+        self.num_ranks = num_ranks
         self.batch, *self.parts = cast([batch, *parts], torch.float32)
         exact = self.gradients(self.batch)
         self.exact = {name: r for name, r in exact.items() if name not in outside or r.any()}
@@ -600,7 +599,9 @@ class _Reference:
 
     def judge(self, name: str, g: Tensor, r: Tensor) -> Reading | float:
         """Return a reading of a gradient, or its relative distance from the exact one if that is within the bound."""
-        bound, scale, length = self.bounds[name], self.scales[name], float(r.norm())
+        bound = self.bounds[name]
+        scale = self.scales[name]
+        length = float(r.norm())
         distance = float((g - r).norm()) / scale
         if distance <= bound:
             return distance
@@ -612,7 +613,8 @@ class _Reference:
         words = "" if length else "In a copy of the model the loss does not depend on it."
         if length and self.terms():
             columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
-            (right, left), (weights, rest) = _fit(columns, r), _fit(columns, g)
+            (right, left) = _fit(columns, r)
+            (weights, rest) = _fit(columns, g)
             if left > 16 * LEAST:
                 # Such as a balance loss, or pairs within a batch: the sum of the parts is another function than the whole.
                 self.is_sum = False
@@ -639,11 +641,19 @@ def _compared_values(configured: _Configured, name: str, r: Tensor) -> Tensor:
 
 def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
     """Return the weights of columns by least squares, and the relative length that they do not explain."""
-    columns, target = columns.cpu(), target.flatten().cpu()
+    columns = columns.cpu()
+    target = target.flatten().cpu()
     weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
     return weights.tolist(), float((target - columns @ weights).norm()) / (
         float(target.norm()) or 1.0
     )
+
+
+def _not_finite(name: str, configured: _Configured, rounding: Ranked, wide: str) -> Reading:
+    """Return a reading of the first gradient in backward that is not finite."""
+    number = int((~configured.gradients[name].isfinite()).sum())
+    place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
+    return KINDS["nonfinite-gradient"].reading(name, number, 0, wide=wide, place=place)
 
 
 def _compared(
@@ -654,8 +664,10 @@ def _compared(
     reasons: dict[str, str],
 ) -> tuple[list[Reading], list[str]]:
     """Return the readings and lines. What is not finite comes first."""
-    readings, results = dict[str, Reading](), dict[str, Reading | float]()
-    gone, zero = list[str](), list[str]()
+    readings = dict[str, Reading]()
+    results = dict[str, Reading | float]()
+    gone = list[str]()
+    zero = list[str]()
     bad = list[str]()
     for name in reversed(reference.exact):  # in the order of backward
         r = reference.exact[name]
@@ -673,14 +685,11 @@ def _compared(
             results[name] = reference.judge(name, _compared_values(configured, name, r), r)
     count = len(reference.exact)
     if bad:
-        number = int((~configured.gradients[bad[0]].isfinite()).sum())
         is_wide = bool(reference.exact[bad[0]].isfinite().all())
         wide = (
             "float32's are" if is_wide else "nor are float32's, so look at weights, data and loss"
         )
-        place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
-        kind = KINDS["nonfinite-gradient"]
-        readings["nonfinite"] = kind.reading(bad[0], number, 0, wide=wide, place=place)
+        readings["nonfinite"] = _not_finite(bad[0], configured, rounding, wide)
     readings |= {name: result for name, result in results.items() if isinstance(result, Reading)}
     if not bad and not any(bool(r.any()) for r in reference.exact.values()) and not results:
         readings["zero"] = KINDS["zero-gradients"].reading("", 1, 0, 0)
@@ -689,9 +698,8 @@ def _compared(
         (gone, "; float32's are not zero"),
         (zero, ", nor in a float32 copy: the loss does not depend on them"),
     ):
-        if names:
-            kind = KINDS["no-gradient"]
-            readings[words] = kind.reading(of_all(names), len(names), 0, count=count, words=words)
+        for reading in KINDS["no-gradient"].of(names, count=count, words=words):
+            readings[words] = reading
     if not reference.is_sum:
         reasons["the weights of micro-batches"] = (
             "the loss over all of them is no weighted sum of their losses"

@@ -24,7 +24,8 @@ from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
 
 def manifest(set_up: SetUp) -> list[str]:
     """Return the lines of the manifest: the table of parameters first."""
-    stepped, rows = {id(p.parameter): p for p in set_up.stepped}, dict[tuple[Any, ...], Row]()
+    stepped = {id(p.parameter): p for p in set_up.stepped}
+    rows = dict[tuple[Any, ...], Row]()
     kinds = {id(p): kind for p, kind in _kinds(set_up.model)}
     tensors = {
         id(p): p for p in (*set_up.model.parameters(), *(p.parameter for p in set_up.stepped))
@@ -119,10 +120,8 @@ def _stacks(set_up: SetUp) -> Iterator[str]:
 
 
 def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
-    model, trained = (
-        set_up.model,
-        [p.parameter for p in set_up.stepped if p.parameter.requires_grad],
-    )
+    model = set_up.model
+    trained = [p.parameter for p in set_up.stepped if p.parameter.requires_grad]
     if formats := Counter(
         dtype_name(buffer.dtype) for buffer in model.buffers() if buffer.is_floating_point()
     ):
@@ -149,21 +148,21 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
     yield from _untied(set_up)
     if buffers := rounded_buffers(set_up.model):
         turns = next((f" {name} is {turns} then." for name, turns in buffers.items() if turns), "")
-        yield KINDS["rounded-buffers"].reading(of_all(buffers), len(buffers), 0, turns=turns)
+        yield from KINDS["rounded-buffers"].of(buffers, turns=turns)
     # A frozen mask may hold infinities.
     values = {
         name: p for name, p in set_up.parameters.items() if p.dtype in NAIVE and not p.is_meta
     }
     largest = {name: largest_magnitude(local_of(p)) for name, p in values.items()}
-    if names := [
+    bad = [
         name
         for name, x in largest.items()
         if x.isnan() or (values[name].requires_grad and x.isinf())
-    ]:
-        yield KINDS["nonfinite-weights"].reading(of_all(names), len(names), 0)
+    ]
+    yield from KINDS["nonfinite-weights"].of(bad)
     counts = Counter(id(p.parameter) for p in set_up.stepped)
-    if names := [p.name for p in set_up.stepped if counts[id(p.parameter)] > 1]:
-        yield KINDS["parameters-twice"].reading(of_all(names), len(set(names)), 0)
+    twice = dict.fromkeys(p.name for p in set_up.stepped if counts[id(p.parameter)] > 1)
+    yield from KINDS["parameters-twice"].of(twice)
     trained = {p.name: p.parameter for p in set_up.trained}
     # TransformerEngine and Megatron store gradients elsewhere.
     places = ("grad", "main_grad", "decoupled_grad")
@@ -172,15 +171,15 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
         for name, p in trained.items()
         if all(getattr(p, place, None) is None for place in places)
     ]
-    if lost and len(lost) < len(trained):
-        yield KINDS["no-gradient"].reading(
-            of_all(lost), len(lost), 0, count=len(trained), words="; the others have one"
-        )
+    if len(lost) < len(trained):
+        words = "; the others have one"
+        yield from KINDS["no-gradient"].of(lost, count=len(trained), words=words)
 
 
 def _missing(set_up: SetUp) -> Iterator[Reading]:
     """Yield trainable parameters without an optimizer. If the optimizer has others of that shape, they were replaced."""
-    stepped, in_model = set_up.stepped, {id(p) for p in set_up.model.parameters()}
+    stepped = set_up.stepped
+    in_model = {id(p) for p in set_up.model.parameters()}
     stepped_ids = {id(p.parameter) for p in stepped}
     if not in_model & stepped_ids and all(p.parameter.ndim == 1 for p in stepped):
         return  # flat partitions of the weights, as of DeepSpeed and Megatron
@@ -192,10 +191,10 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
     beside = [p.parameter for p in stepped if id(p.parameter) not in in_model]
     lost = {name: p for name, p in lost.items() if not any(_is_master(q, p) for q in beside)}
     shapes = {q.shape for q in beside}
-    if replaced := [name for name, p in lost.items() if p.shape in shapes]:
-        yield KINDS["replaced-parameters"].reading(of_all(replaced), len(replaced), 0)
-    elif lost:
-        yield KINDS["missing-parameters"].reading(of_all(lost), len(lost), 0)
+    replaced = [name for name, p in lost.items() if p.shape in shapes]
+    yield from KINDS["replaced-parameters"].of(replaced)
+    if not replaced:
+        yield from KINDS["missing-parameters"].of(lost)
 
 
 def _is_master(master: Tensor, p: Tensor) -> bool:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, Readings, of_all
+from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.dtensor import whole
@@ -86,19 +86,20 @@ def moved(before: Weights, after: Weights) -> Moved:
         >>> print(moved(before, {**before, "proj.weight": torch.eye(2)}).lines[0])
         33.33% of 6 values in 2 tensors differ
     """
-    first, second = tensors_of(before), tensors_of(after)
-    rows, other = list[Row](), list[str]()
+    first = tensors_of(before)
+    second = tensors_of(after)
+    rows = list[Row]()
+    other = list[str]()
     for name in (name for name in second if name in first):
-        a, b = first[name](), second[name]()
+        a = first[name]()
+        b = second[name]()
         rows.append(_compared(name, a, b)) if a.shape == b.shape else other.append(name)
     lacking = [
         [name for name in one if name not in two] for one, two in ((first, second), (second, first))
     ]
     equal = [row["name"] for row in rows if not row["differ"]]
-    has_moved, sides = (
-        len(equal) < len(rows),
-        f"{len(lacking[0])} only before, {len(lacking[1])} only after",
-    )
+    has_moved = len(equal) < len(rows)
+    sides = f"{len(lacking[0])} only before, {len(lacking[1])} only after"
     names_of = {
         "nothing-moved": [] if has_moved else equal,
         "equal-tensors": equal if has_moved else [],
@@ -111,21 +112,22 @@ def moved(before: Weights, after: Weights) -> Moved:
     }
     return Moved(
         rows,
-        [KINDS[k].reading(of_all(n), len(n), 0, sides=sides) for k, n in names_of.items() if n],
+        [r for kind, names in names_of.items() for r in KINDS[kind].of(names, sides=sides)],
     )
 
 
 def _compared(name: str, a: Tensor, b: Tensor) -> Row:
-    differ, nonfinite, distance, length = 0, 0, 0.0, 0.0
+    differ = 0
+    nonfinite = 0
+    distance = 0.0
+    length = 0.0
     constant = float(b.flatten()[0]) if b.numel() else None
     for x, y in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
         x, y = x.to(b.device, b.dtype).double(), y.double()  # which compares values of every format
         differ += int(torch.count_nonzero(x != y))
         if bad := int(torch.count_nonzero(~y.isfinite())):
-            nonfinite, differ = (
-                nonfinite + bad,
-                differ - int(torch.count_nonzero(x.isnan() & y.isnan())),
-            )
+            nonfinite = nonfinite + bad
+            differ = differ - int(torch.count_nonzero(x.isnan() & y.isnan()))
         distance += float(torch.linalg.vector_norm(y - x)) ** 2
         length += float(torch.linalg.vector_norm(x)) ** 2
         constant = None if constant is None or bool((y != constant).any()) else constant
@@ -153,7 +155,8 @@ def tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
             inner_name(name): value for name, value in weights.items() if isinstance(value, Tensor)
         }
         return {name: partial(whole, t.detach()) for name, t in tensors.items()}
-    path, functions = Path(weights), dict[str, Callable[[], Tensor]]()
+    path = Path(weights)
+    functions = dict[str, Callable[[], Tensor]]()
     try:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         for index in path.glob("*.safetensors.index.json"):

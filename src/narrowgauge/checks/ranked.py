@@ -23,19 +23,22 @@ from narrowgauge.runs.finding import counted
 from narrowgauge.torch_names import plain_name
 
 Gradients = dict[str, Tensor]
-RANKED, RANKED_TENSOR = 3.0, 8.0
+RANKED = 3.0
+RANKED_TENSOR = 8.0
 """Roundings of the whole gradient, or of one tensor, from which on places are ranked. Healthy models have 1.0 to 9.2."""
 SUMMED = 1.5
 """Roundings from which on the sum over micro-batches is measured: 64 of them in bfloat16 give 2.0."""
 UNUSUAL = 16.0
 """Roundings of its own format that one place may give."""
-MOST, LEFT = 0.7, 1 / 3
+MOST = 0.7
+LEFT = 1 / 3
 """The first place is unusual too if it gives this share, and leaves at most that share without it."""
 FLIPPED = 4.0
 """Factor of these limits where roundings flip choices or units of a ReLU: each flip is a whole element."""
 MANY = 16.0
 """Roundings of the whole gradient that are noted even if no place is unusual."""
-_PASSES, _PLACES = 24, 3
+_PASSES = 24
+_PLACES = 3
 _SHORT = 0.03
 """Least length of a tensor, as a share of the mean length per element: a key's bias is zero but for rounding."""
 _NAMES = {
@@ -190,7 +193,8 @@ def rank(
         return result
     size = total.all
     if total.all < RANKED * unit <= RANKED_TENSOR * unit <= total.largest:
-        result.focus, size = total.tensor, total.largest
+        result.focus = total.tensor
+        size = total.largest
     exact = {result.focus: shadows[result.focus]} if result.focus else shadows
     sites = list(dict.fromkeys(site for site, _ in units))
     result.flips = mode.others.total() > 0
@@ -229,16 +233,22 @@ def rank(
         return result
     left = size
     while sites and len(result.places) < _PLACES and passes < _PASSES and left >= RANKED * unit:
-        group, whole = list(sites), left
+        group = list(sites)
+        whole = left
         alone = left if len(group) == 1 else math.nan
         while len(group) > 1:
-            half, other = group[: len(group) // 2], group[len(group) // 2 :]
+            half = group[: len(group) // 2]
+            other = group[len(group) // 2 :]
             part = measured(half)
             rest = math.sqrt(max(0.0, whole**2 - part**2)) if math.isfinite(part) else 0.0
             if part < rest:
-                group, whole, alone = other, rest, math.nan
+                group = other
+                whole = rest
+                alone = math.nan
             else:
-                group, whole, alone = half, part, part
+                group = half
+                whole = part
+                alone = part
         if math.isnan(alone):
             alone = measured(group)
         place = place_of(group[0], alone, left)
@@ -277,7 +287,7 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Ranked:
 
     def run(chosen: Collection[Key] = (), **asks: bool) -> tuple[Gradients, Gradients, Shadow, Any]:
         with put_back(model), eager():
-            with Shadow(chosen, **asks) as mode:
+            with Shadow(chosen, model=model, **asks) as mode:
                 value = step()
             named = named_gradients({plain_name(n): p for n, p in model.named_parameters()})
             bad = [value, *named.values()]

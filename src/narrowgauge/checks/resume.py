@@ -26,6 +26,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
+from narrowgauge.torch_hooks import members_of
 
 Objects = Mapping[str, Any]
 Step = Callable[[], Objects]
@@ -76,10 +77,14 @@ def check_resume(
         >>> print(result[0].tensor, result[0].advice)
         weight float32 of norm 1.41421 was saved, float32 of norm 0 is there after the load.
     """
-    unseen, lines, undrawn = dict[str, str](), list[str](), generators()
+    unseen = dict[str, str]()
+    lines = list[str]()
+    undrawn = generators()
     returned = step()
-    before, held = snapshot(returned, unseen), snapshot(_not_returned(step, returned), {})
-    saved, states = save(), generators()
+    before = snapshot(returned, unseen)
+    held = snapshot(_not_returned(step, returned), {})
+    saved = save()
+    states = generators()
     after = [snapshot(_last_of(step, steps), unseen) for _ in range(resumes)]
     # A generator that the steps do not draw from changes nothing.
     drawn = [name for name, entry in generators().items() if entry != undrawn.get(name)]
@@ -110,7 +115,8 @@ def check_resume(
             ]
         before = now = snapshot(_last_of(fresh_step, steps), unseen)
         if number + 1 < len(after):
-            saved, states = fresh_save[0](), generators()
+            saved = fresh_save[0]()
+            states = generators()
             before = now | {name: states[name] for name in drawn}
         hint = " The load restored all that is returned. Look at what is not: the next batch, a counter, a generator."
         if readings := differences(expected, now, f"{counted(steps, 'step')} {when}", hint, lines):
@@ -146,17 +152,16 @@ def differences(
     kinds: dict[str, list[str]] = {}
     for name in sorted(before, key=_rank):
         kinds.setdefault(name.split("|")[1], []).append(name)
-    readings, number = [], 0
+    readings = []
+    number = 0
     for kind, members in kinds.items():
         names = [
             name for name in members if name not in now or before[name]["bits"] != now[name]["bits"]
         ]
         number += len(members) - len(names)
         if names:
-            entry, loaded = (
-                before[names[0]],
-                now.get(names[0], {"shown": "nothing", "number": None}),
-            )
+            entry = before[names[0]]
+            loaded = now.get(names[0], {"shown": "nothing", "number": None})
             first = names[0].split("|", 2)[2]
             label = f"{len(names)} of {len(members)}: {first}: " if first else ""
             message = f"{label}{entry['shown']} was saved, {loaded['shown']} is there {when}."
@@ -200,7 +205,7 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
     }
     for key, value in objects.items():
         if isinstance(value, torch.optim.Optimizer):
-            stepped = [p for group in value.param_groups for p in group["params"]]
+            stepped = members_of(value)
             states[f"{key}|{key}.parameters in the modules|"] = sum(
                 id(p) in of_modules for p in stepped
             )

@@ -67,21 +67,29 @@ def compare_weights(trainer: nn.Module, server: nn.Module) -> tuple[list[Reading
     second = _named(server)
     effective, readings = _adapters(trainer, server)
     formats = Counter[str]()
+    beyond = Counter[str]()
     before = dict[str, Tensor]()
     after = dict[str, Tensor]()
     for name in [name for name in first if name in second]:
         x, y = effective.get(name, (whole(first[name].detach()), whole(second[name].detach())))
         dtypes = (first[name].dtype, second[name].dtype)
-        formats[" → ".join(dict.fromkeys(map(dtype_name, dtypes)))] += 1
+        kinds = " → ".join(dict.fromkeys(map(dtype_name, dtypes)))
+        formats[kinds] += 1
         is_parameter = isinstance(first[name], nn.Parameter)  # the wider one is rounded
         dtype = max(dtypes, key=unit_of) if is_parameter else torch.promote_types(*dtypes)
+        beyond[kinds] += sum(int((z.to(dtype) != z).sum()) for z in (x, y))
         x = x.to(dtype)
         y = y.to(dtype)
         if x.shape == y.shape:
             before[name] = x
             after[name] = y
     result = moved(before, after)
-    lines = [f"{counted(count, 'tensor')}: {kinds}" for kinds, count in formats.items()]
+    lines = list[str]()
+    for kinds, count in formats.items():
+        more = (
+            f", {counted(beyond[kinds], 'value')} beyond the narrower one" if beyond[kinds] else ""
+        )
+        lines.append(f"{counted(count, 'tensor')}: {kinds}{more}")
     if effective:
         lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
     lines.append(f"weights: {result.lines[0]}")

@@ -145,7 +145,9 @@ class SteppedParameter:
     @property
     def unpredicted(self) -> str:
         """Return why its updates are not predicted: an unknown rule or format, or a stored weight unlike the visible one."""
-        row, dtype, kind = self.storage, self.parameter.dtype, type(self.optimizer).__name__
+        row = self.storage
+        dtype = self.parameter.dtype
+        kind = type(self.optimizer).__name__
         if dtype not in NAIVE:
             return dtype_name(dtype)
         if self.step_rule is None:
@@ -207,6 +209,12 @@ class SetUp:
             for stepped, p in tensors
             if p.requires_grad and not p.is_meta and p.dtype in NAIVE
         ]
+
+    @property
+    def outside(self) -> dict[str, Any]:
+        """Return the trained parameters that are none of the model's, by name."""
+        inside = {id(p) for p in self.model.parameters()}
+        return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
 
     @property
     def predicted(self) -> list[SteppedParameter]:

@@ -44,6 +44,11 @@ _RANDOM = (
 _ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 _OPAQUE = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
 """Kernels whose weights are packed: float32 operands crash them."""
+_OVERWRITES = (
+    "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "set_",
+    "_foreach_zero_",
+)  # fmt: skip
+"""Operations that do not read what they write to."""
 _BY_INDEX = ("topk", "sort", "max", "min", "median", "kthvalue", "mode", "cummax", "cummin")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "multiply_plain", "dot", "mv")
 _INDICES = (*_BY_INDEX, "argmax", "argmin", "argsort")
@@ -101,6 +106,7 @@ class Shadow(TorchDispatchMode):
         chosen: sites and operations whose shadows are rounded like the step's values.
         measures: note which operations err, by a second result of float32 operands with the step's values.
         traces: follow values that are not finite to the operation that made them.
+        model: gives the names of weights and buffers that hold such values.
 
     Attributes:
         units: unit roundoff of each site and operation that rounds.
@@ -111,9 +117,20 @@ class Shadow(TorchDispatchMode):
         indices: chosen indices that are others in float32. The shadows take the step's.
     """
 
-    def __init__(self, chosen: Any = (), *, measures: bool = False, traces: bool = False) -> None:
+    def __init__(
+        self,
+        chosen: Any = (),
+        *,
+        measures: bool = False,
+        traces: bool = False,
+        model: nn.Module | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.chosen, self.measures, self.traces = set(chosen), measures, traces
+        held = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
+        self._names = {_key(x): torch_names.plain_name(n) for n, x in held if traces}
+        self.chosen = set(chosen)
+        self.measures = measures
+        self.traces = traces
         self.units = dict[Key, float]()
         self.errs = set[Key]()
         self.working = 2.0**-24
@@ -209,7 +226,11 @@ class Shadow(TorchDispatchMode):
         if (aliases and all(aliases) and not written) or name in _ALLOCATES:
             return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        bad = self._bad_operands(tensors) if self.traces else []
+        read = [] if name in _OVERWRITES else tensors
+        if name == "copy_":
+            read = tensors[1:]
+        outs = [values[a.name] for a in schema.arguments if a.is_out]
+        bad = self._bad_operands([x for x in read if all(x is not out for out in outs)])
         result = self._followed(func, name, args, kwargs, tensors, written)
         if self.traces:
             results = [x for x in tree_leaves(result) if is_float(x)]
@@ -300,7 +321,8 @@ class Shadow(TorchDispatchMode):
             x, probability, trains = args
             return x * result[1] / (1 - probability) if trains else x
         if name in _BY_INDEX and isinstance(result, (tuple, list)):
-            x, indices = args[0], result[1]
+            x = args[0]
+            indices = result[1]
             numbers = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)]
             if name in ("topk", "kthvalue"):
                 numbers = numbers[1:]
@@ -352,6 +374,7 @@ class Shadow(TorchDispatchMode):
             self._keep(y, shadow)
             storage = saved[0].untyped_storage()
             self._sources[storage._cdata] = StorageWeakRef(storage), wide[0]
+            self._trace_layer(call, [x, weight], [y])
         self._lose_after(y, x, weight)
         return y, *saved
 
@@ -377,6 +400,7 @@ class Shadow(TorchDispatchMode):
             for x, value in zip(results, shadows, strict=True):
                 if x is not None:
                     self._keep(x, value.float())
+            self._trace_layer(call, [grad, weight], [x for x in results if x is not None])
         for x in results:
             if x is not None:
                 self._lose_after(x, grad, weight)
@@ -392,6 +416,11 @@ class Shadow(TorchDispatchMode):
         self.errs.add(key)
         return key in self.chosen
 
+    def _trace_layer(self, call: Any, operands: list[Tensor], results: list[Tensor]) -> None:
+        if self.traces:
+            bad = self._bad_operands(operands)
+            self._trace(f"the product in {call.compute.name}", operands, bad, results, ())
+
     def _lose_after(self, result: Tensor, *operands: Tensor) -> None:
         if any(self._is_in(self._lost, x) for x in operands):
             self._lose(result)
@@ -399,6 +428,8 @@ class Shadow(TorchDispatchMode):
     # ── values that are not finite ──────────────────────────────────────────────────────────────
 
     def _bad_operands(self, tensors: list[Tensor]) -> list[tuple[Tensor, FirstBad | None]]:
+        if not self.traces:
+            return []
         return [(x, self.first_bad(x)) for x in tensors if is_float(x) and not is_finite(x)]
 
     def _trace(
@@ -420,10 +451,9 @@ class Shadow(TorchDispatchMode):
                 first = min(causes)
             elif unknown and not (_is_mask(unknown[0]) and not has_nan):
                 held = "NaN" if bool(unknown[0].isnan().any()) else "infinity"
-                shape = list(unknown[0].shape)
-                words = (
-                    f"{held} in an operand of shape {shape} before any operation, read by {name}"
-                )
+                holder = f"an operand of shape {list(unknown[0].shape)}"
+                holder = self._names.get(_key(unknown[0]), holder)
+                words = f"{held} in {holder} before any operation, read by {name}"
                 first = FirstBad(self._count, f"{words} in {self.site()}", False)
             elif (masks or unknown) and not has_nan:
                 first = min(masks, default=FirstBad(self._count, "a mask", True))

@@ -54,10 +54,8 @@ def slope_readings(
     Raises:
         ArithmeticError: no slope exists, since the loss is not smooth or not the same in each pass.
     """
-    default, layers = (
-        torch.get_default_dtype(),
-        [m for m in model.modules() if isinstance(m, NarrowLayer)],
-    )
+    default = torch.get_default_dtype()
+    layers = [m for m in model.modules() if isinstance(m, NarrowLayer)]
     plain_dtypes = [layer.plain_dtype for layer in layers]
     tensors = [x for _, x in objects_of(model) if isinstance(x, Tensor)] + list(leaves.values())
     data = {x: x.data for x in tensors if x.is_floating_point()}
@@ -113,13 +111,11 @@ class _Slope:
     """
 
     def __init__(self, model: nn.Module, leaves: Mapping[str, Any], batch: Any, loss: Loss) -> None:
-        self.model, self.leaves, self.batch, self.loss, self.largest = (
-            model,
-            leaves,
-            batch,
-            loss,
-            0.0,
-        )
+        self.model = model
+        self.leaves = leaves
+        self.batch = batch
+        self.loss = loss
+        self.largest = 0.0
         self.start = {name: p.detach().clone() for name, p in leaves.items()}
         self.seeds = {name: seed for seed, name in enumerate(leaves)}
         stops = _Stops()
@@ -131,11 +127,9 @@ class _Slope:
         gradients, self.loss_value = gradients_of(
             model, leaves, batch, watched, Widened(torch.float64)
         )
-        self.stops, self.products, self.squares = (
-            stops.count,
-            dict[str, float](),
-            dict[str, float](),
-        )
+        self.stops = stops.count
+        self.products = dict[str, float]()
+        self.squares = dict[str, float]()
         for name, gradient in gradients.items():
             direction = self._direction(name)
             self.products[name] = float((gradient * direction).sum())
@@ -180,11 +174,11 @@ class _Slope:
 
     def difference(self, names: Sequence[str]) -> tuple[float, float, float] | None:
         """Return the gradient's product with a direction, the slope along it, and the bound; ``None`` within the bound."""
-        product, size = (
-            sum(self.products[n] for n in names),
-            math.sqrt(sum(self.squares[n] for n in names)),
-        )
-        slopes, slope, bound = list[float](), math.nan, 0.0
+        product = sum(self.products[n] for n in names)
+        size = math.sqrt(sum(self.squares[n] for n in names))
+        slopes = list[float]()
+        slope = math.nan
+        bound = 0.0
         for step in STEPS:
             slope = (self._loss_at(names, step) - self._loss_at(names, -step)) / (2 * step)
             slopes.append(slope)
@@ -203,7 +197,8 @@ class _Census(Widened):
 
     def __init__(self) -> None:
         super().__init__(torch.float64)
-        self.rounded, self.narrow = list[str](), list[str]()
+        self.rounded = list[str]()
+        self.narrow = list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]

@@ -222,7 +222,8 @@ def _rows(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def _softmax(node: Any, name: str, trace: Trace) -> Term:
-    result, dim = node._saved_result, node._saved_dim
+    result = node._saved_result
+    dim = node._saved_dim
     dim -= 2**64 if dim >= 2**63 else 0  # saved without a sign
     rows = _rows(result.detach(), dim)
     chain = _chain(node.next_functions[0][0])

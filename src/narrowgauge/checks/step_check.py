@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.analysis.reading import Reading, of_all, words_of
 from narrowgauge.checks.step_samples import Sample, SampledStep, complete, sampled_step
 from narrowgauge.checks.stored import Rounding, Written
 from narrowgauge.errors import RecipeError, suggestion
@@ -72,18 +72,23 @@ class StepCheck:
                     f"Cannot ignore '{name}' because no reading of a step has this name.",
                     suggestion(name, NAMES) or f"Known are {', '.join(NAMES)}.",
                 )
-        self.optimizer, self.every, self.num_steps = optimizer, every, 0
+        self.optimizer = optimizer
+        self.every = every
+        self.num_steps = 0
         self._names = {
             id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()
         }
-        self._report, self._limit, self._ignored = report, max_grad_norm, frozenset(ignore)
+        self._report = report
+        self._limit = max_grad_norm
+        self._ignored = frozenset(ignore)
         self._step: SampledStep | None = None  # the last step, if it is compared
         self._is_loaded = False
         self._follower = Follower(optimizer, self._before_step, self._after_step)
 
     def go_on_from_checkpoint(self) -> None:
         """Forget the last step: weights and states are loaded before the next one. Compare the next one."""
-        self._step, self._is_loaded = None, True
+        self._step = None
+        self._is_loaded = True
 
     def remove(self) -> None:
         """Remove the hooks; also from within a step."""
@@ -92,7 +97,8 @@ class StepCheck:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if (last := self._step) is not None:
             self._send(last.step, lambda: between_readings(last), {})
-        step, self._step = self.num_steps + 1, None
+        step = self.num_steps + 1
+        self._step = None
         if step == 2 or self._is_loaded or (step > 2 and step % self.every == 0):
             self._is_loaded = False
             self._send(step, lambda: self._sample(step, optimizer), {})
@@ -119,12 +125,7 @@ class StepCheck:
                     if reading.what not in self._ignored
                 ]
         except Exception as error:
-            message = str(error).splitlines()[0] if str(error) else ""
-            row = {
-                **row,
-                "compared": 0,
-                "unseen": {"the step": f"{type(error).__name__}: {message}"[:200]},
-            }
+            row = {**row, "compared": 0, "unseen": {"the step": words_of(error)}}
         if row or readings:
             self._report(self.num_steps, readings, {**row, "beyond": len(readings)} if row else row)
 
@@ -137,10 +138,8 @@ def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
         groups.append([reading]) if alike is None else alike.append(reading)
     results = []
     for members in sorted(groups, key=len, reverse=True):
-        worst, names = (
-            max(members, key=lambda r: r.excess),
-            list(dict.fromkeys(r.tensor for r in members)),
-        )
+        worst = max(members, key=lambda r: r.excess)
+        names = list(dict.fromkeys(r.tensor for r in members))
         results.append(replace(worst, tensor="" if len(names) == number > 1 else of_all(names)))
     return results
 
@@ -190,7 +189,8 @@ def clip_readings(
             "gradients are sharded over ranks" if is_sharded else "a gradient is not finite"
         )
         return
-    norm, kind = step.grad_norm * step.clip, KINDS["clip-norm"]
+    norm = step.grad_norm * step.clip
+    kind = KINDS["clip-norm"]
     epsilons = [
         torch.finfo(s.parameter.dtype).eps for s in step.samples.values() if s.gradient is not None
     ]
@@ -236,7 +236,8 @@ def _differs(now: Tensor, before: Tensor) -> bool:
 
 def _count_readings(sample: Sample) -> Iterator[Reading]:
     """Compare the optimizer's counts of steps with one step, and with moments that hold older gradients."""
-    kind, before = KINDS["step-count"], sample.count_before or 0
+    kind = KINDS["step-count"]
+    before = sample.count_before or 0
     if sample.count is None:
         return
     if sample.count != before + 1:
@@ -267,10 +268,8 @@ def state_factors(sample: Sample) -> dict[str, tuple[float, float]]:
     """Return for each state the factor of its old value and the factor of its new term."""
     settings = sample.settings
     if sample.rule == "sgd":
-        momentum, is_first = (
-            float(settings.get("momentum") or 0.0),
-            "momentum_buffer" not in sample.before,
-        )
+        momentum = float(settings.get("momentum") or 0.0)
+        is_first = "momentum_buffer" not in sample.before
         take = 1.0 if is_first else 1.0 - float(settings.get("dampening") or 0.0)
         return {"momentum_buffer": (momentum, take)} if momentum else {}
     beta1, beta2 = map(float, settings["betas"])
@@ -299,10 +298,8 @@ def direction(sample: Sample, values: Values) -> Tensor:
     """Return the tensor that the learning rate multiplies, from the inputs and the new states (``new_exp_avg``)."""
     settings = sample.settings
     if sample.rule == "sgd":
-        gradient, momentum = (
-            new_term(sample, "momentum_buffer", values),
-            values.get("new_momentum_buffer"),
-        )
+        gradient = new_term(sample, "momentum_buffer", values)
+        momentum = values.get("new_momentum_buffer")
         if momentum is None:
             return gradient
         return (
@@ -310,8 +307,10 @@ def direction(sample: Sample, values: Values) -> Tensor:
             if settings.get("nesterov")
             else momentum
         )
-    (beta1, beta2), count = map(float, settings["betas"]), max(1, sample.count or 0)
-    first, second = values["new_exp_avg"], values["new_exp_avg_sq"]
+    (beta1, beta2) = map(float, settings["betas"])
+    count = max(1, sample.count or 0)
+    first = values["new_exp_avg"]
+    second = values["new_exp_avg_sq"]
     divisor = (second / (1 - beta2**count)).sqrt() + float(settings["eps"])
     return first / (1 - beta1**count) / divisor.where(divisor != 0, 1e-300)
 
@@ -344,7 +343,8 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
         return
     if sample.rule != "sgd" and _differs(sample.after["weight"], sample.before["weight"]):
         yield from _count_readings(sample)
-    errors, readings = dict[str, Tensor](), list[Reading]()
+    errors = dict[str, Tensor]()
+    readings = list[Reading]()
     if not decouples(sample):
         errors["gradient"] = _unit(sample) * (
             values["gradient"].abs() + (decay_of(sample) * values["weight"]).abs()
@@ -375,11 +375,13 @@ def _unit(sample: Sample) -> float:
 
 def _written(sample: Sample, name: str, values: Values, errors: Values) -> Written:
     """Return a state or the weight after the step, with the sum that its rule writes and the error of this sum."""
-    after, terms = sample.after[name], terms_of(sample, name, values)
+    after = sample.after[name]
+    terms = terms_of(sample, name, values)
     fixed = values["weight"] if name == "weight" else torch.zeros_like(values["weight"])
     slack = 4 * _unit(sample) * fixed.abs()
     # A compiled step of torch rounds beta and 1 − beta^count to float32.
-    count, betas = max(1, sample.count or 0), map(float, sample.settings.get("betas", ()))
+    count = max(1, sample.count or 0)
+    betas = map(float, sample.settings.get("betas", ()))
     corrections = sum((1 + count * beta**count) / (1 - beta**count) for beta in betas)
     for key, (term, number) in terms.items():
         relative = (
@@ -414,12 +416,11 @@ def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
     difference = written.difference(_UNEXPLAINED_SHARE * length if name == "weight" else 0.0)
     if difference is None:
         return
-    more, rate, rule = (
-        _rounded_to(sample.after[name], written.expected),
-        float(sample.settings["lr"]),
-        written.rule,
-    )
-    numbers, wrong = difference.numbers, dict[str, float]()
+    more = _rounded_to(sample.after[name], written.expected)
+    rate = float(sample.settings["lr"])
+    rule = written.rule
+    numbers = difference.numbers
+    wrong = dict[str, float]()
     for key, value in numbers.items():
         bound = max(difference.errors[key], KINDS[_MEANING[key][0]].bound * abs(rule[key]))
         # A wrong rate multiplies the decay too. Do not report it twice.
@@ -492,16 +493,15 @@ def between_readings(step: SampledStep) -> list[Reading]:
 
 def _written_between(sample: Sample, name: str, now: Tensor | None) -> Iterator[Reading]:
     """Read a weight or state that the loop wrote after the step."""
-    before, kind = (
-        sample.after[name],
-        KINDS["weights-written" if name == "weight" else "states-written"],
-    )
+    before = sample.after[name]
+    kind = KINDS["weights-written" if name == "weight" else "states-written"]
     if now is None:
         yield kind.reading(sample.name, 1.0, 0.0, 0.0, state=name, share=1.0, more=": it is lost")
         return
     if now.shape != before.shape:  # of other shards
         return
-    x, y = now.double(), before.double()
+    x = now.double()
+    y = before.double()
     length = float(y.norm())
     distance, factor = (
         (float((x - y).norm()) / length, float(x @ y) / length**2) if length else (math.inf, 0.0)
@@ -510,7 +510,8 @@ def _written_between(sample: Sample, name: str, now: Tensor | None) -> Iterator[
     slack = 4 * torch.finfo(now.dtype).eps
     if now.dtype in (torch.float32, torch.float64) and distance <= slack:
         return
-    more, share = _rounded_to(now, before), float((now != before).double().mean())
+    more = _rounded_to(now, before)
+    share = float((now != before).double().mean())
     if not now.any():
         more = ": it is lost"
     elif now.equal(sample.before.get(name, before)):

@@ -198,12 +198,11 @@ def sampled_step(
         number: of the step, from 1.
         names: of the model's parameters, by their id. Other parameters are named by their place in the optimizer.
     """
-    step, rule = SampledStep(number), rule_of(optimizer)
+    step = SampledStep(number)
+    rule = rule_of(optimizer)
     # GradScaler sets these two during a step. Our optimizers report skips and factors afterwards.
-    found_inf, grad_scale = (
-        getattr(optimizer, "found_inf", None),
-        getattr(optimizer, "grad_scale", None),
-    )
+    found_inf = getattr(optimizer, "found_inf", None)
+    grad_scale = getattr(optimizer, "grad_scale", None)
     if found_inf is not None and bool(found_inf):
         step.why_not = "a gradient is not finite: the step is skipped"
     loss_scale = (

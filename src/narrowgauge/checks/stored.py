@@ -76,16 +76,17 @@ class Written:
         rounding: Rounding,
         slack: Tensor,
     ) -> None:
-        self.after, self.fixed, self.terms, self.slack = after, fixed, terms, slack
+        self.after = after
+        self.fixed = fixed
+        self.terms = terms
+        self.slack = slack
         self.rule = {name: number for name, (_, number) in terms.items()}
         self.expected = self.value(self.rule)
         # An infinite spacing takes an element out of the comparison.
         unknown = ~slack.isfinite() | rounding.spacings(self.expected).isinf()
         self.spacing = rounding.spacings(after).masked_fill(unknown, math.inf)
-        self.is_known, self.is_stochastic = (
-            self.spacing.isfinite(),
-            rounding.code.rounding == "stochastic",
-        )
+        self.is_known = self.spacing.isfinite()
+        self.is_stochastic = rounding.code.rounding == "stochastic"
         self.reach = (1.0 if self.is_stochastic else 0.5) * self.spacing + slack
 
     def value(self, numbers: Mapping[str, float]) -> Tensor:
@@ -100,13 +101,15 @@ class Written:
         Args:
             share: numbers that leave at most this length explain the values too.
         """
-        outside, fitted = self._outside(self.expected), self.fitted()
+        outside = self._outside(self.expected)
+        fitted = self.fitted()
         is_off = self.is_stochastic and any(
             abs(x - self.rule[name]) > fitted[1][name] for name, x in fitted[0].items()
         )
         if not outside and not is_off:
             return None
-        bound, distance = float(self.reach[self.is_known].norm()), self._distance(self.expected)
+        bound = float(self.reach[self.is_known].norm())
+        distance = self._distance(self.expected)
         factor, error = (fit["all"] for fit in self._fit({"all": self.expected - self.fixed}))
         all_times = [
             {name: x * abs(number) for name, number in self.rule.items()} for x in (factor, error)
@@ -130,10 +133,8 @@ class Written:
         inverse = torch.linalg.pinv(
             torch.stack(list(terms.values()), 1) / self.spacing[:, None], rtol=1e-14
         )
-        solution, errors = (
-            inverse @ ((self.after - self.fixed) / self.spacing),
-            4 * inverse.norm(dim=1),
-        )
+        solution = inverse @ ((self.after - self.fixed) / self.spacing)
+        errors = 4 * inverse.norm(dim=1)
         return dict(zip(terms, solution.tolist(), strict=True)), dict(
             zip(terms, errors.tolist(), strict=True)
         )
@@ -143,8 +144,6 @@ class Written:
 
     def _outside(self, computed: Tensor) -> float:
         """Return the fraction of known values that a sum excludes; 0 for as few as rounding near a tie explains."""
-        number, count = (
-            int(((self.after - computed).abs() > self.reach).sum()),
-            int(self.is_known.sum()),
-        )
+        number = int(((self.after - computed).abs() > self.reach).sum())
+        count = int(self.is_known.sum())
         return number / count if number > max(2, _MOST_OUTSIDE * count) else 0.0

@@ -35,7 +35,8 @@ from narrowgauge.spec.tables import Table, number_columns, text_columns
 Facts = dict[str, Any]
 SHIFTS = (1, 0, -1, 2, 3)
 """Distances of a label from its position that are tried; the first of equals counts."""
-MOST, HALF = 0.9, 0.5
+MOST = 0.9
+HALF = 0.5
 """Shares of the labels that settle a shift, and that exclude one."""
 _COLUMNS = (
     (
@@ -133,8 +134,7 @@ def checked_lesson(
     """Read what the loss of a set-up teaches, for :func:`narrowgauge.check`. Errors become reasons in ``unseen``."""
     model = set_up.model
     parts = micro_batches(model, batch, loss)
-    inside = set(map(id, model.parameters()))
-    outside = {p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside}
+    outside = set_up.outside
 
     def run() -> float:
         step = configured_step(set_up, outside, batch, parts, loss, backward, {}, False, True)
@@ -242,7 +242,9 @@ def rows_of(passes: Sequence[Pass], terms: Sequence[Term]) -> Rows:
 
     Terms over the same tokens are chunks of one softmax, unless they have more rows than there are tokens.
     """
-    targets, marks, tokens = list[Target](), list[Tensor](), list[Tensor]()
+    targets = list[Target]()
+    marks = list[Tensor]()
+    tokens = list[Tensor]()
     for number, one in enumerate(passes):
         groups = dict[int, tuple[Tensor | None, list[Term]]]()
         for term in one.terms:
@@ -428,7 +430,8 @@ def _spread_within(weights: Tensor, keys: Tensor) -> float:
 
 def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
     """Return smoothing, z-loss, and the arithmetic of the softmax."""
-    target, known = rows.target, rows.is_known
+    target = rows.target
+    known = rows.is_known
     dtype = min((term.rows.dtype for term in terms), key=lambda dtype: dtype.itemsize)
     unit = 0.0 if dtype.itemsize >= 4 else torch.finfo(dtype).eps / 2
     facts: Facts = {"dtype": dtype_name(dtype), "function": terms[0].name, "log_error": 0.0}
@@ -442,10 +445,13 @@ def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
 
 def _warnings(facts: Facts) -> list[Reading]:
     """Return what no healthy loop teaches."""
-    learned, sequences, shift = facts["learned"], facts["sequences"], facts["shift"]
+    learned = facts["learned"]
+    sequences = facts["sequences"]
+    shift = facts["shift"]
     total = facts.get("weight_sum", 0.0)
     padding_learned = facts["padding_learned"] if shift is not None else 0
-    sees_later, is_single = facts["sees_later"], facts["weights"] == "equal"
+    sees_later = facts["sees_later"]
+    is_single = facts["weights"] == "equal"
     is_twice = sees_later is False and shift not in (None, 1) and facts["next_share"] <= HALF
     is_exact = is_single and facts["misfit"] < _SAME / 5 and not facts["not_sure"]
     is_counted = is_exact and abs(total * (learned + sequences) / learned - 1) < 3e-4

@@ -49,8 +49,10 @@ def update_readings(set_up: SetUp) -> Iterator[Reading]:
 
 def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
     """Return the next step's change of sampled weights, float32. Return ``None`` if its size is unknown yet."""
-    state, rate = stepped.state, stepped.rate
-    mean, square = state.get("exp_avg"), state.get("exp_avg_sq")
+    state = stepped.state
+    rate = stepped.rate
+    mean = state.get("exp_avg")
+    square = state.get("exp_avg_sq")
     shape = stepped.parameter.shape
     if (
         isinstance(mean, Tensor)
@@ -58,14 +60,10 @@ def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
         and mean.shape == square.shape == shape
         and square.any()
     ):
-        betas, count = (
-            stepped.group.get("betas", (0.9, 0.999)),
-            max(1.0, float(state.get("step", 1))),
-        )
-        first, second = (
-            spread(mean).float() / (1 - betas[0] ** count),
-            spread(square).float() / (1 - betas[1] ** count),
-        )
+        betas = stepped.group.get("betas", (0.9, 0.999))
+        count = max(1.0, float(state.get("step", 1)))
+        first = spread(mean).float() / (1 - betas[0] ** count)
+        second = spread(square).float() / (1 - betas[1] ** count)
         step: Tensor = first / (second.sqrt() + float(stepped.group.get("eps", 1e-8)))
         return -rate * step
     if (size := stepped.size) is None:
@@ -141,10 +139,8 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
         if (quality := float(update_metrics(total)["edq"])) < MIN_EDQ:
             groups.setdefault((p.rate, p.storage), []).append((quality, p.name, total))
     for (rate, row), members in groups.items():
-        worst, total = (
-            min(member[:2] for member in members),
-            torch.stack([sums for *_, sums in members]).sum(0),
-        )
+        worst = min(member[:2] for member in members)
+        total = torch.stack([sums for *_, sums in members]).sum(0)
         value, lost = (float(update_metrics(total)[name]) for name in ("edq", "lost_fraction"))
         advice = (
             f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}; {value:.2f} of the update is stored, "
@@ -164,8 +160,10 @@ def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
     if lost := [
         (p, step) for p, step in steps if 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2)
     ]:
-        row, step = lost[0][0].storage, lost[0][1]
-        names, bits = of_all(p.name for p, _ in lost), row.weight.mantissa_bits + 2
+        row = lost[0][0].storage
+        step = lost[0][1]
+        names = of_all(p.name for p, _ in lost)
+        bits = row.weight.mantissa_bits + 2
         yield KINDS["swallowed-decay"].reading(
             names, step, None, 2.0**-bits, format=row.visible, bits=bits, fallback=row.fallback
         )
@@ -228,7 +226,8 @@ def _grid(p: SteppedParameter) -> torch.dtype | None:
         isinstance(p.optimizer, Optimizer)
         and (state := p.optimizer.state_of(p.parameter)) is not None
     ):
-        stored, weight = state.leading(ELEMENTS, "weight"), state.parameter.detach().reshape(-1)
+        stored = state.leading(ELEMENTS, "weight")
+        weight = state.parameter.detach().reshape(-1)
         if stored is not None and not torch.equal(stored, weight[: len(stored)].to(stored.dtype)):
             return None
     return p.parameter.dtype
@@ -240,7 +239,8 @@ def _grid(p: SteppedParameter) -> torch.dtype | None:
 def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
     """Report the first group whose second moment has too few bits, so that its decay is rounded away."""
     for p in set_up.trained:
-        betas, bits = p.group.get("betas"), _second_moment_bits(p)
+        betas = p.group.get("betas")
+        bits = _second_moment_bits(p)
         if bits is None or not isinstance(betas, (tuple, list)) or len(betas) < 2:
             continue
         least = 2.0 ** -(bits + 1)
@@ -259,7 +259,8 @@ def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
 
 def _second_moment_bits(stepped: SteppedParameter) -> int | None:
     """Return the mantissa bits of a second moment rounded to nearest; ``None`` for a wider one or an unknown rounding."""
-    code, state = stepped.storage.exp_avg_sq, stepped.state.get("exp_avg_sq")
+    code = stepped.storage.exp_avg_sq
+    state = stepped.state.get("exp_avg_sq")
     if isinstance(stepped.optimizer, Optimizer):
         is_near = (
             "exp_avg_sq" in dict(stepped.storage.states)
@@ -281,7 +282,8 @@ def _second_moment_bits(stepped: SteppedParameter) -> int | None:
 def _truncated(set_up: SetUp) -> Iterator[Reading]:
     """Report the first epsilon that the denominator's format rounds to zero. Fused kernels and ours compute in float32."""
     for p in set_up.trained:
-        eps, dtype = p.group.get("eps"), p.parameter.dtype
+        eps = p.group.get("eps")
+        dtype = p.parameter.dtype
         is_narrow = (
             p.is_short and not p.group.get("fused") and not isinstance(p.optimizer, Optimizer)
         )
@@ -301,10 +303,8 @@ def _truncated(set_up: SetUp) -> Iterator[Reading]:
 def _no_matrix(set_up: SetUp) -> Iterator[Reading]:
     """Report rules for matrices whose parameters are all flat."""
     for optimizer in set_up.optimizers:
-        kind, stepped = (
-            type(optimizer).__name__,
-            [p for p in set_up.trained if p.optimizer is optimizer],
-        )
+        kind = type(optimizer).__name__
+        stepped = [p for p in set_up.trained if p.optimizer is optimizer]
         is_for_matrices = any(name in kind.lower() for name in ("muon", "shampoo", "soap", "dion"))
         if is_for_matrices and stepped and max(p.parameter.ndim for p in stepped) < 2:
             yield KINDS["no-matrix"].reading(of_all(p.name for p in stepped), 0, None, 1, rule=kind)

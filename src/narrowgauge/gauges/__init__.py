@@ -1,4 +1,4 @@
-"""Gauges that measure a training step, the record of a run, and the search for a step's first bad value."""
+"""Gauges that measure a training step, the watch, and the record of a run."""
 
 from __future__ import annotations
 

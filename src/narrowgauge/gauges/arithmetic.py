@@ -97,7 +97,8 @@ def _bits(probe: Callable[[Tensor], Tensor], x: Tensor) -> str:
 
 def settings_in_force(device: torch.device) -> dict[str, str]:
     """Return the settings of a device that explain differences."""
-    built_with, cuda = torch.__config__.show(), dict[str, str]()
+    built_with = torch.__config__.show()
+    cuda = dict[str, str]()
     libraries = {name: re.search(pattern, built_with) for name, pattern in _LIBRARIES.items()}
     if device.type == "cuda":
         reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction

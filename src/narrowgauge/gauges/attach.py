@@ -3,8 +3,7 @@
 Gauges watch only tensors that are in memory anyway: the operands of linear layers' matmuls, forward and backward; weights and
 gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every ``every``
 steps the tensors are recorded (:mod:`narrowgauge.gauges.sampling`). At the end of the step they are measured
-(:mod:`narrowgauge.gauges.tensor_metrics`) and written as one record of ``gauges.jsonl``. On other steps only the exact sums of
-second moments are updated.
+(:mod:`narrowgauge.gauges.tensor_metrics`) and written as one record of ``gauges.jsonl``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from narrowgauge import inductor
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import hooks
 from narrowgauge.gauges.attention import heads_of
-from narrowgauge.gauges.moment_shadow import MomentShadow, leading_states
 from narrowgauge.gauges.sampling import RECORDERS, SAMPLING, Recorder, recorder_of
 from narrowgauge.gauges.tensor_metrics import (
     SHARED,
@@ -40,8 +38,11 @@ from narrowgauge.optim.audit import AuditedUpdates, audit, joined_over_ranks, un
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.computes import first_of_input
-from narrowgauge.torch_hooks import Follower
+from narrowgauge.torch_hooks import Follower, members_of
 from narrowgauge.torch_names import plain_name
+
+_NUM_VALUES = 64
+"""Values of each state that a histogram counts."""
 
 
 class GaugeNotice(UserWarning):
@@ -66,10 +67,13 @@ class Gauges:
         on_row: Callable[[Row], Any] | None,
     ) -> None:
         require_float64(model.parameters())
-        self.model, self.optimizer, self.every, self.on_row = model, optimizer, every, on_row
+        self.model = model
+        self.optimizer = optimizer
+        self.every = every
+        self.on_row = on_row
         self.last: Row | None = None
         self._warned = False
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        stepped = {*members_of(optimizer)}
         self.parameters = {
             plain_name(name): p for name, p in model.named_parameters() if p in stepped
         }
@@ -78,7 +82,9 @@ class Gauges:
                 f"Cannot attach gauges because the optimizer steps no parameter of this {type(model).__name__}.",
                 "Pass the model with its optimizer.",
             )
-        self.recorder, self._undo, self._layers = Recorder(), ExitStack(), dict[str, nn.Module]()
+        self.recorder = Recorder()
+        self._undo = ExitStack()
+        self._layers = dict[str, nn.Module]()
         self._attach()
         for kind in SHARED:
             for name in self.parameters:
@@ -87,10 +93,6 @@ class Gauges:
             map(is_split_over_ranks, self.parameters.values())
         ):
             optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
-        self.shadow = MomentShadow(optimizer, self.parameters if every else {})
-        self._undo.callback(
-            optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove
-        )
         self._undo.callback(Follower(optimizer, self._before_step, self._after_step).remove)
         self.step = 0
 
@@ -110,8 +112,7 @@ class Gauges:
         SAMPLING.is_on = any(r.is_recording for weak in RECORDERS if (r := weak()) is not None)
 
     def restart(self, step: int) -> None:
-        """Continue after ``step`` steps from a loaded state. The reference of second moments restarts."""
-        self.shadow.forget()
+        """Continue after ``step`` steps from a loaded state."""
         self.last = None
         self.step = step
 
@@ -181,7 +182,6 @@ class Gauges:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.shadow.step()
         if self.recorder.is_recording:
             self._read(self._step + 1)
         self.step = self._step + 1
@@ -191,21 +191,16 @@ class Gauges:
         began = time.perf_counter()
         parts = measure(self.recorder, self._layers)
         for kind in ("exp_avg", "exp_avg_sq"):
-            if states := leading_states(self.optimizer, self.parameters.values(), kind):
-                parts[f"histogram {kind}"] = exponents(torch.cat([*states.values()]))
-        if (bias := self.shadow.bias()) is not None:
-            parts["moments"] = bias
+            leading = [_leading(self.optimizer, p, kind) for p in self.parameters.values()]
+            states = [values for values in leading if values is not None]
+            if states:
+                parts[f"histogram {kind}"] = exponents(torch.cat(states))
         if (logits := self._head_logits()) is not None:
             parts["logits"] = logits
         fetched = fetch(parts)
         row: Row = {"step": step, **row_of(self.recorder, fetched)}
         if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
             row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
-        if "moments" in fetched:
-            biases = zip(self.shadow.parameters, fetched["moments"].tolist(), strict=True)
-            row["moments"] = {
-                name: [value] for name, bias in biases if (value := rounded(bias)) is not None
-            }
         if "logits" in fetched:
             row["logits"] = {
                 self._head: [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]
@@ -254,6 +249,20 @@ class Gauges:
         )
 
 
+def _leading(optimizer: torch.optim.Optimizer, p: Tensor, name: str) -> Tensor | None:
+    """Return at most 64 float32 values of a parameter's state, of this rank's shard."""
+    if isinstance(optimizer, Optimizer):
+        state = optimizer.state_of(p)
+        values = None if state is None else state.leading(_NUM_VALUES, name)
+    else:
+        values = optimizer.state.get(p, {}).get(name)
+    if not isinstance(values, Tensor):
+        return None
+    if type(values).dequantize is not Tensor.dequantize:  # codes, as of torchao
+        values = values.dequantize()
+    return local_of(values).reshape(-1)[:_NUM_VALUES].float()
+
+
 def _update_metrics(reading: AuditedUpdates) -> list[float | int | None]:
     """Return the metrics of an audited parameter, in the order of the record. EDQ is NaN if no update was intended."""
     rest = (getattr(reading, name) for name in list(METRICS["updates"])[1:])
@@ -267,7 +276,7 @@ def attach_gauges(
     every: int = 20,
     on_row: Callable[[Row], Any] | None = None,
 ) -> Gauges:
-    """Measure a model during training: operands of its matmuls, gradients, weights, updates, moments and attention.
+    """Measure a model during training: operands of its matmuls, gradients, weights, updates and attention.
 
     Invariant: a run with gauges has the same bits as one without, eager or compiled. The host synchronizes with the device
     once on a sampled step, and never on other steps.

@@ -58,7 +58,9 @@ class Recorder:
         self.is_recording = False
         self.stats: dict[Key, tuple[Tensor, ...]] = {}
         self.samples: dict[Key, Tensor] = {}
-        self.keys, self.entries, self.heads = list[Key](), list[Tensor](), dict[Key, Heads]()
+        self.keys = list[Key]()
+        self.entries = list[Tensor]()
+        self.heads = dict[Key, Heads]()
         self._number = len(RECORDERS)
         RECORDERS.append(weakref.ref(self))
 
@@ -92,7 +94,8 @@ class Recorder:
         # Counting costs more than the two reductions. On the CPU a finite amax shows for free that the count is 0.
         is_finite = not x.is_cuda and math.isfinite(largest.item())
         bad = torch.zeros_like(largest) if is_finite else (~x.isfinite()).sum().float()
-        self.stats[key], self.samples[key] = (largest, rms(x), bad), sample_rows(x)
+        self.stats[key] = (largest, rms(x), bad)
+        self.samples[key] = sample_rows(x)
 
 
 def sample_rows(x: Tensor) -> Tensor:
@@ -105,7 +108,8 @@ def sample_rows(x: Tensor) -> Tensor:
     matrix = x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, -1)
     rows, columns = matrix.shape
     if columns > SAMPLE:  # a long vector
-        matrix, columns = matrix[:, :SAMPLE], SAMPLE
+        matrix = matrix[:, :SAMPLE]
+        columns = SAMPLE
     count = max(1, min(rows, SAMPLE // columns))
     return matrix[:: rows // count][:count].to(torch.float32, copy=True)
 

@@ -77,10 +77,8 @@ def measure(recorder: Recorder, layers: Mapping[str, nn.Module]) -> dict[str, Te
     for key, sample in recorder.samples.items():
         groups[sample.shape, cast_of(key, layers)].append(key)
     for (_, cast), members in groups.items():
-        samples, places = (
-            torch.stack([recorder.samples[key] for key in members]),
-            [place_of[key] for key in members],
-        )
+        samples = torch.stack([recorder.samples[key] for key in members])
+        places = [place_of[key] for key in members]
         finite = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0)
         flat = finite.flatten(1)
         table[places, 3] = (flat.abs().amax(1) / flat.square().mean(1).sqrt()).double()
@@ -124,10 +122,8 @@ def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
         else:
             lost = list[float | None]([None] * 3)
             if row[-1]:  # without a cast all of its sums are zero
-                loss, has_values = (
-                    metrics.cast_loss(row[4:]),
-                    bool(row[4 + metrics.CAST_SUMS.index("nonzero")]),
-                )
+                loss = metrics.cast_loss(row[4:])
+                has_values = bool(row[4 + metrics.CAST_SUMS.index("nonzero")])
                 lost = [
                     loss.underflow if has_values else None,
                     loss.overflow,

@@ -212,8 +212,8 @@ def gauge_metrics(row: Row) -> Iterator[tuple[str, str, dict[str, float | None]]
     """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by name.
 
     Example:
-        >>> list(gauge_metrics({"step": 1, "moments": {"w": [1.25]}}))
-        [('moments', 'w', {'bias': 1.25})]
+        >>> list(gauge_metrics({"step": 1, "attention": {"w": [1.25]}}))
+        [('attention', 'w', {'max_logit': 1.25})]
     """
     for table, names in METRICS.items():
         for name, values in (row.get(table) or {}).items():

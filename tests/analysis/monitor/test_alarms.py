@@ -52,13 +52,11 @@ SCALED = {"loss_scale": 65536.0}
 CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
     "lost-updates": (NAIVE, sampled(update={"edq": 0.3, "noise": 0.84}), [], "lost_updates", WEIGHT, 440),
     "lost-decay": (NAIVE, sampled(update={"edq": 0.97, "lost_decay": 0.8}), [], "lost_decay", WEIGHT, 440),
-    "frozen-moments": (NAIVE, sampled(moment={"bias": 1.6}), [], "frozen_moments", WEIGHT, 440),
     "underflow": (FLOAT8, sampled(output_grad={"underflow": 0.3, "sqnr_db": 4.0}), [], "underflow", f"output_grad:{LAYER}", 420),
     "overflow": (FLOAT8, sampled(input={"overflow": 0.02, "sqnr_db": 2.0}), [], "overflow", f"input:{LAYER}", 400),
     "growing-outliers": (FLOAT8, sampled(input={"outlier": 65.0}), [], "outliers", f"input:{LAYER}", 440),
     "attention-logits": (NAIVE, sampled(attention={"max_logit": 2e4}), [], "attention", ATTENTION, 400),
     "logit-drift": (NAIVE, sampled(logits={"log_z": 31.0}), [], "logits", "lm_head", 440),
-    "small-second-moments": (NAIVE, sampled(moment={"bias": 0.6}), [], "frozen_moments", WEIGHT, 440),
     "nonfinite": (NAIVE, sampled(input={"nonfinite": 1}, output_grad={"nonfinite": 9}), [], "nonfinite", f"input:{LAYER}", 400),
     "nonfinite-gradient": (NAIVE, sampled(output_grad={"nonfinite": 1}), [], "nonfinite", f"output_grad:{LAYER}", 400),
     "nonfinite-step": (NAIVE, [], stepped(lambda s: {"loss": math.nan} if s >= 400 else {}), "nonfinite", None, 400),
@@ -204,7 +202,7 @@ def test_resumed_alarms_go_on_as_if_never_interrupted(name: str) -> None:
     [
         {},
         {"tensors": None, "updates": {}},
-        {"tensors": {"grad:w": []}, "updates": {"w": [None] * 6}, "moments": {"w": [1.0]}},
+        {"tensors": {"grad:w": []}, "updates": {"w": [None] * 6}},
         {"tensors": {"unheard-of:w": [0.0] * 20}, "attention": {"a": [None, None]}},
         {"unheard-of": {"w": [math.nan]}},
     ],

@@ -216,6 +216,17 @@ def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> N
     assert found.summary is not None and found.summary["num_skipped"] == 2
 
 
+def test_a_step_of_another_optimizer_is_no_skipped_step(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    watched, other = (torch.optim.SGD(model.parameters(), lr=1e-2) for _ in range(2))
+    with ng.RunRecorder(tmp_path / "run", model, watched) as recorder:
+        train(model, watched, recorder, 1)
+        recorder.step(1.0)  # the loop left the step out
+        train(model, other, recorder, 1)
+    rows = ng.read_run(tmp_path / "run").steps
+    assert [row.get("skipped") for row in rows] == [False, True, None]
+
+
 def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -81,6 +81,27 @@ class OwnAdamW(torch.optim.Optimizer):
                 p.sub_(group["lr"] * first / (second.sqrt() + 1e-8))
 
 
+class WideAdamW(OwnAdamW):
+    """Its step casts to float32 itself, as its states are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    zeros = torch.zeros_like(p, dtype=torch.float32)
+                    state.update(step=0, m=zeros, v=zeros.clone())
+                state["step"] += 1
+                gradient = p.grad.float()
+                state["m"].lerp_(gradient, 0.1)
+                state["v"].lerp_(gradient.square(), 0.05)
+                first = state["m"] / (1 - 0.9 ** state["step"])
+                second = state["v"] / (1 - 0.95 ** state["step"])
+                change = group["lr"] * first / (second.sqrt() + 1e-8)
+                p.copy_((p.float() - change).to(p.dtype))
+
+
 def batch(step: int, rows: int = 4) -> Tensor:
     return (
         torch.randint(1, 4, (rows, 9), generator=torch.Generator().manual_seed(step)).cumsum(1)
@@ -173,7 +194,8 @@ def test_a_watched_loop_computes_the_same_bits(name: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD, torch.optim.Muon, OwnAdamW]
+    "kind",
+    [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD, torch.optim.Muon, OwnAdamW, WideAdamW],
 )
 def test_the_effective_rate_is_that_of_a_twin_in_float32(kind: Any) -> None:
     torch.manual_seed(0)

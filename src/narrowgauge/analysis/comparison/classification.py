@@ -59,7 +59,8 @@ def divergence(run: Run) -> str:
     if end is not None and not math.isfinite(end):
         return f"its {'loss' if run.summary is None else 'validation loss'} is {end}"
     if len(run.steps) >= 10 and has_zero(losses):
-        first, last = statistics.median(losses[:5]), statistics.median(losses[-5:])
+        first = statistics.median(losses[:5])
+        last = statistics.median(losses[-5:])
         quarter = losses[: max(5, len(losses) // 4)]
         middle = statistics.median(quarter)
         noise = statistics.median(abs(x - middle) for x in quarter)
@@ -179,7 +180,8 @@ def classify(
             if baseline in (None, label)
             else _paired_difference(label, group, groups[baseline])
         )
-        faults, is_ranked = run_faults(group), rows[label]["num_seeds"] > 0
+        faults = run_faults(group)
+        is_ranked = rows[label]["num_seeds"] > 0
         ranked = (
             Rank.BASELINE
             if label == baseline

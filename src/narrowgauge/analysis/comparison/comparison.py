@@ -106,10 +106,8 @@ class Comparison:
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
-        minus, classes = (
-            {difference.recipe: difference.text for difference in self.differences},
-            self.classes,
-        )
+        minus = {difference.recipe: difference.text for difference in self.differences}
+        classes = self.classes
         difference = Column(
             f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True
         )
@@ -260,10 +258,8 @@ def _cheapest(comparison: Comparison) -> str:
         if has_bytes:
             reason = "none of known bytes per parameter is fit for use"
         return f"No recipe is named the cheapest: {reason}."
-    reference, size = (
-        comparison.classes[base],
-        f"{best.row['bytes_per_param']:.2f} bytes per parameter",
-    )
+    reference = comparison.classes[base]
+    size = f"{best.row['bytes_per_param']:.2f} bytes per parameter"
     hint = (
         "" if comparison.has_intervals else "One seed each, so a difference may be chance: take 3. "
     )
@@ -279,7 +275,8 @@ def _cheapest(comparison: Comparison) -> str:
         size += f", as {base}, and more tokens per second"
     elif reference.row["bytes_per_param"] is not None:
         size += f" instead of the {reference.row['bytes_per_param']:.2f} of {base}"
-    loss, difference = "", best.difference
+    loss = ""
+    difference = best.difference
     if difference is not None:
         seeds = (
             f" (95 % interval over {difference.num_pairs} seeds)"
@@ -299,7 +296,8 @@ def _cheapest(comparison: Comparison) -> str:
 
 def _of_recipes(comparison: Comparison) -> Iterator[str]:
     """Say what these seeds do not resolve, what is worse, not to be used, and not audited."""
-    recipes, base = comparison.classes.values(), comparison.baseline
+    recipes = comparison.classes.values()
+    base = comparison.baseline
     named: dict[Rank | None, list[PairedDifference]] = {}
     for recipe in recipes:
         if recipe.difference is not None:
@@ -343,10 +341,8 @@ def _of_runs(runs: Sequence[RunStats]) -> Iterator[str]:
     unfinished = []
     for run in runs:
         if not run.counts and not run.divergence:
-            steps, planned = (
-                int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0,
-                run.run.config.get("steps"),
-            )
+            steps = int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0
+            planned = run.run.config.get("steps")
             unfinished.append(
                 f"{run.label}, seed {run.seed} ({steps}{f' of {planned}' if planned else ''} steps)"
             )

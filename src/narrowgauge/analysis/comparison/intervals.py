@@ -23,7 +23,8 @@ NONCENTRALITY = {1: 16.334, 2: 5.653, 3: 4.256, 4: 3.761}
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the mean of one difference per seed, and the half width of its 95 % interval; infinite for one seed."""
-    mean, number = statistics.fmean(differences), len(differences)
+    mean = statistics.fmean(differences)
+    number = len(differences)
     if number < 2 or not math.isfinite(mean):
         return mean, math.inf
     return mean, student_t(number - 1) * math.sqrt(statistics.variance(differences) / number)
@@ -101,7 +102,8 @@ def shown_difference(mean: float, half: float) -> str:
     """
     largest = max([abs(size) for size in (mean, half) if math.isfinite(size)], default=0.0)
     form = ".4f" if largest == 0 or 1e-3 <= largest < 1e5 else ".1e"
-    size, margin = f"{abs(mean):{form}}", f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{half:{form}}"
+    size = f"{abs(mean):{form}}"
+    margin = f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{half:{form}}"
     # Zero after rounding has no sign.
     sign = "" if math.isfinite(mean) and not float(size) else MINUS if mean < 0 else "+"
     return f"{sign}{size}{margin if math.isfinite(half) else ''}"

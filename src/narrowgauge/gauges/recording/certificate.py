@@ -30,7 +30,8 @@ class Certificate:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._objects, self._undrawn = {"weights": model, "optimizer": optimizer}, generators()
+        self._objects = {"weights": model, "optimizer": optimizer}
+        self._undrawn = generators()
 
     def write(self, path: str | Path, objects: Mapping[str, Any]) -> None:
         """Write ``PATH.certificate.json``. All ranks make the call."""
@@ -48,7 +49,8 @@ class Certificate:
             message = f"Nothing was compared with the checkpoint, because {file} is gone."
             return [KINDS["not-restored"].reading(message=message)]
         saved: dict[str, Entry] = load_json(written)
-        now, names = self._entries(objects), {*self._objects, *objects, "generators"}
+        now = self._entries(objects)
+        names = {*self._objects, *objects, "generators"}
         # A value that is None is set by the next step.
         unset = {name for name, entry in now.items() if entry["shown"] == "None"}
         before = {k: x for k, x in saved.items() if k.partition("|")[0] in names and k not in unset}

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import torch_names
+from narrowgauge.analysis.reading import words_of
 from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.distributed.reduction import GradientReduction
@@ -33,6 +34,7 @@ from narrowgauge.numerics.hashing import GOLDEN, combine, fingerprint, fingerpri
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.schema import Row
+from narrowgauge.torch_hooks import members_of
 from narrowgauge.torch_names import plain_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -79,13 +81,18 @@ class Fingerprints:
         If the last step was recorded, the first entries are weights and moments that changed since without an update.
         """
         self.is_on = self.every > 0 and (step % self.every == 0 or step == self.first)
-        self._entries, self._changed = {}, {}
-        self._own, self._alike, self._num_sent, self._clip = {}, {}, 0, None
+        self._entries = {}
+        self._changed = {}
+        self._own = {}
+        self._alike = {}
+        self._num_sent = 0
+        self._clip = None
         if not self.is_on or self._recorded.get("step") != step - 1:
             return
         stored = self._stored(is_stepped=step > 1)
         numbers, local = fingerprints_whole_and_own(stored)
-        before, local_before = self._recorded["whole"], self._recorded["own"]
+        before = self._recorded["whole"]
+        local_before = self._recorded["own"]
         for key in dict.fromkeys([*numbers, *before]):
             if key not in numbers:  # a state that was lost
                 self._changed[_held_key(key)] = [0, 0.0, 0]
@@ -171,7 +178,8 @@ class Fingerprints:
             for key, entry in entries.items()
         }
         self.last = {"step": step, "tensors": {**changed, **self._entries}, **self._of_ranks()}
-        self._entries, self.is_on = {}, False
+        self._entries = {}
+        self.is_on = False
 
     def _of_ranks(self) -> Row:
         """Return the columns ``ranks`` and ``parted``; none for a single process.
@@ -193,7 +201,7 @@ class Fingerprints:
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
         """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped, its states, kind by kind."""
         by_kind: dict[str, dict[str, Tensor]] = {}
-        stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        stepped = {*members_of(self.optimizer)}
         for name, parameter in self.model.named_parameters():
             if parameter not in stepped:
                 continue
@@ -320,19 +328,19 @@ class LoopFingerprints(Fingerprints):
     ) -> None:
         super().__init__(model, optimizer, every, here, first=1)
         self._on_failure = on_failure
-        self._has_begun, self._is_past_backward = True, False
+        self._has_begun = True
+        self._is_past_backward = False
         self._num_sequences = self._step = 0
-        self._pass, self._backward = ExitStack(), ExitStack()
+        self._pass = ExitStack()
+        self._backward = ExitStack()
 
     def expect(self, step: int) -> None:
         """Expect the step that ends as number ``step``. Changes before its first pass count as between steps."""
         self.close()
-        self._step, self._num_sequences, self._is_past_backward, self._has_begun = (
-            step,
-            0,
-            False,
-            False,
-        )
+        self._step = step
+        self._num_sequences = 0
+        self._is_past_backward = False
+        self._has_begun = False
 
     def close(self) -> None:
         """Remove the hooks of a pass and of a backward pass."""
@@ -395,7 +403,7 @@ class LoopFingerprints(Fingerprints):
             if self.here.size > 1:
                 raise
             self._pass.close()
-            self.every, self.is_on, self.last = 0, False, None
-            self._on_failure(
-                f"no more fingerprints are recorded: {type(error).__name__}: {error}"[:300]
-            )
+            self.every = 0
+            self.is_on = False
+            self.last = None
+            self._on_failure(f"no more fingerprints are recorded: {words_of(error)}")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.analysis.thresholds import REPEATED
+from narrowgauge.checks.float32_copy import Widened
 from narrowgauge.checks.set_up import storage_of
 from narrowgauge.checks.step_samples import evenly_spread, plain
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
@@ -33,7 +34,8 @@ class IntendedStep:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.why_not = optimizer, _why_not(optimizer)
+        self.optimizer = optimizer
+        self.why_not = _why_not(optimizer)
         self._twins: list[dict[Tensor, Tensor]] = []
         self._before: dict[Tensor, Tensor] = {}
         self._is_stochastic = False
@@ -58,7 +60,7 @@ class IntendedStep:
                 before = _random_states(devices)
                 stored = _stepped(optimizer, members, None)
                 self._is_stochastic = _random_states(devices) != before
-                self._twins = [stored, _stepped(optimizer, members, torch.float64)]
+                self._twins = [stored, _exactly_stepped(optimizer, members)]
         except Exception as error:  # a step that needs whole tensors, a closure, or another device
             self.why_not = f"its step cannot be repeated on a copy ({type(error).__name__})"
 
@@ -73,7 +75,8 @@ class IntendedStep:
         for p, before in self._before.items() if self._twins else ():
             stored, exact = self._twins
             now = _part(p, p)
-            intended, change = exact[p] - before, now.double() - before
+            intended = exact[p] - before
+            change = now.double() - before
             noise = intended.new_zeros(())
             if self._is_stochastic:
                 # The variance of ⟨D,E⟩: an element that is rounded up or down by chance has |d| · ulp.
@@ -147,6 +150,17 @@ def _part(x: Tensor, parameter: Tensor) -> Tensor:
     """Copy a tensor, or spread elements if it has the shape of a large parameter."""
     is_large = x.shape == parameter.shape and parameter.numel() > WHOLE
     return (evenly_spread(x) if is_large else local_of(x.detach())).clone()
+
+
+def _exactly_stepped(
+    optimizer: torch.optim.Optimizer, members: list[Tensor]
+) -> dict[Tensor, Tensor]:
+    """Return each parameter's values after the step of a copy in float64."""
+    try:
+        return _stepped(optimizer, members, torch.float64)
+    except RuntimeError:  # a step that casts to float32 itself, and then mixes formats
+        with Widened(torch.float64):
+            return _stepped(optimizer, members, torch.float64)
 
 
 def _stepped(

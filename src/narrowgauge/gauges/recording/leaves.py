@@ -21,7 +21,8 @@ def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
 
 def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return the parameters of each other module of this process that has parameters of the same names and shapes."""
-    tensors, copies = dict(model.named_parameters()), list[dict[str, Tensor]]()
+    tensors = dict(model.named_parameters())
+    copies = list[dict[str, Tensor]]()
     for other in gc.get_objects():
         # Code of other libraries is not called.
         if (

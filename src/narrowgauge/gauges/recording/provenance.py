@@ -99,10 +99,12 @@ def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
         >>> differences({"versions": {"torch": "2.12.1"}}, {"versions": {"torch": "2.13.0"}})
         ['the run started with torch 2.12.1 and resumes with 2.13.0: bits may differ from an uninterrupted run']
     """
-    sentences, results = [], []
+    sentences = []
+    results = []
     with suppress(RecordError):  # a table that cannot be read
         for difference in settings_diff(recorded, present):
-            name, (before, now) = difference.name, difference.values
+            name = difference.name
+            before, now = difference.values
             if difference.table.startswith("arithmetic"):
                 results.append(name)
             elif difference.table in ("versions", "machine") and name in _BITS_DEPEND_ON:

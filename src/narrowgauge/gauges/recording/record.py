@@ -70,7 +70,9 @@ class Record(AbstractContextManager["Record"]):
         say: Callable[[str, str], object],
         on_row: OnRow | None = None,
     ) -> None:
-        self.here, self.recipe, self.say = all_ranks(), recipe, say
+        self.here = all_ranks()
+        self.recipe = recipe
+        self.say = say
         self.writer: RunWriter | None = None
 
         def open_first() -> Path:
@@ -79,11 +81,18 @@ class Record(AbstractContextManager["Record"]):
 
         self.folder = self.here.of_first(open_first)
         self._on_row = on_row or (lambda kind, row: None)
-        self.reader, self.alarms, self.undo = StepReader(), Alarms(recipe), ExitStack()
+        self.reader = StepReader()
+        self.alarms = Alarms(recipe)
+        self.undo = ExitStack()
         self.gauges: Gauges | None = None
-        self.num_steps, self.tokens, self.seconds, self.evaluated = 0, 0, 0.0, -1
+        self.num_steps = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self.evaluated = -1
         self.alarm_kinds: list[str] = []
-        self._num_failed, self._seconds_before, self._began = 0, 0.0, time.perf_counter()
+        self._num_failed = 0
+        self._seconds_before = 0.0
+        self._began = time.perf_counter()
 
     def watch(self, model: nn.Module, optimizer: Any, *, every: int = 20) -> Gauges | None:
         """Record columns of an optimizer in each step, its alarms, and the gauges of its model.
@@ -103,7 +112,6 @@ class Record(AbstractContextManager["Record"]):
                 "Call ng.attach_gauges(model, optimizer) for its tensors.",
             )
         self.reader = StepReader(model, optimizer)
-        self.undo.callback(self.reader.remove)
         if (ours := self.reader.ours) is not None:
             ours.name_parameters(model)
             if self.here.size > 1:
@@ -122,11 +130,9 @@ class Record(AbstractContextManager["Record"]):
         def alarmed(alarms: list[Alarm]) -> None:
             before(alarms)
             for alarm in alarms:
-                advice, value, step = (
-                    f"storage '{alarm.fallback}'",
-                    alarm.reading.edq,
-                    self.num_steps + 1,
-                )
+                advice = f"storage '{alarm.fallback}'"
+                value = alarm.reading.edq
+                step = self.num_steps + 1
                 event = Event(
                     "lost_updates",
                     step,
@@ -156,17 +162,16 @@ class Record(AbstractContextManager["Record"]):
         Args:
             columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, … They replace those read here.
         """
-        reader, scaler = (
-            self.reader,
-            None if self.reader.ours is None else self.reader.ours.loss_scaler,
-        )
+        reader = self.reader
+        scaler = None if self.reader.ours is None else self.reader.ours.loss_scaler
         columns = numbers(columns, "step")
         if "step" in columns:
             raise NarrowgaugeError(
                 "step was given a column 'step', which the record counts itself.", "Leave it out."
             )
         row = reader.row(self.num_steps + 1, columns, tokens_before=self.tokens)
-        self.num_steps, self.tokens = int(row["step"]), row.get("tokens") or self.tokens
+        self.num_steps = int(row["step"])
+        self.tokens = row.get("tokens") or self.tokens
         self.seconds += row["seconds"] or 0.0
         self._append("steps", row)
         for event in self.alarms.on_step(row):
@@ -215,7 +220,8 @@ class Record(AbstractContextManager["Record"]):
 
     def fingerprint(self, prints: Fingerprints) -> None:
         """Write the newest row of ``fingerprints.jsonl``, if the step has one."""
-        row, prints.last = prints.last, None
+        row = prints.last
+        prints.last = None
         if row is not None and self.writer is not None:
             self.writer.append("fingerprints", row)
 
@@ -252,7 +258,8 @@ class Record(AbstractContextManager["Record"]):
                 self.event(Event("note", step, note), shown=True)
             self.writer.notes.clear()
         run = self._rebuild()
-        self.num_steps, self._num_failed = step, 0
+        self.num_steps = step
+        self._num_failed = 0
         self.evaluated = run.evals[-1]["step"] if run.evals else -1
         self.tokens = next(
             (row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0
@@ -260,7 +267,8 @@ class Record(AbstractContextManager["Record"]):
         self.seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
         if self.gauges is not None:
             self.gauges.restart(step)
-        self._seconds_before, self._began = self.seconds, time.perf_counter()
+        self._seconds_before = self.seconds
+        self._began = time.perf_counter()
         self.reader.begin()
 
     def summary(self, **columns: Any) -> Row:

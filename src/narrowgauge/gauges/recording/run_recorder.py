@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, in_order
+from narrowgauge.analysis.reading import Reading, in_order, words_of
 from narrowgauge.checks.checking import event_of, static_readings
 from narrowgauge.checks.gradients import coarse_loss
 from narrowgauge.checks.set_up import set_up_of
@@ -54,6 +54,7 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.torch_hooks import members_of
 from narrowgauge.torch_names import unwrapped_model
 
 _OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
@@ -140,10 +141,12 @@ class RunRecorder(Watch):
         on_row: OnRow | None = None,
         resume: bool = False,
     ) -> None:
-        self.model, self.optimizer = set_up_of(model, []).model, unwrapped(optimizer)
+        self.model = set_up_of(model, []).model
+        self.optimizer = unwrapped(optimizer)
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(policy, self.optimizer)
-        content, here = self._description(policy, dict(settings or {})), all_ranks()
+        content = self._description(policy, dict(settings or {}))
+        here = all_ranks()
         goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
         self._record = Record(
             lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content),
@@ -169,6 +172,7 @@ class RunRecorder(Watch):
             super().__init__(model, self.optimizer, every=every, called=called)
             self._record.undo.callback(self.remove)
             self._columns = Row()
+            self._num_taken = 0
             self.gauges = self._record.watch(model, optimizer, every=gauges_every)
             self._limit = max_grad_norm
             self._audited: StepCheck | None = None
@@ -186,7 +190,8 @@ class RunRecorder(Watch):
                 self._record.undo.callback(self._audited.remove)
             self._certificate = Certificate(model, self.optimizer)
             self._must_go_back = earlier is not None and bool(earlier.steps)
-            self._is_open, self._run = True, content if earlier is None else earlier.run
+            self._is_open = True
+            self._run = content if earlier is None else earlier.run
             if earlier is None:
                 self.event("start", f"{content['config']['model']} in a loop of its own")
                 self._check(0)
@@ -236,11 +241,13 @@ class RunRecorder(Watch):
             "tokens": None if tokens is None else self._record.tokens + tokens,
             "batch_crc": None if batch is None else batch_checksum(batch.numpy()),
             "recomputed": self._recomputed or None,
+            "skipped": self._was_skipped(),
             **self._columns,
             **columns,
         }
         self._check_clip(entries)
-        self._recomputed, self._columns = {}, {}
+        self._recomputed = {}
+        self._columns = {}
         row = self._record.step(
             {name: value for name, value in entries.items() if value is not None}
         )
@@ -297,13 +304,14 @@ class RunRecorder(Watch):
         Raises:
             RecordError: rows up to that step are missing.
         """
-        began, goes_on = self.num_steps, self._must_go_back or step > 0
+        began = self.num_steps
+        goes_on = self._must_go_back or step > 0
         # The first row may be of a later step, if the loop continued another run's checkpoint.
         run = self._record.here.of_first(lambda: read_run(self.folder))
-        rows, paths = (
-            run.steps,
-            [e["message"] for e in run.events if e["kind"] == "checkpoint" and e["step"] == step],
-        )
+        rows = run.steps
+        paths = [
+            e["message"] for e in run.events if e["kind"] == "checkpoint" and e["step"] == step
+        ]
         self._record.go_back(step, first=rows[0]["step"] if rows else step + 1)
         if (
             not began
@@ -351,6 +359,16 @@ class RunRecorder(Watch):
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(finished=kind is None)
 
+    def _was_skipped(self) -> bool | None:
+        """Return whether the step was left out. Our optimizers tell it; where another one steps the weights, it is unknown."""
+        if isinstance(self.optimizer, Optimizer) or self.is_ended:
+            return None
+        is_taken = self._num_taken > 0
+        self._num_taken = 0
+        if not is_taken and any(self._stepped_by_others()):
+            return None
+        return not is_taken
+
     # ── the checks ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check(self, step: int) -> None:
@@ -358,8 +376,7 @@ class RunRecorder(Watch):
         try:
             found = static_readings(set_up_of(self.model, self.optimizer))
         except Exception as error:  # states of another library
-            words = str(error).splitlines()[0] if str(error) else ""
-            self.event("note", f"the set-up was not checked: {type(error).__name__}: {words}"[:300])
+            self.event("note", f"the set-up was not checked: {words_of(error)}")
             return
         readings = {r.what: r for r in reversed(in_order(found))}
         silent = {"missing-parameters", "no-gradient"}
@@ -371,7 +388,8 @@ class RunRecorder(Watch):
 
     def _check_clip(self, entries: Row) -> None:
         """Compare the norm that reached an audited step with the loop's own norm before clipping."""
-        norm, before = self._recomputed.get("norm"), entries.get("grad_norm")
+        norm = self._recomputed.get("norm")
+        before = entries.get("grad_norm")
         if norm is None or before is None or not math.isfinite(float(before)):
             return
         expected = float(before) if self._limit is None else min(self._limit, float(before))
@@ -433,6 +451,8 @@ class RunRecorder(Watch):
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._prints.guarded(self._prints.after_step)
+        found_inf = getattr(optimizer, "found_inf", None)  # of torch.amp.GradScaler, if fused
+        self._num_taken += found_inf is None or not bool(found_inf)
         super()._after_step(optimizer)
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -444,7 +464,8 @@ class RunRecorder(Watch):
         if self._has_formats or not (formats := formats_of(output)):
             return
         self._has_formats = True
-        before, now = self._run["model"].get("formats"), formats["formats"]
+        before = self._run["model"].get("formats")
+        now = formats["formats"]
         if before is None and self._record.writer is not None:
             self._record.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
         elif before not in (None, now):
@@ -454,7 +475,7 @@ class RunRecorder(Watch):
             self.event("note", message, detector="changed-settings")
 
     def _summary(self) -> Row:
-        stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        stepped = {*members_of(self.optimizer)}
         stored = {
             n: weight_of(self.optimizer, p)
             for n, p in self.model.named_parameters()
@@ -541,10 +562,13 @@ def folder_for(folder: Path, *, goes_on: bool) -> Path:
     """
 
     def first_free() -> Path:
-        used, free, number = folder, folder, 1
+        used = folder
+        free = folder
+        number = 1
         while is_run(free):
             number += 1
-            used, free = free, folder.with_name(f"{folder.name}-{number}")
+            used = free
+            free = folder.with_name(f"{folder.name}-{number}")
         return used if goes_on else free
 
     return all_ranks().of_first(first_free)

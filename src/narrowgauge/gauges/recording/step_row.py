@@ -23,7 +23,7 @@ from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import STEP, Row
-from narrowgauge.torch_hooks import Follower
+from narrowgauge.torch_hooks import members_of
 
 
 class StepReader:
@@ -35,7 +35,7 @@ class StepReader:
 
     Attributes:
         ours: the optimizer, if it is one of Narrowgauge's.
-        was_skipped: our optimizer skipped the last step itself; torch's changed no weight.
+        was_skipped: our optimizer skipped the last step itself.
         scale: the loss scale of the current step.
     """
 
@@ -45,25 +45,17 @@ class StepReader:
         )
         self.model = model
         self.ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
-        self.was_skipped, self._num_taken = False, 0
-        self._follower: Follower | None = None
-        if self.optimizer is not None and self.ours is None:  # ours counts its skipped steps itself
-            self._follower = Follower(self.optimizer, lambda _: None, self._taken)
+        self.was_skipped = False
         self.begin()
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        if self._follower is not None:
-            self._follower.remove()
 
     def begin(self) -> None:
         """Begin a step: note the time, and the state of the optimizer."""
         self.restart_clock()
         self.scale = 1.0
         if self.ours is None:
-            self._before = self._num_changes()
             return
-        self._num_skipped, self._num_calls = self.ours.num_skipped, self.ours.num_calls
+        self._num_skipped = self.ours.num_skipped
+        self._num_calls = self.ours.num_calls
         if self.ours.loss_scaler is not None:
             self.scale = float(self.ours.loss_scaler.scale_tensor)
 
@@ -84,17 +76,6 @@ class StepReader:
         first = {name: row[name] for name in STEP if name in row}
         return first | row
 
-    def _taken(self, optimizer: torch.optim.Optimizer) -> None:
-        found_inf = getattr(
-            optimizer, "found_inf", None
-        )  # torch.amp.GradScaler's, of a fused optimizer
-        self._num_taken += found_inf is None or not bool(found_inf)
-
-    def _num_changes(self) -> tuple[int, int]:
-        """Count steps and writes. torch's scaler skips the call of step, or the write within it."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return self._num_taken, sum(p._version for group in groups for p in group["params"])
-
     def _read(self) -> Row:
         """Return the last step's columns of the optimizer and the layers."""
         if self.optimizer is None:
@@ -113,8 +94,7 @@ class StepReader:
                 "wait_seconds": fmean(seconds) - min(seconds),
             }
         if self.ours is None:
-            self.was_skipped = self._before == self._num_changes()
-            return row | {"skipped": self.was_skipped}
+            return row
         self.ours.settle()
         self.was_skipped = self.ours.num_skipped > self._num_skipped
         row["skipped"] = self.was_skipped or self.ours.num_calls == self._num_calls
@@ -122,7 +102,8 @@ class StepReader:
             row["grad_norm"] = float(self.ours.grad_norm)
         if self.ours.loss_scaler is not None:
             row["loss_scale"] = float(self.ours.loss_scaler.scale_tensor)
-        sums, self.ours.last_audit = self.ours.last_audit, None
+        sums = self.ours.last_audit
+        self.ours.last_audit = None
         if sums is not None:
             sums = sums.to("cpu", torch.float64)
             row |= {
@@ -135,7 +116,7 @@ class StepReader:
         """Return the bytes of weights, gradients and states per parameter, as our optimizers count them."""
         if self.optimizer is None or self.ours is not None:
             return None if self.ours is None else self.ours.bytes_per_param()
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = members_of(self.optimizer)
         states = [
             t
             for p in parameters

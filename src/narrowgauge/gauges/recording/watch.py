@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, in_order, of_all
+from narrowgauge.analysis.reading import Reading, in_order, of_all, words_of
 from narrowgauge.analysis.thresholds import (
     EVALUATIONS_APART,
     LOSS_APART,
@@ -43,7 +43,7 @@ from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step
+from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step, members_of
 from narrowgauge.torch_names import (
     HostCopy,
     graph_nodes,
@@ -76,37 +76,41 @@ class Watch:
 
     Attributes:
         unseen: what is not watched, and why.
+        is_ended: the hooks are removed.
     """
+
+    is_ended = False
 
     def __init__(
         self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None
     ) -> None:
         set_up = set_up_of(model, optimizer)
-        self.watched_model, self.optimizers, self.every = (
-            unwrapped_model(model),
-            set_up.optimizers,
-            every,
-        )
+        self.watched_model = unwrapped_model(model)
+        self.optimizers = set_up.optimizers
+        self.every = every
         self._is_sharded = any(is_sharded(p) for p in self.watched_model.parameters())
         self.unseen: dict[str, str] = {}
         if self._is_sharded:
             parts = "tensors without an optimizer", "gradients that were not cleared"
             self.unseen |= dict.fromkeys(parts, "parameters are sharded")
         self._set_up = set_up
-        self._names, self._trained = dict[Tensor, str](), dict[str, Tensor]()
+        self._names = dict[Tensor, str]()
+        self._trained = dict[str, Tensor]()
         self._optimizer_of = dict[Tensor, torch.optim.Optimizer]()
         self._since = dict[str, int]()
-        self._start, self._moved = dict[str, Tensor](), dict[str, Tensor]()
+        self._start = dict[str, Tensor]()
+        self._moved = dict[str, Tensor]()
         self._shares = dict[Tensor, list[float]]()
         self._num_members = 0
-        self._step, self._numbers, self._told = 0, dict[str, float](), dict[str, float]()
-        self._has_moved, self._is_bad = set[str](), False
-        self._had_gradient, self._num_zero, self._num_uniform, self._num_overflows = (
-            set[str](),
-            0,
-            0,
-            0,
-        )
+        self._step = 0
+        self._numbers = dict[str, float]()
+        self._told = dict[str, float]()
+        self._has_moved = set[str]()
+        self._is_bad = False
+        self._had_gradient = set[str]()
+        self._num_zero = 0
+        self._num_uniform = 0
+        self._num_overflows = 0
         self._take_up()
         # Of the current step:
         self._num_passes = self._num_backward = 0
@@ -114,18 +118,22 @@ class Watch:
         self._sums: dict[str, Tensor] = {}
         self._square: tuple[int, Tensor | float] = -1, 0.0
         self._flags: dict[str, Tensor] = {}
-        self._modes, self._evaluations = set[bool](), set[bool]()
+        self._modes = set[bool]()
+        self._evaluations = set[bool]()
         self._was_cleared: bool | Tensor = True
         self._intended: IntendedStep | None = None
         self._frozen: dict[Tensor, Tensor] = {}
         # Between steps:
         self._unread: list[tuple[int, list[str], HostCopy]] = []
-        self._was_evaluated, self._has_own_writes, self._num_evaluated = False, False, 0
+        self._was_evaluated = False
+        self._has_own_writes = False
+        self._num_evaluated = 0
         self._after: Tensor | None = None
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
         self._hashes: tuple[str, str] | None = None
         self._copies: list[tuple[str, int, weakref.ref[Tensor], int, Tensor]] | None = None
-        self._undo, self._here = ExitStack(), all_ranks()
+        self._undo = ExitStack()
+        self._here = all_ranks()
         if self._here.size > 1:
             self.unseen["losses of ranks"] = "watch.step(loss) was not called"
         # A compiler skips hooks inside the model that it compiles.
@@ -143,7 +151,7 @@ class Watch:
     def _take_up(self) -> None:
         """Watch what the optimizers step now: parameters may be added, or thawed, while the loop runs."""
         self._set_up = SetUp(self._set_up.model, self.optimizers)
-        self._num_members = self._count_members()
+        self._num_members = len(members_of(*self.optimizers))
         for stepped in self._set_up.stepped:
             self._names[stepped.parameter] = stepped.name
             self._optimizer_of[stepped.parameter] = stepped.optimizer
@@ -156,9 +164,6 @@ class Watch:
                 self._moved[name] = torch.zeros_like(self._start[name], dtype=torch.bool)
         for name in self._trained.keys() - trained.keys():
             del self._trained[name], self._start[name], self._moved[name]
-
-    def _count_members(self) -> int:
-        return sum(len(group["params"]) for o in self.optimizers for group in o.param_groups)
 
     def _elements(self, p: Tensor) -> Tensor:
         """Copy spread elements of the stored weight, on its device."""
@@ -205,13 +210,11 @@ class Watch:
             if self._here.size > 1 or isinstance(error, UserWarning):
                 raise
             self.remove()
-            words = str(error).splitlines()[0] if str(error) else ""
-            warnings.warn(
-                f"the watch ended: {type(error).__name__}: {words}"[:300], RunNotice, stacklevel=2
-            )
+            warnings.warn(f"the watch ended: {words_of(error)}", RunNotice, stacklevel=2)
 
     def remove(self) -> None:
         """Remove every hook."""
+        self.is_ended = True
         self._undo.close()
 
     def numbers(self) -> dict[str, float]:
@@ -275,10 +278,8 @@ class Watch:
             batch = {
                 str(k): x for k, x in inputs if isinstance(x, Tensor) and x.element_size() <= 8
             }
-            device, draws = (
-                next(module.parameters()).device,
-                any(m.training for m in self._dropouts),
-            )
+            device = next(module.parameters()).device
+            draws = any(m.training for m in self._dropouts)
             state = (
                 torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
             )
@@ -300,7 +301,8 @@ class Watch:
             if leaf is not None and leaf not in self._names:
                 reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
                 if reference is None or reference() is not leaf or values is None:
-                    values, steps = evenly_spread(leaf).clone(), set()
+                    values = evenly_spread(leaf).clone()
+                    steps = set()
                 self._leaves[id(leaf)] = weakref.ref(leaf), values, steps | {self._step}
 
     def _add_sum(self, name: str, x: Tensor) -> None:
@@ -336,8 +338,10 @@ class Watch:
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._read()
-        step, last, probe = self._step + 1, self._intervals[optimizer], self._probe
-        if self._is_sampled(step) or self._count_members() != self._num_members:
+        step = self._step + 1
+        last = self._intervals[optimizer]
+        probe = self._probe
+        if self._is_sampled(step) or len(members_of(*self.optimizers)) != self._num_members:
             self._take_up()
         if optimizer is self.optimizers[0]:
             self._report(self._pass_readings(step))
@@ -372,7 +376,7 @@ class Watch:
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the values."""
-        members = [p for group in optimizer.param_groups for p in group["params"]]
+        members = members_of(optimizer)
         placed = {p: gradient_of(p) for p in members}  # the ranks' common order
         named = {
             self._names.get(p, "a new tensor"): local_of(g)
@@ -387,7 +391,9 @@ class Watch:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        step, probe, skipped = self._step + 1, self._probe, getattr(optimizer, "found_inf", None)
+        step = self._step + 1
+        probe = self._probe
+        skipped = getattr(optimizer, "found_inf", None)
         if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
             skipped = optimizer.last_control[1]
         if skipped is not None:
@@ -400,7 +406,8 @@ class Watch:
         vector = torch.stack(values) if values else torch.zeros(0, device=device)
         self._unread.append((step, list(self._flags), HostCopy(vector)))
         if probe is not None and optimizer is self._optimizer_of[probe]:
-            self._was_cleared, self._after = False, probe.detach().clone()
+            self._was_cleared = False
+            self._after = probe.detach().clone()
         if self._is_sampled(step):
             self._report(self._sampled_readings(optimizer, step))
         if vector.device.type == "cpu":
@@ -444,12 +451,24 @@ class Watch:
                 f"the evaluation ran in training mode, with {things}: call model.eval() before it"
             )
             yield KINDS["wrong-mode"].reading("", 1, 0, step=step - 1, words=words)
-        self._modes, self._evaluations = set(), set()
+        self._modes = set()
+        self._evaluations = set()
         if step == 3:
             yield from self._leaf_readings(step)
 
+    def _stepped_by_others(self) -> Iterator[list[str]]:
+        """Yield the names of the parameters that each other optimizer steps too. Wrappers are left out."""
+        groups = [group for o in self.optimizers for group in o.param_groups]
+        for other in _STEPPED.difference(self.optimizers):
+            is_same = any(group is g for group in other.param_groups for g in groups)
+            inner = {x for x in vars(other).values() if isinstance(x, torch.optim.Optimizer)}
+            members = members_of(other)
+            names = [self._names[p] for p in members if p in self._names]
+            if names and not is_same and not inner & {*self.optimizers}:
+                yield names
+
     def _leaf_readings(self, step: int) -> Iterator[Reading]:
-        stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
+        stepped = {*members_of(*_STEPPED)}
         leaves = [
             leaf
             for reference, values, steps in self._leaves.values()
@@ -458,20 +477,9 @@ class Watch:
         ]  # fmt: skip
         self._leaves = {}
         self._numbers["untrained_tensors"] = len(leaves)
-        if leaves:
-            names = names_of(self.watched_model, leaves)
-            yield KINDS["missing-parameters"].reading(of_all(names), len(leaves), 0, step=step)
-        for other in _STEPPED.difference(self.optimizers):
-            groups = [group for o in self.optimizers for group in o.param_groups]
-            is_same = any(group is g for group in other.param_groups for g in groups)
-            inner = {
-                value for value in vars(other).values() if isinstance(value, torch.optim.Optimizer)
-            }
-            names = [
-                self._names[p] for g in other.param_groups for p in g["params"] if p in self._names
-            ]
-            if names and not is_same and not inner & {*self.optimizers}:
-                yield KINDS["parameters-twice"].reading(of_all(names), len(names), 0, step=step)
+        yield from KINDS["missing-parameters"].of(names_of(self.watched_model, leaves), step)
+        for names in self._stepped_by_others():
+            yield from KINDS["parameters-twice"].of(names, step)
 
     def _read(self) -> None:
         for step, keys, copied in self._unread:
@@ -494,12 +502,11 @@ class Watch:
         ]
         names = [n for n, x in norms.items() if not math.isfinite(x)]
         # One value that is not finite makes all later ones so: only the first place is told.
-        was_bad, self._is_bad = (
-            self._is_bad,
-            self._is_bad or bool(bad or (names and not is_skipped)),
-        )
+        was_bad = self._is_bad
+        self._is_bad = self._is_bad or bool(bad or (names and not is_skipped))
         if was_bad:
-            bad, names = [], []
+            bad = []
+            names = []
         self._num_overflows = self._num_overflows + 1 if names and is_skipped else 0
         if bad:
             held = _nonfinite_weights(self.watched_model, bad[0])
@@ -534,9 +541,11 @@ class Watch:
                 continue
             if not members:
                 continue
-            rate, edqs = float(group["lr"]), {p: sums[p][1] / sums[p][0] for p in members}
+            rate = float(group["lr"])
+            edqs = {p: sums[p][1] / sums[p][0] for p in members}
             intended, stored, variance = (sum(sums[p][k] for p in members) for k in range(3))
-            edq, worst = stored / intended, min(edqs, key=lambda p: edqs[p])
+            edq = stored / intended
+            worst = min(edqs, key=lambda p: edqs[p])
             error = 3 * math.sqrt(variance) / intended
             self._numbers |= {
                 f"lr/group{first + index}": rate,
@@ -555,7 +564,7 @@ class Watch:
 
     def _copy_readings(self, step: int) -> Iterator[Reading]:
         """Read copies of the model that the loop writes, such as an average of its weights."""
-        stepped = {p for o in _STEPPED for group in o.param_groups for p in group["params"]}
+        stepped = {*members_of(*_STEPPED)}
         if self._copies is None:
             tensors = [
                 (n, p)
@@ -568,7 +577,8 @@ class Watch:
                 for n, p in tensors
                 if not p.is_meta and p not in stepped
             ]
-        written, norms = list[tuple[str, int, Tensor]](), list[Tensor]()
+        written = list[tuple[str, int, Tensor]]()
+        norms = list[Tensor]()
         for name, first, reference, version, start in self._copies:
             # An average is written in every step. A copy of the best weights is not, and another model has an optimizer.
             if (
@@ -581,7 +591,8 @@ class Watch:
                 device = start.device  # an average may be on the CPU
                 norms.append(torch.stack([x.double().norm().to(device) for x in values]))
                 written.append((name, first, p))
-        rows, kind = [*zip(written, on_host(norms), strict=True)], KINDS["average-apart"]
+        rows = [*zip(written, on_host(norms), strict=True)]
+        kind = KINDS["average-apart"]
         for (name, _, _), (_, size, *sizes) in rows:
             if max(sizes) < math.inf and not size <= kind.bound * max(sizes):
                 yield kind.reading(
@@ -593,11 +604,8 @@ class Watch:
             for (name, first, p), (change, *_) in rows
             if change == 0 and name in self._has_moved and step >= first + SETTLED
         }
-        if still:
-            formats = of_all(dict.fromkeys(still.values()))
-            yield KINDS["average-unmoved"].reading(
-                of_all(still), len(still), 0, step=step, formats=formats
-            )
+        formats = of_all(dict.fromkeys(still.values()))
+        yield from KINDS["average-unmoved"].of(still, step, formats=formats)
 
     def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[float]]:
         """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, from our audit or from the repeated step."""
@@ -633,18 +641,10 @@ class Watch:
             for p, values in self._frozen.items()
             if not p.requires_grad
         }
-        flags = on_host([x.any() for x in (*self._moved.values(), *changes.values())])
-        if frozen := [
-            name
-            for name, is_changed in zip(changes, flags[len(self._moved) :], strict=True)
-            if is_changed
-        ]:
-            yield KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step)
-        still = [
-            n
-            for (n, x), has_moved in zip(self._moved.items(), flags, strict=False)
-            if x.numel() and not has_moved
-        ]
+        tensors = self._moved | changes
+        flags = dict(zip(tensors, on_host([x.any() for x in tensors.values()]), strict=True))
+        yield from KINDS["frozen-moves"].of([n for n in changes if flags[n]], step)
+        still = [n for n, x in self._moved.items() if x.numel() and not flags[n]]
         without = [name for name in self._trained if name not in self._had_gradient]
         self._has_moved = self._trained.keys() - {*still}
         self._numbers |= {"frozen_tensors": len(still), "tensors_without_gradient": len(without)}
@@ -654,35 +654,22 @@ class Watch:
         idle = [name for name in without if name in self._has_moved and name in settled]
         without = [name for name in without if name in settled and name not in idle]
         still = [name for name in still if name in settled]
-        if idle:
-            yield KINDS["idle-moves"].reading(of_all(idle), len(idle), 0, step=step)
-        if without and self._num_passes and len(without) < len(self._trained):
-            count = len(self._trained)
-            yield KINDS["no-gradient"].reading(
-                of_all(without), len(without), 0, step=step, count=count, words=f" in {step} steps"
+        yield from KINDS["idle-moves"].of(idle, step)
+        count = len(self._trained)
+        if self._num_passes and len(without) < count:
+            yield from KINDS["no-gradient"].of(
+                without, step, count=count, words=f" in {step} steps"
             )
-        rates = {
-            p: group["lr"]
-            for o in self.optimizers
-            for group in o.param_groups
-            for p in group["params"]
-        }
-        for is_zero in (True, False):
-            moves = {*still}.difference(without)
-            names = [
-                n for n, p in self._trained.items() if n in moves and (rates.get(p) == 0) is is_zero
-            ]
-            if names:
-                formats = of_all(dtype_name(self._trained[name].dtype) for name in names)
-                cause = (
-                    "the learning rate of the group is 0"
-                    if is_zero
-                    else f"{formats} rounds the updates away"
-                )
-                things = f"{counted(len(names), 'tensor')} {'has' if len(names) == 1 else 'have'}"
-                yield KINDS["never-moved"].reading(
-                    of_all(names), len(names), 0, step=step, things=things, cause=cause
-                )
+        still = [name for name in still if name not in without]
+        groups = [group for o in self.optimizers for group in o.param_groups if group["lr"] == 0]
+        unmoving = {p for group in groups for p in group["params"]}
+        at_zero = [name for name in still if self._trained[name] in unmoving]
+        cause = "the learning rate of the group is 0"
+        yield from KINDS["never-moved"].of(at_zero, step, count=count, cause=cause)
+        rounded = [name for name in still if name not in at_zero]
+        formats = of_all(dtype_name(self._trained[name].dtype) for name in rounded)
+        cause = f"{formats} rounds the updates away"
+        yield from KINDS["never-moved"].of(rounded, step, count=count, cause=cause)
 
     # ── losses and ranks ────────────────────────────────────────────────────────────────────────────────────────────
 

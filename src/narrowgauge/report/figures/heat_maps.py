@@ -88,12 +88,6 @@ HEAT_MAPS: dict[str, Metric] = {
         "that is too large or stale.",
         1e-6, 1.0, is_log=True,
     ),
-    "bias": Metric(
-        "moments", "bias", "Second moments relative to exact ones",
-        "The stored second moments over the same ones kept in float32. The middle colour is 1: no bias. Below 1 the steps are "
-        "too long, above 1 too short.",
-        0.0, 2.0, good=1.0,
-    ),
     "max_logit": Metric(
         "attention", "max_logit", "Bound of attention logits",
         "A row is an attention layer: the largest norms of a query and a key, and the factor of their products. "
