@@ -12,7 +12,6 @@ from narrowgauge.planner.efficiency import (
     Ends,
     error_of,
     has_share,
-    kind_of,
 )
 from narrowgauge.planner.job import Job
 from narrowgauge.planner.memory import OUTSIDE, host_bytes, memory_terms
@@ -35,15 +34,6 @@ class Estimate(Job):
     """
 
     faster: Estimate | None = None
-
-    @property
-    def kind(self) -> str:
-        """Return the class of question, which decides the error bars."""
-        return kind_of(
-            has_adapters=not self.program.trains_all,
-            has_mixture=self.architecture.mixture is not None,
-            tokens=self.sequence_length,
-        )
 
     # memory
 

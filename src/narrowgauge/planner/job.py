@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.efficiency import Efficiency, efficiency_of
+from narrowgauge.planner.efficiency import Efficiency, efficiency_of, kind_of
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.program import DEFAULT, Program, adapters_of
@@ -58,6 +58,15 @@ class Job:
     def software(self) -> str:
         """Return the row of measured speed: the cluster's, or the program's."""
         return self.cluster.software or self.program.software
+
+    @property
+    def kind(self) -> str:
+        """Return the class of question, which decides the error bars."""
+        return kind_of(
+            has_adapters=not self.program.trains_all,
+            has_mixture=self.architecture.mixture is not None,
+            tokens=self.sequence_length,
+        )
 
     @cached_property
     def bytes_per_param(self) -> float:

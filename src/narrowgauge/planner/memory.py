@@ -193,24 +193,21 @@ class _Rank:
                 * layout.pipeline
                 * (layout.num_sharing if layout.zero >= level else 1)
             )
-            formula = f"{self.a.num_parameters:,} parameters × {width:g} B / {over} ranks"
-            return Term(
-                group, name, value, f"{formula}, vectors and what is not shared as they are", source
+            formula = (
+                f"{self.a.num_parameters:,} parameters × {width:g} B / {over} ranks, "
+                "vectors and what is not shared as they are"
             )
+            if not self.program.trains_all:
+                formula = "parts as the program stores them"
+            return Term(group, name, value, formula, source)
 
         weights, gradients, optimizer = (
             term("weights", "weights", 3), term("gradients", "gradients", 2), term("optimizer", "states beside the weights", 1)
         )  # fmt: skip
         share = self.job.trained_parameters / self.a.num_parameters
         if self.a.counts and share < 1:
-            gradients, optimizer = (
-                t._replace(value=t.value * share) for t in (gradients, optimizer)
-            )
-        if not self.program.trains_all:
-            table = "parts as the program stores them"
-            weights, gradients, optimizer = (
-                t._replace(formula=table) for t in (weights, gradients, optimizer)
-            )
+            gradients = gradients._replace(value=gradients.value * share)
+            optimizer = optimizer._replace(value=optimizer.value * share)
         self.on_host = state.host
         if self.program.offload:
             self.on_host += gradients.value + optimizer.value
@@ -296,11 +293,8 @@ class _Rank:
         terms: list[Term] = []
 
         def add(name: str, count: float, width: float, source: str) -> None:
-            terms.append(
-                Term(
-                    "buffers", name, count * width, f"{count:,.0f} parameters × {width:g} B", source
-                )
-            )
+            formula = f"{count:,.0f} parameters × {width:g} B"
+            terms.append(Term("buffers", name, count * width, formula, source))
 
         is_sharded = layout.zero == 3 and layout.num_sharing > 1
         if is_sharded and layout.pipeline > 1:
@@ -350,17 +344,11 @@ class _Rank:
         """Return the memory of head and loss at the start of backward."""
         if not self.is_last:
             return []
-        layout, tokens, vocab, widths, program = (
-            self.layout,
-            self.tokens,
-            self.a.vocab_size,
-            self.widths,
-            self.program,
-        )
-        row = (4 + 2 * widths.stream) * self.a.hidden_size
+        layout, tokens, vocab, program = self.layout, self.tokens, self.a.vocab_size, self.program
+        row = (4 + 2 * self.widths.stream) * self.a.hidden_size
         value = tokens * row / layout.stream_ranks
         hidden = Term("logits", "input of the head", value, f"{tokens:g} tokens × {row:g} B")
-        width = program.logit_bytes(widths.matmul)
+        width = program.logit_bytes(self.widths.matmul)
         formula = (
             f"{tokens:g} tokens × {vocab:,} × {width:.3g} B / {layout.tensor} ({program.loss} loss)"
         )

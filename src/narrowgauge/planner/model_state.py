@@ -8,8 +8,9 @@ Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shards op
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
+from typing import NamedTuple
 
 from narrowgauge.planner.job import OPTIMIZER_STATES, Job
 from narrowgauge.planner.layouts import Layout
@@ -19,8 +20,7 @@ from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 
-@dataclass(frozen=True, slots=True)
-class Bytes:
+class Bytes(NamedTuple):
     """Hold bytes of parameters: weights as the model sees them, gradients, and the remaining optimizer state.
 
     ``whole`` is optimizer state that is never sharded. ``host`` lies in the host's memory.
@@ -32,26 +32,17 @@ class Bytes:
     whole: float = 0.0
     host: float = 0.0
 
-    def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(
-            self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer,
-            self.whole + other.whole, self.host + other.host,
-        )  # fmt: skip
+    def __add__(self, other: Bytes) -> Bytes:  # type: ignore[override]
+        return Bytes(*map(add, self, other))
 
-    def __mul__(self, factor: float) -> Bytes:
-        return Bytes(
-            self.weights * factor,
-            self.gradients * factor,
-            self.optimizer * factor,
-            self.whole * factor,
-            self.host * factor,
-        )
+    def __mul__(self, factor: float) -> Bytes:  # type: ignore[override]
+        return Bytes(*(value * factor for value in self))
 
     def stored(self, part: Part) -> Bytes:
         """Return the same bytes in the host's memory if a part lies there."""
         if not part.host:
             return self
-        return Bytes(host=self.weights + self.gradients + self.optimizer + self.whole + self.host)
+        return Bytes(host=sum(self))
 
 
 _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
@@ -77,8 +68,7 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
     return Bytes(visible, visible, sum(width_of(group) for group in storage.packing) / 8)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelState:
+class ModelState(NamedTuple):
     """Hold a model's state by stage: embedding and learned positions on the first, head and last norm on the last.
 
     A tied head is on both stages if they differ. ``layers`` exclude experts. ``reference`` is a frozen copy of the model.
@@ -160,12 +150,10 @@ def _matrix_state(
     if optimizer == "adafactor":
         beside += _FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features)
     sharded = bytes_per_parameter(row) * matmul.num_elements + Bytes(optimizer=beside)
-    subspace = Bytes(
-        whole=matmul.count * _subspace_bytes(storage, optimizer, matmul)
-        if optimizer in RANKS
-        else 0
-    )
-    return (sharded * share + subspace).stored(part) + biases
+    state = sharded * share
+    if optimizer in RANKS:
+        state += Bytes(whole=matmul.count * _subspace_bytes(storage, optimizer, matmul))
+    return state.stored(part) + biases
 
 
 def _subspace_bytes(storage: Storage, optimizer: str, matmul: Matmul) -> int:

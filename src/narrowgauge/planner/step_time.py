@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.collectives import layer_exchanges, parameters_of, state_exchanges
-from narrowgauge.planner.efficiency import kind_of, median_of
+from narrowgauge.planner.efficiency import median_of
 from narrowgauge.planner.job import Job
 from narrowgauge.planner.layer_times import (
     Seconds,
@@ -194,12 +194,7 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    kind = kind_of(
-        has_adapters=not job.program.trains_all,
-        has_mixture=job.architecture.mixture is not None,
-        tokens=job.sequence_length,
-    )
-    beyond = median_of("named" if job.software else "assumed", kind) * job.correction - 1
+    beyond = median_of("named" if job.software else "assumed", job.kind) * job.correction - 1
     if beyond:
         formula = f"{seconds:.3g} s × {beyond:.3g}, the median of published runs of this kind"
         if job.correction != 1:
