@@ -42,6 +42,8 @@ class UpdateLossWarning(UserWarning):
 class AuditedUpdates:
     """Audit of one tensor over a window. D is the intended, E the stored and V the visible change.
 
+    D is the rule's change with the moments that are stored. What a storage rounds off the moments is not seen here.
+
     Args:
         edq: effective descent quality, ⟨D,E⟩/‖D‖². It is 1 if nothing is lost on average, NaN if nothing was intended.
         edq_error: standard error of ``edq`` over the window's steps, NaN for fewer than two.
