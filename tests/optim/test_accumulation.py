@@ -56,6 +56,24 @@ def test_sums_are_those_written_down(shape: tuple[int, ...], k: int) -> None:
     assert torch.equal(summed(turned), summed(parts))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_a_gradient_that_others_hold_stays_theirs(
+    dtype: torch.dtype, grad_dtype: torch.dtype | None
+) -> None:
+    """One memory for each micro-batch's gradient, as a bucket is."""
+    parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    parameter.grad_dtype = grad_dtype
+    bucket = torch.zeros(4, dtype=grad_dtype or torch.bfloat16)
+    accumulator = GradientAccumulator([parameter], dtype=dtype)
+    for value in (1.0, 2.0, 4.0):
+        parameter.grad = bucket.fill_(value)
+        accumulator.accumulate()
+        assert torch.equal(bucket, torch.full_like(bucket, value))
+    accumulator.finish()
+    assert torch.equal(parameter.grad, torch.full_like(bucket, 7.0))
+
+
 @pytest.mark.parametrize(
     ("dtype", "dropped"), [(torch.float32, 0), (torch.bfloat16, 16), (torch.float16, 13)]
 )

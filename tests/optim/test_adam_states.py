@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,22 @@ def test_torchs_adamw_goes_on_from_full_weights_and_our_state() -> None:
     assert torch.equal(ng.full_weights(model, ours)["0.weight"], ours.stored(model[0].weight))
     with pytest.raises(DataError, match="muon"):
         ng.to_torch_state(trained("word", ng.Muon)[1])
+
+
+@pytest.mark.parametrize("load", [ng.load_states, ng.Optimizer.load_state_dict])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_a_state_of_the_other_direction_is_refused(
+    load: Callable[[ng.Optimizer, dict[str, Any]], object], maximize: bool
+) -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    theirs = torch.optim.AdamW([weight], lr=1e-3, maximize=maximize)
+    weight.grad = torch.ones(2, 2)
+    theirs.step()
+    before = weight.detach().clone()
+    ours = ng.AdamW([weight], lr=1e-3, storage="float32", maximize=not maximize, compile=False)
+    with pytest.raises(ng.errors.DataError, match=f"maximize = {maximize}"):
+        load(ours, theirs.state_dict())
+    assert ours.num_steps(weight) == 0 and torch.equal(weight, before)
+    same = ng.AdamW([weight], lr=1e-3, storage="float32", maximize=maximize, compile=False)
+    load(same, theirs.state_dict())
+    assert same.num_steps(weight) == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -147,6 +150,37 @@ def test_names_and_places_draw_the_bits_and_a_vector_of_one_value_has_none() -> 
     drawn = torch.cat([bits for _, bits in random_rows(whole, whole, 1, "x")])
     flat = torch.cat([bits for _, bits in random_rows(whole.view(24), whole.view(24), 1, "x")])
     assert torch.equal(drawn.view(24), flat) and drawn.unique().numel() == 24
+
+
+def test_parameters_of_one_name_are_filled_alike() -> None:
+    """Two models in one optimizer, each with its own ``weight``."""
+    weights = [nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(2)]
+    optimizer = ng.AdamW([("weight", w) for w in weights], lr=0.0, compile=False)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for weight in weights:
+        assert (optimizer.stored(weight) != weight).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "load_states", "deepcopy", "pickle"])
+def test_another_optimizer_takes_bits_whatever_way_the_first_has_them(way: str) -> None:
+    model = nn.Linear(16, 16, bias=False).bfloat16()
+    first = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
+    model.weight.grad = torch.ones_like(model.weight)
+    first.step()
+    kept = first.stored(model.weight)
+    if way in ("deepcopy", "pickle"):
+        pair = (model, first)
+        model, held = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    else:
+        model = copy.deepcopy(model)
+        held = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
+        state = first.state_dict()
+        held.load_state_dict(state) if way == "load_state_dict" else ng.load_states(held, state)
+    second = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
+    assert torch.equal(held.stored(model.weight), kept)
+    assert torch.equal(second.stored(model.weight), kept)
 
 
 def test_float32_copies_of_a_checkpoint_are_filled_once() -> None:

@@ -304,3 +304,42 @@ def test_an_average_of_full_weights_is_that_of_float32_weights(decay: float | No
     torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=1e-7)
     assert torch.equal(average.module[1].running_mean, model[1].running_mean)
     assert isinstance(average, torch.optim.swa_utils.AveragedModel)
+
+
+def test_an_averaged_model_runs_whatever_else_the_model_holds() -> None:
+    """Statistics of batch norms in bfloat16, codes of a quantized base, complex weights."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model.register_parameter(
+        "codes", nn.Parameter(torch.arange(3, dtype=torch.uint8), requires_grad=False)
+    )
+    model.register_parameter("phases", nn.Parameter(torch.full((2,), 1j)))
+    optimizer = ng.AdamW(ng.cast_parameters(model, torch.bfloat16)[:2].parameters(), compile=False)
+    average = ng.AveragedModel(model, optimizer, decay=0.5)
+    model.codes.data += 1
+    for _ in range(2):
+        average.update_parameters(model)
+        model.phases.data *= 3
+    assert average.eval()(torch.randn(4, 8)).dtype is torch.float32
+    assert torch.equal(average.module.codes, model.codes)
+    assert torch.equal(average.module.phases.detach(), torch.full((2,), 2j))
+
+
+def test_an_average_without_its_model_is_refused() -> None:
+    """A copy of the average holds a copy of the optimizer, which steps other weights than the model's."""
+    model = ng.cast_parameters(nn.Linear(8, 8), torch.bfloat16)
+    average = ng.AveragedModel(model, ng.AdamW(model.parameters(), compile=False))
+    copied = copy.deepcopy(average)
+    with pytest.raises(ng.errors.RecipeError, match="steps none"):
+        copied.update_parameters(model)
+    copied.optimizer = average.optimizer
+    copied.update_parameters(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_expanded_parameter_is_refused(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.randn(1, 4).to(dtype).expand(3, 4))
+    weight.grad = torch.ones(3, 4, dtype=dtype)
+    before = weight.detach().clone()
+    with pytest.raises(ng.errors.RecipeError, match="elements share their memory"):
+        ng.AdamW([weight], compile=False).step()
+    assert weight.dtype is dtype and torch.equal(weight, before)

@@ -83,12 +83,19 @@ def retyped(optimizer: ng.Optimizer) -> None:
     p.grad = torch.zeros_like(p)
 
 
+def turned(optimizer: ng.Optimizer) -> None:
+    """The gradient is still that of the weight before, with as many elements."""
+    p = next(p for p in parameters_of(optimizer) if p.ndim == 2 and p.shape[0] != p.shape[1])
+    p.data = p.data.t().contiguous()
+
+
 def otherwise_stored(optimizer: ng.Optimizer) -> None:
     optimizer.param_groups[0]["storage"] = "exact"
 
 
 REFUSED = {
     sparse: "gradient is sparse",
+    turned: "gradient has the shape",
     retyped: "parameter is float32 .* made for bfloat16",
     otherwise_stored: "storage was changed to 'exact', and its states are in 'word'",
 }

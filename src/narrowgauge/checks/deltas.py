@@ -70,7 +70,7 @@ def apply_delta(model: nn.Module, changes: Mapping[str, tuple[Tensor, Tensor]]) 
         model: whose parameters have the values of the last call, or any for the first one.
         changes: result of :func:`delta`.
     Raises:
-        DataError: ``model`` lacks a parameter, or it has another dtype or size. Nothing was written then.
+        DataError: ``model`` lacks a parameter, or it has another dtype or too few elements. Nothing was written then.
     Example:
         >>> import torch, narrowgauge as ng
         >>> trained, served = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)

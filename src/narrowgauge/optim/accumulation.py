@@ -97,8 +97,9 @@ class GradientAccumulator:
                 for total, chunk in flat_chunks(self._buffers[parameter], gradient):
                     total += chunk
             else:
+                # A copy: others may hold a gradient of this dtype, as a bucket does.
                 self._buffers[parameter] = gradient.to(
-                    self.dtype, memory_format=torch.contiguous_format
+                    self.dtype, copy=True, memory_format=torch.contiguous_format
                 )
             parameter.grad = None
 

@@ -49,7 +49,7 @@ def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
     Returns:
         The name of the library.
     Raises:
-        DataError: states of another rule, or shapes that do not fit.
+        DataError: states of another rule or direction, or shapes that do not fit.
     Example:
         >>> import torch, narrowgauge as ng
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -103,6 +103,13 @@ def _adopt(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         raise DataError(
             "The state has no 'state' and 'param_groups'.", "Give the optimizer's state_dict()."
         )
+    for group in state["param_groups"]:
+        theirs = bool(group.get("maximize", optimizer.maximize))
+        if theirs != optimizer.maximize:
+            raise DataError(
+                f"Cannot load a state of maximize = {theirs}: this optimizer steps the other way.",
+                f"Make it with maximize={theirs}.",
+            )
     values: dict[Tensor, Tensor] = {}
     moments: dict[Tensor, Moments] = {}
     libraries = set()

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.parameter_formats import cast_statistics
 
 
 class AveragedModel(TorchAveragedModel):
     """Average a model's weights in float32, as ``torch.optim.swa_utils.AveragedModel`` does, from the optimizer's own.
 
     Call :meth:`update_parameters` after each step. The first call copies the weights. ``module`` is the averaged model, in
-    float32. Buffers are copied.
+    float32. Buffers and integer weights are copied.
 
     Args:
         model: the model, before or after it is wrapped, whose parameters the optimizer steps.
@@ -47,21 +49,37 @@ class AveragedModel(TorchAveragedModel):
         for average, parameter in zip(self.module.parameters(), model.parameters(), strict=True):
             average.data = self._stored(parameter)
             average.grad = None
+        cast_statistics(
+            self.module, lambda values: values.float()
+        )  # PyTorch multiplies one format only
 
     def _stored(self, parameter: Any) -> Tensor:
         try:
             return self.optimizer.stored(parameter).float()
         except KeyError:  # the optimizer does not step it
             whole: Tensor = parameter.detach()
-            return whole.to(torch.float32, copy=True)
+            dtype = torch.float32 if whole.is_floating_point() else whole.dtype
+            return whole.to(dtype, copy=True)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the model's present weights into the average."""
+        """Take the model's present weights into the average.
+
+        Raises:
+            RecipeError: the optimizer steps none of the model's parameters, such as after a copy of one of both.
+        """
+        if set(self.optimizer.parameter_names()).isdisjoint(model.parameters()):
+            raise RecipeError(
+                "Cannot average because the optimizer steps none of the model's parameters.",
+                "Set average.optimizer to the one that does.",
+            )
         count = int(self.n_averaged)
         share = 1 / (count + 1) if self.decay is None or count == 0 else 1 - self.decay
         for average, parameter in zip(self.module.parameters(), model.parameters(), strict=True):
-            average.lerp_(self._stored(parameter), share)
+            if average.is_floating_point() or average.is_complex():
+                average.lerp_(self._stored(parameter), share)
+            else:  # codes, as of a quantized base
+                average.copy_(parameter)
         for copied, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             copied.copy_(buffer)
         self.n_averaged += 1

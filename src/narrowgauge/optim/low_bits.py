@@ -67,29 +67,32 @@ def random_rows(
         yield slice(start, start + size), random_bits(place, number)
 
 
-def fill_states(states: Mapping[str, Any], seed: int) -> None:
-    """Fill the low bits of new states, by the names of their parameters."""
-    owners = {name: state.owner for name, state in states.items() if has_low_bits(state.storage)}
-    for name, owner in _varying(owners).items():
-        part = states[name].parameter
+def fill_states(states: Mapping[Any, str], seed: int) -> None:
+    """Fill the low bits of new states, each with the name of its parameter. Two may have one name."""
+    states = {state: name for state, name in states.items() if has_low_bits(state.storage)}
+    varying = set(_varying([state.owner for state in states]))
+    for state, name in states.items():
+        if state.owner not in varying:
+            continue
+        part = state.parameter
         random = torch.empty(part.shape or (1,), dtype=torch.int32, device=part.device)
-        for piece, bits in random_rows(owner, part, seed, name):
+        for piece, bits in random_rows(state.owner, part, seed, name):
             random[piece] = bits
-        states[name].put_low_bits(random.view(part.shape))
+        state.put_low_bits(random.view(part.shape))
 
 
-def _varying(owners: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _varying(owners: Sequence[Tensor]) -> list[Tensor]:
     """Return all but the vectors of one value. Ranks that share a vector agree."""
-    vectors = {name: owner for name, owner in owners.items() if owner.ndim < 2}
+    vectors = [owner for owner in owners if owner.ndim < 2]
     ends = []
-    for owner in vectors.values():
+    for owner in vectors:
         bits = bits_of(local_of(owner.detach()).float().reshape(-1))
         # The largest bits and, turned around, the smallest. A rank without elements knows none.
         nothing = bits.new_full((1,), -(1 << 31))
         ends.append(torch.stack([torch.cat([x, nothing]).amax() for x in (bits, ~bits)]))
-    ends = largest_over_ranks(ends, [split_groups(owner) for owner in vectors.values()])
-    constant = {name for name, end in zip(vectors, ends, strict=True) if bool(end[0] == ~end[1])}
-    return {name: owner for name, owner in owners.items() if name not in constant}
+    ends = largest_over_ranks(ends, [split_groups(owner) for owner in vectors])
+    constant = {owner for owner, end in zip(vectors, ends, strict=True) if bool(end[0] == ~end[1])}
+    return [owner for owner in owners if owner not in constant]
 
 
 def num_off_grid(values: Sequence[tuple[Tensor, Tensor]], visible: str) -> list[int]:
@@ -137,7 +140,10 @@ def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
     is_float16 = any(off["float16"][n] == 0 and off["bfloat16"][n] for n in parameters)
     visible = "float16" if is_float16 else "bfloat16"
     total = 0
-    for name, parameter in _varying(parameters).items():
+    varying = set(_varying(list(parameters.values())))
+    for name, parameter in parameters.items():
+        if parameter not in varying:
+            continue
         count, weights = off[visible][name], local_of(parameter.detach())
         if 0 < count < MOSTLY * parameter.numel():
             warnings.warn(kept_note(name, count, parameter.numel()), stacklevel=2)

@@ -453,7 +453,7 @@ class Optimizer(torch.optim.Optimizer):
         """Fill the low bits of weights of which nothing else is known, if the group asks for it."""
         if group["low_bits"] == "random" and parameters:
             names = self._names_of_parameters({})
-            fill_states({names[p]: self.state[p] for p in parameters}, group["seed"])
+            fill_states({self.state[p]: names[p] for p in parameters}, group["seed"])
 
     def _check_adopted(
         self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
@@ -483,9 +483,13 @@ class Optimizer(torch.optim.Optimizer):
             stepped = {*missing, *self.state}
             refuse_shared_memory([p for p in self._parameters() if p in stepped])
             self.state.update(self.make_states(group, missing))
-            _KEEPERS.update({p: weakref.ref(self) for p in missing})
+            self.keep(missing)
             if fills:
                 self._fill(group, missing)
+
+    def keep(self, parameters: Iterable[Tensor]) -> None:
+        """Note that this optimizer knows the low bits of parameters: one that is made later takes them."""
+        _KEEPERS.update({p: weakref.ref(self) for p in parameters})
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
         """Return the stored value as float32, or float64 if the storage computes in it.
@@ -816,6 +820,7 @@ class Optimizer(torch.optim.Optimizer):
             key: value for key, value in state.items() if not isinstance(key, Tensor)
         }  # of hooks and users
         self.__setstate__({"state": defaultdict(dict, {**notes, **states})})
+        self.keep(states)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle the optimizer with its parameters. Hooks and audits are left out."""

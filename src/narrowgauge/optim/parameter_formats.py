@@ -153,6 +153,7 @@ def wide_note(before: Storage, now: Storage) -> str:
 
 def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> None:
     """Refuse parameters that cannot change their format, since others hold their memory. ``others`` are of the same optimizer."""
+    refuse_expanded(parameters)
     keep = "or keep them in float32: keep_float32=, or a param group with storage='float32'."
     for before, after in _neighbours({*parameters, *others} if parameters else ()):
         if not {*parameters}.isdisjoint((before, after)):
@@ -165,6 +166,8 @@ def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> N
 
 def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
     """Refuse dense parameters with common memory: a step writes all of them at the same time."""
+    parameters = list(parameters)
+    refuse_expanded(parameters)
     for before, after in _neighbours(parameters):
         spans = [_span(before), _span(after)]
         if all(end - start == p.numel() * p.element_size() for start, end, p in spans):
@@ -172,6 +175,17 @@ def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
                 f"Cannot step parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} because they share their "
                 "memory.",
                 "Tie modules by one Parameter: output.weight = embedding.weight.",
+            )
+
+
+def refuse_expanded(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters that show one element at several places, as ``expand`` makes them."""
+    for parameter in map(local_of, parameters):
+        pairs = zip(parameter.shape, parameter.stride(), strict=True)
+        if parameter.numel() and any(size > 1 and stride == 0 for size, stride in pairs):
+            raise RecipeError(
+                f"Cannot step a parameter of shape {tuple(parameter.shape)} because its elements share their memory.",
+                "Make the smaller tensor the parameter, and expand it in the forward pass.",
             )
 
 

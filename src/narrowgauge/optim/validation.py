@@ -175,9 +175,7 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
             "is not.",
             "Give both the same mesh and placements: parallelize_module or distribute_tensor.",
         )
-    if (
-        gradient.numel() != parameter.numel()
-    ):  # autograd keeps both equal until .data is another tensor
+    if gradient.shape != parameter.shape:  # autograd keeps both equal until .data is another tensor
         raise RecipeError(
             f"Cannot step because a gradient has the shape {tuple(gradient.shape)}, and its parameter "
             f"{tuple(parameter.shape)}.",
