@@ -39,7 +39,7 @@ def test_a_server_follows_every_bit_of_a_run(dtype: torch.dtype) -> None:
         changes = ng.delta(trained)
         ng.apply_delta(served, changes)
         assert bits_of(served) == bits_of(trained)
-        assert 0 < sum(len(values) for _, values in changes.values()) < 500 * 64 * 2 + 500
+        assert 0 < sum(len(values) for _, values, _ in changes.values()) < 500 * 64 * 2 + 500
     assert not ng.delta(trained)
 
 
@@ -60,8 +60,33 @@ def test_a_copy_begins_anew_and_another_model_is_refused() -> None:
     assert set(ng.delta(twin)) == {name for name, _ in twin.named_parameters()}
     model[1].bias.data[3] += 1
     changes = ng.delta(model)
-    for other in (model_of(torch.float16), nn.Sequential(nn.Embedding(4, 4)), nn.Linear(4, 4)):
+    wide = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 501)).bfloat16()
+    for other in (
+        model_of(torch.float16), wide, nn.Sequential(nn.Embedding(4, 4)), nn.Linear(4, 4),
+    ):  # fmt: skip
         before = bits_of(other)
         with pytest.raises(ng.errors.DataError, match="Cannot apply a delta"):
             ng.apply_delta(other, changes)
         assert bits_of(other) == before
+
+
+def test_a_tied_model_and_a_complex_one_reach_an_untied_server() -> None:
+    class Tied(nn.Module):
+        def __init__(self, is_tied: bool) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.phases = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+            if is_tied:
+                self.head.weight = self.embed.weight
+
+    trained, served = Tied(True), Tied(False)
+    ng.apply_delta(served, ng.delta(trained))
+    with torch.no_grad():
+        trained.embed.weight[3, 2] = 5.0
+        trained.phases[1] = 1 + 2j
+    changes = ng.delta(trained)
+    ng.apply_delta(served, changes)
+    assert torch.equal(served.head.weight, trained.embed.weight)
+    assert torch.equal(served.embed.weight, trained.embed.weight)
+    assert torch.equal(served.phases, trained.phases)
+    assert delta_bytes(changes) == 2 + 4 + 2 * (2 + 8)

@@ -21,14 +21,16 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers with the bits of a value, by its bytes."""
 _LAST: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 """The bits of the last call, by name."""
-Delta = dict[str, tuple[Tensor, Tensor]]
+Change = tuple[Tensor, Tensor, tuple[int, ...]]
+"""Distances between places, the new values, and the shape of this rank's part."""
+Delta = dict[str, Change]
 
 
 def delta(model: nn.Module) -> Delta:
-    """Return what changed in a model's parameters since the last call: distances between places, and the new values, by name.
+    """Return what changed in a model's parameters since the last call: distances between places, new values, shapes, by name.
 
-    The first call returns every value. Parameters without a change are left out. Sharded parameters give the changes of this
-    rank's part.
+    The first call returns every value. Parameters without a change are left out. Tied ones are there under each name. Sharded
+    parameters give the changes of this rank's part.
 
     Args:
         model: after a step. A copy of its parameters is kept until it goes.
@@ -40,7 +42,7 @@ def delta(model: nn.Module) -> Delta:
         >>> ng.apply_delta(served, ng.delta(trained))
         >>> trained.weight.data[2, 1] = 3.0
         >>> changes = ng.delta(trained)
-        >>> {name: values.tolist() for name, (gaps, values) in changes.items()}
+        >>> {name: values.tolist() for name, (gaps, values, shape) in changes.items()}
         {'weight': [3.0]}
         >>> ng.apply_delta(served, changes)
         >>> torch.equal(served.weight, trained.weight)
@@ -48,7 +50,13 @@ def delta(model: nn.Module) -> Delta:
     """
     last = _LAST.setdefault(model, {})
     changes = Delta()
-    for name, values in _parameters(model):
+    names = dict[int, str]()
+    for name, values, shape in _parameters(model):
+        first = names.setdefault(values.data_ptr(), name) if values.numel() else name
+        if first != name:  # tied
+            if first in changes:
+                changes[name] = changes[first]
+            continue
         bits = values.view(_BITS[values.element_size()])
         before = last.get(name)
         if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
@@ -58,19 +66,19 @@ def delta(model: nn.Module) -> Delta:
             places = (bits != before).nonzero()[:, 0]
             before[places] = bits[places]
         if len(places):
-            changes[name] = (_gaps(places), values[places])
+            changes[name] = (_gaps(places), values[places], shape)
     return changes
 
 
 @torch.no_grad()
-def apply_delta(model: nn.Module, changes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+def apply_delta(model: nn.Module, changes: Mapping[str, Change]) -> None:
     """Put the changes of :func:`delta` into a model with the same parameters.
 
     Args:
         model: whose parameters have the values of the last call, or any for the first one.
         changes: result of :func:`delta`.
     Raises:
-        DataError: ``model`` lacks a parameter, or it has another dtype or too few elements. Nothing was written then.
+        DataError: ``model`` lacks a parameter, or it has another dtype or shape. Nothing was written then.
     Example:
         >>> import torch, narrowgauge as ng
         >>> trained, served = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
@@ -78,14 +86,14 @@ def apply_delta(model: nn.Module, changes: Mapping[str, tuple[Tensor, Tensor]]) 
         >>> torch.equal(served.weight, trained.weight)
         True
     """
-    parameters = dict(_parameters(model))
+    parameters = {name: (values, shape) for name, values, shape in _parameters(model)}
     writes = list[tuple[Tensor, Tensor, Tensor]]()
-    for name, (gaps, new) in changes.items():
+    for name, (gaps, new, shape) in changes.items():
         places = gaps.to(torch.int64).cumsum(0)
-        values = parameters.get(name)
-        if values is None or values.dtype != new.dtype or int(places[-1]) >= values.numel():
+        values, own_shape = parameters.get(name, (None, None))
+        if values is None or values.dtype != new.dtype or own_shape != tuple(shape):
             raise DataError(
-                f"Cannot apply a delta because the model has no {name} of this dtype and size.",
+                f"Cannot apply a delta because the model has no {name} of this dtype and shape.",
                 "Apply it to a model with the trained model's parameters.",
             )
         writes.append((values, places.to(values.device), new.to(values.device)))
@@ -93,21 +101,26 @@ def apply_delta(model: nn.Module, changes: Mapping[str, tuple[Tensor, Tensor]]) 
         values[places] = new
 
 
-def delta_bytes(changes: Mapping[str, tuple[Tensor, Tensor]]) -> int:
-    """Return the bytes of a delta."""
-    return sum(x.numel() * x.element_size() for pair in changes.values() for x in pair)
+def delta_bytes(changes: Mapping[str, Change]) -> int:
+    """Return the bytes of a delta, those of tied parameters once."""
+    total = 0
+    for gaps, values in {id(gaps): (gaps, values) for gaps, values, _ in changes.values()}.values():
+        total += gaps.nbytes + values.nbytes
+    return total
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the flat values of each parameter of this rank, a view of it."""
-    for name, parameter in model.named_parameters():
+def _parameters(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """Yield each parameter's name, its flat values on this rank, a view of it, and their shape. Complex ones are pairs."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         values = local_of(parameter.detach())
+        if values.is_complex():
+            values = torch.view_as_real(values)
         if not values.is_contiguous():
             raise DataError(
                 f"Cannot read the delta of {name} because it is not contiguous.",
                 "Make its data contiguous.",
             )
-        yield inner_name(name), values.view(-1)
+        yield inner_name(name), values.view(-1), tuple(values.shape)
 
 
 def _gaps(places: Tensor) -> Tensor:
