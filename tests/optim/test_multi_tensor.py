@@ -647,7 +647,7 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, storage: str, r
     monkeypatch.setattr(multi_tensor, "_reasons", {})
     cpp_step.functions.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(cpp_step, "CPP", replace(cpp.CPP, operations=operations))
+        patch.setattr(cpp_step._Text, "language", replace(cpp.CPP, operations=operations))
         with pytest.warns(UserWarning, match="other bits"):
             reason = multi_tensor.why_not_printed(*kernel_of("adamw", storage), CPU)
     cpp_step.functions.cache_clear()

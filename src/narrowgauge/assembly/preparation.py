@@ -291,7 +291,9 @@ def _groups(
 
 def _check_extra_options(optimizer: Optimizer, extra_options: Mapping[str, dict[str, Any]]) -> None:
     """Refuse options of parameters that the optimizer would never read."""
-    allowed = {*optimizer.param_groups[0], "rule"} - {"params", "param_names"}
+    # Muon takes options that are not among its defaults.
+    declared = inspect.signature(type(optimizer)).parameters
+    allowed = {*optimizer.defaults, *declared, "rule"} - {"params", "options"}
     for name, extra in extra_options.items():
         if strange := sorted(map(str, extra.keys() - allowed)):
             raise RecipeError(
