@@ -83,12 +83,14 @@ class Launches(TorchDispatchMode):
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.functions: set[Any] = set()
         self._inside = 0
         for module in (native, operand, gemm):
             patch.setattr(module, "fused", self._fused)
 
     def _fused(self, size: int, function: Callable[..., Any], *arguments: Any) -> Any:
         self.names.append(function.__name__)
+        self.functions.add(function)
         self._inside += 1
         try:
             return function(*arguments)
@@ -127,6 +129,23 @@ def test_a_layer_launches_little(
         y.backward(torch.ones_like(y))
     assert launches.names.count("zero_") == 3, "each product is a kernel's"
     assert len(launches.names) <= most, launches.names
+
+
+@every_way
+def test_another_number_of_tokens_compiles_nothing_new(
+    row: Compute, chip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled function serves all sizes: what is bound to it must not depend on the number of rows."""
+    layer, _ = make_layer(row, 256, 384, bias=False)
+    monkeypatch.setattr(native, "_works", lambda *_, **__: True)
+    functions = []
+    with device(chip), Launches(monkeypatch) as launches:
+        for rows in (128, 192, 256):
+            launches.functions = set()
+            x = gaussian(rows, 256).bfloat16().requires_grad_()
+            layer(x).float().sum().backward()
+            functions.append(launches.functions)
+    assert functions[0] and functions[0] == functions[1] == functions[2]
 
 
 def values_of(operand: Operand, dim: int) -> Tensor:

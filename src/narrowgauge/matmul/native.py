@@ -137,14 +137,11 @@ def _float8(
     is_whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
     # With scales of rows, older libraries' kernel writes only bfloat16.
     if dtype == torch.float32 or (dtype != torch.bfloat16 and not is_whole):
-        unit = torch.ones((), dtype=torch.float32, device=a.device)
+        unit = _one(a.device)
         sums = torch._scaled_mm(a, b.t(), unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
         return Sums(sums, by_row, by_column)
-    first, second = by_row, by_column
-    if first is None:
-        first = torch.ones((), dtype=torch.float32, device=a.device)
-    if second is None:
-        second = torch.ones((), dtype=torch.float32, device=a.device)
+    first = _one(a.device) if by_row is None else by_row
+    second = _one(a.device) if by_column is None else by_column
     if is_whole:
         first, second = first.reshape(()), second.reshape(())
     else:
@@ -154,6 +151,10 @@ def _float8(
     return Sums(
         torch._scaled_mm(a, b.t(), first, second, bias, out_dtype=dtype, use_fast_accum=fast)
     )
+
+
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _as_fnuz(operand: Operand) -> Operand:
@@ -199,7 +200,7 @@ def _micro_scaled(
     """
     is_amd = (architecture_of(lhs.data.device) or "").startswith("gfx")
     a, b = (_filled(x.data, side=32 if is_amd else _SIDE).contiguous() for x in (lhs, rhs))
-    num_blocks = a.shape[1] * (2 if a.dtype == PAIRS else 1) // 32
+    blocks_per_side = 2 if a.dtype == PAIRS else 1  # of 32 values, in 32 bytes of codes
     if a.dtype == PAIRS:
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     block = (
@@ -207,13 +208,13 @@ def _micro_scaled(
     )
     recipe, swizzle = [block], [F.SwizzleType.SWIZZLE_32_4_4]
     assert lhs.inner is not None and rhs.inner is not None
-    if is_amd:
-        sizes = (len(a), num_blocks), (len(b), num_blocks)
-        lay_out = bound(_in_rows, len(lhs.data), len(rhs.data), *sizes)
-    else:
-        lay_out = bound(_in_tiles, len(lhs.data), len(rhs.data))
     inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
-    laid_out = fused(inner[0].numel() + inner[1].numel(), lay_out, *inner)
+    # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here depends on the number of
+    # tokens, so one compiled function lays out all of them.
+    times = len(lhs.data) // len(inner[0]), len(rhs.data) // len(inner[1])
+    lay_out = bound(_in_rows, blocks_per_side) if is_amd else tiled_scales
+    both = bound(_lay_out_both, lay_out, *times)
+    laid_out = fused(inner[0].numel() + inner[1].numel(), both, *inner)
     scales = []
     for operand, codes in zip((lhs, rhs), laid_out, strict=True):
         outer = [] if operand.outer is None else [operand.outer.reshape(1)]
@@ -228,31 +229,24 @@ def _micro_scaled(
     )
 
 
-def _for_each_row(scales: Tensor, rows: int) -> Tensor:
-    """Repeat the scales of 16 × 16 blocks: kernels read one for each row."""
-    return scales.repeat_interleave(rows // len(scales), 0) if len(scales) < rows else scales
-
-
-def _in_tiles(rows: int, columns: int, by_row: Tensor, by_column: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay out the scales of both operands, uint8 ``[rows, blocks]`` each, in tiles."""
-    return tiled_scales(_for_each_row(by_row, rows)), tiled_scales(
-        _for_each_row(by_column, columns)
-    )
-
-
-def _in_rows(
-    rows: int,
-    columns: int,
-    size: tuple[int, int],
-    other_size: tuple[int, int],
-    by_row: Tensor,
-    by_column: Tensor,
+def _lay_out_both(
+    lay_out: Callable[[Tensor], Tensor],
+    times: int,
+    other_times: int,
+    scales: Tensor,
+    others: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Lay out the scales of both operands row by row, padded to the codes' sizes."""
+    """Lay out the scales of both operands, uint8 ``[rows, blocks]`` each, every row repeated so many times."""
     return (
-        _padded(_for_each_row(by_row, rows), *size).contiguous(),
-        _padded(_for_each_row(by_column, columns), *other_size).contiguous(),
+        lay_out(scales.repeat_interleave(times, 0) if times > 1 else scales),
+        lay_out(others.repeat_interleave(other_times, 0) if other_times > 1 else others),
     )
+
+
+def _in_rows(blocks_per_side: int, scales: Tensor) -> Tensor:
+    """Lay out scales row by row, padded as the codes are."""
+    rows, blocks = scales.shape
+    return F.pad(scales, (0, -blocks % blocks_per_side, 0, -rows % 32)).contiguous()
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
