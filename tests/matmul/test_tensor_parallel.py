@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import narrowgauge as ng
@@ -49,6 +50,10 @@ def results(compute: str, order: str = "", mesh: Any = None) -> list[Tensor]:
 
 def on_a_rank(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(Two().bfloat16(), mesh=mesh)
+    ng.swap_linears(model, "mxfp8", keep=())
+    with pytest.raises(RecipeError, match=r"layer 'up': its weight is distributed.*plain tensor"):
+        model.up(torch.randn(2, 64, 128).bfloat16())  # not through the model that was sharded
     found: dict[str, Any] = {}
     for order in ("swap,split", "split,swap"):
         for compute in RIGHT:

@@ -33,10 +33,10 @@ def multiply_parts(
     Args:
         multiply: ``(x, weight, bias) -> product`` of this rank's tensors.
         name: of the layer, for messages.
-        x: ``[..., in]``, whole on every rank, or split by its last dimension as the weight is.
+        x: ``[..., in]``, a ``DTensor``.
         weight: ``[out, in]``.
     Raises:
-        RecipeError: the compute's scales or random bits belong to values on several ranks.
+        RecipeError: the compute's scales or random bits belong to values on several ranks, or ``x`` is a plain tensor.
     """
     mesh = weight.device_mesh
     placement = weight.placements[0]
@@ -46,16 +46,20 @@ def multiply_parts(
             f"Cannot multiply layer '{name}': its weight is distributed as {weight.placements}.",
             "Split it by outputs (ColwiseParallel) or by inputs (RowwiseParallel) over one dimension of the mesh.",
         )
+    if not isinstance(
+        x, DTensor
+    ):  # as where FSDP2's weights are used outside the forward of their module
+        raise RecipeError(
+            f"Cannot multiply layer '{name}': its weight is distributed, and its input is a plain tensor.",
+            "Call the module that fully_shard or parallelize_module was given.",
+        )
     part = weight.to_local()
     require_local_scales(compute, name, part.shape, 0 if splits_outputs else 1, mesh.size())
-    given = x if isinstance(x, DTensor) else None
     last = x.ndim - 1
     wanted: Any = Replicate() if splits_outputs else Shard(last)
-    if given is None:
-        given = DTensor.from_local(x, mesh, [wanted], run_check=False)
-    given = given.redistribute(placements=[wanted])
     # The input's gradient is a sum over ranks where each has some of the outputs.
-    local = given.to_local(grad_placements=[Partial() if splits_outputs else wanted])
+    grad_placements = [Partial() if splits_outputs else wanted]
+    local = x.redistribute(placements=[wanted]).to_local(grad_placements=grad_placements)
     result: Tensor
     # Added to what one rank has in full, a bias is rounded with the product, as in one process.
     if splits_outputs:
