@@ -480,8 +480,8 @@ def _batches(run: Run) -> Iterator[Reading]:
         while place + length < len(rows) and checksums[place + length] == checksums[start + length]:
             length += 1
         if start < place and length >= FEWEST_BATCHES:
-            (begun, _) = rows[place]
-            (end, _) = rows[place + length - 1]
+            begun, _ = rows[place]
+            end, _ = rows[place + length - 1]
             words = {
                 "begun": begun,
                 "end": end,

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.checks.set_up import inner_name
 from narrowgauge.matmul.linear import is_transposed
+
+
+def name_without_adapters(name: str) -> str:
+    """Return the name of a module or tensor without the prefixes of PEFT and of other wrappers."""
+    return inner_name(name).removeprefix("base_model.model.")
 
 
 def is_adapted(layer: Any) -> bool:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.errors import DataError
 from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.torch_support.edge_values import INTEGERS
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers with the bits of a value, by its bytes."""
 _LAST: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 """The bits of the last call, by name."""
 Change = tuple[Tensor, Tensor, tuple[int, ...]]
@@ -50,14 +49,14 @@ def delta(model: nn.Module) -> Delta:
     """
     last = _LAST.setdefault(model, {})
     changes = Delta()
-    names = dict[int, str]()
+    first_names = dict[int, str]()
     for name, values, shape in _parameters(model):
-        first = names.setdefault(values.data_ptr(), name) if values.numel() else name
+        first = first_names.setdefault(values.data_ptr(), name) if values.numel() else name
         if first != name:  # tied
             if first in changes:
                 changes[name] = changes[first]
             continue
-        bits = values.view(_BITS[values.element_size()])
+        bits = values.view(INTEGERS[values.element_size()])
         before = last.get(name)
         if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
             places = torch.arange(bits.numel(), device=bits.device)

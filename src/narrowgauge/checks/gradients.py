@@ -613,8 +613,8 @@ class _Reference:
         words = "" if length else "In a copy of the model the loss does not depend on it."
         if length and self.terms():
             columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
-            (right, left) = _fit(columns, r)
-            (weights, rest) = _fit(columns, g)
+            right, left = _fit(columns, r)
+            weights, rest = _fit(columns, g)
             if left > 16 * LEAST:
                 # Such as a balance loss, or pairs within a batch: the sum of the parts is another function than the whole.
                 self.is_sum = False

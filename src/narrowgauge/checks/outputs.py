@@ -19,7 +19,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from narrowgauge.checks.set_up import inner_name
+from narrowgauge.checks.adapters import name_without_adapters
 from narrowgauge.checks.shadow import NARROW, is_float
 
 FINEST = 2.0**-24
@@ -42,10 +42,7 @@ def unit_of(dtype: torch.dtype) -> float:
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
     """Return the names of a model's modules, without wrappers' prefixes."""
-    return {
-        module: inner_name(name).removeprefix("base_model.model.")
-        for name, module in model.named_modules()
-    }
+    return {module: name_without_adapters(name) for name, module in model.named_modules()}
 
 
 @contextmanager

@@ -55,7 +55,8 @@ def same(trainer: nn.Module | Callable[[Any], Any], server: Side, batch: Any = N
         DataError: log probabilities of other numbers of tokens, or a damaged line of a file.
         RecipeError: weights, and a trainer that is not a module; no weights and no batch.
 
-    Cost: a pass of each side, four of the trainer in float64, and memory for the outputs of six passes: pass few sequences.
+    Cost: seven passes of the trainer, six of them also in float64, two of the server, and memory for the outputs of six: pass few
+    sequences.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -126,8 +127,11 @@ def _outputs(
         return [_run(trainer, batch, names, mode, forced) for mode in modes]
 
     random = rounded(True, None)
+    results = [noisy for _, noisy in random]
     forced = first if shapes(first) == shapes(second) else None
-    coarse = [outputs for outputs, _ in (rounded(True, forced) if forced else random)]
+    if forced:
+        random = rounded(True, forced)
+    coarse = [outputs for outputs, _ in random]
     fine = coarse
     if units[0] == units[1]:
         fine = [outputs for outputs, _ in rounded(False, forced)]
@@ -145,7 +149,7 @@ def _outputs(
         unseen["log probabilities"] = "the results are not logits of tokens"
     else:
         theirs = _log_probs(served, batch)
-        words, readings = _compared(ours, theirs, [_log_probs(r, batch) for _, r in random])
+        words, readings = _compared(ours, theirs, [_log_probs(noisy, batch) for noisy in results])
         is_equal = is_equal and theirs is not None and torch.equal(ours, theirs)
         lines += words
     wrong = [place for place in differ if place.value > place.coarse]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.adapters import is_adapted, product_of
+from narrowgauge.checks.adapters import is_adapted, name_without_adapters, product_of
 from narrowgauge.checks.moved import moved, tensors_of
 from narrowgauge.checks.outputs import names_of, unit_of
 from narrowgauge.checks.set_up import inner_name
@@ -121,8 +121,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     named = dict[str, Tensor]()
     for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers()):
         for name, x in tensors:
-            plain = inner_name(name).removeprefix("base_model.model.")
-            named[plain.replace(".base_layer.", ".")] = x
+            named[name_without_adapters(name).replace(".base_layer.", ".")] = x
     return named
 
 

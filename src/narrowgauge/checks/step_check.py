@@ -307,7 +307,7 @@ def direction(sample: Sample, values: Values) -> Tensor:
             if settings.get("nesterov")
             else momentum
         )
-    (beta1, beta2) = map(float, settings["betas"])
+    beta1, beta2 = map(float, settings["betas"])
     count = max(1, sample.count or 0)
     first = values["new_exp_avg"]
     second = values["new_exp_avg_sq"]

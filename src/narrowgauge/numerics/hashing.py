@@ -15,8 +15,8 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
+from narrowgauge.torch_support.edge_values import INTEGERS
 
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15
 """Odd, so that its multiples are far from each other."""
@@ -51,7 +51,7 @@ def named_seed(seed: int, name: str) -> int:
 def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
     """Return :func:`fingerprint` as an int64 0-d tensor on the device of ``x``. Do not wait for the device."""
     size = x.element_size()
-    if size not in _INTEGER_OF_SIZE:
+    if size not in INTEGERS:
         raise FormatError(
             f"Cannot hash {x.dtype}: its elements have {size} bytes, not 1, 2, 4 or 8."
         )
@@ -61,7 +61,7 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
     ) * _signed(GOLDEN)
     total, place = torch.zeros((), dtype=torch.int64, device=x.device), offset
     for (chunk,) in flat_chunks(x):
-        bits = chunk.view(_INTEGER_OF_SIZE[size]).to(torch.int64)
+        bits = chunk.view(INTEGERS[size]).to(torch.int64)
         if size in (2, 4):
             bits = bits & ((1 << (8 * size)) - 1)
         total += splitmix64(bits + places[: chunk.numel()] + _signed((place + 1) * GOLDEN)).sum()

@@ -8,9 +8,8 @@ Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shards op
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from operator import add
-from typing import NamedTuple
 
 from narrowgauge.planner.job import OPTIMIZER_STATES, Job
 from narrowgauge.planner.layouts import Layout
@@ -20,7 +19,8 @@ from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 
-class Bytes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Bytes:
     """Hold bytes of parameters: weights as the model sees them, gradients, and the remaining optimizer state.
 
     ``whole`` is optimizer state that is never sharded. ``host`` lies in the host's memory.
@@ -32,17 +32,26 @@ class Bytes(NamedTuple):
     whole: float = 0.0
     host: float = 0.0
 
-    def __add__(self, other: Bytes) -> Bytes:  # type: ignore[override]
-        return Bytes(*map(add, self, other))
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(
+            self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer,
+            self.whole + other.whole, self.host + other.host,
+        )  # fmt: skip
 
-    def __mul__(self, factor: float) -> Bytes:  # type: ignore[override]
-        return Bytes(*(value * factor for value in self))
+    def __mul__(self, factor: float) -> Bytes:
+        return Bytes(
+            self.weights * factor,
+            self.gradients * factor,
+            self.optimizer * factor,
+            self.whole * factor,
+            self.host * factor,
+        )
 
     def stored(self, part: Part) -> Bytes:
         """Return the same bytes in the host's memory if a part lies there."""
         if not part.host:
             return self
-        return Bytes(host=sum(self))
+        return Bytes(host=self.weights + self.gradients + self.optimizer + self.whole + self.host)
 
 
 _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
@@ -68,7 +77,8 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
     return Bytes(visible, visible, sum(width_of(group) for group in storage.packing) / 8)
 
 
-class ModelState(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ModelState:
     """Hold a model's state by stage: embedding and learned positions on the first, head and last norm on the last.
 
     A tied head is on both stages if they differ. ``layers`` exclude experts. ``reference`` is a frozen copy of the model.

@@ -259,6 +259,8 @@ def cache_folder() -> Path:
 
 def _allows_programs(folder: Path) -> bool:
     """Return whether a library may run from a folder. Administrators often mount homes and ``/tmp`` without."""
+    if not hasattr(os, "statvfs"):  # Windows
+        return True
     return not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers with the bits of a value, by its bytes."""
 # Ties between two values of a lower-precision format, or its largest value.
 _TIES = (
     1.0,
@@ -97,7 +98,7 @@ def with_nan(values: Tensor, seed: int = 0) -> Tensor:
 
     NaNs have both signs and several payloads: the quiet one, the smallest (signaling), and all ones.
     """
-    kind, width = _BITS[values.dtype.itemsize], 8 * values.dtype.itemsize
+    kind, width = INTEGERS[values.dtype.itemsize], 8 * values.dtype.itemsize
     infinity = int(torch.tensor(torch.inf, dtype=values.dtype).view(kind))
     patterns = [infinity | (infinity >> 1), infinity + 1, (1 << (width - 1)) - 1]
     signed = torch.tensor(
@@ -117,6 +118,6 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same bits. Any NaN of a float tensor equals any other."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
-    bits = [x.view(_BITS[x.dtype.itemsize]) for x in (a, b)]
+    bits = [x.view(INTEGERS[x.dtype.itemsize]) for x in (a, b)]
     same = bits[0] == bits[1]
     return bool((same | (a.isnan() & b.isnan()) if a.is_floating_point() else same).all())

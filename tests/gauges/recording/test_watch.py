@@ -61,6 +61,8 @@ class Model(nn.Module):
 class OwnAdamW(torch.optim.Optimizer):
     """AdamW as people write it: states under names of their own."""
 
+    state_dtype: torch.dtype | None = None
+
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -69,37 +71,24 @@ class OwnAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
+                dtype = self.state_dtype or p.dtype
                 if not state:
-                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
-                state["step"] += 1
-                state["m"].lerp_(p.grad, 0.1)
-                state["v"].lerp_(p.grad.square(), 0.05)
-                first, second = (
-                    state["m"] / (1 - 0.9 ** state["step"]),
-                    state["v"] / (1 - 0.95 ** state["step"]),
-                )
-                p.sub_(group["lr"] * first / (second.sqrt() + 1e-8))
-
-
-class WideAdamW(OwnAdamW):
-    """Its step casts to float32 itself, as its states are."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    zeros = torch.zeros_like(p, dtype=torch.float32)
+                    zeros = torch.zeros_like(p, dtype=dtype)
                     state.update(step=0, m=zeros, v=zeros.clone())
                 state["step"] += 1
-                gradient = p.grad.float()
+                gradient = p.grad.to(dtype)
                 state["m"].lerp_(gradient, 0.1)
                 state["v"].lerp_(gradient.square(), 0.05)
                 first = state["m"] / (1 - 0.9 ** state["step"])
                 second = state["v"] / (1 - 0.95 ** state["step"])
                 change = group["lr"] * first / (second.sqrt() + 1e-8)
-                p.copy_((p.float() - change).to(p.dtype))
+                p.copy_((p.to(dtype) - change).to(p.dtype))
+
+
+class WideAdamW(OwnAdamW):
+    """Its step casts to float32 itself, as its states are."""
+
+    state_dtype = torch.float32
 
 
 def batch(step: int, rows: int = 4) -> Tensor:
