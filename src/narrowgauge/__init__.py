@@ -1,9 +1,11 @@
-"""bfloat16 memory, float32 training: optimizers and number formats for PyTorch that lose no small updates.
+"""bfloat16 memory, float32 training: optimizers and number formats for PyTorch that lose no small
+updates.
 
-The names most needed are here: verbs, optimizers, and the types that verbs return. The others are under ``ng.spec`` (tables),
-``ng.errors``, ``ng.runs``, ``ng.optim``, ``ng.matmul`` and further packages that ``__init__.pyi`` lists. Every public name is
-loaded from its module on first use, so that ``import narrowgauge`` costs nothing and needs no PyTorch: tables and recipes are
-plain values, and only verbs that touch tensors (``prepare``, ``AdamW``, ``round_to``, …) bring it in.
+The names most needed are here: verbs, optimizers, and the types that verbs return. The others are
+under ``ng.spec`` (tables), ``ng.errors``, ``ng.runs``, ``ng.optim``, ``ng.matmul`` and further
+packages that ``__init__.pyi`` lists. Every public name is loaded from its module on first use, so
+that ``import narrowgauge`` costs nothing and needs no PyTorch: tables and recipes are plain values,
+and only verbs that touch tensors (``prepare``, ``AdamW``, ``round_to``, …) bring it in.
 
     >>> import narrowgauge as ng
     >>> ng.spec.FORMATS["bfloat16"].bits

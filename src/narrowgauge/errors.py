@@ -1,7 +1,7 @@
 """The exceptions that a user can cause.
 
-Every message states what was requested, what was found and where; ``advice`` says what to do. The command line prints both on
-one line, without a traceback, and exits with ``status``.
+Every message states what was requested, what was found and where; ``advice`` says what to do. The
+command line prints both on one line, without a traceback, and exits with ``status``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Iterable
 
 
 class NarrowgaugeError(Exception):
-    """Base class of the package's errors; ``advice`` says what to do, ``status`` is 2 for wrong input and 1 for a machine."""
+    """Base class of the package's errors; ``advice`` says what to do, ``status`` is 2 for wrong
+    input and 1 for a machine.
+    """
 
     status = 2
 
@@ -32,7 +34,10 @@ class FormatError(NarrowgaugeError):
 
 
 class RecipeError(NarrowgaugeError, ValueError):
-    """A recipe contradicts itself, the model or the optimizer. It is a ``ValueError``, as ``torch.optim`` raises."""
+    """A recipe contradicts itself, the model or the optimizer.
+
+    It is a ``ValueError``, as ``torch.optim`` raises.
+    """
 
 
 class ChipError(NarrowgaugeError):
@@ -56,7 +61,10 @@ class MissingPackageError(NarrowgaugeError, ImportError):
 
 
 class ReportedError(NarrowgaugeError):
-    """Another process has printed why the command ends. This one exits with ``status`` and prints nothing."""
+    """Another process has printed why the command ends.
+
+    This one exits with ``status`` and prints nothing.
+    """
 
     def __init__(self, status: int = 2) -> None:
         super().__init__("another process has reported the error.")

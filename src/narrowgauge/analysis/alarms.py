@@ -1,11 +1,13 @@
 """Alarms: run all detectors over the rows of a run, and raise events.
 
-:class:`Alarms` takes every row of ``steps.jsonl`` and ``gauges.jsonl`` and returns the events that the row raises. It reads
-nothing else: no model, no clock, no random numbers. So the detectors can also run over a finished run. A resumed run restores
-their state from its own rows. A rollback deletes rows, and restores the state from the remaining rows.
+:class:`Alarms` takes every row of ``steps.jsonl`` and ``gauges.jsonl`` and returns the events that
+the row raises. It reads nothing else: no model, no clock, no random numbers. So the detectors can
+also run over a finished run. A resumed run restores their state from its own rows. A rollback
+deletes rows, and restores the state from the remaining rows.
 
-Each occurrence raises one event. A tensor raises the same kind of event again only after it has recovered. Many tensors may
-trip in one row. Then one event names the worst tensor and counts the others.
+Each occurrence raises one event. A tensor raises the same kind of event again only after it has
+recovered. Many tensors may trip in one row. Then one event names the worst tensor and counts the
+others.
 """
 
 from __future__ import annotations
@@ -89,12 +91,13 @@ class _Trip:
 class Alarms:
     """Run all detectors over the rows of a run.
 
-    Invariant: the events depend only on the arguments and on the rows, in their order. Rows of steps and rows of gauges are
-    independent, so their interleaving does not matter.
+    Invariant: the events depend only on the arguments and on the rows, in their order. Rows of
+    steps and rows of gauges are independent, so their interleaving does not matter.
 
     Args:
         recipe: recipe of the run, as for :func:`narrowgauge.prepare`; ``None`` if unknown.
-        is_audited: the optimizer's audit raises ``lost_updates`` for this run. Then detectors do not.
+        is_audited: the optimizer's audit raises ``lost_updates`` for this run. Then detectors do
+            not.
 
     Cost: about 35 µs per step, and 20 µs per tensor of a row of gauges.
 
@@ -125,7 +128,10 @@ class Alarms:
         return events + [event for row in gauges for event in self.on_gauges(row)]
 
     def on_step(self, row: Row) -> list[Event]:
-        """Read a row of ``steps.jsonl``, and return the events that it raises. Pass rows in the order of their steps."""
+        """Read a row of ``steps.jsonl``, and return the events that it raises.
+
+        Pass rows in the order of their steps.
+        """
         loss = number(row.get("loss"))
         norm = number(row.get("grad_norm"))
         loss = math.nan if loss is None else loss
@@ -164,10 +170,12 @@ class Alarms:
         return metrics
 
     def on_gauges(self, row: Row) -> list[Event]:
-        """Read a row of ``gauges.jsonl``, and return its events: at most one per kind, for the worst tensor.
+        """Read a row of ``gauges.jsonl``, and return its events: at most one per kind, for the
+        worst tensor.
 
         Args:
-            row: the new row (see :data:`narrowgauge.runs.schema.GAUGE`). Pass rows in the order of their steps.
+            row: the new row (see :data:`narrowgauge.runs.schema.GAUGE`). Pass rows in the order of
+                their steps.
         """
         trips: list[_Trip] = []
         for table, name, metrics in gauge_metrics(row):
@@ -175,7 +183,10 @@ class Alarms:
         return self._events(int(row.get("step", 0)), trips)
 
     def _trips(self, table: str, name: str | None, metrics: Metrics) -> list[_Trip]:
-        """Pass the metrics of one tensor to the detectors of its table. Return the trips that begin."""
+        """Pass the metrics of one tensor to the detectors of its table.
+
+        Return the trips that begin.
+        """
         trips = []
         for detector in _BY_TABLE.get(table, ()):
             value = metrics.get(detector.field)

@@ -18,7 +18,10 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Store the points of one line, in the order of the record. NaN in ``y`` marks a non-finite value."""
+    """Store the points of one line, in the order of the record.
+
+    NaN in ``y`` marks a non-finite value.
+    """
 
     x: Array
     y: Array
@@ -43,7 +46,10 @@ def loop_of(run: Run) -> str:
 
 
 def rows_of(run: Run, table: str) -> list[Row]:
-    """Return the rows of a table, such as ``gauges``. Return an empty list if its file is damaged."""
+    """Return the rows of a table, such as ``gauges``.
+
+    Return an empty list if its file is damaged.
+    """
     try:
         return getattr(run, table)  # type: ignore[no-any-return]
     except RecordError:
@@ -51,7 +57,9 @@ def rows_of(run: Run, table: str) -> list[Row]:
 
 
 def column(run: Run, table: str, name: str) -> Series:
-    """Return a column of ``steps`` or ``evals`` over the steps. Skip rows without the step or the value.
+    """Return a column of ``steps`` or ``evals`` over the steps.
+
+    Skip rows without the step or the value.
 
     Example:
         >>> from pathlib import Path

@@ -1,14 +1,16 @@
 """Detectors: their fields, and a table with one detector per symptom.
 
-A detector reads one metric of each row of ``steps.jsonl`` or ``gauges.jsonl``, and compares it with a limit. It trips after a
-number of consecutive values beyond the limit. The limit is a number. Where no number fits all models, it is a factor over
-earlier values. A condition reads other metrics of the same tensor. A tripped detector is silent until the metric has
-recovered, so each occurrence raises one event. :class:`~narrowgauge.analysis.alarms.Alarms` and the documentation read this
+A detector reads one metric of each row of ``steps.jsonl`` or ``gauges.jsonl``, and compares it with
+a limit. It trips after a number of consecutive values beyond the limit. The limit is a number.
+Where no number fits all models, it is a factor over earlier values. A condition reads other metrics
+of the same tensor. A tripped detector is silent until the metric has recovered, so each occurrence
+raises one event. :class:`~narrowgauge.analysis.alarms.Alarms` and the documentation read this
 table. Its rows are in ``data/detectors.toml``.
 
-Thresholds are published numbers where there are any. Some published thresholds raise alarms in healthy runs. A condition
-restricts these. For example, a healthy cast to int8 or four bits rounds half of a tensor to zero (measured: up to 74 % of the
-inputs of down_proj under mxfp4). Its signal-to-noise ratio still stays above 12 dB, since the zeroed values are small.
+Thresholds are published numbers where there are any. Some published thresholds raise alarms in
+healthy runs. A condition restricts these. For example, a healthy cast to int8 or four bits rounds
+half of a tensor to zero (measured: up to 74 % of the inputs of down_proj under mxfp4). Its
+signal-to-noise ratio still stays above 12 dB, since the zeroed values are small.
 """
 
 from __future__ import annotations
@@ -49,20 +51,23 @@ class Detector:
     """Describe one detector: its metric, its limit, and its advice.
 
     Args:
-        kind: kind of its events, a key of :data:`narrowgauge.runs.events.KINDS`; without one in the table, its name.
-        stage: one of :data:`narrowgauge.analysis.reading.STAGES`. A stage of the tensor's kind takes precedence.
-        metric: ``table.metric`` of a row of ``gauges.jsonl``, or ``steps.metric``. One step metric needs several rows:
-            ``halvings`` (of the loss scale, over ``window`` steps).
+        kind: kind of its events, a key of :data:`narrowgauge.runs.events.KINDS`; without one in the
+            table, its name.
+        stage: one of :data:`narrowgauge.analysis.reading.STAGES`. A stage of the tensor's kind
+            takes precedence.
+        metric: ``table.metric`` of a row of ``gauges.jsonl``, or ``steps.metric``. One step metric
+            needs several rows: ``halvings`` (of the loss scale, over ``window`` steps).
         threshold: limit of the metric. If ``relative``, a factor over a baseline of earlier values.
         message: text after the tensor's name.
-        advice: next action. ``{module}`` is the tensor's module. ``{storage}`` is a storage that keeps updates.
-            ``{compute}`` is a compute with more range.
+        advice: next action. ``{module}`` is the tensor's module. ``{storage}`` is a storage that
+            keeps updates. ``{compute}`` is a compute with more range.
         side: ``above`` trips at or above the threshold, ``below`` at or below it.
         consecutive: number of consecutive values beyond the limit before it trips.
         recovery: number of consecutive values on the good side of ``clears`` before it recovers.
         clears: a fraction of the limit.
         window: number of values for a step metric, or for the baseline of a relative threshold.
-        lowest: use the lowest median of ``window`` values so far (for slow growth), not the latest (for a jump).
+        lowest: use the lowest median of ``window`` values so far (for slow growth), not the latest
+            (for a jump).
         floor: minimum of the baseline. Every healthy tensor may reach it.
         tensors: kinds of tensors; empty for all kinds of the table.
         condition: a key of :data:`CONDITIONS`.
@@ -100,7 +105,10 @@ class Detector:
         return not self.condition or CONDITIONS[self.condition](metrics, facts)
 
     def limit(self, baseline: float | None) -> float | None:
-        """Return the limit. Return ``None`` for a relative threshold with an unknown or zero baseline."""
+        """Return the limit.
+
+        Return ``None`` for a relative threshold with an unknown or zero baseline.
+        """
         if not self.relative:
             return self.threshold
         least = 0.0 if baseline is None else max(baseline, self.floor)
@@ -116,14 +124,18 @@ class Detector:
         return value < good if self.side == "above" else value > good
 
     def excess(self, value: float, limit: float) -> float:
-        """Return how far a value is beyond the limit, to find the worst of many. At least 1 if it trips."""
+        """Return how far a value is beyond the limit, to find the worst of many.
+
+        At least 1 if it trips.
+        """
         over, under = (value, limit) if self.side == "above" else (limit, value)
         return math.inf if not math.isfinite(over) or under <= 0 else over / under
 
 
 CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
-    # Updates are rounded to nearest (noise at most 1), and the optimizer's audit does not raise the event. With stochastic
-    # rounding the EDQ of a small tensor is uncertain. The audit knows its error.
+    # Updates are rounded to nearest (noise at most 1), and the optimizer's audit does not raise the
+    # event. With stochastic rounding the EDQ of a small tensor is uncertain. The audit knows its
+    # error.
     "rounded": lambda metrics, facts: (
         (metrics.get("noise") or 0.0) <= MAX_NEAREST_NOISE
         and facts.rounding("weight") != "stochastic"
@@ -140,14 +152,17 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
 """Conditions on the other metrics of a tensor, and on the run."""
 
 
-# ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the table ─────────────────────────────────────────────────────────────────────────────────────
 
 
 DETECTORS: dict[str, Detector] = {
     name: Detector(name, **{"kind": name.replace("-", "_"), **row})
     for name, row in load_data("detectors", "analysis").items()
 }
-"""All detectors by name. :class:`~narrowgauge.analysis.spikes.SpikeJudge` judges spikes. Their threshold is its z."""
+"""All detectors by name. :class:`~narrowgauge.analysis.spikes.SpikeJudge` judges spikes.
+
+Their threshold is its z.
+"""
 
 KINDS_OF_ALARMS = frozenset(detector.kind for detector in DETECTORS.values())
 """Kinds of events that detectors raise."""

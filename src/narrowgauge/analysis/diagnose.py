@@ -1,8 +1,10 @@
-"""Diagnosis of one run: readings beyond their bound, earliest first, and areas that the record does not show.
+"""Diagnosis of one run: readings beyond their bound, earliest first, and areas that the record does
+not show.
 
-Events of the trainer and of ``ng.RunRecorder`` are alarms. Over any other record the detectors run here. The diagnosis adds
-counts over the whole record, such as failed steps. A run without a reading may still have a fault: shifted labels leave normal
-rows. So the diagnosis lists the areas that it looked at, and the areas that this record cannot show.
+Events of the trainer and of ``ng.RunRecorder`` are alarms. Over any other record the detectors run
+here. The diagnosis adds counts over the whole record, such as failed steps. A run without a reading
+may still have a fault: shifted labels leave normal rows. So the diagnosis lists the areas that it
+looked at, and the areas that this record cannot show.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ _ORIGIN = (
 )
 _LASTING = 20
 _LEAST_SECONDS = 10.0
-"""Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
+"""Steps of a block whose median speed is compared, and the lost time below which other programs
+explain a slow one.
+"""
 
 
 class Diagnosis(Readings):
@@ -55,9 +59,11 @@ class Diagnosis(Readings):
 
     Attributes:
         readings: beyond their bound. Sorted by step, stage, and excess (largest first).
-        unseen: areas that the record cannot show, each with the one flag or call that records it; empty text if none does.
+        unseen: areas that the record cannot show, each with the one flag or call that records it;
+            empty text if none does.
         areas: areas that the record shows.
-        num_rows: recorded rows. A row of our records is a step; logs of other frameworks may skip steps.
+        num_rows: recorded rows. A row of our records is a step; logs of other frameworks may skip
+            steps.
         num_applied: rows with an applied update; ``None`` if the record does not tell.
         notes: unreadable parts of the record, a sentence each.
     """
@@ -127,16 +133,19 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     Nothing is guessed: each reading is a recorded number and its expected value or limit.
 
     Args:
-        run: a run folder, the log of another framework, or a result of :func:`narrowgauge.read_run`.
+        run: a run folder, the log of another framework, or a result of
+            :func:`narrowgauge.read_run`.
         other: a second run that should have been equal.
 
     Returns:
-        The readings beyond their bound, and the areas that the record cannot show. For two runs, their differences.
+        The readings beyond their bound, and the areas that the record cannot show. For two runs,
+            their differences.
 
     Raises:
         RecordError: there is no run, or its record is damaged.
 
-    Cost: below a second for 10,000 steps. It takes longer if detectors must first run over samples of many tensors.
+    Cost: below a second for 10,000 steps. It takes longer if detectors must first run over samples
+    of many tensors.
 
     Example:
         >>> import tempfile, narrowgauge as ng
@@ -172,15 +181,19 @@ def _notes(run: Run, skipped: list[int] | None) -> Iterator[str]:
         yield f"the loss of {missing} of the {counted(len(run.steps), 'step')}"
 
 
-# ── what was looked at ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what was looked at ────────────────────────────────────────────────────────────────────────────
 
 
 AREAS: dict[str, Row] = load_data("areas", "analysis")
-"""The areas that a record may show: the columns that show each, and how to record it in each kind of loop."""
+"""The areas that a record may show: the columns that show each, and how to record it in each kind
+of loop.
+"""
 
 
 def areas_of(run: Run, skipped: list[int] | None) -> tuple[list[str], dict[str, str]]:
-    """Return the areas that the record shows, and the others with a way to record each; empty text if there is none."""
+    """Return the areas that the record shows, and the others with a way to record each; empty text
+    if there is none.
+    """
     shown = [name for name, area in AREAS.items() if _is_shown(run, area)]
     unseen = {name: area[loop_of(run)] for name, area in AREAS.items() if name not in shown}
     if "lost updates" in unseen and run.steps and len(skipped or ()) == len(run.steps):
@@ -208,11 +221,14 @@ def _is_shown(run: Run, area: Row) -> bool:
     return False
 
 
-# ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── alarms ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
-    """Return the readings of a run beyond their bounds, earliest first. Keep the first step of each tensor and ``what``."""
+    """Return the readings of a run beyond their bounds, earliest first.
+
+    Keep the first step of each tensor and ``what``.
+    """
     recipe = recipe_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
     out = skipped or []
@@ -224,7 +240,8 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     ):
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
     readings = [_first(group) for group in groups.values()]
-    # One value that is not finite makes all later ones so. The first in the order of a step tells the origin.
+    # One value that is not finite makes all later ones so. The first in the order of a step tells
+    # the origin.
     bad = [r for r in readings if "nonfinite" in r.what]
     bad.sort(key=lambda r: (r.step, STAGES.index(r.stage), not r.tensor))
     if len(bad) > 1:
@@ -235,7 +252,10 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
 
 
 def _first(readings: list[Reading]) -> Reading:
-    """Return the first of several readings of one thing. Add their number, and the last value, to its advice."""
+    """Return the first of several readings of one thing.
+
+    Add their number, and the last value, to its advice.
+    """
     first, last = (pick(readings, key=lambda r: r.step) for pick in (min, max))
     if first.step == last.step:
         return first
@@ -288,11 +308,13 @@ def _of_event(event: Row) -> Reading:
     )
 
 
-# ── counts ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── counts ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def skipped_steps(run: Run) -> list[int] | None:
-    """Return the steps whose update was not applied, by the column ``skipped``; ``None`` if no row has it."""
+    """Return the steps whose update was not applied, by the column ``skipped``; ``None`` if no row
+    has it.
+    """
     flags = column(run, "steps", "skipped")
     return (
         [int(step) for step, flag in zip(flags.x, flags.y, strict=True) if flag > 0]
@@ -302,7 +324,9 @@ def skipped_steps(run: Run) -> list[int] | None:
 
 
 def rows_per_step(run: Run, skipped: list[int]) -> int:
-    """Return the number of rows for each step, as of micro-batches: 1 unless steps come evenly and no loss is scaled."""
+    """Return the number of rows for each step, as of micro-batches: 1 unless steps come evenly and
+    no loss is scaled.
+    """
     applied = list[int]()
     out = set(skipped)
     for place, row in enumerate(run.steps):
@@ -381,7 +405,9 @@ def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """Detect restarts of the loss scale: from step to step it at most doubles, unless a resume forgets it."""
+    """Detect restarts of the loss scale: from step to step it at most doubles, unless a resume
+    forgets it.
+    """
     scales = column(run, "steps", "loss_scale")
     for (before, low), (step, high) in pairwise(
         zip(map(int, scales.x), scales.y.tolist(), strict=True)
@@ -403,7 +429,9 @@ def _ranks(run: Run) -> Iterator[Reading]:
 
 
 def _resumes(run: Run) -> Iterator[Reading]:
-    """Compare hashes around a resume: it hashes the loaded state, which must equal the saved state bit for bit."""
+    """Compare hashes around a resume: it hashes the loaded state, which must equal the saved state
+    bit for bit.
+    """
     for before, row in pairwise(rows_of(run, "fingerprints")):
         first = before.get("tensors") or {}
         second = row.get("tensors") or {}
@@ -416,7 +444,9 @@ def _resumes(run: Run) -> Iterator[Reading]:
 
 
 def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
-    """Yield readings of the audit over all parameters: what detectors read of one tensor, of the whole model."""
+    """Yield readings of the audit over all parameters: what detectors read of one tensor, of the
+    whole model.
+    """
     alarms = Alarms(recipe)
     names = METRICS["updates"]
     for row in (row for row in run.steps if not names.keys().isdisjoint(row)):
@@ -426,9 +456,11 @@ def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
 
 
 def _slower(run: Run) -> Iterator[Reading]:
-    """Yield the first lasting fall of tokens per second: a block of steps whose median is far below those before.
+    """Yield the first lasting fall of tokens per second: a block of steps whose median is far below
+    those before.
 
-    The median of all blocks before counts, or of their first quarter: a slow fall departs from it. Single slow steps do not.
+    The median of all blocks before counts, or of their first quarter: a slow fall departs from it.
+    Single slow steps do not.
     """
     kind = KINDS["slower-steps"]
     rate = column(run, "steps", "tokens_per_second")
@@ -464,7 +496,9 @@ def _slower(run: Run) -> Iterator[Reading]:
 
 
 def _batches(run: Run) -> Iterator[Reading]:
-    """Compare the checksums of the batches: one batch for ever, or the rows of an earlier stretch in the same order."""
+    """Compare the checksums of the batches: one batch for ever, or the rows of an earlier stretch
+    in the same order.
+    """
     rows = [(step_of(row), str(row["batch_crc"])) for row in run.steps if row.get("batch_crc")]
     if len(rows) < FEWEST_BATCHES:
         return

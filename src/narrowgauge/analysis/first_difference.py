@@ -1,10 +1,13 @@
-"""The first difference of two runs: step, stage, tensor and rank, from the rows and fingerprints of both.
+"""The first difference of two runs: step, stage, tensor and rank, from the rows and fingerprints of
+both.
 
-Each column and each kind of fingerprint belongs to one stage of a step, and fingerprints are in the order of computation. So the
-first differing fingerprint shows where the runs diverged, and hashes by rank show whether only one rank differs.
+Each column and each kind of fingerprint belongs to one stage of a step, and fingerprints are in the
+order of computation. So the first differing fingerprint shows where the runs diverged, and hashes
+by rank show whether only one rank differs.
 
-A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, as does a mean over n tokens. So a
-difference within rounding does not end the search. A larger one exceeds its own rounding and the growth since the step before.
+A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, as does
+a mean over n tokens. So a difference within rounding does not end the search. A larger one exceeds
+its own rounding and the growth since the step before.
 
 Source: the expected error of n independent roundings (Higham 2002, section 2.8); one tolerance per tensor instead of one for
 all: TTrace (2506.09280).
@@ -92,7 +95,8 @@ class Parting(NamedTuple):
 
     Args:
         first: the first difference of any size; ``None`` if all common records are equal.
-        beyond: the first difference beyond its bound, if any. If rounding came first, the largest excess of the earliest stage.
+        beyond: the first difference beyond its bound, if any. If rounding came first, the largest
+            excess of the earliest stage.
         bound: the relative difference that rounding explains, for ``beyond`` or else ``first``.
         num_common: number of steps that both recorded.
         is_hashed: both recorded fingerprints of that step.
@@ -106,7 +110,9 @@ class Parting(NamedTuple):
 
 
 def _roundoff(run: Run) -> float:
-    """Return the unit roundoff between two matmuls, from the recipe or the graph of a forward pass; else bfloat16's."""
+    """Return the unit roundoff between two matmuls, from the recipe or the graph of a forward pass;
+    else bfloat16's.
+    """
     recipe = recipe_of(run)
     model = run.run.get("model")
     recorded = str(model.get("formats", "")).split(", ") if isinstance(model, dict) else []
@@ -117,7 +123,7 @@ def _roundoff(run: Run) -> float:
     )
 
 
-# ── the search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the search ────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_parting(first_run: Run, second_run: Run) -> Parting:
@@ -188,7 +194,8 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
 def _bound(
     difference: Difference, u: float, levels: Mapping[bool, tuple[int, float]], is_later: bool
 ) -> float:
-    """Return the relative difference that rounding explains, including growth since the last recorded step.
+    """Return the relative difference that rounding explains, including growth since the last
+    recorded step.
 
     ``levels`` hold that step and its largest difference, for tensors and for columns.
     """
@@ -212,7 +219,9 @@ def _rounding(difference: Difference, u: float) -> float:
 
 
 def _without_clip(differences: list[Difference], prints: Row, u: float) -> list[Difference]:
-    """Set the common factor of all gradients aside if some depart from it: a clip spreads one fault over all of them."""
+    """Set the common factor of all gradients aside if some depart from it: a clip spreads one fault
+    over all of them.
+    """
     grads = [
         row
         for row in differences
@@ -292,7 +301,9 @@ def _tensors(
 def _lacking(
     step: int, first: Mapping[str, Any], second: Mapping[str, Any]
 ) -> Iterator[Difference]:
-    """Yield the first tensor of each kind that only one run has, if both recorded most of that kind."""
+    """Yield the first tensor of each kind that only one run has, if both recorded most of that
+    kind.
+    """
     for kind in _KINDS:
         names = [
             [key for key in tensors if key.startswith(f"{kind}:")] for tensors in (first, second)

@@ -1,7 +1,9 @@
-"""Kinds of readings: a table with the measured value, its bound, the bound's source, and the advice.
+"""Kinds of readings: a table with the measured value, its bound, the bound's source, and the
+advice.
 
-``data/kinds.toml`` has a row for each number that is not a detector's (:mod:`narrowgauge.analysis.detectors`). Rows of detectors
-also say when an alarm begins. ``narrowgauge show checks`` prints all rows.
+``data/kinds.toml`` has a row for each number that is not a detector's
+(:mod:`narrowgauge.analysis.detectors`). Rows of detectors also say when an alarm begins.
+``narrowgauge show checks`` prints all rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A reading: one measured number of a run, its place, and its bound.
 
-Events, detectors, counts and differences of two runs all become readings. They share one order, one table and one JSON format.
+Events, detectors, counts and differences of two runs all become readings. They share one order, one
+table and one JSON format.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from narrowgauge.runs.finding import told
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 
 SEVERITIES = ("error", "warning", "note")
-"""How serious a reading is. Error: training computes something else than it says, or stands still. Warning: something is lost
-that need not be. Note: nothing is lost, and it is worth a line."""
+"""How serious a reading is.
+
+Error: training computes something else than it says, or stands still. Warning: something is lost
+that need not be. Note: nothing is lost, and it is worth a line.
+"""
 STAGES = (
     "start", "between steps", "data", "forward", "loss", "gradient", "clip", "optimizer step", "storage", "evaluation",
 )  # fmt: skip
-"""The stages of a step, in order. At the start there are the weights and settings before the first step. ``optimizer step`` is
-the update, or that it was left out. ``storage`` is what the formats of weights and states kept of the update."""
+"""The stages of a step, in order.
+
+At the start there are the weights and settings before the first step. ``optimizer step`` is the
+update, or that it was left out. ``storage`` is what the formats of weights and states kept of the
+update.
+"""
 STAGE_OF: dict[str, str] = {
     "held": "between steps", "tokens": "data", "batch_crc": "data", "input": "forward", "output": "forward", "loss": "loss",
     "output_grad": "gradient", "sent": "gradient",
@@ -139,13 +147,15 @@ MAX_ADVICE = 8
 
 
 class Readings(Sequence[Reading]):
-    """Hold readings that print themselves: lines, a table, the advice of each kind, and skipped checks.
+    """Hold readings that print themselves: lines, a table, the advice of each kind, and skipped
+    checks.
 
     Args:
         readings: readings beyond their bound.
         lines: printed above the table.
         looked_at: printed if no reading is beyond its bound.
-        unseen: skipped checks, each with the reason or the flag that enables it; empty text if none does.
+        unseen: skipped checks, each with the reason or the flag that enables it; empty text if none
+            does.
         taught: facts about the loss, by name.
 
     Example:
@@ -185,7 +195,8 @@ class Readings(Sequence[Reading]):
                 f"{reading.what} ({reading.tensor}): {reading.advice}" for reading in serious
             )
             raise RecipeError(
-                f"Cannot train as set up because {len(serious)} readings are beyond their bound. {words}"
+                f"Cannot train as set up because {len(serious)} readings are beyond their bound. "
+                f"{words}"
             )
         return self
 

@@ -1,7 +1,9 @@
-"""Recorded differences between two runs (settings, data, software), and the stages at which each can act.
+"""Recorded differences between two runs (settings, data, software), and the stages at which each
+can act.
 
-A seed acts on the first weights. The order of a sum acts only after a matmul. The limit of the gradient norm acts only at the
-clip. So the stage of the first difference rules out most other differences between two runs.
+A seed acts on the first weights. The order of a sum acts only after a matmul. The limit of the
+gradient norm acts only at the clip. So the stage of the first difference rules out most other
+differences between two runs.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ def recipe_of(run: Run) -> Recipe | None:
 
 
 def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference]:
-    """Yield the differences of two ``run.toml``, including the arithmetic. Skip entries that only one has."""
+    """Yield the differences of two ``run.toml``, including the arithmetic.
+
+    Skip entries that only one has.
+    """
     first_run, second_run = ({**run, "config": config_of(run)} for run in (first_run, second_run))
     same = {
         table
@@ -100,17 +105,21 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else short(value)
 
 
-# ── where settings act ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── where settings act ────────────────────────────────────────────────────────────────────────────
 
 
 ACTS: list[Row] = load_data("acts", "analysis")["acts"]
-"""Settings (``table.name`` or ``table.*``), the first ``stages`` where they show, and ``only_rounds`` if they only round."""
+"""Settings (``table.name`` or ``table.*``), the first ``stages`` where they show, and
+``only_rounds`` if they only round.
+"""
 
 
 def acting_at(
     differences: Iterable[SettingDifference], stage: str, is_rounding: bool
 ) -> tuple[SettingDifference, ...]:
-    """Return the differences that can act at a stage. Include rounding-only differences if ``is_rounding``.
+    """Return the differences that can act at a stage.
+
+    Include rounding-only differences if ``is_rounding``.
 
     A setting that :data:`ACTS` does not name, such as one of a user's loop, can act at any stage.
     """

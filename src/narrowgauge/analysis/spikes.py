@@ -1,11 +1,13 @@
 """Spikes: detect when a loss or gradient norm jumps above its own recent level.
 
-Noise moves the loss of a batch of two million tokens by a hundredth, and the loss of a thousand tokens by half. So we compare a
-step with robust statistics of the steps before it. The level is the median of the last 30 steps. The noise is the median
-difference between consecutive steps, over a longer window. Deviations from the median would count the fall of the loss as noise.
-Norms vary by factors, so we compare their logarithms. Two floors prevent false alarms after very quiet stretches.
+Noise moves the loss of a batch of two million tokens by a hundredth, and the loss of a thousand
+tokens by half. So we compare a step with robust statistics of the steps before it. The level is the
+median of the last 30 steps. The noise is the median difference between consecutive steps, over a
+longer window. Deviations from the median would count the fall of the loss as noise. Norms vary by
+factors, so we compare their logarithms. Two floors prevent false alarms after very quiet stretches.
 
-A spike does not enter the statistics, or the next spike would be missed. After 50 spikes in a row they are the new level.
+A spike does not enter the statistics, or the next spike would be missed. After 50 spikes in a row
+they are the new level.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _DISTANCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """Hold a loss or gradient norm far above the recent ones, the largest value that is none, and its robust z score."""
+    """Hold a loss or gradient norm far above the recent ones, the largest value that is none, and
+    its robust z score.
+    """
 
     what: Literal["loss", "gradient"]
     value: float
@@ -53,17 +57,19 @@ class Spike:
 class SpikeJudge:
     """Decide whether a loss or a gradient norm is a spike relative to earlier steps.
 
-    Invariant: the decision depends only on the sequence of :meth:`add` calls. Asking changes nothing. A spike lies more than
-    :data:`Z` robust standard deviations above the median. A non-finite value is never a spike; it has its own kind of event. In
-    the first :data:`FEWEST` steps the loss falls too fast for a median. There a loss is a spike if it exceeds the largest of at
-    least three losses by a fifth and by a nat, and a gradient norm never is.
+    Invariant: the decision depends only on the sequence of :meth:`add` calls. Asking changes
+    nothing. A spike lies more than :data:`Z` robust standard deviations above the median. A
+    non-finite value is never a spike; it has its own kind of event. In the first :data:`FEWEST`
+    steps the loss falls too fast for a median. There a loss is a spike if it exceeds the largest of
+    at least three losses by a fifth and by a nat, and a gradient norm never is.
 
     Cost: about 15 µs per step.
 
     Source:
-        Von Neumann 1941 for jitter from successive differences. Medians in place of means: Leys et al. 2013, for outliers.
-        Floors and z: 150 healthy runs of 1 M parameters, and the first loss spike of BLOOM-176B (chronicles of bigscience's
-        tr11, 2022-04-12). It was caught three steps before the loss doubled.
+        Von Neumann 1941 for jitter from successive differences. Medians in place of means: Leys et
+        al. 2013, for outliers. Floors and z: 150 healthy runs of 1 M parameters, and the first loss
+        spike of BLOOM-176B (chronicles of bigscience's tr11, 2022-04-12). It was caught three steps
+        before the loss doubled.
     """
 
     def __init__(self) -> None:
@@ -80,7 +86,10 @@ class SpikeJudge:
         return Spike("loss", value, middle + Z * scale, z) if z > Z else None
 
     def norm(self, value: float | None) -> Spike | None:
-        """Judge a step's gradient norm before clipping. Return the spike or ``None``; record nothing."""
+        """Judge a step's gradient norm before clipping.
+
+        Return the spike or ``None``; record nothing.
+        """
         if value is None or not 0 < value < math.inf or len(self._norms) < FEWEST:
             return None
         middle, scale = self._scale("gradient", math.log(value))
@@ -92,7 +101,10 @@ class SpikeJudge:
         )
 
     def add(self, loss: float, grad_norm: float | None, *, spiked: bool) -> None:
-        """Record a step. A spike enters the statistics only after :data:`PATIENCE` spikes in a row."""
+        """Record a step.
+
+        A spike enters the statistics only after :data:`PATIENCE` spikes in a row.
+        """
         self._rejected = [*self._rejected, (loss, grad_norm)] if spiked else [(loss, grad_norm)]
         if spiked and len(self._rejected) < PATIENCE:
             return
@@ -108,7 +120,8 @@ class SpikeJudge:
     def _scale(self, metric: Literal["loss", "gradient"], value: float) -> tuple[float, float]:
         """Return the median of the recent values and their robust standard deviation.
 
-        If the ``value`` is below a spike at the smallest deviation, return that deviation: most steps need no other.
+        If the ``value`` is below a spike at the smallest deviation, return that deviation: most
+        steps need no other.
         """
         values = list(self._losses if metric == "loss" else self._norms)
         if len(values) < FEWEST:

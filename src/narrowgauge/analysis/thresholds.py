@@ -1,9 +1,11 @@
-"""Thresholds of the watch, the recorder, the detectors and the comparisons, one a line: name, value, unit, reason.
+"""Thresholds of the watch, the recorder, the detectors and the comparisons, one a line: name,
+value, unit, reason.
 
-The bound of each kind of reading is in ``data/kinds.toml``, and the limit of each detector in ``data/detectors.toml``.
+The bound of each kind of reading is in ``data/kinds.toml``, and the limit of each detector in
+``data/detectors.toml``.
 """
 
-# ── the watch and the recorder ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the watch and the recorder ────────────────────────────────────────────────────────────────────
 SETTLED = 50  # steps: only then is a tensor without a gradient or without a change reported
 UNIFORM_STEPS = 20  # steps in a row: a loss that passes ln V stays near it for fewer
 EVALUATIONS_APART = 4  # steps for each evaluation: a loop with passes in training mode in more of its steps means them
@@ -15,7 +17,7 @@ FAILURES = (
     25  # steps in a row: a run whose loss or gradient norm is not finite for so long has diverged
 )
 
-# ── detectors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── detectors ─────────────────────────────────────────────────────────────────────────────────────
 SETTLING_STEPS = (
     100  # steps: at first the loss scale settles, so halvings and skips are not counted
 )
@@ -25,7 +27,7 @@ MAX_NEAREST_NOISE = (
     1.05  # ratio: rounding to nearest has noise of at most 1, stochastic rounding has more
 )
 
-# ── spikes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── spikes ────────────────────────────────────────────────────────────────────────────────────────
 WINDOW, RECENT = 100, 30  # steps: for the estimate of the noise, and for the level
 FEWEST, FEWEST_EARLY = 20, 3  # steps: before medians, and before any spike of the loss
 Z = 8.0  # robust standard deviations above the level; healthy calibration runs reach 5 for the loss
@@ -35,7 +37,7 @@ NORM_FACTOR = (
 )
 PATIENCE = 50  # spikes in a row: they become the new level
 
-# ── the first difference of two runs ────────────────────────────────────────────────────────────────────────────────────
+# ── the first difference of two runs ──────────────────────────────────────────────────────────────
 ENVELOPE = (
     32.0  # multiples of a norm's expected rounding error: rounding errors are not independent
 )
@@ -45,7 +47,7 @@ LEAST = (
 GROWTH = 30.0  # factor a step: of the largest difference; measured on tiny models: below 6
 SHARED = 0.5  # fraction of a kind's tensors in both runs: below, the runs name tensors differently
 
-# ── the comparison and the diagnosis of runs ────────────────────────────────────────────────────────────────────────────
+# ── the comparison and the diagnosis of runs ──────────────────────────────────────────────────────
 NEGLIGIBLE = 1e-3  # fraction of the baseline's loss: a difference whose whole interval lies within does not matter
 ACCEPTABLE = 0.01  # fraction of the baseline's loss: a certain increase up to this is a price, a larger one a fault
 MAX_SKIPPED = (

@@ -1,4 +1,6 @@
-"""Compare two runs that should be equal: first difference, its size, and recorded settings that can act there."""
+"""Compare two runs that should be equal: first difference, its size, and recorded settings that can
+act there.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ _REPEAT = "Repeat one run. If its bits come again, look at code, data and seeds 
 
 
 class TwoRuns(Readings):
-    """Find the first difference of two runs from their records, finished or not; ``print`` shows a table.
+    """Find the first difference of two runs from their records, finished or not; ``print`` shows a
+    table.
 
     Attributes:
-        difference: the first beyond its bound, else the first of any size; ``None`` if all common records are equal.
+        difference: the first beyond its bound, else the first of any size; ``None`` if all common
+            records are equal.
         readings: the difference as a reading that expects the first run's value.
         is_rounding: the runs differ only within rounding.
         is_complete: both runs finished with equal hashes of the final weights.

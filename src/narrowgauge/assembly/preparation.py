@@ -1,8 +1,10 @@
-"""``prepare`` applies a recipe to a model: it swaps layers, rounds the weights and builds the optimizer.
+"""``prepare`` applies a recipe to a model: it swaps layers, rounds the weights and builds the
+optimizer.
 
-The order of the steps matters. The optimizer takes its tails from the float32 weights *before* they are rounded. It takes its
-parameter groups from the parameters *after*. On many ranks the rounded model is sharded in between, since FSDP2 gathers a
-group of parameters in one format. Propagated scales, autocast and the casts of :mod:`narrowgauge.matmul.scopes` come last.
+The order of the steps matters. The optimizer takes its tails from the float32 weights *before* they
+are rounded. It takes its parameter groups from the parameters *after*. On many ranks the rounded
+model is sharded in between, since FSDP2 gathers a group of parameters in one format. Propagated
+scales, autocast and the casts of :mod:`narrowgauge.matmul.scopes` come last.
 """
 
 from __future__ import annotations
@@ -63,41 +65,48 @@ def prepare(
 ) -> tuple[nn.Module, OptimizerT]:
     """Prepare a float32 model for training with a recipe, on one process or on the ranks of a mesh.
 
-    The model then computes with each weight in its visible format. The optimizer holds the remaining bits. Before the first
-    step, the stored weights are the given float32 weights, rounded once to the storage's code. The optimizer's defaults are
-    ``torch.optim``'s.
+    The model then computes with each weight in its visible format. The optimizer holds the
+    remaining bits. Before the first step, the stored weights are the given float32 weights, rounded
+    once to the storage's code. The optimizer's defaults are ``torch.optim``'s.
 
-    Language models usually train with ``betas=(0.9, 0.95)``, ``weight_decay=0.1`` of matrices alone and ``max_grad_norm=1.0``,
-    as ``narrowgauge train`` does.
+    Language models usually train with ``betas=(0.9, 0.95)``, ``weight_decay=0.1`` of matrices alone
+    and ``max_grad_norm=1.0``, as ``narrowgauge train`` does.
 
     Args:
-        model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero.
-        recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
+        model: a float32 model on one device, changed in place. A bfloat16 model is accepted too;
+            its tails start at zero.
+        recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a
+            :class:`narrowgauge.Recipe`.
         optimizer: one of Narrowgauge's classes.
-        decays: returns from name and parameter whether to decay it. By default all decay. For matrices alone:
-            ``decays=lambda name, parameter: parameter.ndim >= 2``.
-        options_of: returns a parameter's own options from its name: ``{"lr": 1e-4}``, or ``{"rule": "adamw"}`` in a matrix
-            rule.
+        decays: returns from name and parameter whether to decay it. By default all decay. For
+            matrices alone: ``decays=lambda name, parameter: parameter.ndim >= 2``.
+        options_of: returns a parameter's own options from its name: ``{"lr": 1e-4}``, or ``{"rule":
+            "adamw"}`` in a matrix rule.
         seed: seed of stochastic rounding.
-        loss_scaler: becomes ``optimizer.loss_scaler``. ``None`` makes one if the compute is float16. Pass the loss through its
-            ``scale`` before ``backward()``.
-        mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated with ``shard="none"``. A
-            mesh of two axes replicates a sharded model. Every rank starts from rank 0's values. ``None`` keeps the model whole;
-            DistributedDataParallel may wrap it afterwards.
+        loss_scaler: becomes ``optimizer.loss_scaler``. ``None`` makes one if the compute is
+            float16. Pass the loss through its ``scale`` before ``backward()``.
+        mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated
+            with ``shard="none"``. A mesh of two axes replicates a sharded model. Every rank starts
+            from rank 0's values. ``None`` keeps the model whole; DistributedDataParallel may wrap
+            it afterwards.
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
-        narrow_gather: gather weights as the codes of their matmuls, in ``int8-row`` and ``float8-tensor``: half of bfloat16's
-            bytes, the same bits. It needs a mesh.
-        average: average gradients over the ranks of the mesh, as FSDP2 does. ``False`` adds them up. Use that if each loss is a
-            micro-batch's part of the step's loss. The same bits on any number of ranks require it.
-        options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm``, ``audit_every``, ``compile``,
-            ``momentum`` of :class:`narrowgauge.SGD`, ….
+        narrow_gather: gather weights as the codes of their matmuls, in ``int8-row`` and
+            ``float8-tensor``: half of bfloat16's bytes, the same bits. It needs a mesh.
+        average: average gradients over the ranks of the mesh, as FSDP2 does. ``False`` adds them
+            up. Use that if each loss is a micro-batch's part of the step's loss. The same bits on
+            any number of ranks require it.
+        options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm``,
+            ``audit_every``, ``compile``, ``momentum`` of :class:`narrowgauge.SGD`, ….
     Returns:
-        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are summed over ranks,
-        ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each forward and backward pass. The ``state_dict()``
+        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are
+            summed over ranks,
+        ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each forward and backward
+            pass. The ``state_dict()``
         of both suffices to resume with the same bits. The model's is the plain model's.
     Raises:
-        RecipeError: an unknown recipe or option, or a model that the recipe cannot train. The model is unchanged then.
+        RecipeError: an unknown recipe or option, or a model that the recipe cannot train. The model
+            is unchanged then.
 
     Cost: a temporary float32 copy of the weights, on every rank.
 
@@ -156,7 +165,7 @@ def prepare(
     return model, stepper
 
 
-# ── the model ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the model ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
@@ -182,7 +191,9 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers 
 
 
 def _compute_of_torch(recipe: Recipe, device: torch.device) -> str:
-    """Return the compute that PyTorch's own layer implements, or ``""`` if speed or the loss scale needs ours."""
+    """Return the compute that PyTorch's own layer implements, or ``""`` if speed or the loss scale
+    needs ours.
+    """
     is_slow = device.type != "cuda" and not multiplies(recipe.dtype)
     # PyTorch's own head would get unscaled gradients of its logits. They underflow in float16.
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
@@ -205,7 +216,7 @@ def _shard(
     }
 
 
-# ── the optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the optimizer ─────────────────────────────────────────────────────────────────────────────────
 
 
 def _check_class(optimizer: type[Any], options: Mapping[str, Any]) -> None:
@@ -235,7 +246,8 @@ def _check_class(optimizer: type[Any], options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in allowed:
             raise RecipeError(
-                f"Cannot pass {name} = {options[name]!r} to {optimizer.__name__} because it has no such option.",
+                f"Cannot pass {name} = {options[name]!r} to {optimizer.__name__} because it has no "
+                "such option.",
                 "Give optimizer=ng.Muon or another class."
                 if name == "rule"
                 else suggestion(name, allowed) or "Leave it out.",
@@ -262,7 +274,10 @@ def _groups(
     extra_options: Mapping[str, dict[str, Any]],
     is_trial: bool,
 ) -> list[dict[str, Any]]:
-    """Return param groups by decay and options of their own. For a trial, use tensors of the parameters' shapes instead."""
+    """Return param groups by decay and options of their own.
+
+    For a trial, use tensors of the parameters' shapes instead.
+    """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -297,6 +312,7 @@ def _check_extra_options(optimizer: Optimizer, extra_options: Mapping[str, dict[
     for name, extra in extra_options.items():
         if strange := sorted(map(str, extra.keys() - allowed)):
             raise RecipeError(
-                f"options_of gave '{strange[0]}' for '{name}', which {type(optimizer).__name__} does not have.",
+                f"options_of gave '{strange[0]}' for '{name}', which {type(optimizer).__name__} "
+                "does not have.",
                 suggestion(strange[0], allowed),
             )

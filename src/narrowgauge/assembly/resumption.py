@@ -1,8 +1,9 @@
 """The loss scale of a run, in the optimizer's ``state_dict()``.
 
-A resumed run needs it for the same bits. It is in the first param group, since ``torch.distributed.checkpoint`` saves only
-parameters and groups. The step that keys the random bits of layers is there too, see :mod:`narrowgauge.matmul.clock`. The
-model's ``state_dict()`` does not hold them, since other code loads that with ``strict=True``.
+A resumed run needs it for the same bits. It is in the first param group, since
+``torch.distributed.checkpoint`` saves only parameters and groups. The step that keys the random
+bits of layers is there too, see :mod:`narrowgauge.matmul.clock`. The model's ``state_dict()`` does
+not hold them, since other code loads that with ``strict=True``.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def _put(scaler: LossScaler, loaded: dict[str, Any], optimizer: Optimizer) -> No
         scaler.load_state_dict(loaded)
         return
     warnings.warn(
-        f"the loaded optimizer state lacks {KEY}, so training continues with other bits. Save optimizer.state_dict() unedited.",
+        f"the loaded optimizer state lacks {KEY}, so training continues with other bits. Save "
+        "optimizer.state_dict() unedited.",
         stacklevel=4,
     )

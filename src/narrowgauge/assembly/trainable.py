@@ -1,4 +1,7 @@
-"""Refuse models that a recipe cannot train, before any change. Each error names the first offending name."""
+"""Refuse models that a recipe cannot train, before any change.
+
+Each error names the first offending name.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,27 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
     name, kind = recipe.name, type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel) or has_shards(model):
         raise RecipeError(
-            f"Cannot prepare this {kind} by recipe '{name}' because fully_shard, parallelize_module or "
+            f"Cannot prepare this {kind} by recipe '{name}' because fully_shard, "
+            "parallelize_module or "
             "DistributedDataParallel has taken its parameters already.",
-            "Prepare the model first: mesh=… shards it, and DistributedDataParallel may wrap it then. Or leave it as it is, and "
+            "Prepare the model first: mesh=… shards it, and DistributedDataParallel may wrap it "
+            "then. Or leave it as it is, and "
             "take ng.swap_linears, ng.AdamW and ng.reduce_gradients_with.",
         )
     parameters = dict(model.named_parameters())
     require_float64(parameters.values())
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise RecipeError(
-            f"Cannot train this {kind} by recipe '{name}': all of its {len(parameters)} parameters are frozen.",
+            f"Cannot train this {kind} by recipe '{name}': all of its {len(parameters)} parameters "
+            "are frozen.",
             "Call requires_grad_() on those to train.",
         )
     for owner, parameter in parameters.items():
         check_real(parameter)
         if parameter.dtype not in (torch.float32, getattr(torch, recipe.storage.visible)):
             raise RecipeError(
-                f"Cannot train '{owner}' of this {kind} by recipe '{name}' because it is {dtype_name(parameter.dtype)}.",
+                f"Cannot train '{owner}' of this {kind} by recipe '{name}' because it is "
+                f"{dtype_name(parameter.dtype)}.",
                 "Call model.float() first.",
             )
     _check_patterns(model, recipe)
@@ -54,7 +61,8 @@ def _check_patterns(model: nn.Module, recipe: Recipe) -> None:
     for override in recipe.overrides:
         if not any(map(override.matches, linears)):
             raise RecipeError(
-                f"override pattern '{override.pattern}' matches no linear layer of {type(model).__name__}.",
+                f"override pattern '{override.pattern}' matches no linear layer of "
+                f"{type(model).__name__}.",
                 f"Its names look like '{linears[0]}' and '{linears[-1]}'." if linears else "",
             )
 
@@ -72,7 +80,8 @@ def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
     )
     if recipe.reduction.order_invariant and has_statistics:
         raise RecipeError(
-            f"Cannot give the same bits on any number of ranks by recipe '{recipe.name}' because '{name}' is a {kind}, whose "
+            f"Cannot give the same bits on any number of ranks by recipe '{recipe.name}' because "
+            f"'{name}' is a {kind}, whose "
             "running statistics depend on which micro-batches a rank has seen.",
             "Replace it by a layer norm or group norm, or take another reduction.",
         )
@@ -84,12 +93,14 @@ def _check_ranks(recipe: Recipe, mesh: Any, shard: str) -> None:
     if mesh is not None:
         if mesh.get_coordinate() is None:
             raise RecipeError(
-                f"Cannot prepare a model on rank {ranks.rank} because the mesh has only ranks {mesh.mesh.flatten().tolist()}.",
+                f"Cannot prepare a model on rank {ranks.rank} because the mesh has only ranks "
+                f"{mesh.mesh.flatten().tolist()}.",
                 "Call prepare on the ranks of the mesh alone.",
             )
         require_mesh(mesh, shard)
     elif recipe.reduction.name != "native" and ranks.size > 1:
         raise RecipeError(
-            f"Cannot sum gradients over {ranks.size} ranks by recipe '{recipe.name}' without a mesh.",
+            f"Cannot sum gradients over {ranks.size} ranks by recipe '{recipe.name}' without a "
+            "mesh.",
             'Pass mesh=init_device_mesh(…), with shard="none" to keep the model whole on every rank.',
         )

@@ -1,7 +1,9 @@
-"""Write and read the tensors of a checkpoint with PyTorch's distributed checkpoints (DCP), as safetensors files.
+"""Write and read the tensors of a checkpoint with PyTorch's distributed checkpoints (DCP), as
+safetensors files.
 
-DCP plans the writes: every rank writes its own shard, and one rank writes replicated tensors. An error on one rank is raised on
-all. If the number of ranks changes, DCP plans what each rank reads. Its safetensors writer pickles nothing.
+DCP plans the writes: every rank writes its own shard, and one rank writes replicated tensors. An
+error on one rank is raised on all. If the number of ranks changes, DCP plans what each rank reads.
+Its safetensors writer pickles nothing.
 
 Importing this module takes a second, so functions import it.
 """
@@ -56,7 +58,9 @@ class TakenCopy(DefaultSavePlanner):
 
 
 def write(copy: TakenCopy, folder: Path, ranks: Ranks) -> None:
-    """Write a copy into a folder together with all ``ranks``. Nothing else may use their group meanwhile.
+    """Write a copy into a folder together with all ``ranks``.
+
+    Nothing else may use their group meanwhile.
 
     Raises:
         torch.distributed.checkpoint.CheckpointException: a rank failed; on all ranks.
@@ -73,7 +77,9 @@ def write(copy: TakenCopy, folder: Path, ranks: Ranks) -> None:
 
 
 def described(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Return the dtype (``properties.dtype``) and shape (``size``) of each tensor of a checkpoint, by name."""
+    """Return the dtype (``properties.dtype``) and shape (``size``) of each tensor of a checkpoint,
+    by name.
+    """
     metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return {
         name: tensor
@@ -83,7 +89,10 @@ def described(path: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def fill(path: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint. Each rank reads its own shards, whichever ranks wrote it. Ranks do not communicate."""
+    """Fill tensors from a checkpoint.
+
+    Each rank reads its own shards, whichever ranks wrote it. Ranks do not communicate.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,4 +1,5 @@
-"""Save and find the checkpoints of a run: one folder per step, complete or absent, verified by checksums.
+"""Save and find the checkpoints of a run: one folder per step, complete or absent, verified by
+checksums.
 
 ::
 
@@ -7,9 +8,9 @@
         state.json                                     step, settings, skipped steps, loss scale
         manifest.json                                  size and BLAKE2b-256 of the others, and its own BLAKE2b-256
 
-A checkpoint is written to a temporary folder, synced to the disk and then renamed. Only then are older ones removed. A killed
-process, a full disk or a power failure leaves the last good checkpoint intact. A checkpoint that does not match its manifest is
-reported and skipped. Nothing is pickled.
+A checkpoint is written to a temporary folder, synced to the disk and then renamed. Only then are
+older ones removed. A killed process, a full disk or a power failure leaves the last good checkpoint
+intact. A checkpoint that does not match its manifest is reported and skipped. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Checkpoint:
         return state
 
 
-# ── finding ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── finding ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def latest_checkpoint(
@@ -110,7 +111,8 @@ def _read_manifest(path: Path) -> tuple[str, dict[str, Any]]:
             raise ValueError("it does not match its checksum")
         if manifest["schema_version"] != SCHEMA_VERSION:
             raise RecordError(
-                f"Cannot read {path} because it has schema {manifest['schema_version']}, not {SCHEMA_VERSION}.",
+                f"Cannot read {path} because it has schema {manifest['schema_version']}, not "
+                f"{SCHEMA_VERSION}.",
                 "Resume with the version that wrote it.",
             )
         files, folder = manifest["files"], f"step-{manifest['step']:08d}"
@@ -152,27 +154,32 @@ def _listed(place: Path) -> list[Checkpoint]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint. Rename it first, so that a kill leaves no partial checkpoint under a valid name."""
+    """Remove a checkpoint.
+
+    Rename it first, so that a kill leaves no partial checkpoint under a valid name.
+    """
     doomed = path.with_name(f"{TEMPORARY}old-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-# ── saving during later steps ─────────────────────────────────────────────────────────────────────────────────────
+# ── saving during later steps ─────────────────────────────────────────────────────────────────────
 
 
 class Saver:
     """Write the checkpoints of a run, one at a time, during training.
 
-    ``save`` copies the tensors to the CPU before it returns, so a checkpoint has the bits of its step. Another thread writes
-    it. When ``has_ended`` on any rank, all ranks call ``wait``, which raises the error of a failed save.
+    ``save`` copies the tensors to the CPU before it returns, so a checkpoint has the bits of its
+    step. Another thread writes it. When ``has_ended`` on any rank, all ranks call ``wait``, which
+    raises the error of a failed save.
 
     Args:
         folder: the run folder, on a disk that all ranks share. No other job may write to it.
         ranks: a separate process group.
     Attributes:
-        resumed_from: the step of the checkpoint that the run goes on from. The next save removes newer ones: they are damaged.
+        resumed_from: the step of the checkpoint that the run goes on from. The next save removes
+            newer ones: they are damaged.
     """
 
     def __init__(self, folder: Path, ranks: Ranks = ALONE) -> None:
@@ -237,7 +244,10 @@ class Saver:
             temporary.mkdir(parents=True, exist_ok=True)
 
     def leave(self) -> None:
-        """Wait a while for the checkpoint in flight, before this process ends with an error. The other ranks may be gone."""
+        """Wait a while for the checkpoint in flight, before this process ends with an error.
+
+        The other ranks may be gone.
+        """
         if self._thread is not None:
             self._thread.join(_PATIENCE_SECONDS if self.ranks.size > 1 else None)
 
@@ -247,7 +257,9 @@ class Saver:
         return self._thread is not None and not self._thread.is_alive()
 
     def wait(self) -> int | None:
-        """Wait for the checkpoint in flight, and return its step; ``None`` without one. All ranks call it.
+        """Wait for the checkpoint in flight, and return its step; ``None`` without one.
+
+        All ranks call it.
 
         Raises:
             RecordError: it could not be written; on all ranks.
@@ -310,7 +322,10 @@ def _publish(
 
 
 def _remove_old(final: Path, keep: int, limit: int) -> None:
-    """Remove all checkpoints but ``keep``: ``final`` and the newest others. Others after step ``limit`` are damaged."""
+    """Remove all checkpoints but ``keep``: ``final`` and the newest others.
+
+    Others after step ``limit`` are damaged.
+    """
     others = [checkpoint for checkpoint in _listed(final.parent) if checkpoint.path != final]
     kept = [checkpoint for checkpoint in others if checkpoint.step <= limit][: keep - 1]
     for checkpoint in others:
@@ -319,7 +334,10 @@ def _remove_old(final: Path, keep: int, limit: int) -> None:
 
 
 def _save_error(path: Path, error: BaseException) -> NarrowgaugeError:
-    """Return the error of a failed save, in one line. DCP gives the errors of all ranks: take the first."""
+    """Return the error of a failed save, in one line.
+
+    DCP gives the errors of all ranks: take the first.
+    """
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     rank, cause = min(((rank, pair[0]) for rank, pair in failures.items()), default=(0, error))
     cause = system_error(cause) or cause

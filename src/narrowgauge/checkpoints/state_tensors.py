@@ -1,4 +1,5 @@
-"""Name the tensors of a training state in a checkpoint, take them from an optimizer, and set them again.
+"""Name the tensors of a training state in a checkpoint, take them from an optimizer, and set them
+again.
 
 ::
 
@@ -6,7 +7,8 @@
     optimizer.NAME.STATE    its packed states, parameter-shaped; ``STATE_bound`` by rows
     audit.NAME              the sums of its audits
 
-A state is placed like its parameter, so each rank saves and loads its own shard. The number of ranks may change.
+A state is placed like its parameter, so each rank saves and loads its own shard. The number of
+ranks may change.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ T = TypeVar("T")
 def state_tensors(
     named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer
 ) -> dict[str, Tensor]:
-    """Return weights, states and audits by name, without copying. Sharded parameters give DTensors."""
+    """Return weights, states and audits by name, without copying.
+
+    Sharded parameters give DTensors.
+    """
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in named_parameters}
     names = optimizer.parameter_names()
     optimizer.settle()
@@ -49,10 +54,13 @@ def load_tensors(
     optimizer: Optimizer,
     model: str = "the model",
 ) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint with verified checksums. For sharded parameters, each rank reads its own shards.
+    """Read all tensors of a checkpoint with verified checksums.
+
+    For sharded parameters, each rank reads its own shards.
 
     Raises:
-        RecordError: the checkpoint lacks a weight, or has it in another shape. ``model`` names the model in the message.
+        RecordError: the checkpoint lacks a weight, or has it in another shape. ``model`` names the
+            model in the message.
     """
     from narrowgauge.checkpoints.dcp_files import described, fill
 
@@ -98,7 +106,10 @@ def _by_owner(entries: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 
 def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) -> Tensor:
-    """Return a tensor to be filled. It is placed like its parameter if it has its shape or one value per row."""
+    """Return a tensor to be filled.
+
+    It is placed like its parameter if it has its shape or one value per row.
+    """
     if owner is None or not is_sharded(owner):
         return torch.empty(shape, dtype=dtype, device="cpu")
     shard = local_of(owner)

@@ -1,1 +1,3 @@
-"""Checks before training: updates lost to rounding, wrong gradients, and resumes that change the run."""
+"""Checks before training: updates lost to rounding, wrong gradients, and resumes that change the
+run.
+"""

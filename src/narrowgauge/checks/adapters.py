@@ -22,7 +22,9 @@ def is_adapted(layer: Any) -> bool:
 
 
 def product_of(layer: Any) -> Tensor:
-    """Return what the active adapters of a layer add to its base's weight: float64, in the weight's shape."""
+    """Return what the active adapters of a layer add to its base's weight: float64, in the weight's
+    shape.
+    """
     base = layer.get_base_layer()
     product: Tensor = torch.zeros_like(base.weight.detach(), dtype=torch.float64)
     for adapter in layer.active_adapters:

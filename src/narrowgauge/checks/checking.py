@@ -1,4 +1,5 @@
-"""``narrowgauge.check``: find updates that rounding will lose, wrong gradients, and errors of the set-up.
+"""``narrowgauge.check``: find updates that rounding will lose, wrong gradients, and errors of the
+set-up.
 
 Optimizers of PyTorch and of other libraries pass the same checks as Narrowgauge's.
 """
@@ -32,25 +33,31 @@ def check(
 ) -> Readings:
     """Find the losses and errors of a training set-up before it trains.
 
-    Without ``batch`` the model is not called: only weights, states and settings are read. With ``batch`` and ``loss``, read what
-    the loss teaches, as :func:`narrowgauge.teaches`; compare the gradient with the slope of the loss, and one configured step
-    with float32 in one process, tensor by tensor. All ranks make the call. Gradients, buffers, states, generators and
-    attributes of modules are as before at the end.
-    ``ng.RunRecorder(..., audit_every=100)`` compares steps of the run with the optimizer's rule.
+    Without ``batch`` the model is not called: only weights, states and settings are read. With
+    ``batch`` and ``loss``, read what the loss teaches, as :func:`narrowgauge.teaches`; compare the
+    gradient with the slope of the loss, and one configured step with float32 in one process, tensor
+    by tensor. All ranks make the call. Gradients, buffers, states, generators and attributes of
+    modules are as before at the end. ``ng.RunRecorder(..., audit_every=100)`` compares steps of the
+    run with the optimizer's rule.
 
     Args:
         model: as the loop calls it, possibly wrapped or compiled.
-        optimizer: any ``torch.optim.Optimizer``, of this or another library, possibly wrapped; or a list of several.
-        batch: this rank's batch: tensors with a first dim of sequences, in tuples or dicts. A list holds micro-batches, unless
-            ``loss`` takes it whole.
-        loss: ``loss(model, batch)`` returns the objective, a mean over its batch, with the loop's autocast.
-        backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, with its accumulation, loss
-            scale and reductions. ``None``: each micro-batch's loss, divided by their number.
+        optimizer: any ``torch.optim.Optimizer``, of this or another library, possibly wrapped; or a
+            list of several.
+        batch: this rank's batch: tensors with a first dim of sequences, in tuples or dicts. A list
+            holds micro-batches, unless ``loss`` takes it whole.
+        loss: ``loss(model, batch)`` returns the objective, a mean over its batch, with the loop's
+            autocast.
+        backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, with
+            its accumulation, loss scale and reductions. ``None``: each micro-batch's loss, divided
+            by their number.
     Returns:
-        The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()`` raises otherwise.
+        The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()``
+            raises otherwise.
         ``taught`` is a flat dict of what the loss teaches.
     Raises:
-        RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without ``loss``.
+        RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without
+            ``loss``.
 
     Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: one pass of the model, three of a float64 copy,
         three of a float32 copy, 20 more if a difference is near its bound; 38 bytes per parameter.

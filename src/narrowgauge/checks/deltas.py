@@ -1,7 +1,8 @@
 """What a step changed of the weights that a server sees: places and new values, bit for bit.
 
-At a low rate a step changes about one in a hundred visible 16-bit weights. To send those alone is lossless, since the bits are
-compared and not the values. Places travel as distances to the one before, in 16 bits where they fit.
+At a low rate a step changes about one in a hundred visible 16-bit weights. To send those alone is
+lossless, since the bits are compared and not the values. Places travel as distances to the one
+before, in 16 bits where they fit.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ Delta = dict[str, Change]
 
 
 def delta(model: nn.Module) -> Delta:
-    """Return what changed in a model's parameters since the last call: distances between places, new values, shapes, by name.
+    """Return what changed in a model's parameters since the last call: distances between places,
+    new values, shapes, by name.
 
-    The first call returns every value. Parameters without a change are left out. Tied ones are there under each name. Sharded
-    parameters give the changes of this rank's part.
+    The first call returns every value. Parameters without a change are left out. Tied ones are
+    there under each name. Sharded parameters give the changes of this rank's part.
 
     Args:
         model: after a step. A copy of its parameters is kept until it goes.
     Returns:
-        Tensors by name, for :func:`apply_delta` to a model with the same names and shapes. ``torch.save`` takes them.
+        Tensors by name, for :func:`apply_delta` to a model with the same names and shapes.
+            ``torch.save`` takes them.
     Example:
         >>> import torch, narrowgauge as ng
         >>> trained, served = torch.nn.Linear(4, 4).bfloat16(), torch.nn.Linear(4, 4).bfloat16()
@@ -77,7 +80,8 @@ def apply_delta(model: nn.Module, changes: Mapping[str, Change]) -> None:
         model: whose parameters have the values of the last call, or any for the first one.
         changes: result of :func:`delta`.
     Raises:
-        DataError: ``model`` lacks a parameter, or it has another dtype or shape. Nothing was written then.
+        DataError: ``model`` lacks a parameter, or it has another dtype or shape. Nothing was
+            written then.
     Example:
         >>> import torch, narrowgauge as ng
         >>> trained, served = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
@@ -109,7 +113,10 @@ def delta_bytes(changes: Mapping[str, Change]) -> int:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-    """Yield each parameter's name, its flat values on this rank, a view of it, and their shape. Complex ones are pairs."""
+    """Yield each parameter's name, its flat values on this rank, a view of it, and their shape.
+
+    Complex ones are pairs.
+    """
     for name, parameter in model.named_parameters(remove_duplicate=False):
         values = local_of(parameter.detach())
         if values.is_complex():

@@ -1,4 +1,6 @@
-"""Copy a model in float32, and compute its gradients in float32 or float64, whatever formats its code asks for."""
+"""Copy a model in float32, and compute its gradients in float32 or float64, whatever formats its
+code asks for.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,12 @@ _NARROWER = {torch.float32: NARROW, torch.float64: (*NARROW, torch.float32)}
 def float32_copy(model: nn.Module, *, widens: bool = True) -> nn.Module:
     """Return a deep copy in float32, unsharded, without wrappers, compiled code or FSDP2 hooks.
 
-    All ranks of a sharded model make the call. Our low-precision linear layers are plain in the copy.
+    All ranks of a sharded model make the call. Our low-precision linear layers are plain in the
+    copy.
 
     Args:
-        widens: ``False`` keeps the formats of the model, of our layers, and of FSDP2's mixed precision.
+        widens: ``False`` keeps the formats of the model, of our layers, and of FSDP2's mixed
+            precision.
     """
     model = unwrapped_model(model)
     memo = dict[int, Any]()
@@ -91,7 +95,9 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 class Widened(TorchDispatchMode):
-    """Compute in a wide format, float32 or float64, instead of narrower ones, for casts by autocast or by the model."""
+    """Compute in a wide format, float32 or float64, instead of narrower ones, for casts by autocast
+    or by the model.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,7 +132,10 @@ def is_called_from(file: str | None, function: str = "") -> bool:
 def gradients_of(
     model: nn.Module, leaves: Mapping[str, Any], batch: Any, loss: Loss, mode: Widened
 ) -> tuple[Gradients, float]:
-    """Return the gradients of named leaves, float64 on their device, and the loss. Zeros stand for no gradient."""
+    """Return the gradients of named leaves, float64 on their device, and the loss.
+
+    Zeros stand for no gradient.
+    """
     with put_back(model, leaves.values()), mode:
         value = scalar(loss(model, batch))
         value.backward()

@@ -1,14 +1,16 @@
-"""Check the gradient of a set-up: one configured step beside its float32 shadow, and beside float32 in one process.
+"""Check the gradient of a set-up: one configured step beside its float32 shadow, and beside float32
+in one process.
 
-The configured pass runs on the model itself, before training: with its mode, autocast, accumulation, loss scale, recomputation,
-DDP, FSDP2 or compiled parts. Nothing of it stays. Beside it runs its shadow, the same pass without roundings
-(:mod:`narrowgauge.checks.shadow`). The gradient minus its shadow is *rounding*: a number, divided among places
-(:mod:`narrowgauge.checks.ranked`). The shadow minus the gradient of a float32 copy is *structure*: factors, micro-batches,
-reductions, missing terms. It is fitted by one factor, or by a number for each micro-batch and rank.
+The configured pass runs on the model itself, before training: with its mode, autocast,
+accumulation, loss scale, recomputation, DDP, FSDP2 or compiled parts. Nothing of it stays. Beside
+it runs its shadow, the same pass without roundings (:mod:`narrowgauge.checks.shadow`). The gradient
+minus its shadow is *rounding*: a number, divided among places (:mod:`narrowgauge.checks.ranked`).
+The shadow minus the gradient of a float32 copy is *structure*: factors, micro-batches, reductions,
+missing terms. It is fitted by one factor, or by a number for each micro-batch and rank.
 
-Several ranks, and shards, have no shadow. There a copy in the model's formats runs in one process, and its roundings give the
-bound. The copy takes the batches of all ranks at once. Both run in training mode, or in evaluation mode where training draws
-random numbers.
+Several ranks, and shards, have no shadow. There a copy in the model's formats runs in one process,
+and its roundings give the bound. The copy takes the batches of all ranks at once. Both run in
+training mode, or in evaluation mode where training draws random numbers.
 
 Source of one bound per tensor: TTrace (2506.09280).
 """
@@ -71,7 +73,8 @@ MARGIN = 4.0
 _NEAR = 0.005
 """Relative distance within which a factor equals a number of the set-up."""
 MOST_TERMS = 16
-"""Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks."""
+"""Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks.
+"""
 LEAST_VOCABULARY = 16
 """Rows of the smallest embedding that counts as one of tokens."""
 _DRAWS = 8
@@ -85,10 +88,12 @@ class _Configured(NamedTuple):
     Args:
         shadows: of the gradients that are followed.
         mode: the shadow execution; ``None`` without.
-        causes: what made values of the loss and the gradients that are not finite, where it was traced.
+        causes: what made values of the loss and the gradients that are not finite, where it was
+            traced.
         draws: whether a pass drew random numbers.
         loss_scale: of the passes, whether or not the gradients are unscaled.
-        unstepped: names of tensors with a gradient that are no parameters of a module and in no optimizer.
+        unstepped: names of tensors with a gradient that are no parameters of a module and in no
+            optimizer.
     """
 
     gradients: Gradients
@@ -105,7 +110,9 @@ class _Configured(NamedTuple):
 def gradient_readings(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
 ) -> tuple[list[Reading], list[str], list[str]]:
-    """Compare the gradients of one configured step with the slope of the loss, and with float32's. All ranks make the call.
+    """Compare the gradients of one configured step with the slope of the loss, and with float32's.
+
+    All ranks make the call.
 
     Args:
         unseen: filled with the names that could not be compared, and the reasons.
@@ -199,7 +206,9 @@ def gradient_readings(
 
 @contextmanager
 def reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
-    """Note why an area is not compared: a kernel that takes other formats, too little memory, no slope."""
+    """Note why an area is not compared: a kernel that takes other formats, too little memory, no
+    slope.
+    """
     try:
         yield
     except NarrowgaugeError:
@@ -210,17 +219,21 @@ def reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _of_the_copy(model: nn.Module) -> Iterator[None]:
-    """Refuse a pass of the copy that runs the model itself, as a patch by a closure does. Nothing stays in the model."""
+    """Refuse a pass of the copy that runs the model itself, as a patch by a closure does.
+
+    Nothing stays in the model.
+    """
     with put_back(model, model.parameters()):
         yield
         reached = [inner_name(n) for n, p in model.named_parameters() if p.grad is not None]
         if reached:
             raise ArithmeticError(
-                f"a forward pass of the copy runs {of_all(reached)} of the model itself, as a patch by a closure does"
+                f"a forward pass of the copy runs {of_all(reached)} of the model itself, as a "
+                "patch by a closure does"
             )
 
 
-# ── as configured ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── as configured ─────────────────────────────────────────────────────────────────────────────────
 
 
 def _ranked(run: Callable[..., _Configured], first: _Configured) -> Ranked:
@@ -268,7 +281,10 @@ def _set_training(model: nn.Module, is_training: bool) -> None:
 
 
 def micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
-    """Return the micro-batches in a list. A list of tensors that ``loss`` takes is one batch, as a DataLoader makes it."""
+    """Return the micro-batches in a list.
+
+    A list of tensors that ``loss`` takes is one batch, as a DataLoader makes it.
+    """
     if not isinstance(batch, list):
         return [batch]
     if not batch:
@@ -350,7 +366,10 @@ def configured_step(
 def _passes(
     model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None, ours: Sequence[Optimizer]
 ) -> Tensor | None:  # fmt: skip
-    """Run the loop's ``backward``, or each micro-batch's loss divided by their number. Return the last loss."""
+    """Run the loop's ``backward``, or each micro-batch's loss divided by their number.
+
+    Return the last loss.
+    """
     if backward is not None:
         backward(model, batch)
         return None
@@ -376,7 +395,10 @@ def _unscaled(gradient: Tensor, scale: Any) -> Tensor:
 
 @contextmanager
 def _scalers_put_back() -> Iterator[list[tuple[str, GradScaler]]]:
-    """Restore torch's loss scalers at the end. Return the calls of ``scale`` and ``unscale_`` meanwhile."""
+    """Restore torch's loss scalers at the end.
+
+    Return the calls of ``scale`` and ``unscale_`` meanwhile.
+    """
     calls = list[tuple[str, GradScaler]]()
     scalers = [x for x in gc.get_objects() if issubclass(type(x), GradScaler)]
     before = [copy.deepcopy(vars(scaler)) for scaler in scalers]
@@ -397,7 +419,9 @@ def _scalers_put_back() -> Iterator[list[tuple[str, GradScaler]]]:
 
 
 def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
-    """Return the number of ranks whose gradient has other bits than rank 0's, by tensor, without equal tensors."""
+    """Return the number of ranks whose gradient has other bits than rank 0's, by tensor, without
+    equal tensors.
+    """
     first, *hashes = ranks.gather(
         {name: fingerprint(gradient) for name, gradient in gradients.items()}
     )
@@ -408,7 +432,8 @@ def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the outputs of the last linear layer with as many as an embedding has rows, the logits; 0 without one.
+    """Return the outputs of the last linear layer with as many as an embedding has rows, the
+    logits; 0 without one.
 
     Example:
         >>> vocabulary_of(nn.Sequential(nn.Embedding(65, 8), nn.Embedding(256, 8), nn.Linear(8, 65)))  # 256 positions
@@ -430,7 +455,10 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def has_own_batches(model: nn.Module) -> bool:
-    """Return whether each rank trains on its own batch. Ranks that share a layer by tensor parallelism may share one."""
+    """Return whether each rank trains on its own batch.
+
+    Ranks that share a layer by tensor parallelism may share one.
+    """
     is_fsdp = any(type(m).__name__.startswith("FSDP") for m in model.modules())
     return is_fsdp or not any(map(is_sharded, model.parameters()))
 
@@ -476,13 +504,16 @@ def coarse_loss(loss: Any) -> list[str]:
         math.log2(max(abs(float(loss)), 2.0**-14))
     )
     return [
-        f"loss in {dtype_name(loss.dtype)}: near {float(loss):.3g} its values lie {spacing:.3g} apart; take the loss of "
+        f"loss in {dtype_name(loss.dtype)}: near {float(loss):.3g} its values lie {spacing:.3g} "
+        "apart; take the loss of "
         "logits.float()"
     ]
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Return micro-batches as one. Concatenate tensors along their first dim; dicts, tuples, lists, dataclasses item by item.
+    """Return micro-batches as one.
+
+    Concatenate tensors along their first dim; dicts, tuples, lists, dataclasses item by item.
 
     Raises:
         RecipeError: the micro-batches cannot be concatenated.
@@ -499,7 +530,8 @@ def concatenated(parts: Sequence[Any]) -> Any:
             return torch.cat([part.to(first.device) for part in parts]) if first.ndim else first
         except RuntimeError as error:
             raise RecipeError(
-                f"Cannot join the micro-batches because their shapes differ: {', '.join(str(tuple(p.shape)) for p in parts)}.",
+                "Cannot join the micro-batches because their shapes differ: "
+                f"{', '.join(str(tuple(p.shape)) for p in parts)}.",
                 "Pad them to one length.",
             ) from error
     if isinstance(first, Mapping):
@@ -526,15 +558,17 @@ def _items(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
 
 
-# ── the comparison ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the comparison ────────────────────────────────────────────────────────────────────────────────
 
 
 class _Reference:
-    """The gradients of a step in one process by tensor, in float32, and how far the configured ones may be from them.
+    """The gradients of a step in one process by tensor, in float32, and how far the configured ones
+    may be from them.
 
     Args:
         model: a float32 copy, without any narrow cast.
-        leaves: the copy's parameters that train, and those ``outside``, such as a head, that the loss may use.
+        leaves: the copy's parameters that train, and those ``outside``, such as a head, that the
+            loss may use.
         parts: the micro-batches of all ranks; ``batch`` joins them.
 
     Attributes:
@@ -576,7 +610,9 @@ class _Reference:
     def set_bounds(
         self, configured: _Configured, rounding: Ranked, samples: Sequence[_Configured]
     ) -> None:
-        """Allow for roundings where a gradient has no shadow, and for random numbers where each pass draws them."""
+        """Allow for roundings where a gradient has no shadow, and for random numbers where each
+        pass draws them.
+        """
         choices = configured.mode.indices.total() if configured.mode is not None else 0
         unit = rounding.unit or 2.0**-24
         for name in self.exact:
@@ -598,7 +634,9 @@ class _Reference:
             )
 
     def judge(self, name: str, g: Tensor, r: Tensor) -> Reading | float:
-        """Return a reading of a gradient, or its relative distance from the exact one if that is within the bound."""
+        """Return a reading of a gradient, or its relative distance from the exact one if that is
+        within the bound.
+        """
         bound = self.bounds[name]
         scale = self.scales[name]
         length = float(r.norm())
@@ -616,7 +654,8 @@ class _Reference:
             right, left = _fit(columns, r)
             weights, rest = _fit(columns, g)
             if left > 16 * LEAST:
-                # Such as a balance loss, or pairs within a batch: the sum of the parts is another function than the whole.
+                # Such as a balance loss, or pairs within a batch: the sum of the parts is another
+                # function than the whole.
                 self.is_sum = False
                 return self.judge(name, g, columns.mean(1).view_as(r))
             if rest <= 2 * bound and min(map(abs, right)) >= 1e-6:
@@ -640,7 +679,9 @@ def _compared_values(configured: _Configured, name: str, r: Tensor) -> Tensor:
 
 
 def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
-    """Return the weights of columns by least squares, and the relative length that they do not explain."""
+    """Return the weights of columns by least squares, and the relative length that they do not
+    explain.
+    """
     columns = columns.cpu()
     target = target.flatten().cpu()
     weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
@@ -715,11 +756,13 @@ def _compared(
         for (site, name), number in configured.mode.indices.most_common(1):
             if number:
                 lines.append(
-                    f"  {number} indices of {name} in {site} are others in float32, so bounds are wider"
+                    f"  {number} indices of {name} in {site} are others in float32, so bounds are "
+                    "wider"
                 )
     if near:
         lines.append(
-            f"  {'with' if lost else 'without'} their roundings {counted(len(near), 'tensor')} within "
+            f"  {'with' if lost else 'without'} their roundings {counted(len(near), 'tensor')} "
+            "within "
             f"{max(near):.1g} of float32's in one process"
         )
     return joined(readings.values(), count), lines

@@ -1,4 +1,6 @@
-"""What trains: a table of kinds of parameters without verdicts, and readings of parameters and buffers that are surely wrong."""
+"""What trains: a table of kinds of parameters without verdicts, and readings of parameters and
+buffers that are surely wrong.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,10 @@ def _row(kind: str, p: Tensor, stepped: SteppedParameter | None) -> Row:
 
 
 def _kinds(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
-    """Yield each parameter with its kind. An adapter is called so, or lies beside frozen weights of its module."""
+    """Yield each parameter with its kind.
+
+    An adapter is called so, or lies beside frozen weights of its module.
+    """
     embeddings = {m.weight.shape for m in model.modules() if isinstance(m, nn.Embedding)}
     for owner, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
@@ -139,11 +144,13 @@ def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
         yield f"adapters: {adapters / sum(p.numel() for p in trained):.0%} of the elements that train"
 
 
-# ── readings ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── readings ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
-    """Yield parameters in no optimizer, listed twice, not finite, untied, or without a gradient; and rounded buffers."""
+    """Yield parameters in no optimizer, listed twice, not finite, untied, or without a gradient;
+    and rounded buffers.
+    """
     yield from _missing(set_up)
     yield from _untied(set_up)
     if buffers := rounded_buffers(set_up.model):
@@ -177,7 +184,10 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
 
 
 def _missing(set_up: SetUp) -> Iterator[Reading]:
-    """Yield trainable parameters without an optimizer. If the optimizer has others of that shape, they were replaced."""
+    """Yield trainable parameters without an optimizer.
+
+    If the optimizer has others of that shape, they were replaced.
+    """
     stepped = set_up.stepped
     in_model = {id(p) for p in set_up.model.parameters()}
     stepped_ids = {id(p.parameter) for p in stepped}
@@ -214,7 +224,10 @@ def _untied(set_up: SetUp) -> Iterator[Reading]:
 
 
 def equal_pairs(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of matrices that hold equal bits in two tensors. Constants, such as zeros, do not count."""
+    """Yield the names of matrices that hold equal bits in two tensors.
+
+    Constants, such as zeros, do not count.
+    """
     first: dict[Any, str] = {}
     for name, p in model.named_parameters():
         if p.ndim < 2 or p.is_meta or is_sharded(p) or not p.numel():
@@ -230,7 +243,9 @@ def equal_pairs(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def rounded_buffers(model: nn.Module) -> dict[str, str]:
-    """Return the buffers of 16 bits that were probably rounded, with the angle by which rotary positions may turn."""
+    """Return the buffers of 16 bits that were probably rounded, with the angle by which rotary
+    positions may turn.
+    """
     names = dict[str, str]()
     for owner, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
@@ -255,6 +270,9 @@ def rounded_buffers(model: nn.Module) -> dict[str, str]:
 
 
 def _is_rounded(x: Tensor) -> bool:
-    """Return whether a value needs the last bit of its 16-bit format. Masks and small integers do not: they are exact."""
+    """Return whether a value needs the last bit of its 16-bit format.
+
+    Masks and small integers do not: they are exact.
+    """
     is_exact = (x.view(torch.int16) % 2 == 0) | (x == x.round()) & (x.abs() <= 256)
     return bool((~is_exact & x.isfinite() & (x.abs() < torch.finfo(x.dtype).max)).any())

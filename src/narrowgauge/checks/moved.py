@@ -1,4 +1,7 @@
-"""Compare the weights of two checkpoints or models, one tensor at a time. No code of a model runs."""
+"""Compare the weights of two checkpoints or models, one tensor at a time.
+
+No code of a model runs.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,11 @@ class Moved(Readings):
     """Hold the differences of two sets of weights; ``print`` shows a table by kind of tensor.
 
     Attributes:
-        rows: a dict for each tensor of both: ``name``, ``group``, ``dtype``, ``shape``, ``values``, ``differ`` and
-            ``nonfinite`` (values), ``change`` (‖after − before‖ / ‖before‖), ``constant`` (its only value, or ``None``).
-        ok: something moved, all values are finite, no vector is exactly 1, and both have the same tensors.
+        rows: a dict for each tensor of both: ``name``, ``group``, ``dtype``, ``shape``, ``values``,
+            ``differ`` and ``nonfinite`` (values), ``change`` (‖after − before‖ / ‖before‖),
+            ``constant`` (its only value, or ``None``).
+        ok: something moved, all values are finite, no vector is exactly 1, and both have the same
+            tensors.
     """
 
     def __init__(self, rows: list[Row], readings: list[Reading]) -> None:
@@ -42,7 +47,9 @@ class Moved(Readings):
         super().__init__(readings, [line, *(self.table().plain().splitlines() if rows else ())])
 
     def table(self) -> Table:
-        """Return a table with a row for each kind of tensor: the part of its name that layers share."""
+        """Return a table with a row for each kind of tensor: the part of its name that layers
+        share.
+        """
         groups: dict[str, list[Row]] = {}
         for row in self.rows:
             groups.setdefault(row["group"], []).append(row)
@@ -71,13 +78,16 @@ def moved(before: Weights, after: Weights) -> Moved:
     """Compare the weights of two checkpoints or models, tensor by tensor.
 
     Args:
-        before: a module, a ``state_dict`` (clone its tensors before training), a ``.safetensors`` file, or a folder of them.
+        before: a module, a ``state_dict`` (clone its tensors before training), a ``.safetensors``
+            file, or a folder of them.
         after: the same, later. In another dtype, values of ``before`` are rounded to it first.
     Returns:
-        A row for each tensor, and readings: nothing moved, equal tensors, vectors that are exactly 1, values that are not
+        A row for each tensor, and readings: nothing moved, equal tensors, vectors that are exactly
+            1, values that are not
         finite, other shapes, tensors that one of both lacks.
     Raises:
-        RecordError: a path holds no safetensors file, a damaged one, or tensors in parts: export such a checkpoint first.
+        RecordError: a path holds no safetensors file, a damaged one, or tensors in parts: export
+            such a checkpoint first.
 
     Cost: 7 ns a value on one CPU thread, and the largest tensor in memory twice.
 

@@ -1,8 +1,10 @@
-"""Record what the modules of a forward pass take and give, and find where two passes differ by more than rounding explains.
+"""Record what the modules of a forward pass take and give, and find where two passes differ by more
+than rounding explains.
 
-How much rounding explains is measured: the pass runs again with every result off at random. A *fine* pass is off by a rounding
-of float32 before each result is rounded as before: the sums have another order, and the roundings the same places. A *coarse*
-pass is off by a rounding of each result's own format: the roundings have other places too.
+How much rounding explains is measured: the pass runs again with every result off at random. A
+*fine* pass is off by a rounding of float32 before each result is rounded as before: the sums have
+another order, and the roundings the same places. A *coarse* pass is off by a rounding of each
+result's own format: the roundings have other places too.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ MARGIN = 4.0
 _SUMS = ("mm", "mv", "dot", "conv", "attention", "linear")
 """Parts of names of operations whose terms may cancel: their error is a part of a row's size."""
 _POWERS = (2.0, 4.0)
-"""Means over rows. The second sees one wrong row of a thousand, the first small differences of all."""
+"""Means over rows.
+
+The second sees one wrong row of a thousand, the first small differences of all.
+"""
 _ADAPTERS = (".base_layer", ".lora_")
 """Parts of names of modules within an adapted layer: a merged layer is like it only as a whole."""
 Outputs = dict[str, list[list[Tensor]]]
@@ -53,8 +58,8 @@ def recorded(names: dict[nn.Module, str], forced: Outputs | None = None) -> Iter
 
     Args:
         names: of known modules.
-        forced: of an earlier pass with the same calls. Each module takes and returns its tensors, after the pass's own were
-            recorded. So a place shows what it does itself.
+        forced: of an earlier pass with the same calls. Each module takes and returns its tensors,
+            after the pass's own were recorded. So a place shows what it does itself.
     """
     outputs = Outputs()
     stack = list[str]()
@@ -169,7 +174,9 @@ def _widened(value: Any) -> Any:
 
 
 def distance(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the largest distances of pairs of tensors, relative to their size: two means over rows, by :data:`_POWERS`."""
+    """Return the largest distances of pairs of tensors, relative to their size: two means over
+    rows, by :data:`_POWERS`.
+    """
     distances = [torch.zeros(len(_POWERS))]
     for x, y in pairs:
         off, size = row_sizes(x, y)
@@ -182,7 +189,9 @@ def _means(values: Tensor) -> Tensor:
 
 
 def row_sizes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the length of the difference in each row, and the row's length, of small rows a thousandth of the mean."""
+    """Return the length of the difference in each row, and the row's length, of small rows a
+    thousandth of the mean.
+    """
     wide = torch.atleast_1d(x.double())
     off = torch.where(x == y, 0.0, y.double() - wide)
     size = wide.nan_to_num(posinf=0.0, neginf=0.0).norm(dim=-1)
@@ -191,9 +200,11 @@ def row_sizes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def paired(first: Outputs, second: Outputs, place: str) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors of a place in both passes, in equal shapes; none if they cannot be compared.
+    """Return the tensors of a place in both passes, in equal shapes; none if they cannot be
+    compared.
 
-    The second pass may take a batch in several calls, along one dimension, or hold more positions (padding).
+    The second pass may take a batch in several calls, along one dimension, or hold more positions
+    (padding).
     """
     calls = first[place]
     others = second.get(place, [])
@@ -323,5 +334,8 @@ def run_of(differs: Tensor, noun: str) -> str:
 
 
 def shapes(outputs: Outputs) -> dict[str, list[torch.Size]]:
-    """Return the shapes of the first results of all calls. Passes with equal ones can be compared call by call."""
+    """Return the shapes of the first results of all calls.
+
+    Passes with equal ones can be compared call by call.
+    """
     return {place: [call[0].shape for call in calls] for place, calls in outputs.items()}

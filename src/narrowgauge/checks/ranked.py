@@ -1,8 +1,10 @@
-"""Where a gradient's difference from float32 comes from: a ranked list of places, each with its number.
+"""Where a gradient's difference from float32 comes from: a ranked list of places, each with its
+number.
 
-A step runs beside its float32 shadow (:mod:`narrowgauge.checks.shadow`). The difference of the two gradients is what rounding
-does; it needs no bound. Each place rounds alone, and gives its part. Halving finds the largest part in log2(n) passes. One half
-is measured, and the other follows in squares, since rounding errors of different places are nearly orthogonal.
+A step runs beside its float32 shadow (:mod:`narrowgauge.checks.shadow`). The difference of the two
+gradients is what rounding does; it needs no bound. Each place rounds alone, and gives its part.
+Halving finds the largest part in log2(n) passes. One half is measured, and the other follows in
+squares, since rounding errors of different places are nearly orthogonal.
 """
 
 from __future__ import annotations
@@ -25,22 +27,31 @@ from narrowgauge.torch_support.torch_names import plain_name
 Gradients = dict[str, Tensor]
 RANKED = 3.0
 RANKED_TENSOR = 8.0
-"""Roundings of the whole gradient, or of one tensor, from which on places are ranked. Healthy models have 1.0 to 9.2."""
+"""Roundings of the whole gradient, or of one tensor, from which on places are ranked.
+
+Healthy models have 1.0 to 9.2.
+"""
 SUMMED = 1.5
-"""Roundings from which on the sum over micro-batches is measured: 64 of them in bfloat16 give 2.0."""
+"""Roundings from which on the sum over micro-batches is measured: 64 of them in bfloat16 give 2.0.
+"""
 UNUSUAL = 16.0
 """Roundings of its own format that one place may give."""
 MOST = 0.7
 LEFT = 1 / 3
-"""The first place is unusual too if it gives this share, and leaves at most that share without it."""
+"""The first place is unusual too if it gives this share, and leaves at most that share without it.
+"""
 FLIPPED = 4.0
-"""Factor of these limits where roundings flip choices or units of a ReLU: each flip is a whole element."""
+"""Factor of these limits where roundings flip choices or units of a ReLU: each flip is a whole
+element.
+"""
 MANY = 16.0
 """Roundings of the whole gradient that are noted even if no place is unusual."""
 _PASSES = 24
 _PLACES = 3
 _SHORT = 0.03
-"""Least length of a tensor, as a share of the mean length per element: a key's bias is zero but for rounding."""
+"""Least length of a tensor, as a share of the mean length per element: a key's bias is zero but for
+rounding.
+"""
 _NAMES = {
     2.0**-24: "float32",
     2.0**-8: "bfloat16",
@@ -109,7 +120,8 @@ class Ranked:
 
     Args:
         total: the distance of the gradient from its shadow.
-        unit: unit roundoff of the coarsest format in which the step multiplies; 0 if nothing rounds below float32.
+        unit: unit roundoff of the coarsest format in which the step multiplies; 0 if nothing rounds
+            below float32.
         by_tensor: the distance of each tensor.
         focus: the tensor whose places are ranked; empty for all.
         places: the largest parts first; empty below :data:`RANKED` roundings.
@@ -148,7 +160,8 @@ class Ranked:
         total = self.total
         whole = total.largest if self.focus else total.all
         lines = [
-            f"{total.all:.2g} of their length from float32's, {self.roundings:.3g} roundings of {self.format}; "
+            f"{total.all:.2g} of their length from float32's, {self.roundings:.3g} roundings of "
+            f"{self.format}; "
             f"most in {total.tensor}, {total.largest:.2g}"
         ]
         return lines + [f"  {place.line(whole)}" for place in self.places] + self.notes
@@ -183,7 +196,8 @@ def rank(
     Args:
         gradients, shadows: of the first pass, float64, by name; those that are followed.
         mode: of the first pass, which measured what errs.
-        repeat: runs the step again with places that round their shadows. Returns the shadows of its gradients.
+        repeat: runs the step again with places that round their shadows. Returns the shadows of its
+            gradients.
     """
     units = {key: unit for key, unit in mode.units.items() if key in mode.errs}
     total = distance(gradients, shadows)
@@ -228,7 +242,8 @@ def rank(
         return result
     if (together := measured(sites)) < size / 2:
         result.notes.append(
-            f"  roundings of single results explain {together:.2g} of it: a kernel sums in its narrow format"
+            f"  roundings of single results explain {together:.2g} of it: a kernel sums in its "
+            "narrow format"
         )
         return result
     left = size
@@ -261,18 +276,22 @@ def rank(
 
 
 def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Ranked:
-    """Rank the places of a step by what their rounding adds to the gradient; or name the first value that is not finite.
+    """Rank the places of a step by what their rounding adds to the gradient; or name the first
+    value that is not finite.
 
-    The step runs eagerly on the model, including compiled parts. Gradients, buffers and random states are restored bit for bit.
+    The step runs eagerly on the model, including compiled parts. Gradients, buffers and random
+    states are restored bit for bit.
 
     Args:
         model: gives the names of the parameters.
-        step: computes forward and backward of a whole step, with all its micro-batches. It must not change the weights.
+        step: computes forward and backward of a whole step, with all its micro-batches. It must not
+            change the weights.
 
     Returns:
         The ranked list; ``print`` shows it.
 
-    Cost: one pass of a healthy step, 5 to 24 of a step with a place to be found. A pass takes 3 to 16 steps, in twice the memory.
+    Cost: one pass of a healthy step, 5 to 24 of a step with a place to be found. A pass takes 3 to
+    16 steps, in twice the memory.
 
     Example:
         >>> import torch
@@ -301,14 +320,18 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Ranked:
 
 
 def not_finite(causes: Iterable[Any]) -> Ranked:
-    """Return the result of a step whose gradients are not finite: the earliest of the operations that reached them."""
+    """Return the result of a step whose gradients are not finite: the earliest of the operations
+    that reached them.
+    """
     known = [cause for cause in causes if cause is not None]
     words = min(known).words if known else "no operation of the step made it"
     return Ranked(Distance(math.inf, math.inf, ""), 0.0, not_finite=words)
 
 
 def not_measured(why_not: str) -> Ranked:
-    """Return the result of a step that could not run beside a shadow: an allowance of 32 roundings of bfloat16."""
+    """Return the result of a step that could not run beside a shadow: an allowance of 32 roundings
+    of bfloat16.
+    """
     allowed = 32 * 2.0**-8
     return Ranked(Distance(allowed, allowed, ""), 0.0, why_not=why_not)
 

@@ -1,7 +1,8 @@
 """Check that a resumed run is the same run, for any loop.
 
-Compare the saved state with the state of fresh objects after the load. Then both take the steps after the checkpoint.
-Tensors are compared by fingerprints of their bits, which do not depend on sharding.
+Compare the saved state with the state of fresh objects after the load. Then both take the steps
+after the checkpoint. Tensors are compared by fingerprints of their bits, which do not depend on
+sharding.
 """
 
 from __future__ import annotations
@@ -49,21 +50,28 @@ def check_resume(
     steps: int = 1,
     resumes: int = 1,
 ) -> Readings:
-    """Prove that a resumed loop is the same run: restore in fresh objects, and repeat the steps after the checkpoint.
+    """Prove that a resumed loop is the same run: restore in fresh objects, and repeat the steps
+    after the checkpoint.
 
-    All ranks make the call. For a resume in another job, or on other ranks, use ``recorder.saved(path)``.
+    All ranks make the call. For a resume in another job, or on other ranks, use
+    ``recorder.saved(path)``.
 
     Args:
-        step: takes the loop's next step and returns the loop's objects by name: modules, optimizers, tensors, numbers, and
-            anything with a ``state_dict()``, in dicts and lists. Other objects are in ``unseen``.
+        step: takes the loop's next step and returns the loop's objects by name: modules,
+            optimizers, tensors, numbers, and anything with a ``state_dict()``, in dicts and lists.
+            Other objects are in ``unseen``.
         save: writes a checkpoint, and returns the argument of ``load``.
-        load: rebuilds everything from the checkpoint. It returns the fresh objects by the same names, and their ``step``; for
-            more than one resume also their ``save``. An object that is ``None`` until the next step is not compared.
+        load: rebuilds everything from the checkpoint. It returns the fresh objects by the same
+            names, and their ``step``; for more than one resume also their ``save``. An object that
+            is ``None`` until the next step is not compared.
         steps: repeated after each resume. Take enough to cross an epoch.
-        resumes: 2 saves the resumed run too, and resumes it again: the place in an epoch is often lost then.
+        resumes: 2 saves the resumed run too, and resumes it again: the place in an epoch is often
+            lost then.
     Returns:
-        A reading for each kind of state that differs, causes first: rate, counters, loss scale, generators, batch, states,
-        weights. Notes name states that differ after the load in what ``step`` holds and does not return:
+        A reading for each kind of state that differs, causes first: rate, counters, loss scale,
+            generators, batch, states,
+        weights. Notes name states that differ after the load in what ``step`` holds and does not
+            return:
         variables around the function, attributes of the method's object.
     Raises:
         RecipeError: ``load`` returns no objects by name.
@@ -96,7 +104,8 @@ def check_resume(
         objects, fresh_step, *fresh_save = load(saved)
         if not isinstance(objects, dict):
             raise RecipeError(
-                f"Cannot compare the resumed run because load returned {type(objects).__name__} first, not the objects by name.",
+                f"Cannot compare the resumed run because load returned {type(objects).__name__} "
+                "first, not the objects by name.",
                 "Return (objects, step), and save for resumes=2.",
             )
         there = {name for name, value in objects.items() if value is not None} | {"generators"}
@@ -130,7 +139,8 @@ def _last_of(step: Step, steps: int) -> Objects:
 
 
 def _not_returned(step: Step, returned: Objects) -> Objects:
-    """Return what a step holds and does not return: variables around a function, attributes of a method's object.
+    """Return what a step holds and does not return: variables around a function, attributes of a
+    method's object.
 
     Arrays are left out: they may be the data, mapped from a file.
     """
@@ -148,7 +158,10 @@ def _not_returned(step: Step, returned: Objects) -> Objects:
 def differences(
     before: Mapping[str, Entry], now: Mapping[str, Entry], when: str, hint: str, lines: list[str]
 ) -> list[Reading]:
-    """Return a reading for each kind of state that differs, causes first. Add a line with the number of equal states."""
+    """Return a reading for each kind of state that differs, causes first.
+
+    Add a line with the number of equal states.
+    """
     kinds: dict[str, list[str]] = {}
     for name in sorted(before, key=_rank):
         kinds.setdefault(name.split("|")[1], []).append(name)
@@ -184,11 +197,13 @@ def _rank(name: str) -> int:
     )
 
 
-# ── the state of a loop ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the state of a loop ───────────────────────────────────────────────────────────────────────────
 
 
 def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
-    """Return an entry for each state of a loop's objects, as ``OBJECT|KIND|NAME``. All ranks make the call.
+    """Return an entry for each state of a loop's objects, as ``OBJECT|KIND|NAME``.
+
+    All ranks make the call.
 
     Fill ``unseen`` with the kinds of states that cannot be read.
     """
@@ -237,7 +252,10 @@ def _entry(bits: str, number: float | None, shown: str) -> Entry:
 
 
 def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield kind, name and value of each state of an object. An optimizer's states are kinds of their own."""
+    """Yield kind, name and value of each state of an object.
+
+    An optimizer's states are kinds of their own.
+    """
     for name, item in _leaves(value):
         place = name.split(".")
         if (
@@ -253,7 +271,9 @@ def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each tensor, plain value, long list of plain values, and unreadable object."""
+    """Yield the name and value of each tensor, plain value, long list of plain values, and
+    unreadable object.
+    """
     if hasattr(value, "state_dict"):
         yield from _leaves(value.state_dict(), name)
     elif isinstance(value, torch.Generator):

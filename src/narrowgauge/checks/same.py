@@ -1,6 +1,8 @@
-"""``narrowgauge.same``: compare what trains with what serves: weights, then modules, then log probabilities.
+"""``narrowgauge.same``: compare what trains with what serves: weights, then modules, then log
+probabilities.
 
-The first module that differs is compared with what rounding alone gives there (:mod:`narrowgauge.checks.outputs`).
+The first module that differs is compared with what rounding alone gives there
+(:mod:`narrowgauge.checks.outputs`).
 """
 
 from __future__ import annotations
@@ -39,24 +41,27 @@ _PASSES = 2
 def same(trainer: nn.Module | Callable[[Any], Any], server: Side, batch: Any = None) -> Readings:
     """Compare what trains with what serves it, and name the first place where they differ.
 
-    Weights are compared first. With ``batch``, both run in evaluation mode. The trainer runs again with random roundings, and
-    these give the bounds of modules' outputs and of log probabilities. Modules are paired by name. Both models are as before
-    at the end.
+    Weights are compared first. With ``batch``, both run in evaluation mode. The trainer runs again
+    with random roundings, and these give the bounds of modules' outputs and of log probabilities.
+    Modules are paired by name. Both models are as before at the end.
 
     Args:
         trainer: a module, or a function of the batch that returns logits or log probabilities.
-        server: the same; or weights for a copy of the trainer: a ``state_dict``, a ``.safetensors`` file, a folder (with a
-            ``config.json``, ``from_pretrained`` of the trainer's class loads it); or a ``.jsonl`` file of sequences with
-            ``tokens`` and ``logprobs``, which needs no batch.
-        batch: token ids ``[sequences, positions]``, or a dict with ``input_ids``, of arguments of both models.
+        server: the same; or weights for a copy of the trainer: a ``state_dict``, a ``.safetensors``
+            file, a folder (with a ``config.json``, ``from_pretrained`` of the trainer's class loads
+            it); or a ``.jsonl`` file of sequences with ``tokens`` and ``logprobs``, which needs no
+            batch.
+        batch: token ids ``[sequences, positions]``, or a dict with ``input_ids``, of arguments of
+            both models.
     Returns:
-        The readings beyond their bound; none if both are one. A difference that is of rounding is a note.
+        The readings beyond their bound; none if both are one. A difference that is of rounding is a
+            note.
     Raises:
         DataError: log probabilities of other numbers of tokens, or a damaged line of a file.
         RecipeError: weights, and a trainer that is not a module; no weights and no batch.
 
-    Cost: seven passes of the trainer, six of them also in float64, two of the server, and memory for the outputs of six: pass few
-    sequences.
+    Cost: seven passes of the trainer, six of them also in float64, two of the server, and memory
+    for the outputs of six: pass few sequences.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -84,7 +89,7 @@ def same(trainer: nn.Module | Callable[[Any], Any], server: Side, batch: Any = N
     return Readings(readings, lines, "", unseen)
 
 
-# ── outputs and log probabilities ─────────────────────────────────────────────────────────────────────────────────────
+# ── outputs and log probabilities ─────────────────────────────────────────────────────────────────
 
 
 def _run(
@@ -94,7 +99,9 @@ def _run(
     mode: Any = None,
     forced: Outputs | None = None,
 ) -> tuple[Outputs, Any]:
-    """Run a side once, a module in evaluation mode, and return the outputs of its modules and its result."""
+    """Run a side once, a module in evaluation mode, and return the outputs of its modules and its
+    result.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -209,7 +216,8 @@ def _compared(
     """Compare log probabilities, beside what random roundings give."""
     if theirs is None or theirs.shape != ours.shape:
         raise DataError(
-            f"Cannot compare {counted(len(ours), 'log probability')} because the server gives another number.",
+            f"Cannot compare {counted(len(ours), 'log probability')} because the server gives "
+            "another number.",
             "Give both the same tokens.",
         )
     off = (theirs.double() - ours.double()).cpu()
@@ -217,9 +225,11 @@ def _compared(
     largest = float(off.abs().max())
     mean = float(off.abs().mean())
     lines = [
-        f"log probabilities of {counted(len(off), 'token')}: mean difference {mean:.2g}, largest {largest:.2g}, "
+        f"log probabilities of {counted(len(off), 'token')}: mean difference {mean:.2g}, largest "
+        f"{largest:.2g}, "
         f"spread of the ratio {float(off.exp().std()):.2g}",
-        f"rounding alone: mean {float(noise.abs().mean()):.2g}, largest {float(noise.abs().max()):.2g}, "
+        f"rounding alone: mean {float(noise.abs().mean()):.2g}, largest "
+        f"{float(noise.abs().max()):.2g}, "
         f"spread {float(noise.exp().std()):.2g}",
     ]
     bound = MARGIN / 2 * float(noise.abs().mean())

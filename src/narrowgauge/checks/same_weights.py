@@ -1,4 +1,6 @@
-"""Compare the weights of a model that trains and of one that serves: values, formats, buffers, ties, adapters, settings."""
+"""Compare the weights of a model that trains and of one that serves: values, formats, buffers,
+ties, adapters, settings.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _NAMES = ("_name_or_path", "dtype", "torch_dtype", "architectures", "transformer
 
 
 def loaded(trainer: Any, server: Any) -> tuple[list[Reading], nn.Module]:
-    """Return a copy of the trainer with a server's weights, and readings of names that one side lacks."""
+    """Return a copy of the trainer with a server's weights, and readings of names that one side
+    lacks.
+    """
     if not isinstance(trainer, nn.Module):
         raise RecipeError(
             "Cannot load the server's weights because the trainer is not a module.",
@@ -117,7 +121,9 @@ def compare_weights(trainer: nn.Module, server: nn.Module) -> tuple[list[Reading
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers, tied ones under each name, by the names that they have without adapters."""
+    """Return parameters and buffers, tied ones under each name, by the names that they have without
+    adapters.
+    """
     named = dict[str, Tensor]()
     for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers()):
         for name, x in tensors:
@@ -145,7 +151,9 @@ def _factor(x: Tensor, y: Tensor) -> str:
 def _adapters(
     trainer: nn.Module, server: nn.Module
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], list[Reading]]:
-    """Return the weights of adapted layers with their adapters, on both sides, and a reading of how often they hold these."""
+    """Return the weights of adapted layers with their adapters, on both sides, and a reading of how
+    often they hold these.
+    """
     sides: list[dict[str, Any]] = []
     for model in (trainer, server):
         sides.append({name: module for module, name in names_of(model).items()})

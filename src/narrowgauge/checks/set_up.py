@@ -1,7 +1,8 @@
 """A user's set-up for the checks: a model, its optimizers, and each optimizer's equivalent storage.
 
-An optimizer of another library maps to the row of ``STORAGES`` that does the same. For ``torch.optim.AdamW`` over bfloat16
-weights this is ``naive``, with a master copy ``master``, with Kahan compensation ``kahan``. So one rule judges all optimizers.
+An optimizer of another library maps to the row of ``STORAGES`` that does the same. For
+``torch.optim.AdamW`` over bfloat16 weights this is ``naive``, with a master copy ``master``, with
+Kahan compensation ``kahan``. So one rule judges all optimizers.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ KNOWN = {
 }  # fmt: skip
 """Libraries whose optimizers show before their first step which copies and low bits they keep."""
 
-# Options by which optimizers of other libraries keep the bits that a low-precision weight rounds off: the name of the option
-# or attribute, its values, and the equivalent storage.
+# Options by which optimizers of other libraries keep the bits that a low-precision weight rounds
+# off: the name of the option or attribute, its values, and the equivalent storage.
 KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("kahan_sum", (True, None), "kahan"),  # torch-optimi; None is its default, for narrow weights
     ("use_kahan_summation", (True,), "kahan"),  # AnyPrecisionAdamW
@@ -70,16 +71,23 @@ def _relative(p: SteppedParameter) -> float:
 
 
 TYPICAL = 0.23
-"""RMS of Adam's step over its learning rate, for gradients of random sign: √((1 − β1) / (1 + β1)) at β1 = 0.9."""
+"""RMS of Adam's step over its learning rate, for gradients of random sign: √((1 − β1) / (1 + β1))
+at β1 = 0.9.
+"""
 STEP_RULES: dict[str, tuple[float | Callable[[SteppedParameter], float] | None, bool]] = {
     "adamw": (TYPICAL, True), "adam": (TYPICAL, False), "adan": (TYPICAL, True), "lamb": (_relative, False),
     "lion": (1.0, True), "sign": (1.0, False), "muon": (_orthogonal, True), "adafactor": (_relative, True),
     "rmsprop": (1.0, False), "sgd": (None, False),
 }  # fmt: skip
-"""By what the name of an optimizer's class contains: root mean square of a step over the learning rate (``None``: as large as
-the gradient), and whether decay multiplies the weight. A class that fits no row, or two unlike ones, is unseen."""
+"""By what the name of an optimizer's class contains: root mean square of a step over the learning
+rate (``None``: as large as the gradient), and whether decay multiplies the weight. A class that
+fits no row, or two unlike ones, is unseen.
+"""
 ROUNDS_DECAY_ALONE = ("torch", "optimi")
-"""Libraries whose decay multiplies the weight in its own format, unless their kernel is fused. Others compute in float32."""
+"""Libraries whose decay multiplies the weight in its own format, unless their kernel is fused.
+
+Others compute in float32.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,10 @@ class SteppedParameter:
 
     @property
     def rate(self) -> float:
-        """Return the learning rate of now. Before the first step, return the peak of its schedule."""
+        """Return the learning rate of now.
+
+        Before the first step, return the peak of its schedule.
+        """
         # Some have None: transformers' Adafactor computes its own.
         names = ("lr",) if self.state else ("lr", "initial_lr", "max_lr")
         return max(float(self.group.get(name) or 0.0) for name in names)
@@ -138,13 +149,17 @@ class SteppedParameter:
 
     @property
     def size(self) -> float | None:
-        """Return the root mean square of a step over the learning rate; ``None`` if it is as large as the gradient."""
+        """Return the root mean square of a step over the learning rate; ``None`` if it is as large
+        as the gradient.
+        """
         size = self.step_rule[0] if self.step_rule else None
         return float(size(self)) if callable(size) else size
 
     @property
     def unpredicted(self) -> str:
-        """Return why its updates are not predicted: an unknown rule or format, or a stored weight unlike the visible one."""
+        """Return why its updates are not predicted: an unknown rule or format, or a stored weight
+        unlike the visible one.
+        """
         row = self.storage
         dtype = self.parameter.dtype
         kind = type(self.optimizer).__name__
@@ -262,7 +277,8 @@ def storage_of(
     if isinstance(optimizer, Optimizer):
         return optimizer.storage_of(parameter)
     if parameter.dtype in NARROW:
-        # Apex copies each weight, but steps bfloat16 weights without the copy (fused_adam.py at 6424da3, lines 274 to 288).
+        # Apex copies each weight, but steps bfloat16 weights without the copy (fused_adam.py at
+        # 6424da3, lines 274 to 288).
         is_unused = hasattr(optimizer, "param_groups_master") and parameter.dtype is torch.bfloat16
         says_master = (
             group.get("master_weights", getattr(optimizer, "master_weights", None)) is True
@@ -277,7 +293,9 @@ def storage_of(
 
 
 def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    """Return whether a state is a master copy: float32, and within one rounding of the 16-bit weight."""
+    """Return whether a state is a master copy: float32, and within one rounding of the 16-bit
+    weight.
+    """
     for x in map(plain, dict(optimizer.state.get(parameter, {})).values()):
         if isinstance(x, Tensor) and x.dtype is torch.float32 and x.shape == parameter.shape:
             weight = spread(parameter).float()
@@ -289,5 +307,7 @@ def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
 
 
 def inner_name(name: str) -> str:
-    """Return a name without the prefixes of compilers, activation checkpointing and DistributedDataParallel."""
+    """Return a name without the prefixes of compilers, activation checkpointing and
+    DistributedDataParallel.
+    """
     return plain_name(name).removeprefix("module.")

@@ -1,11 +1,13 @@
-"""Shadow execution: beside every tensor of a training step lies its float32 value, computed without the step's roundings.
+"""Shadow execution: beside every tensor of a training step lies its float32 value, computed without
+the step's roundings.
 
-The step runs as configured, on the model itself. Each operation runs on its operands, and again on their shadows. Shadows are
-kept by storage, so views, in-place writes and saved tensors need no care. A *site* is a line of the user's code, in forward or
-in backward. A chosen site rounds its shadows too. Alone, it gives its part of a gradient's difference from float32.
+The step runs as configured, on the model itself. Each operation runs on its operands, and again on
+their shadows. Shadows are kept by storage, so views, in-place writes and saved tensors need no
+care. A *site* is a line of the user's code, in forward or in backward. A chosen site rounds its
+shadows too. Alone, it gives its part of a gradient's difference from float32.
 
-Our own layers hand their operands to the shadow before the cast. Integers made of floats, and kernels that take no float32,
-cut the chain: what follows is *lost*, and is never called equal.
+Our own layers hand their operands to the shadow before the cast. Integers made of floats, and
+kernels that take no float32, cut the chain: what follows is *lost*, and is never called equal.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ class Shadow(TorchDispatchMode):
 
     Args:
         chosen: sites and operations whose shadows are rounded like the step's values.
-        measures: note which operations err, by a second result of float32 operands with the step's values.
+        measures: note which operations err, by a second result of float32 operands with the step's
+            values.
         traces: follow values that are not finite to the operation that made them.
         model: gives the names of weights and buffers that hold such values.
 
@@ -113,7 +116,8 @@ class Shadow(TorchDispatchMode):
         errs: those that ``measures`` found to err. Moving values does not.
         working: unit roundoff of the coarsest product in forward; of float32 if all are wide.
         cuts: operations that cut the chain, with their number.
-        others: elementwise choices that are others in float32, by site and operation; units of a kink too.
+        others: elementwise choices that are others in float32, by site and operation; units of a
+            kink too.
         indices: chosen indices that are others in float32. The shadows take the step's.
     """
 
@@ -363,7 +367,10 @@ class Shadow(TorchDispatchMode):
     def _output(
         self, run: Callable[..., Any], x: Tensor, weight: Tensor, bias: Any, call: Any
     ) -> Any:
-        """Follow a layer's product. The shadow multiplies the operands as they are before the casts."""
+        """Follow a layer's product.
+
+        The shadow multiplies the operands as they are before the casts.
+        """
         wide = self.of(x), self.of(weight), None if bias is None else self.of(bias)
         with torch_names.no_modes(), torch.autocast(x.device.type, enabled=False):
             y, *saved = run(x, weight, bias, call)
@@ -435,7 +442,9 @@ class Shadow(TorchDispatchMode):
     def _trace(
         self, name: str, tensors: list[Tensor], bad: list[Any], results: list[Tensor], arguments: Any
     ) -> None:  # fmt: skip
-        """Note the operation that made a result that is not finite, or hand on where its operands' came from."""
+        """Note the operation that made a result that is not finite, or hand on where its operands'
+        came from.
+        """
         self._count += 1
         numbers = [x for x in tree_leaves(arguments) if isinstance(x, float)]
         is_asked_for = any(map(math.isinf, numbers)) or name in _ALLOCATES
@@ -475,7 +484,10 @@ class Shadow(TorchDispatchMode):
     # ── places ──────────────────────────────────────────────────────────────────────────────────
 
     def site(self) -> Site:
-        """Return the site of the current operation. Backward operations get the line of their forward."""
+        """Return the site of the current operation.
+
+        Backward operations get the line of their forward.
+        """
         node = torch_names.autograd_node()
         line, is_backward = user_line()
         if line:  # forward, recomputed forward, or the user's own backward
@@ -521,7 +533,9 @@ def _by_name(schema: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _num_flips(x: Tensor | None, shadow: Any, results: list[Tensor]) -> int:
-    """Count the elements on the other side of a kink: exactly zero, or cut, in one of both results alone."""
+    """Count the elements on the other side of a kink: exactly zero, or cut, in one of both results
+    alone.
+    """
     if x is None or not isinstance(shadow, Tensor) or not results:
         return 0
     return int(((results[0] == 0) != (shadow == 0)).sum())
@@ -560,7 +574,8 @@ def _largest(x: Tensor) -> float:
 
 
 def user_line() -> tuple[str, bool]:
-    """Return the innermost line that is no library's, with the layer of torch that it called, and if it is a backward.
+    """Return the innermost line that is no library's, with the layer of torch that it called, and
+    if it is a backward.
 
     In backward without a frame of the user's the line is empty.
     """

@@ -1,7 +1,9 @@
-"""Find which tokens a row of logits sees: those at whose embedding the gradient of its logits is not zero.
+"""Find which tokens a row of logits sees: those at whose embedding the gradient of its logits is
+not zero.
 
-Three forward and backward passes in evaluation mode answer, each for some rows of logits at once. A mask of attention gives a
-gradient of exactly zero. What a model chooses by a token without a gradient, such as the capacity of experts, is not seen here.
+Three forward and backward passes in evaluation mode answer, each for some rows of logits at once. A
+mask of attention gives a gradient of exactly zero. What a model chooses by a token without a
+gradient, such as the capacity of experts, is not seen here.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _FAINT = 1e-7
 
 
 def num_columns(rows: int, tokens: Tensor) -> int:
-    """Return the logits of each sequence, if there are as many for each; 0 for one label a sequence, and otherwise."""
+    """Return the logits of each sequence, if there are as many for each; 0 for one label a
+    sequence, and otherwise.
+    """
     columns, rest = divmod(rows, len(tokens))
     return columns if rest == 0 and 1 < columns <= tokens.shape[1] else 0
 
@@ -40,7 +44,8 @@ def sight_of(
 ) -> Seen:
     """Return a function that makes a forward and a backward pass, and says which tokens rows see.
 
-    DistributedDataParallel reduces nothing here: it would wait for gradients that these passes do not make.
+    DistributedDataParallel reduces nothing here: it would wait for gradients that these passes do
+    not make.
 
     Args:
         tokens: ids that the forward pass looks up, ``[sequences, columns]``.
@@ -85,8 +90,10 @@ def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) ->
     Args:
         learned: which rows of logits learn, ``[sequences, columns]``.
     Returns:
-        ``offset``, the position of the last token that column 0 sees; ``sees_later``, whether rows that learn see later
-        tokens; ``sees_others``: other sequences; ``sees_padding``; ``first_seen`` by the last row that learns.
+        ``offset``, the position of the last token that column 0 sees; ``sees_later``, whether rows
+            that learn see later
+        tokens; ``sees_others``: other sequences; ``sees_padding``; ``first_seen`` by the last row
+            that learns.
     """
     places = torch.arange(tokens.shape[1])
     ranks = learned.cumsum(1)

@@ -1,11 +1,13 @@
-"""Compare the gradient with the slope of the loss, in training mode, on a float64 copy of the model.
+"""Compare the gradient with the slope of the loss, in training mode, on a float64 copy of the
+model.
 
-Move all tensors along one random direction, forward and back by 1e-5 of their size. The difference of the two losses gives the
-slope, which the gradient predicts. Dropout draws the same masks in each pass. Where the two differ, halve the set of tensors
-until single tensors are left. A longer step must find the same slope, or nothing is said.
+Move all tensors along one random direction, forward and back by 1e-5 of their size. The difference
+of the two losses gives the slope, which the gradient predicts. Dropout draws the same masks in each
+pass. Where the two differ, halve the set of tensors until single tensors are left. A longer step
+must find the same slope, or nothing is said.
 
-A wrong backward pass differs: a custom autograd function, a recomputed block with other dropout masks, a padding index that is a
-token. So does a detached tensor, which may be on purpose.
+A wrong backward pass differs: a custom autograd function, a recomputed block with other dropout
+masks, a padding index that is a token. So does a detached tensor, which may be on purpose.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.torch_support.put_back import objects_of, put_back
 
 STEPS = (1e-5, 1e-7, 1e-3)
-"""Lengths of steps along the direction, in units of each tensor's root mean square. A shorter one crosses fewer kinks, such as
-changes of routing. The longest must agree with the first before a tensor is named: float32 inside a loss makes them differ."""
+"""Lengths of steps along the direction, in units of each tensor's root mean square.
+
+A shorter one crosses fewer kinks, such as changes of routing. The longest must agree with the first
+before a tensor is named: float32 inside a loss makes them differ.
+"""
 _MOST = 8
 """Tensors that are located; the first in backward."""
 
@@ -45,7 +50,9 @@ _MOST = 8
 def slope_readings(
     model: nn.Module, leaves: Mapping[str, Any], batch: Any, loss: Loss
 ) -> tuple[list[Reading], list[str], float]:
-    """Compare the gradient of a float32 copy, and of leaves beside it, with the slope of the loss. Both are float64 meanwhile.
+    """Compare the gradient of a float32 copy, and of leaves beside it, with the slope of the loss.
+
+    Both are float64 meanwhile.
 
     Args:
         leaves: the copy's parameters that train, and others, by name.
@@ -153,7 +160,9 @@ class _Slope:
                 self.leaves[name].copy_(self.start[name])
 
     def _why_none(self, product: float) -> str:
-        """Return why the loss has no slope here, by measurements in float64, in the order of their likelihood."""
+        """Return why the loss has no slope here, by measurements in float64, in the order of their
+        likelihood.
+        """
         if not math.isfinite(product):
             bad = [name for name, x in self.squares.items() if not math.isfinite(x)]
             return f"the gradient of {of_all(bad)} is not finite in float64"
@@ -173,7 +182,9 @@ class _Slope:
         return f"steps of different lengths give different slopes; the gradient says {product:.4g}"
 
     def difference(self, names: Sequence[str]) -> tuple[float, float, float] | None:
-        """Return the gradient's product with a direction, the slope along it, and the bound; ``None`` within the bound."""
+        """Return the gradient's product with a direction, the slope along it, and the bound;
+        ``None`` within the bound.
+        """
         product = sum(self.products[n] for n in names)
         size = math.sqrt(sum(self.squares[n] for n in names))
         slopes = list[float]()
@@ -212,7 +223,9 @@ class _Census(Widened):
 
 
 class _Stops(TorchFunctionMode):
-    """Count results of a forward pass that need a gradient and are detached or rounded, perhaps on purpose."""
+    """Count results of a forward pass that need a gradient and are detached or rounded, perhaps on
+    purpose.
+    """
 
     count = 0
 

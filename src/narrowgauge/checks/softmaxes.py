@@ -1,13 +1,17 @@
-"""Find the softmaxes in the graph of a loss, and read what each row of logits learns. No name of a module or argument is used.
+"""Find the softmaxes in the graph of a loss, and read what each row of logits learns.
 
-Whatever made a softmax loss, its gradient on a row of logits is w (p − target): p are the probabilities, w is the weight of the
-row. Three kinds of nodes lead there, the first below the loss. Softmaxes of attention, and most routers', lie behind a product.
+No name of a module or argument is used.
+
+Whatever made a softmax loss, its gradient on a row of logits is w (p − target): p are the
+probabilities, w is the weight of the row. Three kinds of nodes lead there, the first below the
+loss. Softmaxes of attention, and most routers', lie behind a product.
 
 - ``LogSoftmax`` or ``Softmax``: the gradient on the log-probabilities is −w target. It is read without a fit.
 - ``Logsumexp``, or a custom autograd function of logits: fit the gradient of the logits.
 - a custom autograd function of hidden states and a head W: fit the gradient of the hidden states, w (p − target) W.
 
-A fit cannot tell the label from the second token where one probability is near 1. Such rows are not sure, and not read.
+A fit cannot tell the label from the second token where one probability is near 1. Such rows are not
+sure, and not read.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ class Target(NamedTuple):
         smoothing: share of the weight that is spread over all entries; NaN if it cannot be told.
         z_loss: coefficient of the squared log-sum-exp.
         misfit: relative distance of the gradient from the fit.
-        form: one label, possibly smoothed; another distribution; or entries of both signs, or no target.
+        form: one label, possibly smoothed; another distribution; or entries of both signs, or no
+            target.
         is_live: the row has a gradient.
         is_sure: the label can be told.
     """
@@ -79,8 +84,10 @@ class Term:
         name: operation of the node, or name of the custom function.
         order: sequence number of the forward pass.
         classes: number of classes.
-        rows: log-probabilities of ``LogSoftmax``, probabilities of ``Softmax``, else logits or hidden states.
-        source: logits or hidden states with their graph, in the same rows; ``None`` if they were not remembered.
+        rows: log-probabilities of ``LogSoftmax``, probabilities of ``Softmax``, else logits or
+            hidden states.
+        source: logits or hidden states with their graph, in the same rows; ``None`` if they were
+            not remembered.
         root: node of the logits, or of the custom function.
         target: what its rows learn; ``None`` before the backward pass, or if nothing reached it.
     """
@@ -112,13 +119,16 @@ class Term:
 
 
 class Trace(TorchFunctionMode):
-    """Record token lookups, and the latest results by their graph node. Tell of each call of ``backward``.
+    """Record token lookups, and the latest results by their graph node.
+
+    Tell of each call of ``backward``.
 
     Args:
         before_backward: called with the tensor on which ``backward`` is called.
         after_lookup: called with the ids and the result of a lookup; returns the result.
     Attributes:
-        lookups: sequence number, ids ``[sequences, columns]`` and size of the table of each lookup with gradients.
+        lookups: sequence number, ids ``[sequences, columns]`` and size of the table of each lookup
+            with gradients.
     """
 
     def __init__(
@@ -158,7 +168,7 @@ def as_sequences(ids: Tensor) -> Tensor:
     return ids.reshape(-1, ids.shape[-1]) if ids.ndim else ids.reshape(1, 1)
 
 
-# ── the graph ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the graph ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def _operation(node: Any) -> str:
@@ -166,7 +176,8 @@ def _operation(node: Any) -> str:
 
 
 def _nodes(loss: Tensor, stops: Collection[Any] = ()) -> Iterator[tuple[Any, str, str]]:
-    """Yield the nodes of a loss with their operation, and the first operation above them that names a term.
+    """Yield the nodes of a loss with their operation, and the first operation above them that names
+    a term.
 
     The walk ends at softmaxes, products, leaves, and ``stops``.
     """
@@ -289,7 +300,7 @@ def _function(node: Any, name: str, trace: Trace) -> Term | None:
     return term
 
 
-# ── the targets ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the targets ───────────────────────────────────────────────────────────────────────────────────
 
 
 def _by_blocks(function: Callable[..., Target], *matrices: Tensor, size: int = 0) -> Target:

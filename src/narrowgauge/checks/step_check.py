@@ -1,10 +1,13 @@
-"""Compare a step with the optimizer's rule: states, weights, counts, clip, and writes between two steps.
+"""Compare a step with the optimizer's rule: states, weights, counts, clip, and writes between two
+steps.
 
-Each parameter is compared alone. A step writes sums: a state is ``kept · old + taken · term``, the weight is ``weight +
-step · change − decay · rate · weight``. So a difference is fitted by these numbers, and printed beside the rule's.
+Each parameter is compared alone. A step writes sums: a state is ``kept · old + taken · term``, the
+weight is ``weight + step · change − decay · rate · weight``. So a difference is fitted by these
+numbers, and printed beside the rule's.
 
-The rule is computed in float64. Each element has a slack: the largest error of the arithmetic in the tensors' formats. Stored
-values bound what was computed, through their rounding (:mod:`narrowgauge.checks.stored`).
+The rule is computed in float64. Each element has a slack: the largest error of the arithmetic in
+the tensors' formats. Stored values bound what was computed, through their rounding
+(:mod:`narrowgauge.checks.stored`).
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from narrowgauge.torch_support.torch_names import plain_name, unwrapped_model
 _UNEXPLAINED_SHARE = 1e-2
 """The fraction of a step that a fit of the weight may leave."""
 _OPERATIONS = 16
-"""Approximate number of roundings in a step of Adam: the arithmetic's largest error of a change, in its own units."""
+"""Approximate number of roundings in a step of Adam: the arithmetic's largest error of a change, in
+its own units.
+"""
 _FORMATS = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 Report = Callable[[int, list[Reading], Row], object]
 Values = dict[str, Tensor]
@@ -39,16 +44,22 @@ NAMES = tuple(kind.name for kind in KINDS.values() if kind.by == "audit_every")
 
 
 class StepCheck:
-    """Compare some steps of a loop with the optimizer's rule, by hooks on the step. The model is never called.
+    """Compare some steps of a loop with the optimizer's rule, by hooks on the step.
 
-    The hooks only copy. An error of the comparison does not end the run: it becomes the reason for a missing comparison.
+    The model is never called.
+
+    The hooks only copy. An error of the comparison does not end the run: it becomes the reason for
+    a missing comparison.
 
     Args:
-        model: gives the parameter names. Other parameters are named by their place in the optimizer.
+        model: gives the parameter names. Other parameters are named by their place in the
+            optimizer.
         optimizer: without wrappers.
-        every: steps between compared steps. The second step, and the first after a checkpoint is loaded, are compared too.
-        report: called after each compared step with the step, its readings and the column ``recomputed``. Called again before
-            the next step, with the readings of writes in between and an empty column.
+        every: steps between compared steps. The second step, and the first after a checkpoint is
+            loaded, are compared too.
+        report: called after each compared step with the step, its readings and the column
+            ``recomputed``. Called again before the next step, with the readings of writes in
+            between and an empty column.
         max_grad_norm: the limit of clipping; ``None`` does not check it.
         ignore: kinds of intended readings.
 
@@ -86,7 +97,10 @@ class StepCheck:
         self._follower = Follower(optimizer, self._before_step, self._after_step)
 
     def go_on_from_checkpoint(self) -> None:
-        """Forget the last step: weights and states are loaded before the next one. Compare the next one."""
+        """Forget the last step: weights and states are loaded before the next one.
+
+        Compare the next one.
+        """
         self._step = None
         self._is_loaded = True
 
@@ -131,7 +145,10 @@ class StepCheck:
 
 
 def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
-    """Join readings of one kind and like values. The tensor is empty if all ``number`` tensors have the reading."""
+    """Join readings of one kind and like values.
+
+    The tensor is empty if all ``number`` tensors have the reading.
+    """
     groups: list[list[Reading]] = []
     for reading in readings:
         alike = next((members for members in groups if _are_alike(members[0], reading)), None)
@@ -145,7 +162,9 @@ def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
 
 
 def _are_alike(first: Reading, second: Reading) -> bool:
-    """Return whether two readings are of one kind, with values within 2 % or their bound where a value is expected."""
+    """Return whether two readings are of one kind, with values within 2 % or their bound where a
+    value is expected.
+    """
     if (
         first.what != second.what
         or not first.expected
@@ -157,7 +176,7 @@ def _are_alike(first: Reading, second: Reading) -> bool:
     return first.expected == second.expected and abs(second.value - first.value) <= near
 
 
-# ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the step ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def step_readings(
@@ -167,7 +186,8 @@ def step_readings(
 
     Args:
         unseen: filled with names not compared, and reasons.
-        row: gets the norm that reached the step, and the number of tensors whose update was compared.
+        row: gets the norm that reached the step, and the number of tensors whose update was
+            compared.
     """
     complete(step, optimizer)
     if step.grad_norm is not None and math.isfinite(step.grad_norm):
@@ -195,7 +215,8 @@ def clip_readings(
         torch.finfo(s.parameter.dtype).eps for s in step.samples.values() if s.gradient is not None
     ]
     bound = (kind.bound + 2 * max(epsilons, default=0.0)) * limit
-    # Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves limit / 2^power.
+    # Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves
+    # limit / 2^power.
     power = round(math.log2(limit / norm)) if norm > 0 else 0
     is_clipped_scaled = power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5
     if norm > limit + bound or is_clipped_scaled:
@@ -235,7 +256,9 @@ def _differs(now: Tensor, before: Tensor) -> bool:
 
 
 def _count_readings(sample: Sample) -> Iterator[Reading]:
-    """Compare the optimizer's counts of steps with one step, and with moments that hold older gradients."""
+    """Compare the optimizer's counts of steps with one step, and with moments that hold older
+    gradients.
+    """
     kind = KINDS["step-count"]
     before = sample.count_before or 0
     if sample.count is None:
@@ -249,7 +272,7 @@ def _count_readings(sample: Sample) -> Iterator[Reading]:
         yield kind.reading(sample.name, 1, 2, more=more)
 
 
-# ── the rules of SGD, Adam and AdamW, in float64 ──────────────────────────────────────────────────────────────────────
+# ── the rules of SGD, Adam and AdamW, in float64 ──────────────────────────────────────────────────
 
 
 def inputs_of(sample: Sample) -> Values:
@@ -277,7 +300,9 @@ def state_factors(sample: Sample) -> dict[str, tuple[float, float]]:
 
 
 def new_term(sample: Sample, name: str, inputs: Values) -> Tensor:
-    """Return what a state takes: the gradient or its square, with decay if the rule adds it to the gradient."""
+    """Return what a state takes: the gradient or its square, with decay if the rule adds it to the
+    gradient.
+    """
     gradient = inputs["gradient"]
     if not decouples(sample):
         gradient = gradient + decay_of(sample) * inputs["weight"]
@@ -289,13 +314,18 @@ def decay_of(sample: Sample) -> float:
 
 
 def decouples(sample: Sample) -> bool:
-    """Return whether decay acts on the weight itself. For a rule without states both kinds of decay are equal."""
+    """Return whether decay acts on the weight itself.
+
+    For a rule without states both kinds of decay are equal.
+    """
     is_decoupled = sample.rule == "adamw" or bool(sample.settings.get("decoupled_weight_decay"))
     return is_decoupled or not state_factors(sample)
 
 
 def direction(sample: Sample, values: Values) -> Tensor:
-    """Return the tensor that the learning rate multiplies, from the inputs and the new states (``new_exp_avg``)."""
+    """Return the tensor that the learning rate multiplies, from the inputs and the new states
+    (``new_exp_avg``).
+    """
     settings = sample.settings
     if sample.rule == "sgd":
         gradient = new_term(sample, "momentum_buffer", values)
@@ -318,7 +348,8 @@ def direction(sample: Sample, values: Values) -> Tensor:
 def terms_of(sample: Sample, name: str, values: Values) -> dict[str, tuple[Tensor, float]]:
     """Return the terms that a step adds up for a state or the weight, each with the rule's number.
 
-    A state becomes ``kept · old + taken · term``, the weight ``weight + step · change − decay · rate · weight``.
+    A state becomes ``kept · old + taken · term``, the weight ``weight + step · change − decay ·
+    rate · weight``.
     """
     if name != "weight":
         factor, taken = state_factors(sample)[name]
@@ -333,11 +364,13 @@ def sum_of(terms: Mapping[str, tuple[Tensor, float]]) -> Tensor:
     return torch.stack([number * term for term, number in terms.values()]).sum(0)
 
 
-# ── what a step writes ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what a step writes ────────────────────────────────────────────────────────────────────────────
 
 
 def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
-    """Compare the states of a parameter in the order of the rule, then its weight, whose step depends on them."""
+    """Compare the states of a parameter in the order of the rule, then its weight, whose step
+    depends on them.
+    """
     values = inputs_of(sample)
     if not all(bool(t.isfinite().all()) for t in (*values.values(), sample.after["weight"])):
         return
@@ -369,12 +402,17 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
 
 
 def _unit(sample: Sample) -> float:
-    """Return the relative rounding error of an operation. Our optimizers compute in float32, torch's in the weight's format."""
+    """Return the relative rounding error of an operation.
+
+    Our optimizers compute in float32, torch's in the weight's format.
+    """
     return torch.finfo(sample.after["weight"].dtype).eps / 2
 
 
 def _written(sample: Sample, name: str, values: Values, errors: Values) -> Written:
-    """Return a state or the weight after the step, with the sum that its rule writes and the error of this sum."""
+    """Return a state or the weight after the step, with the sum that its rule writes and the error
+    of this sum.
+    """
     after = sample.after[name]
     terms = terms_of(sample, name, values)
     fixed = values["weight"] if name == "weight" else torch.zeros_like(values["weight"])
@@ -411,7 +449,9 @@ _MEANING = {
 
 
 def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
-    """Read the numbers of a state or a weight that are not the rule's, or else its distance from the rule's."""
+    """Read the numbers of a state or a weight that are not the rule's, or else its distance from
+    the rule's.
+    """
     length = float((written.expected - written.fixed).norm())
     difference = written.difference(_UNEXPLAINED_SHARE * length if name == "weight" else 0.0)
     if difference is None:
@@ -460,7 +500,9 @@ def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
 
 
 def _rounded_to(values: Tensor, expected: Tensor) -> str:
-    """Name the smaller format that holds all values, if rounding the expected ones gives them; empty otherwise."""
+    """Name the smaller format that holds all values, if rounding the expected ones gives them;
+    empty otherwise.
+    """
     if (
         values.dtype not in (torch.float32, torch.float64)
         or values.numel() < 8
@@ -477,11 +519,13 @@ def _rounded_to(values: Tensor, expected: Tensor) -> str:
     return ""
 
 
-# ── between two steps ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── between two steps ─────────────────────────────────────────────────────────────────────────────
 
 
 def between_readings(step: SampledStep) -> list[Reading]:
-    """Compare the state after a step with the state before the next step, bit for bit at the sampled places."""
+    """Compare the state after a step with the state before the next step, bit for bit at the
+    sampled places.
+    """
     readings = list[Reading]()
     for sample in step.samples.values():
         values = sample.values()

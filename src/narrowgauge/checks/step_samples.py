@@ -1,7 +1,8 @@
 """Samples of an optimizer's parameters around a step, in bounded memory.
 
-The update of most optimizers is elementwise. So a few thousand elements of each parameter are enough to recompute it:
-the weight and the states before and after, and the gradient. Nothing here changes a tensor of the run. Samples are on the CPU.
+The update of most optimizers is elementwise. So a few thousand elements of each parameter are
+enough to recompute it: the weight and the states before and after, and the gradient. Nothing here
+changes a tensor of the run. Samples are on the CPU.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ ELEMENTS = 1 << 12
 """Elements that are kept of each parameter."""
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
-"""The optimizer classes that are recomputed. Derived classes are too, unless they replace the step under another name."""
+"""The optimizer classes that are recomputed.
+
+Derived classes are too, unless they replace the step under another name.
+"""
 
 
 def plain(value: Any) -> Any:
-    """Return a value of an optimizer's state as it can be read: a plain tensor, dequantized if it holds codes.
+    """Return a value of an optimizer's state as it can be read: a plain tensor, dequantized if it
+    holds codes.
 
     A tensor of another class is ``None``: its elements are unknown.
     """
@@ -43,7 +48,8 @@ def plain(value: Any) -> Any:
 
 
 def evenly_spread(tensor: Tensor) -> Tensor:
-    """Return evenly spread elements of this rank's shard, 1-D: a view where possible, the same places at every call.
+    """Return evenly spread elements of this rank's shard, 1-D: a view where possible, the same
+    places at every call.
 
     The stride is coprime to the last dim, so the elements cover every column.
     """
@@ -68,9 +74,11 @@ class Sample:
         name: in the model, or its place in the optimizer's groups.
         settings: of its group.
         before: weight and states before the step, 1-D, by name.
-        gradient: the input of the rule, after the optimizer's own scaling and clipping; ``None`` without a gradient.
+        gradient: the input of the rule, after the optimizer's own scaling and clipping; ``None``
+            without a gradient.
         after: weight and states after the step.
-        count, count_before: the optimizer's count of steps for the parameter, after this step and before; ``None`` without one.
+        count, count_before: the optimizer's count of steps for the parameter, after this step and
+            before; ``None`` without one.
         roundings: of the values that a storage rounds; empty for formats of torch.
         why_not: why the step cannot be recomputed.
     """
@@ -92,7 +100,9 @@ class Sample:
         self.before, self.count_before = self.values(), self.num_steps()
 
     def values(self) -> dict[str, Tensor]:
-        """Return samples of the weight and of the states that rules read; no states before the first step."""
+        """Return samples of the weight and of the states that rules read; no states before the
+        first step.
+        """
         stored = {"weight": self.parameter} | stored_by(self.optimizer, self.parameter)
         tensors = {name: stored.get(name) for name in ("weight", *STATES)}
         shape = self.parameter.shape
@@ -137,7 +147,9 @@ class Sample:
 
 @dataclass
 class SampledStep:
-    """A step: its samples by name, the norm of all gradients, the optimizer's clip factor, and why nothing is compared."""
+    """A step: its samples by name, the norm of all gradients, the optimizer's clip factor, and why
+    nothing is compared.
+    """
 
     step: int
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -147,9 +159,11 @@ class SampledStep:
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the rule of an optimizer's class, or of the class that it is derived from; empty for an unknown rule.
+    """Return the rule of an optimizer's class, or of the class that it is derived from; empty for
+    an unknown rule.
 
-    A derived class with another name has a rule of its own, unknown here, if its step does not call its parent's.
+    A derived class with another name has a rule of its own, unknown here, if its step does not call
+    its parent's.
     """
     kinds = type(optimizer).__mro__
     for place, kind in enumerate(kinds):
@@ -179,7 +193,9 @@ def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
 
 
 def stored_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return the stored tensors of a parameter by name: any optimizer's states, and the weight with its tail for ours."""
+    """Return the stored tensors of a parameter by name: any optimizer's states, and the weight with
+    its tail for ours.
+    """
     if not isinstance(optimizer, Optimizer):
         return {k: plain(value) for k, value in optimizer.state.get(parameter, {}).items()}
     stored: dict[str, Any] = {}
@@ -196,7 +212,8 @@ def sampled_step(
 
     Args:
         number: of the step, from 1.
-        names: of the model's parameters, by their id. Other parameters are named by their place in the optimizer.
+        names: of the model's parameters, by their id. Other parameters are named by their place in
+            the optimizer.
     """
     step = SampledStep(number)
     rule = rule_of(optimizer)
@@ -232,7 +249,10 @@ def sampled_step(
 
 
 def complete(step: SampledStep, optimizer: torch.optim.Optimizer) -> None:
-    """Add the results of the step for each parameter. Multiply gradients by the optimizer's clip factor."""
+    """Add the results of the step for each parameter.
+
+    Multiply gradients by the optimizer's clip factor.
+    """
     if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
         step.clip, is_skipped = optimizer.last_control.tolist()
         if is_skipped:
@@ -242,7 +262,10 @@ def complete(step: SampledStep, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _times(optimizer: torch.optim.Optimizer, gradient: Tensor, factor: float) -> Tensor:
-    """Return the gradient times the optimizer's factor. Our optimizers multiply in float32 for every format."""
+    """Return the gradient times the optimizer's factor.
+
+    Our optimizers multiply in float32 for every format.
+    """
     if isinstance(optimizer, Optimizer):
         return (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
     return gradient if factor == 1 else (gradient.double() * factor).to(gradient.dtype)

@@ -1,8 +1,10 @@
-"""Compare stored values with the sum that a rule computes, through the rounding of a format or storage.
+"""Compare stored values with the sum that a rule computes, through the rounding of a format or
+storage.
 
-A stored value bounds the computed value: within 0.5 ulp for rounding to nearest, within 1 ulp for stochastic rounding. Where
-too many values lie outside, a fit of the rule's numbers may explain them. Stochastic rounding is unbiased, so there the fit
-itself is the test: it resolves far less than an ulp.
+A stored value bounds the computed value: within 0.5 ulp for rounding to nearest, within 1 ulp for
+stochastic rounding. Where too many values lie outside, a fit of the rule's numbers may explain
+them. Stochastic rounding is unbiased, so there the fit itself is the test: it resolves far less
+than an ulp.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ from torch import Tensor
 from narrowgauge.spec.storages import Code
 
 _MOST_OUTSIDE = 2e-3
-"""Fraction of values that a right assumption may exclude, because the arithmetic itself rounds near a tie."""
+"""Fraction of values that a right assumption may exclude, because the arithmetic itself rounds near
+a tie.
+"""
 _FEWER = 0.2
-"""Numbers explain values if they exclude less than this fraction of the values that the rule excludes."""
+"""Numbers explain values if they exclude less than this fraction of the values that the rule
+excludes.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,14 +35,17 @@ class Rounding:
 
     Args:
         code: of its storage, with one part.
-        ends: for a code scaled by row, each element's exponent of the power of two at which its row's window ends.
+        ends: for a code scaled by row, each element's exponent of the power of two at which its
+            row's window ends.
     """
 
     code: Code
     ends: Tensor | None = None
 
     def spacings(self, values: Tensor) -> Tensor:
-        """Return the distance from each value to the next larger magnitude; infinite where a code does not simply round."""
+        """Return the distance from each value to the next larger magnitude; infinite where a code
+        does not simply round.
+        """
         code = self.code
         lowest = torch.full_like(values, float(code.lowest)) + (
             0.0 if self.ends is None else self.ends
@@ -51,7 +60,9 @@ class Rounding:
 
 
 class Difference(NamedTuple):
-    """How a tensor differs from its rule: the distance, its bound, and the numbers that explain it, each with its error."""
+    """How a tensor differs from its rule: the distance, its bound, and the numbers that explain it,
+    each with its error.
+    """
 
     distance: float
     bound: float
@@ -60,7 +71,8 @@ class Difference(NamedTuple):
 
 
 class Written:
-    """A tensor after a step: its rule computes ``fixed + Σ number × term``, and its storage rounds the sum.
+    """A tensor after a step: its rule computes ``fixed + Σ number × term``, and its storage rounds
+    the sum.
 
     Args:
         after: the stored values, float64, 1-D.
@@ -121,7 +133,10 @@ class Written:
         return Difference(distance, bound, {}, {})
 
     def fitted(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Fit each number. Return the numbers and four of their standard errors. A zero term keeps its number."""
+        """Fit each number.
+
+        Return the numbers and four of their standard errors. A zero term keeps its number.
+        """
         fit, errors = self._fit(
             {name: term for name, (term, _) in self.terms.items() if bool(term.any())}
         )
@@ -143,7 +158,9 @@ class Written:
         return float((self.after - computed)[self.is_known].norm())
 
     def _outside(self, computed: Tensor) -> float:
-        """Return the fraction of known values that a sum excludes; 0 for as few as rounding near a tie explains."""
+        """Return the fraction of known values that a sum excludes; 0 for as few as rounding near a
+        tie explains.
+        """
         number = int(((self.after - computed).abs() > self.reach).sum())
         count = int(self.is_known.sum())
         return number / count if number > max(2, _MOST_OUTSIDE * count) else 0.0

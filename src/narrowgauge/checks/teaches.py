@@ -1,7 +1,9 @@
-"""``narrowgauge.teaches``: read from one backward pass what each position learns, and from a few forward passes what it sees.
+"""``narrowgauge.teaches``: read from one backward pass what each position learns, and from a few
+forward passes what it sees.
 
-The graph of the loss leads to its softmax (:mod:`narrowgauge.checks.softmaxes`). Tokens are the indices of the largest
-embedding. A row's place is the last token that it sees (:mod:`narrowgauge.checks.sight`), so a shift is counted from there.
+The graph of the loss leads to its softmax (:mod:`narrowgauge.checks.softmaxes`). Tokens are the
+indices of the largest embedding. A row's place is the last token that it sees
+(:mod:`narrowgauge.checks.sight`), so a shift is counted from there.
 """
 
 from __future__ import annotations
@@ -88,20 +90,24 @@ def teaches(
     backward: Backward | None = None,
     loss_scale: float = 1.0,
 ) -> Readings:
-    """Read what a loss teaches: which token each position learns, with which weight, in which arithmetic, and what it sees.
+    """Read what a loss teaches: which token each position learns, with which weight, in which
+    arithmetic, and what it sees.
 
-    Print the result: at most six lines of facts, and warnings of kinds that no healthy loop has. All ranks make the call.
-    Gradients, buffers, generators and attributes of modules are as before at the end.
+    Print the result: at most six lines of facts, and warnings of kinds that no healthy loop has.
+    All ranks make the call. Gradients, buffers, generators and attributes of modules are as before
+    at the end.
 
     Args:
         model: as the loop calls it, possibly wrapped or compiled. Compiled parts run eagerly here.
         batch: this rank's batch. A list holds micro-batches; a list of tensors is one batch.
         loss: ``loss(model, batch)`` returns the objective of a batch.
-        backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, by calls of ``.backward()``,
-            without the optimizer's step. ``None``: each micro-batch's loss, divided by their number.
+        backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, by
+            calls of ``.backward()``, without the optimizer's step. ``None``: each micro-batch's
+            loss, divided by their number.
         loss_scale: factor of the losses on which ``backward`` begins.
     Returns:
-        Warnings and lines. ``taught`` is a flat dict of the facts, for assertions: ``shift``, ``learned``, ``weight_sum`` …
+        Warnings and lines. ``taught`` is a flat dict of the facts, for assertions: ``shift``,
+            ``learned``, ``weight_sum`` …
 
     Cost: one step as configured, three of the first batch, and about five copies of the logits.
 
@@ -131,7 +137,10 @@ def teaches(
 def checked_lesson(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
 ) -> Readings:
-    """Read what the loss of a set-up teaches, for :func:`narrowgauge.check`. Errors become reasons in ``unseen``."""
+    """Read what the loss of a set-up teaches, for :func:`narrowgauge.check`.
+
+    Errors become reasons in ``unseen``.
+    """
     model = set_up.model
     parts = micro_batches(model, batch, loss)
     outside = set_up.outside
@@ -148,7 +157,9 @@ def checked_lesson(
 
 
 def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -> Readings:
-    """Read what the backward passes of ``run`` teach. ``run`` returns the loss scale. All ranks make the call.
+    """Read what the backward passes of ``run`` teach.
+
+    ``run`` returns the loss scale. All ranks make the call.
 
     Args:
         batch: of the first backward pass.
@@ -210,7 +221,8 @@ class Rows:
 
     Args:
         target: what each row learns.
-        marks: backward pass, softmax among several over the same tokens, row of ``tokens``, place in it; −1 if unknown.
+        marks: backward pass, softmax among several over the same tokens, row of ``tokens``, place
+            in it; −1 if unknown.
         tokens: of each pass and forward pass.
     """
 
@@ -229,7 +241,9 @@ class Rows:
         self.is_known = self.is_learned & target.is_sure
 
     def share_at(self, shift: int, mask: Tensor) -> float:
-        """Return the share of rows whose label is the token at a distance from the last one that they see."""
+        """Return the share of rows whose label is the token at a distance from the last one that
+        they see.
+        """
         place = (self.column + shift)[mask]
         width = self.tokens.shape[1]
         tokens = self.tokens[self.sequence[mask], place.clamp(0, width - 1)]
@@ -240,7 +254,8 @@ class Rows:
 def rows_of(passes: Sequence[Pass], terms: Sequence[Term]) -> Rows:
     """Put the rows of terms in order.
 
-    Terms over the same tokens are chunks of one softmax, unless they have more rows than there are tokens.
+    Terms over the same tokens are chunks of one softmax, unless they have more rows than there are
+    tokens.
     """
     targets = list[Target]()
     marks = list[Tensor]()
@@ -270,7 +285,8 @@ def rows_of(passes: Sequence[Pass], terms: Sequence[Term]) -> Rows:
 
 
 def padding_of(tokens: Tensor) -> int | None:
-    """Return the id found only in runs at the ends, or starts, of rows, of different lengths; ``None`` without one.
+    """Return the id found only in runs at the ends, or starts, of rows, of different lengths;
+    ``None`` without one.
 
     Example:
         >>> padding_of(torch.tensor([[5, 6, 7, 8], [5, 0, 0, 0], [7, 9, 0, 0]]))
@@ -287,7 +303,9 @@ def padding_of(tokens: Tensor) -> int | None:
 
 
 def main_terms(passes: Sequence[Pass]) -> tuple[list[Term], list[str]]:
-    """Return the softmaxes with the most classes that teach labels, or else distributions, and names of the other terms."""
+    """Return the softmaxes with the most classes that teach labels, or else distributions, and
+    names of the other terms.
+    """
     terms = [term for one in passes for term in one.terms if term.target is not None]
     live = {term.name for term in terms if term.target is not None and term.target.is_live.any()}
     # Chunks whose labels are all ignored stay: they hold the places of the others.
@@ -339,7 +357,9 @@ def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[T
 
 
 def over_ranks(facts: Facts) -> Facts:
-    """Return counts of all ranks, the mean of their weights, since gradients are averaged, and the other facts of rank 0."""
+    """Return counts of all ranks, the mean of their weights, since gradients are averaged, and the
+    other facts of rank 0.
+    """
     of_ranks = [facts for facts in all_ranks().gather(facts) if facts["weights"] is not None]
     if len(of_ranks) < 2:
         return facts
@@ -354,11 +374,13 @@ def over_ranks(facts: Facts) -> Facts:
     return facts
 
 
-# ── the facts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the facts ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def label_facts(rows: Rows, taught: str) -> Facts:
-    """Return how many rows learn, which token, and how many rows before and after do not, in each sequence."""
+    """Return how many rows learn, which token, and how many rows before and after do not, in each
+    sequence.
+    """
     learned = rows.is_learned
     known = rows.is_known & (rows.column >= 0)
     facts: Facts = {"rows": len(learned), "learned": int(learned.sum()), "learns": taught}
@@ -418,7 +440,9 @@ def weight_facts(rows: Rows) -> Facts:
 
 
 def _spread_within(weights: Tensor, keys: Tensor) -> float:
-    """Return the largest relative spread of weights within a group; infinite for one group, or for as many as weights."""
+    """Return the largest relative spread of weights within a group; infinite for one group, or for
+    as many as weights.
+    """
     groups, place = keys.unique(return_inverse=True)
     if len(groups) in (1, len(weights)):
         return math.inf

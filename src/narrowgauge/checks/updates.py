@@ -1,8 +1,10 @@
-"""Predict the updates of each tensor that rounding will lose, from weights, states, learning rate and storage.
+"""Predict the updates of each tensor that rounding will lose, from weights, states, learning rate
+and storage.
 
-Move each weight by the step of its rule and round it as its storage does. With Adam's moments in the state, use
-their step. Otherwise draw from a normal distribution with the typical size of the rule's steps, clamped to the learning
-rate. The sums and ratios are the audit's, so the prediction compares directly with the audit during the run.
+Move each weight by the step of its rule and round it as its storage does. With Adam's moments in
+the state, use their step. Otherwise draw from a normal distribution with the typical size of the
+rule's steps, clamped to the learning rate. The sums and ratios are the audit's, so the prediction
+compares directly with the audit during the run.
 """
 
 from __future__ import annotations
@@ -27,13 +29,19 @@ from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES, Storage
 
 STILL = 0.9
-"""A tensor is frozen if the largest step leaves more than this fraction of its elements unchanged."""
+"""A tensor is frozen if the largest step leaves more than this fraction of its elements unchanged.
+"""
 NUM_UPDATES = 10
-"""Updates that the forward pass may see. Each moves a weight by about the learning rate, in one direction."""
+"""Updates that the forward pass may see.
+
+Each moves a weight by about the learning rate, in one direction.
+"""
 
 
 def update_readings(set_up: SetUp) -> Iterator[Reading]:
-    """Yield losses by rounding: frozen tensors, lost updates, lost decay, frozen moments, truncated settings."""
+    """Yield losses by rounding: frozen tensors, lost updates, lost decay, frozen moments, truncated
+    settings.
+    """
     trained = set_up.predicted
     still = [p for p in trained if _stands_still(p)]
     yield from _standing_still(still)
@@ -44,11 +52,14 @@ def update_readings(set_up: SetUp) -> Iterator[Reading]:
     yield from _no_matrix(set_up)
 
 
-# ── updates ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── updates ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
-    """Return the next step's change of sampled weights, float32. Return ``None`` if its size is unknown yet."""
+    """Return the next step's change of sampled weights, float32.
+
+    Return ``None`` if its size is unknown yet.
+    """
     state = stepped.state
     rate = stepped.rate
     mean = state.get("exp_avg")
@@ -88,7 +99,9 @@ def predicted(stepped: SteppedParameter, change: Tensor, weight: Tensor) -> Tens
 
 
 def _stands_still(stepped: SteppedParameter) -> bool:
-    """Return whether the largest step moves nearly no element: Adam's is the learning rate, others' 4 times their size."""
+    """Return whether the largest step moves nearly no element: Adam's is the learning rate, others'
+    4 times their size.
+    """
     if not (stepped.rate > 0 and stepped.size and stepped.keeps_nothing):
         return False
     weight = spread(stepped.parameter)
@@ -129,7 +142,10 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
 
 
 def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
-    """Check 16-bit weights without low bits, master copy or compensation. Skip SGD before its first gradient."""
+    """Check 16-bit weights without low bits, master copy or compensation.
+
+    Skip SGD before its first gradient.
+    """
     groups: dict[tuple[float, Storage], list[tuple[float, str, Tensor]]] = {}
     for p in short:
         weight = spread(p.parameter)
@@ -143,9 +159,11 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
         total = torch.stack([sums for *_, sums in members]).sum(0)
         value, lost = (float(update_metrics(total)[name]) for name in ("edq", "lost_fraction"))
         advice = (
-            f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}; {value:.2f} of the update is stored, "
+            f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}; {value:.2f} "
+            "of the update is stored, "
             f'least in {worst[1]} ({worst[0]:.2f}). Storage "{row.fallback}" keeps them in '
-            f"{STORAGES[row.fallback].bytes_per_param:g} bytes a parameter; this takes {row.bytes_per_param:g}."
+            f"{STORAGES[row.fallback].bytes_per_param:g} bytes a parameter; this takes "
+            f"{row.bytes_per_param:g}."
         )
         names = of_all(name for _, name, _ in members)
         yield Reading(0, "storage", names, "lost-updates", value, 1.0, 1.0 - MIN_EDQ, advice)
@@ -169,14 +187,15 @@ def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
         )
 
 
-# ── what the forward pass sees ─────────────────────────────────────────────────────────────────────────────────────────
+# ── what the forward pass sees ────────────────────────────────────────────────────────────────────
 
 
 def grid_lines(set_up: SetUp) -> list[str]:
     """Return a line for each format on whose grid weights lie that are stored wider.
 
-    The forward pass multiplies weights rounded to the format. A weight on the grid moves for it only when the sum of its
-    updates reaches half an ulp, however wide the optimizer stores the weight (:mod:`narrowgauge.optim.low_bits`).
+    The forward pass multiplies weights rounded to the format. A weight on the grid moves for it
+    only when the sum of its updates reaches half an ulp, however wide the optimizer stores the
+    weight (:mod:`narrowgauge.optim.low_bits`).
     """
     members: dict[torch.dtype, list[SteppedParameter]] = {}
     for p in set_up.trained:
@@ -191,7 +210,8 @@ def grid_lines(set_up: SetUp) -> list[str]:
         share = sum(parts) / sum(p.parameter.numel() for p in stepped)
         is_narrow = any(p.parameter.dtype is dtype for p in set_up.trained)
         lines.append(
-            f"forward pass in {dtype_name(dtype)}: {share:.2g} of the updates is visible after {NUM_UPDATES} steps at lr "
+            f"forward pass in {dtype_name(dtype)}: {share:.2g} of the updates is visible after "
+            f"{NUM_UPDATES} steps at lr "
             f"{stepped[-1].rate:.3g}, since the weights lie on its grid; 1 with "
             + ('low_bits="random"' if is_narrow else "ng.fill_low_bits(model)")
         )
@@ -199,7 +219,9 @@ def grid_lines(set_up: SetUp) -> list[str]:
 
 
 def visible_part(weights: Tensor, dtype: torch.dtype, update: float) -> float:
-    """Return the mean visible change of weights on a format's grid, relative to ``update``: 0 if no weight moves."""
+    """Return the mean visible change of weights on a format's grid, relative to ``update``: 0 if no
+    weight moves.
+    """
     magnitude = weights.double().abs()
     ulp = torch.finfo(dtype).eps * torch.exp2(
         magnitude.clamp(min=torch.finfo(dtype).tiny).log2().floor()
@@ -209,7 +231,9 @@ def visible_part(weights: Tensor, dtype: torch.dtype, update: float) -> float:
 
 
 def _grid(p: SteppedParameter) -> torch.dtype | None:
-    """Return the 16-bit format on whose grid a parameter's stored weight lies; ``None`` if it has bits below, or stores none."""
+    """Return the 16-bit format on whose grid a parameter's stored weight lies; ``None`` if it has
+    bits below, or stores none.
+    """
     if p.parameter.ndim < 2:
         return None  # gains of 1 and biases of 0 lie on every grid
     if p.parameter.dtype is torch.float32:
@@ -233,11 +257,13 @@ def _grid(p: SteppedParameter) -> torch.dtype | None:
     return p.parameter.dtype
 
 
-# ── states and settings ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── states and settings ───────────────────────────────────────────────────────────────────────────
 
 
 def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
-    """Report the first group whose second moment has too few bits, so that its decay is rounded away."""
+    """Report the first group whose second moment has too few bits, so that its decay is rounded
+    away.
+    """
     for p in set_up.trained:
         betas = p.group.get("betas")
         bits = _second_moment_bits(p)
@@ -247,7 +273,8 @@ def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
         if 0 < 1 - float(betas[1]) < least:
             fallback = "float32-states8" if p.storage.visible == "float32" else p.storage.fallback
             advice = (
-                f"beta2 = {float(betas[1]):g} never lowers a second moment of {bits} mantissa bits: 1 − beta2 is less than half "
+                f"beta2 = {float(betas[1]):g} never lowers a second moment of {bits} mantissa "
+                "bits: 1 − beta2 is less than half "
                 f'the gap between two values. Take beta2 below {1 - least:.4g}, or storage "{fallback}".'
             )
             name = f"{p.name} and all of its group" if len(p.group["params"]) > 1 else p.name
@@ -258,7 +285,9 @@ def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
 
 
 def _second_moment_bits(stepped: SteppedParameter) -> int | None:
-    """Return the mantissa bits of a second moment rounded to nearest; ``None`` for a wider one or an unknown rounding."""
+    """Return the mantissa bits of a second moment rounded to nearest; ``None`` for a wider one or
+    an unknown rounding.
+    """
     code = stepped.storage.exp_avg_sq
     state = stepped.state.get("exp_avg_sq")
     if isinstance(stepped.optimizer, Optimizer):
@@ -280,7 +309,10 @@ def _second_moment_bits(stepped: SteppedParameter) -> int | None:
 
 
 def _truncated(set_up: SetUp) -> Iterator[Reading]:
-    """Report the first epsilon that the denominator's format rounds to zero. Fused kernels and ours compute in float32."""
+    """Report the first epsilon that the denominator's format rounds to zero.
+
+    Fused kernels and ours compute in float32.
+    """
     for p in set_up.trained:
         eps = p.group.get("eps")
         dtype = p.parameter.dtype

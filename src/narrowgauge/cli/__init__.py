@@ -1,1 +1,4 @@
-"""The command line: commands and their flags. Decides nothing, and loads PyTorch only in commands that need it."""
+"""The command line: commands and their flags.
+
+Decides nothing, and loads PyTorch only in commands that need it.
+"""

@@ -21,7 +21,9 @@ _OUT_OF_MEMORY = re.compile(
 
 
 class CommandGroup(click.Group):
-    """Exits with status 2 for invalid input, 1 for a machine that fails, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Exits with status 2 for invalid input, 1 for a machine that fails, 130 after Ctrl-C, 143
+    after SIGTERM.
+    """
 
     def main(
         self,
@@ -70,7 +72,9 @@ def help_without_command(context: click.Context) -> None:
 
 
 def _explained(error: Exception) -> tuple[str, str, int] | None:
-    """Return the kind, the line and the exit status of an error; no kind if another process has printed it."""
+    """Return the kind, the line and the exit status of an error; no kind if another process has
+    printed it.
+    """
     if isinstance(error, NarrowgaugeError):
         return (
             "" if isinstance(error, ReportedError) else type(error).__name__,

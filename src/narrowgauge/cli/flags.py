@@ -1,4 +1,6 @@
-"""Flags of the command line: one per setting of a training run, and the flags that several commands share."""
+"""Flags of the command line: one per setting of a training run, and the flags that several commands
+share.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The commands. Each parses its arguments, calls one function, and prints the result.
 
-Every flag of ``train`` is a field of ``TrainConfig``, a key of a ``--config`` file, and a key of ``run.toml``. Flags override
-the file, and the file overrides defaults. Commands check their input first, and import PyTorch (some seconds) only then.
+Every flag of ``train`` is a field of ``TrainConfig``, a key of a ``--config`` file, and a key of
+``run.toml``. Flags override the file, and the file overrides defaults. Commands check their input
+first, and import PyTorch (some seconds) only then.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ _run_folder = click.argument("folder", metavar="DIR", type=_path)
 
 
 def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 1) -> None:
-    """Make glibc keep large freed buffers in this process: a training step allocates the same buffers again.
+    """Make glibc keep large freed buffers in this process: a training step allocates the same
+    buffers again.
 
-    By default it unmaps every buffer above 32 MiB, trims above 64, and all pages fault again. The library never calls this.
+    By default it unmaps every buffer above 32 MiB, trims above 64, and all pages fault again. The
+    library never calls this.
     """
     if platform.libc_ver()[0] == "glibc":
         libc, m_trim_threshold, m_mmap_threshold = ctypes.CDLL(None), -1, -3
@@ -77,7 +80,8 @@ def _require_one_process(command: str) -> None:
 @click.version_option(__version__, prog_name="narrowgauge", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """bfloat16 memory, float32 training: optimizers and number formats for PyTorch that lose no small updates.
+    """bfloat16 memory, float32 training: optimizers and number formats for PyTorch that lose no
+    small updates.
 
     \b
     narrowgauge tokenize text.txt tokens
@@ -154,7 +158,8 @@ def show_step(storage: str, rule: str, language: str) -> None:
 def show_arithmetic(cuda: bool, as_json: bool) -> None:
     """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
 
-    On two machines, compare the outputs with diff; of two runs, narrowgauge diagnose RUN OTHER compares it.
+    On two machines, compare the outputs with diff; of two runs, narrowgauge diagnose RUN OTHER
+    compares it.
     """
     import torch
 
@@ -183,7 +188,8 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
 def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
     """Tokenize TEXT into a new token map OUT, the data of train and compare.
 
-    TEXT is a text file, a .jsonl file with "text" in each line, or a folder of .txt, .md, .py and .jsonl files.
+    TEXT is a text file, a .jsonl file with "text" in each line, or a folder of .txt, .md, .py and
+    .jsonl files.
     """
     from narrowgauge.trainer.data.tokens import load_tokenizer, read_documents, write_tokens
 
@@ -198,7 +204,8 @@ def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
 def train(file: Path | None, **settings: Any) -> None:
     """Train a language model on tokens, and record it in a run folder.
 
-    If --out holds a run, it continues: with its own settings, and with those that are named here. Several ranks are torchrun's:
+    If --out holds a run, it continues: with its own settings, and with those that are named here.
+    Several ranks are torchrun's:
 
     torchrun --nproc-per-node 2 -m narrowgauge train --data tokens --out runs/a
     """
@@ -216,7 +223,8 @@ def train(file: Path | None, **settings: Any) -> None:
 def resume(folder: Path, stop_after: int | None, restart: bool) -> None:
     """Resume the run in DIR, on at most as many ranks as a step has micro-batches.
 
-    It is train --out DIR without other settings. On one rank the result is bit-identical to an uninterrupted run.
+    It is train --out DIR without other settings. On one rank the result is bit-identical to an
+    uninterrupted run.
     """
     from narrowgauge.trainer import door
 
@@ -247,9 +255,11 @@ def resume(folder: Path, stop_after: int | None, restart: bool) -> None:
 def compare(
     recipes: list[Recipe], seeds: int, out: Path | None, as_json: bool, **settings: Any
 ) -> None:
-    """Train with several recipes from the same initial weights on the same tokens, and report what each costs.
+    """Train with several recipes from the same initial weights on the same tokens, and report what
+    each costs.
 
-    The same command with --out DIR continues a stopped comparison; with more --recipes or --seeds it adds their runs.
+    The same command with --out DIR continues a stopped comparison; with more --recipes or --seeds
+    it adds their runs.
     """
     _require_one_process("compare")
     from narrowgauge.trainer import compare as comparing
@@ -275,9 +285,10 @@ def compare(
     "--table", is_flag=True, help="Print the table of costs as markdown instead of writing a page."
 )
 def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
-    """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, or the log of
-    another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, or their folder;
-    or a table (CSV).
+    """Write one HTML page about runs.
+
+    Each RUN is a run folder, the folder of a comparison, or the log of another framework: a Hugging
+    Face trainer_state.json, a Lightning metrics.csv, or their folder; or a table (CSV).
     """
     from narrowgauge.analysis.comparison.comparison import compare_runs
     from narrowgauge.report import publishing
@@ -338,8 +349,9 @@ def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) ->
 def watch(runs: tuple[Path, ...], port: int) -> None:
     """Show the report of runs that are being written, rendered again as they grow.
 
-    Each RUN is a run folder, or a folder of runs such as that of a comparison. The page is served on 127.0.0.1 alone, at the
-    printed address with a secret token; nothing is written into the run folders. On another machine, forward its port:
+    Each RUN is a run folder, or a folder of runs such as that of a comparison. The page is served
+    on 127.0.0.1 alone, at the printed address with a secret token; nothing is written into the run
+    folders. On another machine, forward its port:
 
     ssh -L 8400:127.0.0.1:8400 HOST narrowgauge watch RUN --port 8400
     """
@@ -373,10 +385,11 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
 @click.argument("other", metavar="[OTHER]", required=False, type=_path)
 @flags.json_object
 def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
-    """Print what the record of RUN shows beyond its bounds, earliest first, and what this record cannot show.
+    """Print what the record of RUN shows beyond its bounds, earliest first, and what this record
+    cannot show.
 
-    With OTHER, a run that should have been equal: the first step, stage, tensor and rank in which they differ, and the recorded
-    settings that differ and can act there.
+    With OTHER, a run that should have been equal: the first step, stage, tensor and rank in which
+    they differ, and the recorded settings that differ and can act there.
 
     RUN is a run folder, finished or not, or the log of another framework, as for report.
     """
@@ -395,9 +408,11 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
 @click.argument("checkpoint", type=_path)
 @flags.json_object
 def moved(base: Path, checkpoint: Path, as_json: bool) -> None:
-    """Print which weights of CHECKPOINT differ from those of BASE, which did not move, and which are exactly 1 or not finite.
+    """Print which weights of CHECKPOINT differ from those of BASE, which did not move, and which
+    are exactly 1 or not finite.
 
-    Each is a .safetensors file, or a folder of them, such as a Hugging Face model, an adapter or an export.
+    Each is a .safetensors file, or a folder of them, such as a Hugging Face model, an adapter or an
+    export.
     """
     from narrowgauge.checks.moved import moved as compare_weights
 
@@ -414,7 +429,8 @@ def _record(path: Path) -> Run:
         names = ", ".join(place.name for place in places[:6]) + (", …" if len(places) > 6 else "")
         raise RecordError(
             f"One run was asked about, and {path} holds {len(places)}: {names}.",
-            f"Name one: narrowgauge diagnose {places[0]}; narrowgauge report {path} has the readings of all.",
+            f"Name one: narrowgauge diagnose {places[0]}; narrowgauge report {path} has the "
+            "readings of all.",
         )
     return read_run(places[0])
 

@@ -1,4 +1,7 @@
-"""``narrowgauge plan``: memory, speed, machines, and conclusions from measured times. One command for each question."""
+"""``narrowgauge plan``: memory, speed, machines, and conclusions from measured times.
+
+One command for each question.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Sum flat gradients over ranks: which shards are summed, who keeps which, and by which collectives.
+"""Sum flat gradients over ranks: which shards are summed, who keeps which, and by which
+collectives.
 
-One picture covers every kind of sharding. The ranks form a table of ``replicas`` rows and ``shards`` columns. Each rank has a
-whole gradient, in ``shards`` pieces, and gets the sum of its column's piece:
+One picture covers every kind of sharding. The ranks form a table of ``replicas`` rows and
+``shards`` columns. Each rank has a whole gradient, in ``shards`` pieces, and gets the sum of its
+column's piece:
 
     FSDP2                    one row
     replicated, and DDP      one column
@@ -71,7 +73,8 @@ def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
     )
     replicas, shards = table.shape
     place_of = {int(table[r, s]): (r, s) for r in range(replicas) for s in range(shards)}
-    # Without replicas FSDP2's own group: on CUDA each group has a communicator, and queues of its own.
+    # Without replicas FSDP2's own group: on CUDA each group has a communicator, and queues of its
+    # own.
     group = (
         mesh.get_group(shard_dim) if replicate_dim is None else group_of(table.flatten().tolist())
     )
@@ -103,7 +106,9 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 class Exchange:
-    """Sum one flat gradient over ranks by the backend, in the gradient's format or a wider one. Then divide once.
+    """Sum one flat gradient over ranks by the backend, in the gradient's format or a wider one.
+
+    Then divide once.
 
     Attributes:
         on_gradient: called with this rank's gradient before it is sent.
@@ -174,12 +179,13 @@ def all_gather(output: Tensor, part: Tensor, group: Any = None) -> None:
     gather(output, part, group=group)
 
 
-# ── the exact sum ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the exact sum ─────────────────────────────────────────────────────────────────────────────────
 #
-# A ring adds while it passes on, in an order of its own and in the gradient's format. Here each rank sends every other the piece
-# that the other keeps (*all-to-all*), the same bytes as a ring's reduce-scatter, and adds what it has received in exact sums.
-# These depend neither on the order nor on how many ranks there are or which computed what. With replicas each keeps a piece
-# of a shard, and the rounded pieces are gathered once a step:
+# A ring adds while it passes on, in an order of its own and in the gradient's format. Here each
+# rank sends every other the piece that the other keeps (*all-to-all*), the same bytes as a ring's
+# reduce-scatter, and adds what it has received in exact sums. These depend neither on the order nor
+# on how many ranks there are or which computed what. With replicas each keeps a piece of a shard,
+# and the rounded pieces are gathered once a step:
 #
 #     ranks 0 1 2 3 as 2 replicas of 2 shards       0 │ s0 r0   1 │ s1 r0
 #     (s: shard, r: the replica's piece of it)      2 │ s0 r1   3 │ s1 r1
@@ -190,10 +196,12 @@ FIRST_MARGIN = 256.0
 
 
 class ExactExchange(Exchange):
-    """Sum exactly over ranks and micro-batches; see :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
+    """Sum exactly over ranks and micro-batches; see
+    :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
 
-    Sums become wide, for all of float32's range, when a value needs it. A CPU sees that before it adds. A GPU would have to wait
-    for the values, so it looks once, in the first sum, and then with a margin. Later it keeps a flag, see :meth:`has_lost`.
+    Sums become wide, for all of float32's range, when a value needs it. A CPU sees that before it
+    adds. A GPU would have to wait for the values, so it looks once, in the first sum, and then with
+    a margin. Later it keeps a flag, see :meth:`has_lost`.
 
     Cost: it sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a step take
         16 bytes for each element that this rank keeps, 40 in wide sums.
@@ -232,7 +240,10 @@ class ExactExchange(Exchange):
             output.copy_(gathered[: output.numel()])
 
     def _look(self, rows: Tensor) -> None:
-        """Widen the sums if the first values ask for it. Later keep a flag of values that do not fit."""
+        """Widen the sums if the first values ask for it.
+
+        Later keep a flag of values that do not fit.
+        """
         if on_cpu(rows):
             return
         if self._is_beyond is None:
@@ -242,7 +253,9 @@ class ExactExchange(Exchange):
         self._is_beyond |= exceeds_two_words(rows)
 
     def has_lost(self) -> bool:
-        """Return whether a sum since the last call lost a finite value, and make the next sums wide if so."""
+        """Return whether a sum since the last call lost a finite value, and make the next sums wide
+        if so.
+        """
         if self._is_wide or self._is_beyond is None or not self._is_beyond:
             return False
         self._is_wide = True
@@ -259,7 +272,9 @@ class ExactExchange(Exchange):
         return 0 if self._sums is None else self._sums.num_bytes
 
     def _received(self, gradient: Tensor) -> Tensor:
-        """Return this rank's piece of every rank's gradient: a row of a replica's part of a shard for each rank."""
+        """Return this rank's piece of every rank's gradient: a row of a replica's part of a shard
+        for each rank.
+        """
         grid = self.grid
         if grid.size == 1:
             return gradient.view(1, -1)

@@ -1,6 +1,7 @@
 """The ranks of a job, as ``torchrun`` starts them.
 
-``torchrun`` starts a command on every rank. It sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and the rendezvous address.
+``torchrun`` starts a command on every rank. It sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and
+the rendezvous address.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
-    """Join the other ranks for a block. A single process gets no process group. Only rank 0 shows warnings."""
+    """Join the other ranks for a block.
+
+    A single process gets no process group. Only rank 0 shows warnings.
+    """
     if world_size() == 1:
         yield
         return
@@ -60,7 +64,8 @@ def joined() -> Iterator[None]:
 def threads_of(number: int | None, is_order_invariant: bool) -> Iterator[None]:
     """Set the number of CPU threads for a block. ``None`` leaves PyTorch's choice.
 
-    An order-invariant run uses one thread, since the sums inside a matmul depend on the number of threads.
+    An order-invariant run uses one thread, since the sums inside a matmul depend on the number of
+    threads.
     """
     import torch
 
@@ -74,7 +79,10 @@ def threads_of(number: int | None, is_order_invariant: bool) -> Iterator[None]:
 
 
 def require_same(settings: Mapping[str, Any]) -> None:
-    """Refuse ranks with different settings or software. They would train different models without an error."""
+    """Refuse ranks with different settings or software.
+
+    They would train different models without an error.
+    """
     import torch
 
     from narrowgauge import __version__
@@ -89,6 +97,7 @@ def require_same(settings: Mapping[str, Any]) -> None:
         for name in first.keys() | settings_there.keys():
             if first.get(name) != settings_there.get(name):
                 raise RankError(
-                    f"Cannot train: rank {number} has {name} = {settings_there.get(name)}, and rank 0 has {first.get(name)}.",
+                    f"Cannot train: rank {number} has {name} = {settings_there.get(name)}, and "
+                    f"rank 0 has {first.get(name)}.",
                     "Start every rank with the same command, version and environment.",
                 )

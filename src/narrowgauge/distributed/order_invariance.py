@@ -1,8 +1,10 @@
-"""Keep an exact sum of gradients independent of the order of ranks and micro-batches, and of how they are distributed.
+"""Keep an exact sum of gradients independent of the order of ranks and micro-batches, and of how
+they are distributed.
 
-A *leaf* is the gradient of one micro-batch. The sum of a step depends only on its leaves if each leaf depends on its sequences
-alone and is added separately. So no micro-batch may draw from a generator that earlier work on this rank has advanced. No rank
-may add up gradients before it sends them. The clipping norm must not depend on order either (:func:`refuse_norms`).
+A *leaf* is the gradient of one micro-batch. The sum of a step depends only on its leaves if each
+leaf depends on its sequences alone and is added separately. So no micro-batch may draw from a
+generator that earlier work on this rank has advanced. No rank may add up gradients before it sends
+them. The clipping norm must not depend on order either (:func:`refuse_norms`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from narrowgauge.torch_support.torch_hooks import OwnHook
 
 
 def generator_state(device: torch.device) -> tuple[bytes, ...]:
-    """Return the state of the host's and the device's default generators, from which a forward pass draws.
+    """Return the state of the host's and the device's default generators, from which a forward pass
+    draws.
 
-    The result is empty while CUDA captures a graph, since the state cannot be read then. Cost: 5 µs.
+    The result is empty while CUDA captures a graph, since the state cannot be read then. Cost: 5
+    µs.
     """
     states = [torch.default_generator.get_state()]
     if device.type not in ("cpu", "meta"):
@@ -37,9 +41,11 @@ def generator_state(device: torch.device) -> tuple[bytes, ...]:
 
 
 def follow_forwards(model: nn.Module, check: Callable[[], None]) -> list[Callable[[], None]]:
-    """Call ``check`` before each forward pass in training of a model, or of a module in it that loops call directly.
+    """Call ``check`` before each forward pass in training of a model, or of a module in it that
+    loops call directly.
 
-    Modules inside a ``torch.compile`` graph are not followed, nor passes that a checkpoint repeats in backward.
+    Modules inside a ``torch.compile`` graph are not followed, nor passes that a checkpoint repeats
+    in backward.
 
     Returns:
         Functions that undo it.
@@ -66,14 +72,18 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-# ── the norm by which gradients are clipped ────────────────────────────────────────────────────────────────────────────
+# ── the norm by which gradients are clipped ───────────────────────────────────────────────────────
 #
-# PyTorch adds the ranks' parts of a norm in rank order, in the gradient's format. So the last bits of the norm, and of every
-# clipped gradient, depend on the number of ranks. The norm of our optimizers is an exact sum.
+# PyTorch adds the ranks' parts of a norm in rank order, in the gradient's format. So the last bits
+# of the norm, and of every clipped gradient, depend on the number of ranks. The norm of our
+# optimizers is an exact sum.
 
 
 _restores: list[Callable[[], object]] = []
-"""One function for each reduction. The first gives PyTorch's functions back, the others do nothing."""
+"""One function for each reduction.
+
+The first gives PyTorch's functions back, the others do nothing.
+"""
 
 
 def refuse_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> Callable[[], object]:
@@ -96,7 +106,9 @@ def _checked_norm(
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if float(norm_type) != math.inf and is_summed(tensors):  # a maximum does not depend on order
         raise RecipeError(
-            "Cannot clip exactly summed gradients by PyTorch's norm because it depends on the number of ranks.",
-            "Clip with max_grad_norm= of our optimizer, whose norm is exact (optimizer.grad_norm), or by norm_type='inf'.",
+            "Cannot clip exactly summed gradients by PyTorch's norm because it depends on the "
+            "number of ranks.",
+            "Clip with max_grad_norm= of our optimizer, whose norm is exact (optimizer.grad_norm), "
+            "or by norm_type='inf'.",
         )
     return original(tensors, norm_type, *options, **named_options)

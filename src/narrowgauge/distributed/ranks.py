@@ -1,7 +1,8 @@
 """The processes that train together, and how they exchange small Python objects.
 
-Rank 0 shares its findings with all ranks. An error on one rank is raised on all ranks; otherwise the others would wait forever.
-Without a process group there is one process, rank 0, with nothing to exchange. Callers need not check.
+Rank 0 shares its findings with all ranks. An error on one rank is raised on all ranks; otherwise
+the others would wait forever. Without a process group there is one process, rank 0, with nothing to
+exchange. Callers need not check.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of a group, seen from one of them. All processes make each call, in the same order.
+    """The processes of a group, seen from one of them.
+
+    All processes make each call, in the same order.
 
     Args:
         group: their process group; ``None`` for the default one.
@@ -43,7 +46,9 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of small messages: the CPU, unless the group can only communicate GPU tensors."""
+        """Return the device of small messages: the CPU, unless the group can only communicate GPU
+        tensors.
+        """
         on_cpu = self.size == 1 or "gloo" in str(dist.get_backend_config(self.group))
         return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
@@ -63,7 +68,10 @@ class Ranks:
         return int(largest)
 
     def of_first(self, function: Callable[[], T]) -> T:
-        """Call a function on rank 0 only, and return its result, pickled, on every rank. Raise as :meth:`together`."""
+        """Call a function on rank 0 only, and return its result, pickled, on every rank.
+
+        Raise as :meth:`together`.
+        """
         results: list[Any] = [self.together(lambda: function() if self.is_first else None)]
         if self.size > 1:
             dist.broadcast_object_list(results, group=self.group, group_src=0)
@@ -75,8 +83,10 @@ class Ranks:
 
         Raises:
             NarrowgaugeError, OSError: of the first failed rank, on every rank.
-            ReportedError: on the other ranks, for any other error. The failed rank has the traceback.
-            KeyboardInterrupt: on each rank that was interrupted; the others raise :class:`ReportedError`.
+            ReportedError: on the other ranks, for any other error. The failed rank has the
+                traceback.
+            KeyboardInterrupt: on each rank that was interrupted; the others raise
+                :class:`ReportedError`.
         """
         if self.size == 1:
             return function()
@@ -101,7 +111,9 @@ class Ranks:
             dist.destroy_process_group(self.group)
 
     def apart(self) -> Ranks:
-        """Return the same ranks in a separate process group on the CPU, with two hours for large files."""
+        """Return the same ranks in a separate process group on the CPU, with two hours for large
+        files.
+        """
         group = (
             dist.new_group(backend="gloo", timeout=timedelta(hours=2)) if self.size > 1 else None
         )
@@ -126,9 +138,10 @@ def all_ranks() -> Ranks:
 
 @functools.cache
 def _pause_at_exit() -> None:
-    """Let gloo's threads drop the tensors of the last collectives before the interpreter shuts down, unless the group is gone.
+    """Let gloo's threads drop the tensors of the last collectives before the interpreter shuts
+    down, unless the group is gone.
 
-    A thread needs the interpreter's lock to drop a tensor. If shutdown comes first, PyTorch 2.13 aborts one process in eight:
-    "terminate called without an active exception".
+    A thread needs the interpreter's lock to drop a tensor. If shutdown comes first, PyTorch 2.13
+    aborts one process in eight: "terminate called without an active exception".
     """
     atexit.register(lambda: time.sleep(0.2 if has_group() else 0))

@@ -1,8 +1,9 @@
-"""Sum gradients across ranks by a row of ``REDUCTIONS``, for models that are sharded (FSDP2), replicated, or both.
+"""Sum gradients across ranks by a row of ``REDUCTIONS``, for models that are sharded (FSDP2),
+replicated, or both.
 
-A step has micro-batches. Each rank computes some of them. :meth:`GradientReduction.micro_batch` surrounds each forward and
-backward pass. A ``ReduceScatter`` of our own sums what FSDP2 shards, during the backward pass. Replicated gradients are summed
-after it.
+A step has micro-batches. Each rank computes some of them. :meth:`GradientReduction.micro_batch`
+surrounds each forward and backward pass. A ``ReduceScatter`` of our own sums what FSDP2 shards,
+during the backward pass. Replicated gradients are summed after it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]]
     weakref.WeakKeyDictionary()
 )
 _IN_MICRO_BATCHES = (
-    "Surround each forward and backward pass with reduction.micro_batch(is_last=…), which sums them; prepare() returns it as "
+    "Surround each forward and backward pass with reduction.micro_batch(is_last=…), which sums "
+    "them; prepare() returns it as "
     "optimizer.reduction."
 )
 
@@ -52,17 +54,20 @@ def reduce_gradients_with(
     """Sum a model's gradients across ranks by a row of ``REDUCTIONS``, from now on.
 
     Args:
-        model: sharded by FSDP2, with replicas (HSDP) or without; wrapped in DDP; or plain, with equal weights on all ranks.
-            What FSDP2 does not shard must be equal on all ranks. Freeze parameters first.
+        model: sharded by FSDP2, with replicas (HSDP) or without; wrapped in DDP; or plain, with
+            equal weights on all ranks. What FSDP2 does not shard must be equal on all ranks. Freeze
+            parameters first.
         name: a row of ``REDUCTIONS``, or its name.
-        average: divide the sum by the number of ranks, as FSDP2 and DDP do. Otherwise the loss of each micro-batch is its part
-            of the step's loss.
-        mesh: the ranks that a plain model is replicated on; ``None`` for all. A sharded model has its own.
+        average: divide the sum by the number of ranks, as FSDP2 and DDP do. Otherwise the loss of
+            each micro-batch is its part of the step's loss.
+        mesh: the ranks that a plain model is replicated on; ``None`` for all. A sharded model has
+            its own.
     Returns:
-        The reduction. Surround each forward and backward pass with its ``micro_batch``. Passes outside are refused.
+        The reduction. Surround each forward and backward pass with its ``micro_batch``. Passes
+            outside are refused.
     Raises:
-        RecipeError: an unknown row, a model on several meshes or with another reduction, or an FSDP2 mixed precision with
-            which one rank would sum other values than several do.
+        RecipeError: an unknown row, a model on several meshes or with another reduction, or an
+            FSDP2 mixed precision with which one rank would sum other values than several do.
     Example:
         >>> import torch
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -81,7 +86,8 @@ def reduce_gradients_with(
         )
     if (installed := reduction_of(model)) is not None:
         raise RecipeError(
-            f"reduction '{row.name}' was requested for a model whose gradients are summed by '{installed.row.name}' already.",
+            f"reduction '{row.name}' was requested for a model whose gradients are summed by "
+            f"'{installed.row.name}' already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
     reduction = (ExactReduction if row.order_invariant else GradientReduction)(
@@ -106,7 +112,9 @@ class _MicroBatch:
 
 
 class _GroupSum:
-    """Sum the gradients of a parameter group of FSDP2 by an exchange, as its ``set_custom_reduce_scatter`` asks."""
+    """Sum the gradients of a parameter group of FSDP2 by an exchange, as its
+    ``set_custom_reduce_scatter`` asks.
+    """
 
     _summed: _MicroBatch | None = None
 
@@ -128,7 +136,8 @@ class _GroupSum:
         micro_batch = self.reduction.require_open()
         if self.reduction.row.order_invariant and self._summed is micro_batch:
             raise RecipeError(
-                "two backward passes were met in one micro-batch, whose gradients are one addend of an exact sum.",
+                "two backward passes were met in one micro-batch, whose gradients are one addend "
+                "of an exact sum.",
                 "Add the losses, and call backward() once.",
             )
         self._summed = micro_batch
@@ -138,9 +147,11 @@ class _GroupSum:
 
 
 class GradientReduction:
-    """Sum the gradients of a model across ranks by the backend. :func:`reduce_gradients_with` makes it.
+    """Sum the gradients of a model across ranks by the backend. :func:`reduce_gradients_with` makes
+    it.
 
-    FSDP2's groups are summed in each backward pass. Autograd, or an accumulator, sums micro-batches on the rank.
+    FSDP2's groups are summed in each backward pass. Autograd, or an accumulator, sums micro-batches
+    on the rank.
 
     Attributes:
         size, group: the number of ranks whose gradients are summed, and their process group.
@@ -187,7 +198,8 @@ class GradientReduction:
         if self._ddp is not None:
             self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
         if self.size > 1 or self.row.order_invariant:
-            # The model keeps the reduction. A strong reference in a parameter's hook would keep both forever.
+            # The model keeps the reduction. A strong reference in a parameter's hook would keep
+            # both forever.
             arrive: Any = weakref.WeakMethod(self._arrive)
             hooks = [
                 p.register_post_accumulate_grad_hook(lambda p: arrive()(p)) for p in self._trainable
@@ -197,23 +209,25 @@ class GradientReduction:
             )
             self._undo += [hook.remove for hook in (*hooks, holder)]
 
-    # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool = True, is_absent: bool = False) -> Iterator[None]:
-        """Surround the forward and backward pass of one micro-batch. All ranks have equally many in a step.
+        """Surround the forward and backward pass of one micro-batch.
 
-        After the last, ``p.grad`` holds the sum over all micro-batches of all ranks. With ``average`` it is divided once by the
-        number of ranks. A failure discards the step.
+        All ranks have equally many in a step.
+
+        After the last, ``p.grad`` holds the sum over all micro-batches of all ranks. With
+        ``average`` it is divided once by the number of ranks. A failure discards the step.
 
         Args:
             is_last: whether this is the step's last one.
-            is_absent: this rank has no micro-batch left. It repeats one, so that all ranks take part in every exchange, and
-                contributes nothing.
+            is_absent: this rank has no micro-batch left. It repeats one, so that all ranks take
+                part in every exchange, and contributes nothing.
         Raises:
-            RecipeError: gradients of an earlier step are still there. An order-invariant reduction also raises it if a
-                micro-batch draws random numbers, if it does not use all parameters of an FSDP2 group, or if FSDP2 is set to
-                keep gradients on a rank.
+            RecipeError: gradients of an earlier step are still there. An order-invariant reduction
+                also raises it if a micro-batch draws random numbers, if it does not use all
+                parameters of an FSDP2 group, or if FSDP2 is set to keep gradients on a rank.
         """
         if self.current is not None or self._is_closed:
             place = (
@@ -222,7 +236,8 @@ class GradientReduction:
             raise RuntimeError(f"micro_batch was entered {place}")
         self._begin()
         if self._ddp is not None:
-            # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank 0's in each forward pass.
+            # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank
+            # 0's in each forward pass.
             self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = False, True
         self.current = _MicroBatch(is_last, is_absent)
         try:
@@ -231,8 +246,10 @@ class GradientReduction:
             whole_params = set(self._replicated.parameters)
             if any(p.grad is None and (p in whole_params or not is_last) for p in self._arrived):
                 raise RecipeError(
-                    "a gradient was cleared in backward, before it was summed over ranks and micro-batches.",
-                    "Step after backward, or shard the model and give each rank one micro-batch per step.",
+                    "a gradient was cleared in backward, before it was summed over ranks and "
+                    "micro-batches.",
+                    "Step after backward, or shard the model and give each rank one micro-batch "
+                    "per step.",
                 )
             self._after_pass(self.current, before)
             self._in_step = not is_last
@@ -260,7 +277,10 @@ class GradientReduction:
             self._replicated.add()
 
     def accumulate_in(self, accumulator: Any) -> None:
-        """Sum micro-batches in a :class:`narrowgauge.GradientAccumulator`. An order-invariant reduction ignores it."""
+        """Sum micro-batches in a :class:`narrowgauge.GradientAccumulator`.
+
+        An order-invariant reduction ignores it.
+        """
         self._accumulator = accumulator
 
     @contextlib.contextmanager
@@ -285,12 +305,16 @@ class GradientReduction:
         self._arrived.clear()
 
     def bytes_per_param(self) -> float:
-        """Return the bytes per parameter kept between micro-batches and steps, counted from live tensors."""
+        """Return the bytes per parameter kept between micro-batches and steps, counted from live
+        tensors.
+        """
         total = sum(exchange.num_bytes() for exchange in self._exchanges)
         return total / max(1, sum(local_of(p).numel() for p in self._trainable))
 
     def seconds(self) -> float:
-        """Return how long this rank took for this step's sums: to send, to wait for other ranks, and to add."""
+        """Return how long this rank took for this step's sums: to send, to wait for other ranks,
+        and to add.
+        """
 
         def seconds(began: Any, ended: Any) -> float:
             if isinstance(ended, float):
@@ -302,7 +326,10 @@ class GradientReduction:
 
     @property
     def is_installed(self) -> bool:
-        """Return whether it takes part in backward passes. It does not once closed, or if one process has nothing to sum."""
+        """Return whether it takes part in backward passes.
+
+        It does not once closed, or if one process has nothing to sum.
+        """
         return bool(self._undo)
 
     def close(self) -> None:
@@ -337,7 +364,9 @@ class GradientReduction:
         self._arrived.clear()
 
     def _require_known(self) -> None:
-        """Refuse trainable parameters that were frozen or missing at the start: their replicas would drift."""
+        """Refuse trainable parameters that were frozen or missing at the start: their replicas
+        would drift.
+        """
         groups = [group for _, group in torch_names.fsdp_groups(self._model)]
         known_ids = {id(p) for p in self._trainable} | {
             id(p) for g in groups for p in torch_names.fsdp_gathered(g)
@@ -346,7 +375,8 @@ class GradientReduction:
         for parameter in [*sharded, *self._model.parameters()]:
             if parameter.requires_grad and id(parameter) not in known_ids:
                 raise RecipeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen or not in the model when reduction "
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen or not in the model "
+                    "when reduction "
                     f"'{self.row.name}' was installed, and is trained now.",
                     "Call close() of the reduction, and install it anew.",
                 )
@@ -354,14 +384,18 @@ class GradientReduction:
     def _take_over_shards(
         self, register: Callable[[RankGrid], Exchange]
     ) -> tuple[set[int], RankGrid | None]:
-        """Give FSDP2's parameter groups their exchanges. Return the ids of the sharded parameters, and the ranks."""
+        """Give FSDP2's parameter groups their exchanges.
+
+        Return the ids of the sharded parameters, and the ranks.
+        """
         sharded_ids: set[int] = set()
         grids: dict[tuple[int, ...], RankGrid] = {}
         for module, group in self._fsdp:
             mesh, shard_dim, replicate_dim = torch_names.fsdp_mesh(group)
             if shard_dim is None or mesh.ndim != (1 if replicate_dim is None else 2):
                 raise RecipeError(
-                    f"FSDP2 shards {type(module).__name__} over a mesh of {mesh.ndim} dims; not all sum gradients.",
+                    f"FSDP2 shards {type(module).__name__} over a mesh of {mesh.ndim} dims; not "
+                    "all sum gradients.",
                     "Shard over a mesh of one dim, or of two: replicas and shards.",
                 )
             grid = of_mesh(mesh, shard_dim, replicate_dim)
@@ -379,7 +413,10 @@ class GradientReduction:
 
 
 class ExactReduction(GradientReduction):
-    """Sum gradients exactly, one micro-batch at a time. Refuse what makes the sum depend on the ranks."""
+    """Sum gradients exactly, one micro-batch at a time.
+
+    Refuse what makes the sum depend on the ranks.
+    """
 
     exchange = ExactExchange
 
@@ -395,7 +432,8 @@ class ExactReduction(GradientReduction):
     def _before_pass(self, micro_batch: _MicroBatch) -> Any:
         if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
             raise RecipeError(
-                "Cannot sum gradients exactly because FSDP2 adds them up on each rank, by set_requires_gradient_sync(False) or "
+                "Cannot sum gradients exactly because FSDP2 adds them up on each rank, by "
+                "set_requires_gradient_sync(False) or "
                 "set_requires_all_reduce(False).",
                 "Leave both True: the sum takes each micro-batch by itself.",
             )
@@ -407,22 +445,29 @@ class ExactReduction(GradientReduction):
         return generator_state(device)
 
     def _after_pass(self, micro_batch: _MicroBatch, before: Any) -> None:
-        """Add the gradients of a micro-batch by themselves, unless it drew random numbers or left a sharded parameter out."""
+        """Add the gradients of a micro-batch by themselves, unless it drew random numbers or left a
+        sharded parameter out.
+        """
         state = self._before_pass(micro_batch)
         if before and state and state != before:
             raise RecipeError(
-                "a micro-batch drew random numbers from PyTorch's default generator (dropout, sampling, layers left out at "
+                "a micro-batch drew random numbers from PyTorch's default generator (dropout, "
+                "sampling, layers left out at "
                 "random), whose state depends on what this rank has computed before.",
-                "Set the probabilities of dropout to 0, in attention too; or draw within torch.random.fork_rng(), seeded there "
+                "Set the probabilities of dropout to 0, in attention too; or draw within "
+                "torch.random.fork_rng(), seeded there "
                 "by the step and the micro-batch's own number; or take another reduction.",
             )
-        # Of two experts in different micro-batches, FSDP2 would give the gradients the same place in vectors of equal length.
+        # Of two experts in different micro-batches, FSDP2 would give the gradients the same place
+        # in vectors of equal length.
         unused = next((p for p in self._sharded if p not in self._arrived), None)
         if unused is not None:
             raise RecipeError(
-                f"Cannot sum gradients exactly because a sharded parameter of shape {tuple(unused.shape)} got none in a "
+                "Cannot sum gradients exactly because a sharded parameter of shape "
+                f"{tuple(unused.shape)} got none in a "
                 "micro-batch: FSDP2 leaves it out of the vectors that are summed.",
-                "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze it; or keep it whole on every "
+                "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze "
+                "it; or keep it whole on every "
                 "rank: ignored_params=… of fully_shard.",
             )
         self._replicated.add(is_absent=micro_batch.is_absent, is_last=micro_batch.is_last)
@@ -433,7 +478,10 @@ class ExactReduction(GradientReduction):
             parameter.grad = None
 
     def _require_kept(self) -> None:
-        """Refuse sums in which a value too large for narrow sums was lost. Only a GPU's can, see ``ExactExchange``."""
+        """Refuse sums in which a value too large for narrow sums was lost.
+
+        Only a GPU's can, see ``ExactExchange``.
+        """
         lost = [exchange.has_lost() for exchange in self._exchanges]
         if not any(lost):
             return
@@ -443,30 +491,38 @@ class ExactReduction(GradientReduction):
             if gradient is not None and local_of(gradient).isnan().any():
                 names.append(name)
         raise RecipeError(
-            f"Cannot sum the gradient of '{', '.join(names[:3])}' exactly because values beyond 2^18 appeared in it after the "
+            f"Cannot sum the gradient of '{', '.join(names[:3])}' exactly because values beyond "
+            "2^18 appeared in it after the "
             "first step.",
             "Repeat the step: from now on these sums take all of float32's range.",
         )
 
     def _require_surrounded(self) -> None:
-        """Refuse a forward pass in training outside ``micro_batch``, where nobody sees the random numbers that it draws."""
+        """Refuse a forward pass in training outside ``micro_batch``, where nobody sees the random
+        numbers that it draws.
+        """
         if self.current is None:
             raise RecipeError(
-                f"Cannot sum gradients by '{self.row.name}' after a forward pass outside micro_batch().",
+                f"Cannot sum gradients by '{self.row.name}' after a forward pass outside "
+                "micro_batch().",
                 f"{_IN_MICRO_BATCHES} A pass without a backward pass needs torch.no_grad().",
             )
 
     def _require_own_dtypes(self) -> None:
-        """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the sum once more."""
+        """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the
+        sum once more.
+        """
         for module, group in self._fsdp:
             for parameter in torch_names.fsdp_parameters(group):
                 summed = dtype_name(torch_names.fsdp_sum_dtype(group, parameter))
                 stored = dtype_name(parameter.dtype)
                 if summed != stored:
                     raise RecipeError(
-                        f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 sums them in {summed} and its "
+                        f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 "
+                        f"sums them in {summed} and its "
                         f"parameters are {stored}.",
-                        f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum needs no wider one.",
+                        f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum "
+                        "needs no wider one.",
                     )
 
 
@@ -501,7 +557,8 @@ def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGri
                 name for name, parameter in model.named_parameters() if parameter is members[0]
             )
             raise RecipeError(
-                f"parameter '{name}' is a DTensor of which each rank holds a part, and it is not FSDP2 that gathers it.",
+                f"parameter '{name}' is a DTensor of which each rank holds a part, and it is not "
+                "FSDP2 that gathers it.",
                 "Shard it with fully_shard, or keep it whole on every rank.",
             )
 
@@ -514,10 +571,11 @@ def _grid_of(model: nn.Module, mesh: Any) -> RankGrid:
     return replicated()
 
 
-# ── replicated gradients: of a replicated model, of parameters that FSDP2 ignores, and of a model in DDP ────────────────────
+# ── replicated gradients: of a replicated model, of parameters that FSDP2 ignores, and of a model i
 #
-# They are copied into flat buckets of one dtype, and the buckets are summed. The buckets hold every trainable parameter in the
-# model's order, with a gradient or without. So their layout is the same on all ranks and in all micro-batches.
+# They are copied into flat buckets of one dtype, and the buckets are summed. The buckets hold every
+# trainable parameter in the model's order, with a gradient or without. So their layout is the same
+# on all ranks and in all micro-batches.
 
 BUCKET_BYTES = 32 << 20
 """Bytes that are copied and summed at a time: enough to hide latency, small beside a model."""
@@ -540,7 +598,10 @@ class Replicated:
 
     @torch.no_grad()
     def add(self, *, is_absent: bool = False, is_last: bool = True) -> None:
-        """Add ``p.grad``, unless absent. After the last micro-batch write the sums to it; before, set it to ``None``."""
+        """Add ``p.grad``, unless absent.
+
+        After the last micro-batch write the sums to it; before, set it to ``None``.
+        """
         if not self.parameters:
             return
         gradients = {p: None if is_absent else gradient_of(p) for p in self.parameters}
@@ -578,7 +639,9 @@ class Replicated:
 
 
 def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters in order, in buckets of one dtype and device, of at most :data:`BUCKET_BYTES` or one parameter."""
+    """Return the parameters in order, in buckets of one dtype and device, of at most
+    :data:`BUCKET_BYTES` or one parameter.
+    """
     buckets: list[list[Tensor]] = []
     open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
@@ -596,7 +659,8 @@ def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 def _dense(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         raise RecipeError(
-            f"a gradient of shape {tuple(gradient.shape)} is sparse, and gradients are summed across ranks in flat buckets.",
+            f"a gradient of shape {tuple(gradient.shape)} is sparse, and gradients are summed "
+            "across ranks in flat buckets.",
             "Make the embedding with sparse=False.",
         )
     return local_of(gradient)

@@ -1,8 +1,10 @@
-"""Detect silent corruption (bits that flip in memory or in arithmetic) of tensors that several ranks hold.
+"""Detect silent corruption (bits that flip in memory or in arithmetic) of tensors that several
+ranks hold.
 
-A replicated model, the replicas of a shard and vectors that stay whole must have equal hashes on all their ranks. They are
-compared every few steps. A difference stays until it is found. The majority is right. The error is the same on all ranks,
-and is raised before damage enters a checkpoint. It names the rank and the tensor.
+A replicated model, the replicas of a shard and vectors that stay whole must have equal hashes on
+all their ranks. They are compared every few steps. A difference stays until it is found. The
+majority is right. The error is the same on all ranks, and is raised before damage enters a
+checkpoint. It names the rank and the tensor.
 
 Damage of a shard without a replica cannot be detected.
 """
@@ -27,8 +29,8 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
     """Compare replicas across ranks. All ranks call it at the same place.
 
     Args:
-        tensors: name, tensor and parameter of everything that this rank holds between steps, in the same order on all ranks. A
-            DTensor parameter determines which other ranks hold the same.
+        tensors: name, tensor and parameter of everything that this rank holds between steps, in the
+            same order on all ranks. A DTensor parameter determines which other ranks hold the same.
         step: optimizer steps done, for the message.
     Raises:
         CorruptionError: on all ranks.
@@ -49,7 +51,10 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
 
 
 def replica_groups(owner: Any) -> list[Any]:
-    """Return the process groups of ranks that hold the same shard of a parameter as this rank. Empty without replicas."""
+    """Return the process groups of ranks that hold the same shard of a parameter as this rank.
+
+    Empty without replicas.
+    """
     if not is_sharded(owner):
         return [dist.group.WORLD]
     mesh = owner.device_mesh
@@ -58,7 +63,10 @@ def replica_groups(owner: Any) -> list[Any]:
 
 
 def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[CorruptionError]:
-    """Return an error for each tensor whose hashes differ. It names the ranks outside the majority, if there is one."""
+    """Return an error for each tensor whose hashes differ.
+
+    It names the ranks outside the majority, if there is one.
+    """
     mine = torch.stack([number.to(all_ranks().device) for number in hashes.values()])
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)

@@ -1,9 +1,11 @@
-"""Shard a model's parameters over the ranks of a mesh by PyTorch's FSDP2, one group for each decoder layer.
+"""Shard a model's parameters over the ranks of a mesh by PyTorch's FSDP2, one group for each
+decoder layer.
 
-FSDP2 gathers a group's parameters before they are used, and reduce-scatters its gradients after backward. This module decides
-which parameters form a group. A group's gradients have one dtype. So a module in float32 beside
-bfloat16 gets a group of its own. Single float32 vectors in a module of bfloat16 matrices stay whole on every rank: a message
-for each would cost more than its memory. The gradient reduction sums them.
+FSDP2 gathers a group's parameters before they are used, and reduce-scatters its gradients after
+backward. This module decides which parameters form a group. A group's gradients have one dtype. So
+a module in float32 beside bfloat16 gets a group of its own. Single float32 vectors in a module of
+bfloat16 matrices stay whole on every rank: a message for each would cost more than its memory. The
+gradient reduction sums them.
 
 A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along its second.
 """
@@ -25,12 +27,14 @@ from narrowgauge.torch_support import torch_names
 
 
 def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
-    """Shard a model's parameters over a mesh with FSDP2: a group for each decoder layer, and one for the rest.
+    """Shard a model's parameters over a mesh with FSDP2: a group for each decoder layer, and one
+    for the rest.
 
     Args:
         model: whole on every rank, with equal values. Its parameters become DTensors, in place.
         mesh: a ``DeviceMesh`` of one axis, or of two: replicas, then shards.
-        offload: keep parameters, gradients and states in the host's memory. A layer is copied to the device when it is used.
+        offload: keep parameters, gradients and states in the host's memory. A layer is copied to
+            the device when it is used.
     Raises:
         RecipeError: the mesh has more than two axes, or two without names.
     Cost: per micro-batch two gathers of every layer and one reduction of its gradients. A rank holds its part of the model and
@@ -49,13 +53,16 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
     for module in dict.fromkeys([*separate, *reversed(layers), model]):
         fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=whole_params)
     for module in fsdp_modules(model):
-        # NCCL's average multiplies by 1 / ranks in the gradient's format, which is biased unless the ranks are a power of two.
+        # NCCL's average multiplies by 1 / ranks in the gradient's format, which is biased unless
+        # the ranks are a power of two.
         module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to gather one at a time: a transformers model's decoder layers, else the members of module lists."""
+    """Return the modules to gather one at a time: a transformers model's decoder layers, else the
+    members of module lists.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -76,8 +83,9 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 def settle(model: nn.Module) -> None:
     """Let FSDP2 and the modules hold the same sharded parameters.
 
-    A forward pass may leave gathered parameters in the modules. ``to_empty`` and ``load_state_dict(assign=True)`` replace
-    sharded ones, which FSDP2 looks for only in its first forward pass.
+    A forward pass may leave gathered parameters in the modules. ``to_empty`` and
+    ``load_state_dict(assign=True)`` replace sharded ones, which FSDP2 looks for only in its first
+    forward pass.
     """
     for module, group in torch_names.fsdp_groups(model):
         module.reshard()
@@ -90,7 +98,9 @@ def has_shards(model: nn.Module) -> bool:
 
 
 def make_equal(model: nn.Module, mesh: Any) -> None:
-    """Broadcast the parameters and buffers of a mesh's first rank, so that replicas begin with equal bits."""
+    """Broadcast the parameters and buffers of a mesh's first rank, so that replicas begin with
+    equal bits.
+    """
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta"}
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
@@ -105,9 +115,12 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
-    """Return :func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors. Some may be DTensors.
+    """Return :func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors.
 
-    All ranks call it with the same names, and get the same 16 digits as one process that holds all of it.
+    Some may be DTensors.
+
+    All ranks call it with the same names, and get the same 16 digits as one process that holds all
+    of it.
     """
     return fingerprint_all(fingerprints_whole_and_own(named)[0])
 
@@ -115,7 +128,9 @@ def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
 def fingerprints_whole_and_own(
     named: Mapping[str, Tensor],
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the fingerprints of whole tensors, and of this rank's parts, from one read. All ranks pass the same names in order.
+    """Return the fingerprints of whole tensors, and of this rank's parts, from one read.
+
+    All ranks pass the same names in order.
 
     Cost: one read of this rank's parts, and one sum over the ranks of 8 bytes for each tensor.
     """
@@ -142,7 +157,9 @@ def fingerprints_whole_and_own(
 
 
 def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
-    """Return the fingerprint of this rank's part of a tensor, and the group over which it must be added up."""
+    """Return the fingerprint of this rank's part of a tensor, and the group over which it must be
+    added up.
+    """
     if not is_sharded(tensor):
         return fingerprint(tensor), None
     axes = [
@@ -167,7 +184,8 @@ def require_mesh(mesh: Any, sharding: str = "full") -> None:
         )
     if mesh.ndim > 2:
         raise RecipeError(
-            f"a mesh of {mesh.ndim} axes was given, and a model is sharded over one, or over replicas and shards.",
+            f"a mesh of {mesh.ndim} axes was given, and a model is sharded over one, or over "
+            "replicas and shards.",
             'Pass a part of it, such as mesh["replicate", "shard"].',
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
@@ -178,7 +196,10 @@ def require_mesh(mesh: Any, sharding: str = "full") -> None:
 
 
 def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
-    """Return whether no module outside a layer uses its parameters. FSDP2 needs tied parameters in one group."""
+    """Return whether no module outside a layer uses its parameters.
+
+    FSDP2 needs tied parameters in one group.
+    """
     inner_params, inner_modules = set(layer.parameters()), set(layer.modules())
     outer = [module for module in model.modules() if module not in inner_modules]
     return not any(
@@ -187,7 +208,9 @@ def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
 
 
 def _exceptions(model: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """Return modules that get a group of their own, and parameters that stay whole: both of another dtype than most."""
+    """Return modules that get a group of their own, and parameters that stay whole: both of another
+    dtype than most.
+    """
     users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():

@@ -1,10 +1,12 @@
 """This machine's arithmetic: hashes of the bits that some operations give on fixed numbers.
 
-Two correct machines may differ in their last bits, and so may one machine under two settings. They add in another order, fuse
-a multiplication with an addition, or round a function differently. Each operation is a probe. Rows of ``runs/data/probes.toml``
-have the same names, and say how a difference shows in a run.
+Two correct machines may differ in their last bits, and so may one machine under two settings. They
+add in another order, fuse a multiplication with an addition, or round a function differently. Each
+operation is a probe. Rows of ``runs/data/probes.toml`` have the same names, and say how a
+difference shows in a run.
 
-The numbers are made from integers alone, so they are equal on every machine. No random number is drawn and no setting changed.
+The numbers are made from integers alone, so they are equal on every machine. No random number is
+drawn and no setting changed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _LIBRARIES = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v
 
 
 def fixed_numbers() -> Tensor:
-    """Return float32 ``[64, 1024]`` in (-1, 1) without a pattern, with too many bits for exact sums; on the CPU."""
+    """Return float32 ``[64, 1024]`` in (-1, 1) without a pattern, with too many bits for exact
+    sums; on the CPU.
+    """
     state = np.arange(1, 64 * 1024 + 1, dtype=np.int64)
     for _ in range(3):
         state = (state * 48271 + 69621) % (2**31 - 1)
@@ -52,7 +56,10 @@ def _attention(x: Tensor) -> Tensor:
 
 
 def _odd(x: Tensor) -> Tensor:
-    """Return 4,099 elements. A vector's width does not divide this, and kernels may round the last ones differently."""
+    """Return 4,099 elements.
+
+    A vector's width does not divide this, and kernels may round the last ones differently.
+    """
     return x.flatten()[:4099]
 
 
@@ -69,11 +76,15 @@ PROBES: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": _attention,
     "sum of a tensor": lambda x: x.sum(),
 }
-"""Each operation by its name in ``probes.toml``. It takes the fixed numbers on the measured device."""
+"""Each operation by its name in ``probes.toml``.
+
+It takes the fixed numbers on the measured device.
+"""
 
 
 def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:
-    """Measure the arithmetic of a device under the present settings: the table ``arithmetic`` of ``run.toml``.
+    """Measure the arithmetic of a device under the present settings: the table ``arithmetic`` of
+    ``run.toml``.
 
     Cost: about 10 ms on a CPU.
     Example:
@@ -87,7 +98,10 @@ def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:
 
 
 def _bits(probe: Callable[[Tensor], Tensor], x: Tensor) -> str:
-    """Return the hash of a probe's result. If PyTorch refuses the operation on this device, say so."""
+    """Return the hash of a probe's result.
+
+    If PyTorch refuses the operation on this device, say so.
+    """
     try:
         result = probe(x).contiguous().cpu()
     except RuntimeError as error:

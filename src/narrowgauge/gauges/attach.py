@@ -1,8 +1,9 @@
 """Gauges: metrics of a model's tensors during training.
 
-Gauges watch only tensors that are in memory anyway: the operands of linear layers' matmuls, forward and backward; weights and
-gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every ``every``
-steps the tensors are recorded (:mod:`narrowgauge.gauges.sampling`). At the end of the step they are measured
+Gauges watch only tensors that are in memory anyway: the operands of linear layers' matmuls, forward
+and backward; weights and gradients; queries and keys. Hence a run with gauges has the same bits as
+one without, compiled or not. Every ``every`` steps the tensors are recorded
+(:mod:`narrowgauge.gauges.sampling`). At the end of the step they are measured
 (:mod:`narrowgauge.gauges.tensor_metrics`) and written as one record of ``gauges.jsonl``.
 """
 
@@ -79,7 +80,8 @@ class Gauges:
         }
         if not self.parameters:
             raise NarrowgaugeError(
-                f"Cannot attach gauges because the optimizer steps no parameter of this {type(model).__name__}.",
+                "Cannot attach gauges because the optimizer steps no parameter of this "
+                f"{type(model).__name__}.",
                 "Pass the model with its optimizer.",
             )
         self.recorder = Recorder()
@@ -121,7 +123,7 @@ class Gauges:
         self._record(False)
         self._undo.close()
 
-    # ── watched tensors ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── watched tensors ───────────────────────────────────────────────────────────────────────────
 
     def _attach(self) -> None:
         inductor.heed_hooks()
@@ -167,7 +169,7 @@ class Gauges:
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         self._head = next((name for name, layer in self._layers.items() if layer is head), "")
 
-    # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -212,9 +214,11 @@ class Gauges:
             self.on_row(row)
 
     def _head_logits(self) -> Tensor | None:
-        """Return the largest logit and the magnitude of the mean log Z: the step's sampled inputs times the new weights.
+        """Return the largest logit and the magnitude of the mean log Z: the step's sampled inputs
+        times the new weights.
 
-        ``None`` if the model does not name its head, as models of transformers do, or its weight is shared out over ranks.
+        ``None`` if the model does not name its head, as models of transformers do, or its weight is
+        shared out over ranks.
         """
         head: Any = self._layers.get(self._head)
         sample = self.recorder.samples.get(("input", self._head)) if head is not None else None
@@ -230,7 +234,9 @@ class Gauges:
         return torch.stack([logits.abs().amax(), logits.logsumexp(-1).mean().abs()])
 
     def _warn_if_nothing_recorded(self, row: Row) -> None:
-        """Warn once if no linear layer was recorded, e.g. because the code was compiled before attaching the gauges."""
+        """Warn once if no linear layer was recorded, e.g. because the code was compiled before
+        attaching the gauges.
+        """
         is_recorded = any(
             key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ())
         )
@@ -264,7 +270,10 @@ def _leading(optimizer: torch.optim.Optimizer, p: Tensor, name: str) -> Tensor |
 
 
 def _update_metrics(reading: AuditedUpdates) -> list[float | int | None]:
-    """Return the metrics of an audited parameter, in the order of the record. EDQ is NaN if no update was intended."""
+    """Return the metrics of an audited parameter, in the order of the record.
+
+    EDQ is NaN if no update was intended.
+    """
     rest = (getattr(reading, name) for name in list(METRICS["updates"])[1:])
     return [rounded(reading.edq, keep_nan=True), *map(rounded, rest)]
 
@@ -276,32 +285,39 @@ def attach_gauges(
     every: int = 20,
     on_row: Callable[[Row], Any] | None = None,
 ) -> Gauges:
-    """Measure a model during training: operands of its matmuls, gradients, weights, updates and attention.
+    """Measure a model during training: operands of its matmuls, gradients, weights, updates and
+    attention.
 
-    Invariant: a run with gauges has the same bits as one without, eager or compiled. The host synchronizes with the device
-    once on a sampled step, and never on other steps.
+    Invariant: a run with gauges has the same bits as one without, eager or compiled. The host
+    synchronizes with the device once on a sampled step, and never on other steps.
 
-    On several ranks, call it on every rank with the same arguments. For sharded parameters (FSDP2), amax, rms, counts and the
-    audit cover all shards. A sampled step takes two reductions over the ranks for them, and an audited step another. All other
-    metrics are of each rank's own shard and batch.
+    On several ranks, call it on every rank with the same arguments. For sharded parameters (FSDP2),
+    amax, rms, counts and the audit cover all shards. A sampled step takes two reductions over the
+    ranks for them, and an audited step another. All other metrics are of each rank's own shard and
+    batch.
 
-    Attaching sets two options of ``torch.compile`` for the whole process, so that previously compiled code sees the hooks.
-    Guards on module hooks are kept, and a function may be compiled 64 times.
+    Attaching sets two options of ``torch.compile`` for the whole process, so that previously
+    compiled code sees the hooks. Guards on module hooks are kept, and a function may be compiled 64
+    times.
 
     Args:
-        model: any module or part of one, prepared or not, compiled after this call or not at all. Its linear layers,
-            low-precision experts, and queries and keys of modules whose class name contains "Attention" are watched.
-        optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper of one. Its steps are
-            counted. A Narrowgauge optimizer created without parameter names takes the model's names.
+        model: any module or part of one, prepared or not, compiled after this call or not at all.
+            Its linear layers, low-precision experts, and queries and keys of modules whose class
+            name contains "Attention" are watched.
+        optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper
+            of one. Its steps are counted. A Narrowgauge optimizer created without parameter names
+            takes the model's names.
         every: number of steps between samples; 0 disables sampling.
-        on_row: called with each record (:data:`narrowgauge.runs.schema.GAUGE`). ``ng.analysis.Alarms(recipe).on_gauges(row)``
-            returns its alarms. ``ng.RunRecorder(…, gauges_every=20)`` writes records and raises alarms.
+        on_row: called with each record (:data:`narrowgauge.runs.schema.GAUGE`).
+            ``ng.analysis.Alarms(recipe).on_gauges(row)`` returns its alarms. ``ng.RunRecorder(…,
+            gauges_every=20)`` writes records and raises alarms.
     Returns:
         The gauges; ``last`` is their newest record, ``detach()`` removes them.
     Raises:
         NarrowgaugeError: nothing can be watched, or a module already has gauges.
 
-    Cost: 32 KiB of memory per watched tensor on sampled steps; for the time see RESULTS.md and ``benchmarks/gauges.py``.
+    Cost: 32 KiB of memory per watched tensor on sampled steps; for the time see RESULTS.md and
+    ``benchmarks/gauges.py``.
 
     Example:
         >>> import torch, narrowgauge as ng

@@ -1,10 +1,12 @@
 """Attention: a bound of its logits under any mask and in any kernel.
 
-A logit is a product of a query and a key, so the largest norms of both bound it. Rotary embeddings keep norms. The norms are
-read where queries and keys leave their projections, or the norms after them.
+A logit is a product of a query and a key, so the largest norms of both bound it. Rotary embeddings
+keep norms. The norms are read where queries and keys leave their projections, or the norms after
+them.
 
-Attention modules are known by the name of their class. Not seen are modules that do not state the width of a head, as
-``head_dim`` or ``num_heads``, and those that never call their projections, such as ``nn.MultiheadAttention``.
+Attention modules are known by the name of their class. Not seen are modules that do not state the
+width of a head, as ``head_dim`` or ``num_heads``, and those that never call their projections, such
+as ``nn.MultiheadAttention``.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ PAIRS = (
     ("to_q", "to_k"),
     ("wq", "wk"),
 )
-"""Names of the modules that give queries and keys, in libraries and models; what comes last in the forward pass first."""
+"""Names of the modules that give queries and keys, in libraries and models; what comes last in the
+forward pass first.
+"""
 FUSED = ("qkv", "c_attn", "qkv_proj", "query_key_value")
 """Names of projections to queries, keys and values of equal widths."""
 
 
 class Heads(NamedTuple):
-    """The modules whose outputs are queries and keys, the width of a head, and the factor of the logits."""
+    """The modules whose outputs are queries and keys, the width of a head, and the factor of the
+    logits.
+    """
 
     query: nn.Module
     key: nn.Module
@@ -35,7 +41,9 @@ class Heads(NamedTuple):
     scale: float
 
     def largest_norm(self, x: Tensor, kind: str) -> Tensor:
-        """Return the largest norm of a head in ``[..., heads × width]``, the output of the module of ``query`` or ``key``."""
+        """Return the largest norm of a head in ``[..., heads × width]``, the output of the module
+        of ``query`` or ``key``.
+        """
         if self.query is self.key:
             x = x.chunk(3, -1)[kind == "key"]
         norms: Tensor = x.float().unflatten(-1, (-1, self.width)).norm(dim=-1)
@@ -43,7 +51,9 @@ class Heads(NamedTuple):
 
 
 def heads_of(module: Any) -> Heads | None:
-    """Return where a module's queries and keys are; ``None`` if it is not attention or does not say."""
+    """Return where a module's queries and keys are; ``None`` if it is not attention or does not
+    say.
+    """
     if "attention" not in type(module).__name__.lower():
         return None
     children = dict(module.named_children())

@@ -1,8 +1,11 @@
-"""The hooks on a model's forward and backward. Hooks on the optimizer's step are in :mod:`narrowgauge.torch_support.torch_hooks`.
+"""The hooks on a model's forward and backward.
 
-Gauges hook with one function, so that layers share compiled code. Differences between layers are in an
-attribute of the module, ``gauge_entries``: of its input, of its output's gradient (``None`` if not watched), of its output. The
-recorder follows outputs and gradients of eager steps. A compiler skips its hooks.
+Hooks on the optimizer's step are in :mod:`narrowgauge.torch_support.torch_hooks`.
+
+Gauges hook with one function, so that layers share compiled code. Differences between layers are in
+an attribute of the module, ``gauge_entries``: of its input, of its output's gradient (``None`` if
+not watched), of its output. The recorder follows outputs and gradients of eager steps. A compiler
+skips its hooks.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.torch_support.torch_hooks import OwnHook
 from narrowgauge.torch_support.torch_names import is_transformed, plain_name
 
-# ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── gauges ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def record_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Record the input, the output and the gradient of the output of a watched module, as its forward hook."""
+    """Record the input, the output and the gradient of the output of a watched module, as its
+    forward hook.
+    """
     if not is_sampled(module) or is_transformed():
         return None
     input_entry, gradient_entry, *output_entries = module.gauge_entries
@@ -41,7 +46,9 @@ def record_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 
 def multiplies(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, transformers' ``Conv1D`` or a projection of low-precision experts."""
+    """Return whether a module is a linear layer, transformers' ``Conv1D`` or a projection of
+    low-precision experts.
+    """
     kinds = type(module).__mro__
     if isinstance(
         module, NonDynamicallyQuantizableLinear
@@ -53,14 +60,17 @@ def multiplies(module: nn.Module) -> bool:
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by name. Projections of low-precision experts are named like their weights."""
+    """Return the modules of a model by name.
+
+    Projections of low-precision experts are named like their weights.
+    """
     names = {id(module): name for name, module in grouped_layers_of(model).items()}
     return {
         plain_name(names.get(id(module), name)): module for name, module in model.named_modules()
     }
 
 
-# ── outputs and gradients ──────────────────────────────────────────────────────────────────────────────────────────
+# ── outputs and gradients ─────────────────────────────────────────────────────────────────────────
 
 
 def follow_outputs(
@@ -69,7 +79,8 @@ def follow_outputs(
     see: Callable[[str, Tensor], object],
     names: Collection[str] = (),
 ) -> None:
-    """Call a function with the first output of each module of these names that has parameters, until the stack closes.
+    """Call a function with the first output of each module of these names that has parameters,
+    until the stack closes.
 
     Without names, of each module with parameters of its own.
     """
@@ -94,7 +105,8 @@ def follow_outputs(
 
 
 def follow_gradients(stack: ExitStack, model: nn.Module, see: Callable[[Tensor], object]) -> None:
-    """Call a function with each parameter gradient that a backward pass computes, until the stack closes.
+    """Call a function with each parameter gradient that a backward pass computes, until the stack
+    closes.
 
     The loop's own hooks run first. FSDP2 sums gradients of other tensors, out of reach of hooks.
     """

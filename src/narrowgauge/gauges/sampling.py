@@ -1,13 +1,15 @@
 """Sampling of tensors: statistics and sampled rows of the watched tensors of one training step.
 
-During a sampled step each watched tensor costs two reductions (amax, sum of squares) and a copy of some of its rows.
-Each tensor has its own entry. Histograms, outliers and the error of casts are computed at the end of the step from the
-copied rows, batched over all tensors. One transfer moves them to the host.
+During a sampled step each watched tensor costs two reductions (amax, sum of squares) and a copy of
+some of its rows. Each tensor has its own entry. Histograms, outliers and the error of casts are
+computed at the end of the step from the copied rows, batched over all tensors. One transfer moves
+them to the host.
 
-Compiled code records tensors through a custom operator with a side effect that the compiler must keep. The operator only reads
-tensors that a matmul reads, so they are in memory anyway, and the surrounding code is compiled as before. The operator is in
-the graph only on sampled steps. They use a second version of the compiled code. Hence other steps cost nothing, and a
-watched run has the same bits as an unwatched run.
+Compiled code records tensors through a custom operator with a side effect that the compiler must
+keep. The operator only reads tensors that a matmul reads, so they are in memory anyway, and the
+surrounding code is compiled as before. The operator is in the graph only on sampled steps. They use
+a second version of the compiled code. Hence other steps cost nothing, and a watched run has the
+same bits as an unwatched run.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ SAMPLE = 1 << 13
 
 
 class Sampling:
-    """Whether gauges sample the current step. Compiled code is guarded on ``is_on`` and therefore has two versions."""
+    """Whether gauges sample the current step.
+
+    Compiled code is guarded on ``is_on`` and therefore has two versions.
+    """
 
     is_on = False
 
@@ -44,14 +49,17 @@ def is_sampled(module: torch.nn.Module) -> bool:
 
 
 Key = tuple[str, str]
-"""The kind of a watched tensor, a key of ``runs.schema.TENSOR_KINDS``, ``query`` or ``key``; and its name."""
+"""The kind of a watched tensor, a key of ``runs.schema.TENSOR_KINDS``, ``query`` or ``key``; and
+its name.
+"""
 
 
 class Recorder:
     """Statistics and samples of the watched tensors of one model.
 
-    Statistics are amax, rms and the number of non-finite values; for queries and keys the largest norm of a head. Calls
-    record only while ``is_recording``. Compiled code may run its sampled version for another recorder.
+    Statistics are amax, rms and the number of non-finite values; for queries and keys the largest
+    norm of a head. Calls record only while ``is_recording``. Compiled code may run its sampled
+    version for another recorder.
     """
 
     def __init__(self) -> None:
@@ -91,7 +99,8 @@ class Recorder:
             self.stats[key] = norm, norm, torch.zeros_like(norm)
             return
         largest = largest_magnitude(x)
-        # Counting costs more than the two reductions. On the CPU a finite amax shows for free that the count is 0.
+        # Counting costs more than the two reductions. On the CPU a finite amax shows for free that
+        # the count is 0.
         is_finite = not x.is_cuda and math.isfinite(largest.item())
         bad = torch.zeros_like(largest) if is_finite else (~x.isfinite()).sum().float()
         self.stats[key] = (largest, rms(x), bad)
@@ -114,12 +123,16 @@ def sample_rows(x: Tensor) -> Tensor:
     return matrix[:: rows // count][:count].to(torch.float32, copy=True)
 
 
-# Weak references: a recorder lives as long as its gauges. Numbers are never reused, because compiled code may hold one.
+# Weak references: a recorder lives as long as its gauges. Numbers are never reused, because
+# compiled code may hold one.
 RECORDERS: list[weakref.ref[Recorder]] = []
 
 
 def recorder_of(entry: Tensor) -> tuple[Recorder, Key] | None:
-    """Return the recorder and the key of an entry. ``None`` if its gauges are gone, or for an entry of a copied model."""
+    """Return the recorder and the key of an entry.
+
+    ``None`` if its gauges are gone, or for an entry of a copied model.
+    """
     number, index = entry.tolist()
     recorder = RECORDERS[number]() if number < len(RECORDERS) else None
     is_known = recorder is not None and recorder.entries[index].data_ptr() == entry.data_ptr()
@@ -137,12 +150,16 @@ torch_names.keep_effect(record)
 
 
 class _RecordGradient(torch.autograd.Function):
-    """The identity. Its backward records the gradient. Compiled code uses it in place of a tensor hook."""
+    """The identity.
+
+    Its backward records the gradient. Compiled code uses it in place of a tensor hook.
+    """
 
     @staticmethod
     def forward(ctx: object, y: Tensor, entry: Tensor) -> Tensor:
         ctx.entry = entry  # type: ignore[attr-defined]
-        # Not a view, which compiled code could not modify in place. The compiler removes an unnecessary copy.
+        # Not a view, which compiled code could not modify in place. The compiler removes an
+        # unnecessary copy.
         return y.clone()
 
     @staticmethod

@@ -1,8 +1,10 @@
-"""Metrics of the watched tensors: from the recorder of a sampled step to one record of ``gauges.jsonl``.
+"""Metrics of the watched tensors: from the recorder of a sampled step to one record of
+``gauges.jsonl``.
 
-Samples of equal shape are batched, so a thousand tensors take some dozens of operations. All metrics go into one vector
-that is copied to the host once. For sharded weights and gradients, one maximum and one sum over the ranks give amax, rms and
-counts of whole parameters. Every rank makes the same calls, even if it holds nothing of a parameter.
+Samples of equal shape are batched, so a thousand tensors take some dozens of operations. All
+metrics go into one vector that is copied to the host once. For sharded weights and gradients, one
+maximum and one sum over the ranks give amax, rms and counts of whole parameters. Every rank makes
+the same calls, even if it holds nothing of a parameter.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ SHARED = ("weight", "grad")
 
 
 def join_shards(recorder: Recorder, parameters: Mapping[str, Any]) -> None:
-    """Replace amax, rms and counts of shards by those of whole parameters. All ranks make the call."""
+    """Replace amax, rms and counts of shards by those of whole parameters.
+
+    All ranks make the call.
+    """
     names = {p: name for name, p in parameters.items()}
     for groups, members in by_group(parameters.values()):
         if not groups:
@@ -161,7 +166,7 @@ def rounded(value: float | int | None, keep_nan: bool = False) -> float | int | 
     return float(f"{value:.4g}")
 
 
-# ── the cast of a watched tensor ──────────────────────────────────────────────────────────────────────────────────────
+# ── the cast of a watched tensor ──────────────────────────────────────────────────────────────────
 
 _SLOTS = {"input": "output.left", "weight": "output.right", "output_grad": "grad_input.left"}
 """The slot whose cast is measured, for each kind of tensor."""

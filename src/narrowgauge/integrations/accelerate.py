@@ -1,7 +1,8 @@
 """Accelerate: its FSDP2 replaces parameters by shards, and this module moves their states along.
 
-``accelerator.prepare`` replaces each parameter in the param groups by its shard. Torch's optimizers have no states by then. Our
-optimizers have stored the bits of the weights since :func:`narrowgauge.prepare`.
+``accelerator.prepare`` replaces each parameter in the param groups by its shard. Torch's optimizers
+have no states by then. Our optimizers have stored the bits of the weights since
+:func:`narrowgauge.prepare`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from narrowgauge.optim.audit import unwrapped
 
 @torch.no_grad()
 def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
-    """Give the states of replaced parameters to their replacements. Call it after ``accelerator.prepare``.
+    """Give the states of replaced parameters to their replacements.
+
+    Call it after ``accelerator.prepare``.
 
     Args:
         optimizer: ours, or Accelerate's around it.
@@ -36,9 +39,11 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
         )
     if not is_same:
         raise RecipeError(
-            f"Cannot pass on the states of {len(old)} parameters because the {len(new)} in their places have other shapes, "
+            f"Cannot pass on the states of {len(old)} parameters because the {len(new)} in their "
+            "places have other shapes, "
             "formats or values.",
-            "Load weights before ng.prepare, and leave Accelerate's mixed_precision at 'no': the recipe says what to compute in.",
+            "Load weights before ng.prepare, and leave Accelerate's mixed_precision at 'no': the "
+            "recipe says what to compute in.",
         )
     for group in ours.param_groups:
         ours.make_missing(group, group["params"])

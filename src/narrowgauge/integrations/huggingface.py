@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer, and TRL's: the optimizer of their arguments, and a callback that records and warns."""
+"""Hugging Face's Trainer, and TRL's: the optimizer of their arguments, and a callback that records
+and warns.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
 def use_adamw(trainer: AnyTrainer, **options: Any) -> AnyTrainer:
-    """Make a Trainer step with :class:`narrowgauge.AdamW`: ``transformers.Trainer`` and every one of TRL's.
+    """Make a Trainer step with :class:`narrowgauge.AdamW`: ``transformers.Trainer`` and every one
+    of TRL's.
 
     Call it before ``train()``.
 
@@ -39,7 +42,8 @@ def use_adamw(trainer: AnyTrainer, **options: Any) -> AnyTrainer:
     """
     if trainer.optimizer is not None:
         raise RecipeError(
-            f"Cannot choose an optimizer: the trainer already has {type(unwrapped(trainer.optimizer)).__name__}.",
+            "Cannot choose an optimizer: the trainer already has "
+            f"{type(unwrapped(trainer.optimizer)).__name__}.",
             "Call use_adamw before train(), and give the trainer no optimizers=.",
         )
     trainer.optimizer_cls_and_kwargs = adamw_of(trainer.args, **options)
@@ -47,10 +51,11 @@ def use_adamw(trainer: AnyTrainer, **options: Any) -> AnyTrainer:
 
 
 def save_for_torch(trainer: Trainer, checkpoint: str | Path) -> None:
-    """Rewrite a Trainer's checkpoint so that a training with ``torch.optim.AdamW`` continues from it.
+    """Rewrite a Trainer's checkpoint so that a training with ``torch.optim.AdamW`` continues from
+    it.
 
-    The optimizer's states and the weights are written in float32, with the bits that our optimizer keeps. Load the model with
-    ``dtype=torch.float32``.
+    The optimizer's states and the weights are written in float32, with the bits that our optimizer
+    keeps. Load the model with ``dtype=torch.float32``.
 
     Args:
         trainer: trained with our optimizer, and at the step of the checkpoint.
@@ -81,10 +86,12 @@ def save_for_torch(trainer: Trainer, checkpoint: str | Path) -> None:
 
 
 def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict[str, Any]]:
-    """Return :class:`narrowgauge.AdamW` and its options, for ``optimizer_cls_and_kwargs=`` of a Trainer.
+    """Return :class:`narrowgauge.AdamW` and its options, for ``optimizer_cls_and_kwargs=`` of a
+    Trainer.
 
     Args:
-        args: their ``learning_rate``, ``adam_beta1``, ``adam_beta2``, ``adam_epsilon`` and ``weight_decay`` are taken.
+        args: their ``learning_rate``, ``adam_beta1``, ``adam_beta2``, ``adam_epsilon`` and
+            ``weight_decay`` are taken.
         options: further ones, such as ``storage``, or others in place of these.
     Example:
         >>> adamw_of(TrainingArguments(learning_rate=1e-3, adam_beta2=0.95), storage="word")[1]["betas"]
@@ -101,16 +108,18 @@ def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict
 
 
 class NarrowgaugeCallback(TrainerCallback):
-    """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings that defeat it.
+    """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings
+    that defeat it.
 
-    Each step has a row. The Trainer gives a loss only to its log entries: set ``logging_steps=1`` for each step's own, and
-    ``logging_nan_inf_filter=False`` to see a NaN. A new training never overwrites a record: it takes ``folder-2`` and so on. A
-    resumed training continues in the last.
+    Each step has a row. The Trainer gives a loss only to its log entries: set ``logging_steps=1``
+    for each step's own, and ``logging_nan_inf_filter=False`` to see a NaN. A new training never
+    overwrites a record: it takes ``folder-2`` and so on. A resumed training continues in the last.
 
     Args:
         folder: the run folder; ``None`` takes ``narrowgauge`` in ``output_dir``.
         gauges_every: steps between samples of the gauges; 0 for none.
-        audit_every: steps between audits, which compare the update with the optimizer's rule; 0 for none.
+        audit_every: steps between audits, which compare the update with the optimizer's rule; 0 for
+            none.
     Example:
         >>> callback = NarrowgaugeCallback(gauges_every=100)
         >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP
@@ -196,11 +205,13 @@ def _warnings(args: TrainingArguments, optimizer: Any) -> list[str]:
     if rates == {default} and args.learning_rate != default:
         texts.append(
             f"{type(optimizer).__name__} was made without lr and steps at {default:g}, not at "
-            f"TrainingArguments(learning_rate={args.learning_rate:g}). Pass optimizer_cls_and_kwargs=adamw_of(args)."
+            f"TrainingArguments(learning_rate={args.learning_rate:g}). Pass "
+            "optimizer_cls_and_kwargs=adamw_of(args)."
         )
     if optimizer.max_grad_norm is not None and args.max_grad_norm:
         texts.append(
-            f"Gradients are clipped twice: to {args.max_grad_norm:g} by the Trainer and to {optimizer.max_grad_norm:g} by the "
+            f"Gradients are clipped twice: to {args.max_grad_norm:g} by the Trainer and to "
+            f"{optimizer.max_grad_norm:g} by the "
             "optimizer. Set TrainingArguments(max_grad_norm=0)."
         )
     return texts

@@ -1,7 +1,8 @@
 """Lightning's Trainer: a callback that records a fit, also in Lightning's own loggers.
 
-Lightning needs nothing else than ``ng.AdamW`` from ``configure_optimizers``. Under DistributedDataParallel, which Lightning wraps
-around the module before, also ``ng.cast_parameters`` in the module's ``__init__``.
+Lightning needs nothing else than ``ng.AdamW`` from ``configure_optimizers``. Under
+DistributedDataParallel, which Lightning wraps around the module before, also ``ng.cast_parameters``
+in the module's ``__init__``.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ Callback: Any = import_module("pytorch_lightning" if _IS_OLD else "lightning.pyt
 
 
 class NarrowgaugeMonitor(Callback):
-    """Record a fit as ``narrowgauge train`` records its runs, and send the numbers to the Trainer's loggers.
+    """Record a fit as ``narrowgauge train`` records its runs, and send the numbers to the Trainer's
+    loggers.
 
-    Losses and weights have the same bits with and without it. A new fit never overwrites a record: it takes ``folder-2``,
-    ``folder-3`` …. A resumed fit continues in the last of them.
+    Losses and weights have the same bits with and without it. A new fit never overwrites a record:
+    it takes ``folder-2``, ``folder-3`` …. A resumed fit continues in the last of them.
 
     Args:
-        folder: the run folder; ``None`` takes ``narrowgauge`` in the Trainer's ``default_root_dir``.
+        folder: the run folder; ``None`` takes ``narrowgauge`` in the Trainer's
+            ``default_root_dir``.
         gauges_every: steps between samples of the gauges; 0 for none.
-        audit_every: steps between audits, which compare the update with the optimizer's rule; 0 for none.
-        loss, val_loss: the names of the losses that the module logs. A loss that ``training_step`` returns takes precedence.
+        audit_every: steps between audits, which compare the update with the optimizer's rule; 0 for
+            none.
+        loss, val_loss: the names of the losses that the module logs. A loss that ``training_step``
+            returns takes precedence.
         tokens: counts a batch's tokens; ``None`` records none.
     Raises:
         RecipeError: no loss is returned or logged.
@@ -64,7 +69,9 @@ class NarrowgaugeMonitor(Callback):
         self._loss: Tensor | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Keep the random bits of narrow layers apart on ranks, before DistributedDataParallel wraps the module."""
+        """Keep the random bits of narrow layers apart on ranks, before DistributedDataParallel
+        wraps the module.
+        """
         keep_ranks_apart(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -76,7 +83,8 @@ class NarrowgaugeMonitor(Callback):
             )
         if getattr(optimizer, "max_grad_norm", None) and trainer.gradient_clip_val:
             warnings.warn(
-                f"Gradients are clipped twice: to {trainer.gradient_clip_val:g} by the Trainer and to "
+                f"Gradients are clipped twice: to {trainer.gradient_clip_val:g} by the Trainer and "
+                "to "
                 f"{optimizer.max_grad_norm:g} by the optimizer. Leave gradient_clip_val out.",
                 stacklevel=2,
             )
@@ -130,7 +138,8 @@ class NarrowgaugeMonitor(Callback):
         loss = trainer.callback_metrics.get(self._loss_name) if self._loss is None else self._loss
         if loss is None:
             raise RecipeError(
-                f"Cannot record a fit whose training_step returns no loss and logs no '{self._loss_name}'.",
+                "Cannot record a fit whose training_step returns no loss and logs no "
+                f"'{self._loss_name}'.",
                 "Return the loss, or log it: self.log('loss', loss).",
             )
         self.recorder.step(
@@ -162,7 +171,9 @@ def _log(trainer: Any, kind: str, row: Row) -> None:
 
 
 def _called_model(module: nn.Module) -> nn.Module:
-    """Return the model that ``training_step`` calls: the only child if it has all parameters, else the module itself."""
+    """Return the model that ``training_step`` calls: the only child if it has all parameters, else
+    the module itself.
+    """
     children = [child for child in module.children() if next(child.parameters(), None) is not None]
     is_whole = len(children) == 1 and next(module.parameters(recurse=False), None) is None
     return children[0] if is_whole else module

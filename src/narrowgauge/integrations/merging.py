@@ -1,8 +1,9 @@
 """Merge LoRA adapters into their base and take them out again, without loss.
 
-PEFT's ``merge_adapter`` adds the product of the adapters to a 16-bit weight, and ``unmerge_adapter`` subtracts it. Each rounds:
-the frozen base moves with every cycle. Here a merged weight is the nearest one of base + product, and the base's bits are kept
-beside it: 2 bytes for each merged 16-bit weight.
+PEFT's ``merge_adapter`` adds the product of the adapters to a 16-bit weight, and
+``unmerge_adapter`` subtracts it. Each rounds: the frozen base moves with every cycle. Here a merged
+weight is the nearest one of base + product, and the base's bits are kept beside it: 2 bytes for
+each merged 16-bit weight.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ def merge(model: nn.Module) -> int:
     """Put the active LoRA adapters of PEFT into the weights that they adapt, each rounded once.
 
     Args:
-        model: with LoRA on linear layers, in training or not. Layers that are merged stay as they are.
+        model: with LoRA on linear layers, in training or not. Layers that are merged stay as they
+            are.
     Returns:
         The number of layers that were merged. :func:`unmerge` restores them.
     Raises:
-        RecipeError: a layer is quantized or sharded, no linear layer, or more than LoRA (DoRA, a bias); or PEFT merged it.
-            Nothing was merged then.
+        RecipeError: a layer is quantized or sharded, no linear layer, or more than LoRA (DoRA, a
+            bias); or PEFT merged it. Nothing was merged then.
     Example:
         >>> model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))  # doctest: +SKIP
         >>> ng.merge(model)  # generate, export … # doctest: +SKIP
@@ -93,13 +95,18 @@ def _require_plain(name: str, layer: Any) -> None:
 
 
 def _merged(layer: Any) -> Tensor:
-    """Return the nearest weight to base + product, of which nothing else is rounded to the base's format."""
+    """Return the nearest weight to base + product, of which nothing else is rounded to the base's
+    format.
+    """
     weight = layer.get_base_layer().weight.detach()
     return _nearest(weight.double() + product_of(layer), weight.dtype)
 
 
 def _nearest(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float64 to a dtype once. Torch rounds twice, by way of float32, so round to odd there."""
+    """Round float64 to a dtype once.
+
+    Torch rounds twice, by way of float32, so round to odd there.
+    """
     if dtype.itemsize > 2:
         return exact.to(dtype)
     narrow = exact.float()

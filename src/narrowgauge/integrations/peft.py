@@ -1,8 +1,10 @@
-"""Adapters over a quantized base: frozen linear layers under PEFT's LoRA and others become codes and scales.
+"""Adapters over a quantized base: frozen linear layers under PEFT's LoRA and others become codes
+and scales.
 
-An 8-bit layer multiplies as :func:`narrowgauge.quantize_for_inference` does: its input is cast too (LLM.int8). A 4-bit layer is
-widened to its input's format (QLoRA). Backward multiplies the gradient by the widened weight, so the adapters of earlier layers
-learn. Adapters stay unchanged. PEFT's ``BaseTunerLayer.get_base_layer`` (0.21) distinguishes them from the base.
+An 8-bit layer multiplies as :func:`narrowgauge.quantize_for_inference` does: its input is cast too
+(LLM.int8). A 4-bit layer is widened to its input's format (QLoRA). Backward multiplies the gradient
+by the widened weight, so the adapters of earlier layers learn. Adapters stay unchanged. PEFT's
+``BaseTunerLayer.get_base_layer`` (0.21) distinguishes them from the base.
 
 Source: Dettmers et al. 2022, LLM.int8() (2208.07339); Dettmers et al. 2023, QLoRA (2305.14314).
 """
@@ -34,13 +36,17 @@ from narrowgauge.spec.computes import Cast, Compute
 from narrowgauge.spec.notation import get_compute
 
 _ADVICE = (
-    "To merge adapters, call dequantize_base(model) first; add adapters before quantize_base; DoRA, LoHa, LoKr and others "
+    "To merge adapters, call dequantize_base(model) first; add adapters before quantize_base; "
+    "DoRA, LoHa, LoKr and others "
     "need whole weights in each step."
 )
 
 
 class NoWeightError(RecipeError, AttributeError):
-    """Says that a frozen layer has no weight. It is an ``AttributeError``, so ``hasattr`` is false."""
+    """Says that a frozen layer has no weight.
+
+    It is an ``AttributeError``, so ``hasattr`` is false.
+    """
 
 
 class _Product(torch.autograd.Function):
@@ -57,7 +63,9 @@ class _Product(torch.autograd.Function):
 
 
 class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
-    """A frozen linear layer with codes and scales instead of a weight, through which gradients flow to its input."""
+    """A frozen linear layer with codes and scales instead of a weight, through which gradients flow
+    to its input.
+    """
 
     plain_class: type[nn.Module]  # with a weight: nn.Linear, or transformers' Conv1D
 
@@ -81,7 +89,8 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise NoWeightError(
-                f"Cannot use the weight of a layer quantized as '{self.compute.name}' because it has codes and scales.",
+                f"Cannot use the weight of a layer quantized as '{self.compute.name}' because it "
+                "has codes and scales.",
                 _ADVICE,
             )
         return super().__getattr__(name)
@@ -91,8 +100,10 @@ class PackedLinear(FrozenLinear):
     """A :class:`FrozenLinear` with two codes in a byte.
 
     Attributes:
-        weight_codes: uint8 ``[out, in / 2]``, padded to whole blocks. The lower half is the even column.
-        tensor_scale: float32 ``[1, 1]``, multiplies all values. It is 1 if the format has no tensor scale.
+        weight_codes: uint8 ``[out, in / 2]``, padded to whole blocks. The lower half is the even
+            column.
+        tensor_scale: float32 ``[1, 1]``, multiplies all values. It is 1 if the format has no tensor
+            scale.
     """
 
     exact = (*FrozenLinear.exact, "tensor_scale")
@@ -100,7 +111,9 @@ class PackedLinear(FrozenLinear):
 
     @classmethod
     def codes_of(cls, weight: Tensor, right: Cast) -> tuple[Tensor, ...]:
-        """Return packed codes, the scales of blocks, and the tensor's scale of a weight ``[out, in]``."""
+        """Return packed codes, the scales of blocks, and the tensor's scale of a weight ``[out,
+        in]``.
+        """
         cast_weight = quantize(padded(weight, right, 1), right)
         if cast_weight.inner is None:
             raise FormatError(f"{right} has no scales of blocks.")
@@ -126,14 +139,18 @@ def quantize_base(
     """Store the frozen linear layers of a model with adapters as codes and scales, in place.
 
     Args:
-        model: a ``PeftModel``, or any model whose frozen weights have ``requires_grad=False``; float32 or 16 bits.
-        compute: its weights' cast is stored. Any compute of :func:`narrowgauge.quantize_for_inference`, such as
-            ``int8-outlier-codes``, takes 1 byte a parameter; ``nvfp4`` takes 0.56 and ``mxfp4`` 0.53.
-        keep: patterns of base model names of layers to leave alone. ``None``: the compute's own (the language model's head).
+        model: a ``PeftModel``, or any model whose frozen weights have ``requires_grad=False``;
+            float32 or 16 bits.
+        compute: its weights' cast is stored. Any compute of
+            :func:`narrowgauge.quantize_for_inference`, such as ``int8-outlier-codes``, takes 1 byte
+            a parameter; ``nvfp4`` takes 0.56 and ``mxfp4`` 0.53.
+        keep: patterns of base model names of layers to leave alone. ``None``: the compute's own
+            (the language model's head).
     Returns:
         The model, which trains and saves its adapters as before.
     Raises:
-        RecipeError: an unknown compute, or one whose weights cannot be stored; no frozen linear layer.
+        RecipeError: an unknown compute, or one whose weights cannot be stored; no frozen linear
+            layer.
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8))
         >>> model[0].requires_grad_(False)
@@ -156,7 +173,8 @@ def quantize_base(
     if not layers:
         raise RecipeError(
             f"Cannot quantize this {type(model).__name__} because it has no frozen linear layer.",
-            "Give the model that get_peft_model returns, or freeze its base with requires_grad_(False).",
+            "Give the model that get_peft_model returns, or freeze its base with "
+            "requires_grad_(False).",
         )
     shared: dict[Tensor, tuple[Tensor, ...]] = {}
     for layer in layers.values():
@@ -169,7 +187,9 @@ def quantize_base(
 
 
 def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Turn the codes of :func:`quantize_base` back into weights of a dtype, in place, so that adapters can be merged."""
+    """Turn the codes of :func:`quantize_base` back into weights of a dtype, in place, so that
+    adapters can be merged.
+    """
     for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
         matrix = layer.dequantize().to(dtype)
         bias = layer._parameters["bias"]

@@ -1,7 +1,8 @@
 """torchtitan: a converter for the model's linear layers, and an optimizer config.
 
-torchtitan 0.3 converts a model's *config*, and binds each layer's ``forward`` before the weights exist. So the converter puts
-layers into the config that can be swapped later: once the model is sharded and initialized, and torchtitan builds its optimizers.
+torchtitan 0.3 converts a model's *config*, and binds each layer's ``forward`` before the weights
+exist. So the converter puts layers into the config that can be swapped later: once the model is
+sharded and initialized, and torchtitan builds its optimizers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from narrowgauge.spec.notation import get_compute
 
 
 class SwappableLinear(DeferredLinear, Linear):
-    """torchtitan's linear layer with the requested compute, which is active once the layer is swapped."""
+    """torchtitan's linear layer with the requested compute, which is active once the layer is
+    swapped.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -40,13 +43,16 @@ class SwappableLinear(DeferredLinear, Linear):
 
 def _refuse(module: Any, *_: Any) -> None:
     raise RecipeError(
-        f"Cannot compute in '{module.compute_name}' because the optimizer is torchtitan's, which swaps no layers.",
+        f"Cannot compute in '{module.compute_name}' because the optimizer is torchtitan's, which "
+        "swaps no layers.",
         "Set config.optimizer = narrowgauge_adamw(lr=…).",
     )
 
 
 class NarrowgaugeConverter(ModelConfigConverter):
-    """Let a model's linear layers compute in a compute: ``converters=[NarrowgaugeConverter.Config(compute="float8-row")]``."""
+    """Let a model's linear layers compute in a compute:
+    ``converters=[NarrowgaugeConverter.Config(compute="float8-row")]``.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
@@ -64,7 +70,8 @@ class NarrowgaugeConverter(ModelConfigConverter):
         ]
         if not layers:
             raise RecipeError(
-                f"Cannot compute in '{self.compute}': the model has no linear layers of torchtitan's."
+                f"Cannot compute in '{self.compute}': the model has no linear layers of "
+                "torchtitan's."
             )
         for _, plain, parent, place in layers:
             swappable = derive(plain, SwappableLinear.Config, compute=self.compute)
@@ -76,10 +83,11 @@ class NarrowgaugeConverter(ModelConfigConverter):
 
 
 class NarrowgaugeOptimizers(OptimizersContainer):
-    """torchtitan's container, in which ``optimizer_name`` is a class of Narrowgauge such as ``AdamW`` or ``Lion``.
+    """torchtitan's container, in which ``optimizer_name`` is a class of Narrowgauge such as
+    ``AdamW`` or ``Lion``.
 
-    ``optimizer_factory_kwargs_by_name`` has the options of the whole optimizer: ``storage``, ``max_grad_norm``, ``seed``,
-    ``audit_every``.
+    ``optimizer_factory_kwargs_by_name`` has the options of the whole optimizer: ``storage``,
+    ``max_grad_norm``, ``seed``, ``audit_every``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -130,12 +138,14 @@ def narrowgauge_adamw(
     audit_every: int = 10,
     **settings: Any,
 ) -> NarrowgaugeOptimizers.Config:
-    """Return the value of ``config.optimizer``, as torchtitan's ``default_adamw`` does, for weights in the storage's format.
+    """Return the value of ``config.optimizer``, as torchtitan's ``default_adamw`` does, for weights
+    in the storage's format.
 
     Args:
         lr: the peak learning rate; torchtitan's scheduler multiplies it.
         storage, seed, audit_every: of :class:`narrowgauge.AdamW`.
-        max_grad_norm: clip here, in float32; then set ``training.max_norm`` to ``inf``. ``None`` leaves clipping to torchtitan.
+        max_grad_norm: clip here, in float32; then set ``training.max_norm`` to ``inf``. ``None``
+            leaves clipping to torchtitan.
         settings: ``betas``, ``eps`` and ``weight_decay``.
     """
     options = {

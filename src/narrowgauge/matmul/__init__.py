@@ -1,4 +1,7 @@
-"""Narrow matmuls: one Linear, three matmuls, six casts. Each compute is a value of :mod:`narrowgauge.spec.computes`."""
+"""Narrow matmuls: one Linear, three matmuls, six casts.
+
+Each compute is a value of :mod:`narrowgauge.spec.computes`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Cache casts of weights while the weights do not change.
 
-The micro-batches of a step multiply the same weights. Inside :func:`cached_weights` each weight is cast once for all of them. A
-cast is reused only for the same, unchanged storage (PyTorch counts in-place changes) and until any optimizer steps.
+The micro-batches of a step multiply the same weights. Inside :func:`cached_weights` each weight is
+cast once for all of them. A cast is reused only for the same, unchanged storage (PyTorch counts
+in-place changes) and until any optimizer steps.
 
 A weight that was gathered from other ranks as codes has no values. :func:`give_cast` sets its cast
 (:mod:`narrowgauge.matmul.fsdp_gather`).
@@ -46,14 +47,17 @@ def _clear(*_: Any) -> None:
 
 @contextmanager
 def cached_weights() -> Iterator[None]:
-    """Cast each weight once inside this context and reuse the cast until the weight changes, for the micro-batches of a step.
+    """Cast each weight once inside this context and reuse the cast until the weight changes, for
+    the micro-batches of a step.
 
-    Invariant: the same bits as without it. PyTorch does not count a change through ``parameter.data``: leave the context first,
-    or step with a subclass of ``torch.optim.Optimizer``.
+    Invariant: the same bits as without it. PyTorch does not count a change through
+    ``parameter.data``: leave the context first, or step with a subclass of
+    ``torch.optim.Optimizer``.
 
     Returns:
         A context manager.
-    Cost: the casts stay in memory, one or two a weight: 1 byte a parameter for 8 bits, 0.5 for four native bits, 2 if emulated.
+    Cost: the casts stay in memory, one or two a weight: 1 byte a parameter for 8 bits, 0.5 for four
+    native bits, 2 if emulated.
     Example:
         >>> with cached_weights():
         ...     pass  # forward and backward of every micro-batch
@@ -70,7 +74,9 @@ def cached_weights() -> Iterator[None]:
 
 
 def is_in_use() -> bool:
-    """Return whether casts are cached or given now, so that a graph must look them up while it runs."""
+    """Return whether casts are cached or given now, so that a graph must look them up while it
+    runs.
+    """
     return bool(_depth or _gathered)
 
 
@@ -100,7 +106,9 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
 
 
 def give_cast(weight: Tensor, key: Key, make: Callable[[], Operand]) -> None:
-    """Set the cast that :func:`cast_weight` returns for a gathered weight, until the next call for it or its storage is freed."""
+    """Set the cast that :func:`cast_weight` returns for a gathered weight, until the next call for
+    it or its storage is freed.
+    """
     storage = weight.untyped_storage()
     if storage._cdata not in _gathered:
         _drop_dead(_gathered)

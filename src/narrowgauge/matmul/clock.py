@@ -1,12 +1,15 @@
-"""The clock of a model's random bits: the step and the seed of its optimizer, and the place of a micro-batch in the step.
+"""The clock of a model's random bits: the step and the seed of its optimizer, and the place of a
+micro-batch in the step.
 
-There is one clock: the optimizer's. A Narrowgauge optimizer is found when it is made, by the parameters that it shares with the
-model. Another one is found at its first step, or by :meth:`Clock.follow`. The number of its steps is in its first param group,
-so it is saved and loaded with the optimizer. An optimizer that steps none of the model's parameters is not heard.
+There is one clock: the optimizer's. A Narrowgauge optimizer is found when it is made, by the
+parameters that it shares with the model. Another one is found at its first step, or by
+:meth:`Clock.follow`. The number of its steps is in its first param group, so it is saved and loaded
+with the optimizer. An optimizer that steps none of the model's parameters is not heard.
 
-The place of a micro-batch is an index that the training loop sets. Where it sets none, a hash of the gradient itself takes its
-part, see ``operand.draw``. So no two micro-batches of a step round alike, on one rank or on several. A recomputed forward pass,
-a compiled one, and ranks that compute the same gradient have the same bits. Nothing counts calls, and nothing knows ranks.
+The place of a micro-batch is an index that the training loop sets. Where it sets none, a hash of
+the gradient itself takes its part, see ``operand.draw``. So no two micro-batches of a step round
+alike, on one rank or on several. A recomputed forward pass, a compiled one, and ranks that compute
+the same gradient have the same bits. Nothing counts calls, and nothing knows ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +37,17 @@ KEY = "matmul_step"
 
 
 class Clock:
-    """The seed, the step and the place of a micro-batch in the batch, shared by the narrow layers of a model.
+    """The seed, the step and the place of a micro-batch in the batch, shared by the narrow layers
+    of a model.
 
     A change is written to each device once for all layers, and only if a layer reads it.
 
     Attributes:
         seed, step: of the optimizer that is followed.
-        first_sequence, first_token: the index in the step's batch of the micro-batch's first sequence or token; one is 0.
-        is_placed: whether the training loop sets these indices. Otherwise the gradient's own bits tell micro-batches apart.
+        first_sequence, first_token: the index in the step's batch of the micro-batch's first
+            sequence or token; one is 0.
+        is_placed: whether the training loop sets these indices. Otherwise the gradient's own bits
+            tell micro-batches apart.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -93,14 +99,17 @@ class Clock:
         seed = step_seed(self.seed, self.step)
         return [seed, self.first_sequence, self.first_token, int(self.is_placed)]
 
-    # ── whose clock, and which optimizer's ──────────────────────────────────────────────────────────────────────────
+    # ── whose clock, and which optimizer's ────────────────────────────────────────────────────────
 
     def serve(self, layer: nn.Module) -> None:
         """Count a layer among those whose optimizer is followed."""
         self._layers.add(layer)
 
     def serve_model(self, model: nn.Module) -> None:
-        """Follow the optimizer of any parameter of a model. Look among those that were made before."""
+        """Follow the optimizer of any parameter of a model.
+
+        Look among those that were made before.
+        """
         self._model = weakref.ref(model)
         _listen(self)
         for optimizer in announced_optimizers():
@@ -146,7 +155,10 @@ class Clock:
         self.read(optimizer)
 
     def read(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take seed and step from the optimizer's first group. One that has no count gets this clock's."""
+        """Take seed and step from the optimizer's first group.
+
+        One that has no count gets this clock's.
+        """
         group = optimizer.param_groups[0]
         self.set(step=group.get(KEY, self.step), seed=group.get("seed", self.seed))
         self.write()
@@ -164,7 +176,9 @@ class Clock:
         return is_complete
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of this model's optimizer, one alone if its ``step`` calls that of its base class."""
+        """Count a step of this model's optimizer, one alone if its ``step`` calls that of its base
+        class.
+        """
         if calls_of_step(optimizer) > 1:
             return
         if self.followed is not optimizer and not self._takes_over(optimizer):
@@ -175,7 +189,9 @@ class Clock:
         self.write()
 
     def _takes_over(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Follow another optimizer of this model that stepped: at once, or the second time if the followed one may step too."""
+        """Follow another optimizer of this model that stepped: at once, or the second time if the
+        followed one may step too.
+        """
         if optimizer in self._strangers:
             return False
         if not self._shares_parameters(optimizer):
@@ -188,9 +204,11 @@ class Clock:
         count = optimizer.param_groups[0].get(KEY, self.step)
         if self._is_keyed and count != self.step:
             raise RecipeError(
-                f"Cannot continue at step {count} of a loaded {type(optimizer).__name__} because the random bits of this step "
+                f"Cannot continue at step {count} of a loaded {type(optimizer).__name__} because "
+                "the random bits of this step "
                 f"were those of step {self.step}.",
-                "Call linears.follow(optimizer) before the first forward pass: swap_linears returns linears.",
+                "Call linears.follow(optimizer) before the first forward pass: swap_linears "
+                "returns linears.",
             )
         self.follow(optimizer)
         return True
@@ -220,7 +238,8 @@ hear_of_optimizers(_hear_all)
 def _after_load(clock: Clock | None, optimizer: torch.optim.Optimizer) -> None:
     if clock is not None and not clock.after_load(optimizer):
         warnings.warn(
-            f"the loaded optimizer state lacks {KEY}, so training continues with other bits. Save optimizer.state_dict() "
+            f"the loaded optimizer state lacks {KEY}, so training continues with other bits. Save "
+            "optimizer.state_dict() "
             "unedited.",
             stacklevel=5,
         )

@@ -1,9 +1,11 @@
-"""Experts of a mixture in low-precision matmuls: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and similar models.
+"""Experts of a mixture in low-precision matmuls: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and
+similar models.
 
-A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix. The
-rows from one *offset* to the next belong to one expert. A *grouped linear* is one small matmul per expert, with its own casts.
-So each expert has its own scale per tensor, and its own key of random bits. An expert without tokens costs
-nothing, and its gradient is zero if another one has tokens.
+A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert,
+the tokens are a matrix. The rows from one *offset* to the next belong to one expert. A *grouped
+linear* is one small matmul per expert, with its own casts. So each expert has its own scale per
+tensor, and its own key of random bits. An expert without tokens costs nothing, and its gradient is
+zero if another one has tokens.
 """
 
 from __future__ import annotations
@@ -36,19 +38,22 @@ def grouped_linear(
     keys: Keys | None = None,
     sequence_length: int = 1,
 ) -> Tensor:
-    """Return each expert's linear layer over its own tokens, ``[tokens, out]``; zero for tokens without an expert.
+    """Return each expert's linear layer over its own tokens, ``[tokens, out]``; zero for tokens
+    without an expert.
 
-    Invariant: an expert's output and gradients have the bits of a :class:`~narrowgauge.matmul.linear.Linear` of the same compute
-    on that expert's tokens alone.
+    Invariant: an expert's output and gradients have the bits of a
+    :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone.
 
     Args:
         x: ``[tokens, in]``, sorted by expert.
         weights, bias: ``[experts, out, in]`` and ``[experts, out]``.
-        offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last offset have no expert.
+        offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last offset
+            have no expert.
         keys: with a key for each expert. Needed for random bits.
-        sequence_length: rows by which the index of the first sequence advances the random bits: all rows, so that micro-batches
-            of equal size never share any.
-    Cost: one matmul per expert, and on CUDA a wait for the offsets. ``torch.compile`` breaks its graph here.
+        sequence_length: rows by which the index of the first sequence advances the random bits: all
+            rows, so that micro-batches of equal size never share any.
+    Cost: one matmul per expert, and on CUDA a wait for the offsets. ``torch.compile`` breaks its
+    graph here.
     """
     if x.dtype is plain_dtype(compute):
         weights = weights.to(x.dtype)
@@ -73,9 +78,11 @@ def grouped_linear(
 
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:
-    """Return whether PyTorch's grouped matmul takes the operands: bfloat16, in rows that begin at multiples of 16 bytes.
+    """Return whether PyTorch's grouped matmul takes the operands: bfloat16, in rows that begin at
+    multiples of 16 bytes.
 
-    Source: ``check_valid_strides_and_return_transposed`` in ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
+    Source: ``check_valid_strides_and_return_transposed`` in
+    ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
     """
     if x.dtype != torch.bfloat16 or is_widened(x.dtype, x.device.type) or not x.shape[0]:
         return False
@@ -87,7 +94,9 @@ def _suits_torch(x: Tensor, weights: Tensor) -> bool:
 
 
 class GroupedLinear(NarrowLayer):
-    """Multiply by one projection of all experts, in a compute. The weights stay in the model's own module.
+    """Multiply by one projection of all experts, in a compute.
+
+    The weights stay in the model's own module.
 
     An expert's key, and so its random bits, comes from the name of its weights and its index.
     """
@@ -111,17 +120,19 @@ class GroupedLinear(NarrowLayer):
         return f"{self.num_experts}, compute={self.compute.name!r}"
 
 
-# ── the experts of transformers' models ────────────────────────────────────────────────────────────────────────────────
+# ── the experts of transformers' models ───────────────────────────────────────────────────────────
 #
-# Transformers stores the experts of a layer as a module with 3-D parameters. A name in the module's config selects the function
-# that multiplies them. Swapping registers our function, and sets its name in a copy of the config. Parameters, names,
-# ``state_dict`` and router stay.
+# Transformers stores the experts of a layer as a module with 3-D parameters. A name in the module's
+# config selects the function that multiplies them. Swapping registers our function, and sets its
+# name in a copy of the config. Parameters, names, ``state_dict`` and router stay.
 
 IMPLEMENTATION = "narrowgauge"
-"""The name in transformers' registry, next to its own ``eager``, ``batched_mm`` and ``grouped_mm``."""
+"""The name in transformers' registry, next to its own ``eager``, ``batched_mm`` and ``grouped_mm``.
+"""
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 NARROW = "narrow"
-"""The submodule that holds the swapped projections: no parameters, nothing in the ``state_dict``."""
+"""The submodule that holds the swapped projections: no parameters, nothing in the ``state_dict``.
+"""
 
 
 class _Projections(nn.ModuleDict):
@@ -131,7 +142,9 @@ class _Projections(nn.ModuleDict):
 
 
 class _Permuted(torch.autograd.Function):
-    """Reorder rows, each first repeated ``copies`` times. Backward applies the inverse order and adds the copies.
+    """Reorder rows, each first repeated ``copies`` times.
+
+    Backward applies the inverse order and adds the copies.
 
     PyTorch's own indexing adds up gradients row by row, on CUDA in no fixed order.
     """
@@ -165,7 +178,8 @@ def multiply_experts(
 ) -> Tensor:
     """Return the weighted sum of each token's experts, ``[tokens, hidden]``. Transformers calls it.
 
-    ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: the experts of a token, and their weights.
+    ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: the experts of a token, and their
+    weights.
     """
     experts: Any = module
     tokens, top_k = top_k_index.shape
@@ -203,7 +217,10 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
 def grouped_layers(
     model: nn.Module, choose: Callable[[str], Compute | None]
 ) -> dict[str, GroupedLinear]:
-    """Swap the experts whose projections get a compute from ``choose``. Return the projections by name."""
+    """Swap the experts whose projections get a compute from ``choose``.
+
+    Return the projections by name.
+    """
     swapped: dict[str, GroupedLinear] = {}
     for name, module in [
         (name, module) for name, module in model.named_modules() if is_experts(module)
@@ -225,7 +242,8 @@ def grouped_layers(
         }
         module.add_module(NARROW, _Projections(layers))
         _register()
-        # A copy: other models of this config, and experts that are not swapped, use transformers' own function.
+        # A copy: other models of this config, and experts that are not swapped, use transformers'
+        # own function.
         experts.config = copy.copy(experts.config)
         experts.config._experts_implementation = IMPLEMENTATION
         swapped |= {names[projection]: layer for projection, layer in layers.items()}
@@ -258,7 +276,9 @@ def _full_names(name: str, module: nn.Module) -> dict[str, str]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module stores the weights of several experts as 3-D parameters, swapped or not."""
+    """Return whether a module stores the weights of several experts as 3-D parameters, swapped or
+    not.
+    """
     return any(
         parameter.ndim == 3 for parameter in module._parameters.values() if parameter is not None
     ) and any(projection in module._parameters for projection in PROJECTIONS)
@@ -270,7 +290,8 @@ def _require_reachable(name: str, module: Any) -> None:
         module.config, "_experts_implementation"
     ):
         raise RecipeError(
-            f"Cannot swap '{name}', a {type(module).__name__}, because its own code multiplies its experts.",
+            f"Cannot swap '{name}', a {type(module).__name__}, because its own code multiplies its "
+            "experts.",
             f'Leave them as they are: keep=("lm_head", "{name}.*"), or compute "bfloat16" in an [[override]] of the recipe.',
         )
     if module._is_expert_parallel:

@@ -1,8 +1,10 @@
-"""All-gathers of codes: FSDP2 moves the weights of narrow layers as the codes that their matmuls take, one byte a value.
+"""All-gathers of codes: FSDP2 moves the weights of narrow layers as the codes that their matmuls
+take, one byte a value.
 
-FSDP2 calls ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a sharded tensor that has them. Here the first casts this
-rank's rows. The second passes the codes of all rows to the cast cache, where the layer's matmuls find them. The gathered
-parameter is filled with NaN, so code that reads it fails visibly. The sharded parameter stays a plain DTensor.
+FSDP2 calls ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a sharded tensor that has them.
+Here the first casts this rank's rows. The second passes the codes of all rows to the cast cache,
+where the layer's matmuls find them. The gathered parameter is filled with NaN, so code that reads
+it fails visibly. The sharded parameter stays a plain DTensor.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ def gather_codes(model: nn.Module) -> None:
     Invariant: outputs and gradients have the same bits as without.
 
     Args:
-        model: sharded by ``fully_shard``, after its layers were swapped (:func:`narrowgauge.prepare`). Computes must not
-            change afterwards.
+        model: sharded by ``fully_shard``, after its layers were swapped
+            (:func:`narrowgauge.prepare`). Computes must not change afterwards.
     Raises:
         RecipeError: no layer can be gathered as codes.
     Cost: sends 1 byte per weight and 4 bytes per row for scales, instead of the weight; with a scale per tensor, one all-reduce
@@ -52,7 +54,8 @@ def gather_codes(model: nn.Module) -> None:
     ]
     if not layers:
         raise RecipeError(
-            f"Cannot gather weights of this {type(model).__name__} as codes: no linear layer has a weight of its own, sharded by "
+            f"Cannot gather weights of this {type(model).__name__} as codes: no linear layer has a "
+            "weight of its own, sharded by "
             "equal numbers of rows on its device, and a compute with one cast of the weight.",
             "Leave out narrow_gather, or take a compute such as int8-row or float8-tensor.",
         )
@@ -63,7 +66,9 @@ def gather_codes(model: nn.Module) -> None:
 
 
 def _can_gather(layer: Linear) -> bool:
-    """Return whether both matmuls take the same codes, made of the weight alone, and ranks hold equal numbers of its rows."""
+    """Return whether both matmuls take the same codes, made of the weight alone, and ranks hold
+    equal numbers of its rows.
+    """
     weight: Any = layer.weight
     compute, cast = layer.compute, layer.compute.casts[_SLOT]
     is_plain = cast.scaling == "current" and cast.block is None and not cast.is_wide

@@ -1,9 +1,11 @@
-"""Multiply two operands on a kernel that takes their codes (:mod:`.native`), or emulate it with the same values.
+"""Multiply two operands on a kernel that takes their codes (:mod:`.native`), or emulate it with the
+same values.
 
-Emulation: a narrow code times its block's power of two is exact in bfloat16. So is a code of up to four significant bits times
-its e4m3 scale. A bfloat16 matmul multiplies such numbers without error and adds in float32. It differs from a narrow kernel only
-in the order of the sum. A code times a block's float32 scale is rounded to float32, and multiplied there. The float32 scale of a
-row or a tensor multiplies the result instead, which the CPU's matmul has already rounded to bfloat16 once.
+Emulation: a narrow code times its block's power of two is exact in bfloat16. So is a code of up to
+four significant bits times its e4m3 scale. A bfloat16 matmul multiplies such numbers without error
+and adds in float32. It differs from a narrow kernel only in the order of the sum. A code times a
+block's float32 scale is rounded to float32, and multiplied there. The float32 scale of a row or a
+tensor multiplies the result instead, which the CPU's matmul has already rounded to bfloat16 once.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ def multiply(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the matmul of two operands in ``dtype``: ``[rows, columns]``, padded like the operands.
+    """Return the matmul of two operands in ``dtype``: ``[rows, columns]``, padded like the
+    operands.
 
-    ``dims`` are the contracted dimensions: 1 for ``[rows, contraction]`` or ``[columns, contraction]``, 0 for its transpose.
-    ``bias`` ``[columns]`` is added before the result is rounded.
+    ``dims`` are the contracted dimensions: 1 for ``[rows, contraction]`` or ``[columns,
+    contraction]``, 0 for its transpose. ``bias`` ``[columns]`` is added before the result is
+    rounded.
     """
     columns = rhs.data.shape[1 - dims[1]]
     if bias is not None and len(bias) < columns:
@@ -81,13 +85,17 @@ def multiply(
 
 
 def _kernel(lhs: Operand, rhs: Operand, product: Product) -> Kernel | None:
-    """Return this device's kernel for two operands; ``None`` for values, as of a cast shared with an emulated product."""
+    """Return this device's kernel for two operands; ``None`` for values, as of a cast shared with
+    an emulated product.
+    """
     are_codes = lhs.data.dtype in CODES and rhs.data.dtype in CODES
     return native.kernel_here(product, lhs.data.device) if are_codes else None
 
 
 def is_opaque(lhs: Operand, rhs: Operand, product: Product) -> bool:
-    """Return whether the product is opaque to compilers: a kernel that they do not know, or the CPU's products by tiles."""
+    """Return whether the product is opaque to compilers: a kernel that they do not know, or the
+    CPU's products by tiles.
+    """
     if (kernel := _kernel(lhs, rhs, product)) is not None:
         return kernel.name not in native.SCALED_MM
     return lhs.data.is_cpu and (
@@ -109,7 +117,8 @@ def operand_dtype(
 ) -> torch.dtype:
     """Return the result dtype of a cast, one side of ``product``.
 
-    With ``as_codes`` return the codes' dtype even if the matmul widens them, since they are saved for backward.
+    With ``as_codes`` return the codes' dtype even if the matmul widens them, since they are saved
+    for backward.
     """
     if cast.is_wide:
         return getattr(torch, cast.format)  # type: ignore[no-any-return]
@@ -121,7 +130,7 @@ def operand_dtype(
     return getattr(torch, cast.values_format)  # type: ignore[no-any-return]
 
 
-# ── reports of emulation ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── reports of emulation ──────────────────────────────────────────────────────────────────────────
 
 
 class EmulationNotice(UserWarning):
@@ -160,7 +169,7 @@ def describe_matmuls(compute: Compute, device: torch.device) -> str:
     return f"{compute.name} multiplies {names}, which {here} cannot; it is emulated here {how}."
 
 
-# ── the products ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the products ──────────────────────────────────────────────────────────────────────────────────
 
 
 def _widened_dtype(operand: Operand) -> torch.dtype:
@@ -191,7 +200,9 @@ def _multiply_widened(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``a [rows, contraction] @ b [contraction, columns]`` by float32 matmuls, scaled and rounded once."""
+    """Return ``a [rows, contraction] @ b [contraction, columns]`` by float32 matmuls, scaled and
+    rounded once.
+    """
     result = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     for (rows, columns), values in float32_tiles(a, b):
         scales = _part(by_row, rows, 0), _part(by_column, columns, 1)
@@ -216,7 +227,10 @@ def _multiply_integers(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the exact integer product, scaled. On a CPU, work in panels of rows and scale their sums in the cache."""
+    """Return the exact integer product, scaled.
+
+    On a CPU, work in panels of rows and scale their sums in the cache.
+    """
     if a.is_cuda:
         return _scaled(native.sum_integers(a, b), by_row, by_column, bias, dtype)
     result = out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
@@ -244,7 +258,8 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
     a, b = _row_major(a), _row_major(b)
     if a.shape[1] <= INT32_TERMS:
         torch._int_mm(a, b, out=sums)
-        # In a loop with bfloat16 stores, a compiled kernel converts integers one by one. PyTorch's copy is four times faster.
+        # In a loop with bfloat16 stores, a compiled kernel converts integers one by one. PyTorch's
+        # copy is four times faster.
         return values.copy_(sums)
     parts = zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True)
     total = torch.zeros((), dtype=torch.float64, device="cpu")
@@ -254,7 +269,10 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _row_major(x: Tensor) -> Tensor:
-    """Return a contiguous, row-major matrix. With both strides 1, the CPU's integer matmul returns uninitialized memory."""
+    """Return a contiguous, row-major matrix.
+
+    With both strides 1, the CPU's integer matmul returns uninitialized memory.
+    """
     return x.as_strided(x.shape, (max(x.shape[1], 1), 1)) if x.is_contiguous() else x
 
 

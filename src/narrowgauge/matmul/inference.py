@@ -2,9 +2,10 @@
 
 The layer multiplies its input by the stored codes as a compute's ``output`` does.
 
-``int8-outlier-codes`` is LLM.int8() as bitsandbytes does it: input features with a magnitude of 6 or more multiply the widened
-codes in 16 bits, all others multiply in int8. ``int8-outlier`` is the paper's form: those features multiply the 16-bit weight.
-Which features they are depends on the input. So the layer keeps the whole weight beside the codes: three bytes a parameter.
+``int8-outlier-codes`` is LLM.int8() as bitsandbytes does it: input features with a magnitude of 6
+or more multiply the widened codes in 16 bits, all others multiply in int8. ``int8-outlier`` is the
+paper's form: those features multiply the 16-bit weight. Which features they are depends on the
+input. So the layer keeps the whole weight beside the codes: three bytes a parameter.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from narrowgauge.spec.computes import COMPUTES, Cast, Compute, keeps_outlier_wei
 from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_support.machine import require_float64
 
-# ── the product ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the product ───────────────────────────────────────────────────────────────────────────────────
 
 
 class _Product(torch.autograd.Function):
@@ -60,18 +61,21 @@ class _Product(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def multiply_codes(*arguments: Any) -> Tensor:
-    """Multiply rows ``[tokens, in]`` by stored codes, with the arguments of ``_Product.forward``: ``[tokens, out]``.
+    """Multiply rows ``[tokens, in]`` by stored codes, with the arguments of ``_Product.forward``:
+    ``[tokens, out]``.
 
-    The gradient of ``x`` is the output's gradient times the weight, or the widened codes, as of a frozen weight.
+    The gradient of ``x`` is the output's gradient times the weight, or the widened codes, as of a
+    frozen weight.
     """
     return cast(Callable[..., Tensor], _Product.apply)(*arguments)
 
 
-# ── the layer ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the layer ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with codes and scales instead of a weight; made by :func:`quantize_for_inference`.
+    """A linear layer with codes and scales instead of a weight; made by
+    :func:`quantize_for_inference`.
 
     A change of the model's dtype changes only ``bias``.
 
@@ -113,7 +117,9 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def codes_of(cls, weight: Tensor, right: Cast) -> tuple[Tensor, ...]:
-        """Return the buffers that store a weight ``[out, in]`` in a cast, in the order of ``exact``."""
+        """Return the buffers that store a weight ``[out, in]`` in a cast, in the order of
+        ``exact``.
+        """
         quantized = quantize(weight, right)
         assert quantized.outer is not None
         return quantized.codes.to(getattr(torch, right.format)).contiguous(), quantized.outer
@@ -142,7 +148,9 @@ class QuantizedLinear(nn.Module):
 
 
 class OutlierLinear(QuantizedLinear):
-    """A :class:`QuantizedLinear` that keeps its weight ``[out, in]``, too, for input features with outliers."""
+    """A :class:`QuantizedLinear` that keeps its weight ``[out, in]``, too, for input features with
+    outliers.
+    """
 
     exact = (*QuantizedLinear.exact, "weight")
     weight: Tensor
@@ -160,18 +168,21 @@ class OutlierLinear(QuantizedLinear):
 def _check_formats(
     module: QuantizedLinear, state_dict: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
-    """Refuse codes of another format: PyTorch would load them as numbers and round them to the layer's format."""
+    """Refuse codes of another format: PyTorch would load them as numbers and round them to the
+    layer's format.
+    """
     for name in module.exact:
         saved, buffer = state_dict.get(prefix + name), cast(Tensor, module._buffers[name])
         if saved is not None and saved.dtype != buffer.dtype:
             raise FormatError(
-                f"'{prefix}{name}' was saved in {saved.dtype}, and a layer quantized as '{module.compute.name}' stores "
+                f"'{prefix}{name}' was saved in {saved.dtype}, and a layer quantized as "
+                f"'{module.compute.name}' stores "
                 f"{buffer.dtype}.",
                 "Quantize the model in the compute that was saved, then load.",
             )
 
 
-# ── quantizing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── quantizing ────────────────────────────────────────────────────────────────────────────────────
 
 
 def quantize_for_inference(
@@ -179,22 +190,28 @@ def quantize_for_inference(
     compute: str | Compute = "int8-outlier-codes",
     keep: tuple[str, ...] | None = None,
 ) -> nn.Module:
-    """Replace the weights of a model's linear layers by one-byte codes, in place: 1 byte a parameter (3 in ``int8-outlier``).
+    """Replace the weights of a model's linear layers by one-byte codes, in place: 1 byte a
+    parameter (3 in ``int8-outlier``).
 
-    Invariant: a layer's output is the compute's matmul of the cast input and the codes. Eager and compiled bits are equal.
-    Loading the ``state_dict`` into a model quantized in the same way gives the same bits. Outliers and a per-tensor scale
-    depend on all tokens of a call. In other computes tokens are independent.
+    Invariant: a layer's output is the compute's matmul of the cast input and the codes. Eager and
+    compiled bits are equal. Loading the ``state_dict`` into a model quantized in the same way gives
+    the same bits. Outliers and a per-tensor scale depend on all tokens of a call. In other computes
+    tokens are independent.
 
     Args:
-        model: any module with ``nn.Linear`` or transformers' ``Conv1D``. On the meta device, codes are empty: load them with
-            ``load_state_dict(…, assign=True)``.
-        compute: a compute, or its name, whose weights are 8-bit codes with their own scales: ``int8-outlier-codes``,
-            ``int8-row``, ``float8-row``, ``float8-tensor``. ``int8-outlier`` keeps the weights beside the codes.
-        keep: name patterns (shell wildcards) of layers to leave alone. ``None``: the compute's own (the language model's head).
+        model: any module with ``nn.Linear`` or transformers' ``Conv1D``. On the meta device, codes
+            are empty: load them with ``load_state_dict(…, assign=True)``.
+        compute: a compute, or its name, whose weights are 8-bit codes with their own scales:
+            ``int8-outlier-codes``, ``int8-row``, ``float8-row``, ``float8-tensor``.
+            ``int8-outlier`` keeps the weights beside the codes.
+        keep: name patterns (shell wildcards) of layers to leave alone. ``None``: the compute's own
+            (the language model's head).
     Returns:
-        The model, in evaluation mode. It computes in the dtype of its input. Its weights are frozen.
+        The model, in evaluation mode. It computes in the dtype of its input. Its weights are
+            frozen.
     Raises:
-        RecipeError: an unknown compute, or one without such codes; no linear layer to quantize; experts of a mixture.
+        RecipeError: an unknown compute, or one without such codes; no linear layer to quantize;
+            experts of a mixture.
     Cost: some float32 copies of one weight at a time. In use, a bfloat16 copy too if the product is emulated.
     Source: Dettmers et al. 2022, LLM.int8() (2208.07339).
     Example:
@@ -208,7 +225,8 @@ def quantize_for_inference(
     for name, module in model.named_modules():
         if is_experts(module) and choose(name) is not None:
             raise RecipeError(
-                f"Cannot quantize '{name}', a {type(module).__name__}, because only linear layers are stored as codes.",
+                f"Cannot quantize '{name}', a {type(module).__name__}, because only linear layers "
+                "are stored as codes.",
                 f'Leave the experts as they are with keep = ("lm_head", "{name}").',
             )
     layers = [
@@ -223,7 +241,8 @@ def quantize_for_inference(
         )
     if computed := [layer for layer in layers if "weight" not in layer._parameters]:
         raise RecipeError(
-            f"Cannot quantize a {type(computed[0]).__name__} because its weight is computed in every call.",
+            f"Cannot quantize a {type(computed[0]).__name__} because its weight is computed in "
+            "every call.",
             "Remove its weight norm or parametrization first.",
         )
     keep_from_fused_kernels(model)
@@ -240,7 +259,8 @@ def quantize_for_inference(
 
 
 def with_codes(compute: str | Compute, with_weight: bool = False) -> Compute:
-    """Return the compute of that name, if its weights can be stored as one-byte codes, with the weights beside them or not.
+    """Return the compute of that name, if its weights can be stored as one-byte codes, with the
+    weights beside them or not.
 
     Raises:
         RecipeError: an unknown compute, or its weights are not such codes.
@@ -249,8 +269,10 @@ def with_codes(compute: str | Compute, with_weight: bool = False) -> Compute:
     if not stores_codes(compute, with_weight):
         names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row, with_weight))
         raise RecipeError(
-            f"Cannot store weights as codes of compute '{compute.name}' because its output takes more than 8-bit codes with "
-            f"a scale per row or tensor: it multiplies ({compute.output.left}) by ({compute.output.right}).",
+            f"Cannot store weights as codes of compute '{compute.name}' because its output takes "
+            "more than 8-bit codes with "
+            f"a scale per row or tensor: it multiplies ({compute.output.left}) by "
+            f"({compute.output.right}).",
             f"Use one of {names}.",
         )
     return compute
@@ -262,9 +284,12 @@ def quantize_layer(
     shared: dict[Tensor, tuple[Tensor, ...]],
     kind: type[QuantizedLinear] = QuantizedLinear,
 ) -> None:
-    """Make a linear layer a :class:`QuantizedLinear`. It stays the same object, so hooks and references stay valid.
+    """Make a linear layer a :class:`QuantizedLinear`.
 
-    ``module`` is ``nn.Linear`` or transformers' ``Conv1D``, ``kind`` its new class. Tied layers share one entry of ``shared``.
+    It stays the same object, so hooks and references stay valid.
+
+    ``module`` is ``nn.Linear`` or transformers' ``Conv1D``, ``kind`` its new class. Tied layers
+    share one entry of ``shared``.
     """
     weight, bias, matrix = (
         module._parameters["weight"],

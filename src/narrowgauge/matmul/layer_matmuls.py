@@ -1,16 +1,20 @@
-"""The three matmuls of a linear layer: the casts of their six operands, the products, and their gradients.
+"""The three matmuls of a linear layer: the casts of their six operands, the products, and their
+gradients.
 
-:mod:`narrowgauge.spec.computes` defines which tensor fills which slot. This module casts the tensors and multiplies them.
-Linear layers, experts, inference and the profiler call these functions.
+:mod:`narrowgauge.spec.computes` defines which tensor fills which slot. This module casts the
+tensors and multiplies them. Linear layers, experts, inference and the profiler call these
+functions.
 
-``torch.compile`` sees through a layer: the casts of inputs and gradients are operations of the model's graph, and fuse with
-their neighbours. Three operators are opaque: casts of weights that are cached or gathered as codes (looked up while the graph
-runs), products on kernels that compilers do not know, and outlier columns (their number varies).
+``torch.compile`` sees through a layer: the casts of inputs and gradients are operations of the
+model's graph, and fuse with their neighbours. Three operators are opaque: casts of weights that are
+cached or gathered as codes (looked up while the graph runs), products on kernels that compilers do
+not know, and outlier columns (their number varies).
 
-*Outlier features* are the few input columns that are hundreds of times larger than the rest, in every token. A scale per row
-that covers them leaves few codes for the others. Without those columns a row fits int8. A thin 16-bit matmul adds them, times
-the 16-bit weights (the paper) or the widened codes (bitsandbytes), as the cast says.
-Source: Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.
+*Outlier features* are the few input columns that are hundreds of times larger than the rest, in
+every token. A scale per row that covers them leaves few codes for the others. Without those columns
+a row fits int8. A thin 16-bit matmul adds them, times the 16-bit weights (the paper) or the widened
+codes (bitsandbytes), as the cast says. Source: Dettmers et al. 2022, LLM.int8() (2208.07339),
+section 3.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_we
 from narrowgauge.torch_support.torch_names import is_traced, is_transformed
 
 REGISTERED: dict[str, Compute] = dict(COMPUTES)
-"""Computes by the name that operators and graphs get: the table's, and those that :func:`register` adds."""
+"""Computes by the name that operators and graphs get: the table's, and those that :func:`register`
+adds.
+"""
 
 
 def register(compute: Compute) -> str:
@@ -39,16 +45,19 @@ def register(compute: Compute) -> str:
     The name is the compute's own, with a number if another compute has it.
 
     Raises:
-        RecipeError: layers share the cast of ``output``'s input, and it would need random bits or scales of one layer.
+        RecipeError: layers share the cast of ``output``'s input, and it would need random bits or
+            scales of one layer.
     """
     if compute.output.left.needs_bits:
         raise RecipeError(
-            f"Cannot round the input of output stochastically in compute '{compute.name}' because several layers share its cast.",
+            f"Cannot round the input of output stochastically in compute '{compute.name}' because "
+            "several layers share its cast.",
             "Round it to nearest; weights and gradients may be stochastic.",
         )
     if compute.output.right.granularity == "column":
         raise RecipeError(
-            f"Cannot scale the weight of output per column in compute '{compute.name}' because such scales would enter the cast "
+            f"Cannot scale the weight of output per column in compute '{compute.name}' because "
+            "such scales would enter the cast "
             "of the input, which several layers share.",
             "Scale that weight per row, tensor or block.",
         )
@@ -61,7 +70,7 @@ def register(compute: Compute) -> str:
     return name
 
 
-# ── one operand, one product ───────────────────────────────────────────────────────────────────────────────────────────
+# ── one operand, one product ──────────────────────────────────────────────────────────────────────
 
 
 class Call(NamedTuple):
@@ -71,7 +80,8 @@ class Call(NamedTuple):
         name: of a registered compute.
         keys: of random bits; ``None`` rounds to nearest.
         sequence_length: rows per sequence, which key the random bits of gradients.
-        unit: 0-d, a power of two. Multiply by ``weight / unit``. The cast is cached under the weight itself.
+        unit: 0-d, a power of two. Multiply by ``weight / unit``. The cast is cached under the
+            weight itself.
     """
 
     name: str
@@ -93,7 +103,10 @@ def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype
 
 
 def cast_to_slot(x: Tensor, call: Call, slot: str, fold: Tensor | None = None) -> Operand:
-    """Cast a tensor of a layer to the operand of a slot. Multiply ``fold`` into it first, see :func:`scales_to_fold`."""
+    """Cast a tensor of a layer to the operand of a slot.
+
+    Multiply ``fold`` into it first, see :func:`scales_to_fold`.
+    """
     slot_row, cast, drawn = SLOTS[slot], call.compute.casts[slot], None
     if call.keys is not None and cast.needs_bits:
         length = None if slot_row.tensor == "weight" else call.sequence_length
@@ -106,7 +119,9 @@ def cast_to_slot(x: Tensor, call: Call, slot: str, fold: Tensor | None = None) -
 
 
 def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tensor | None:
-    """Return the right operand's outer scales, shaped to multiply the left tensor, if each belongs to one term of the sum."""
+    """Return the right operand's outer scales, shaped to multiply the left tensor, if each belongs
+    to one term of the sum.
+    """
     if right is None or compute.products[matmul].right.granularity != "column":
         return None
     return right.view((1, -1) if SLOTS[f"{matmul}.left"].dim == 1 else (-1, 1))
@@ -115,7 +130,10 @@ def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tenso
 def multiply_slots(
     lhs: Operand, rhs: Operand, name: str, matmul: str, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Multiply the two operands of a matmul of the registered compute ``name``. Return ``shape``, without padding."""
+    """Multiply the two operands of a matmul of the registered compute ``name``.
+
+    Return ``shape``, without padding.
+    """
     product = REGISTERED[name].products[matmul]
     if product.right.granularity == "column":
         rhs = rhs._replace(outer=None)  # the left operand includes its scales, see scales_to_fold
@@ -145,11 +163,14 @@ def _(lhs: Tensor, *rest: Any) -> Tensor:
     return lhs.new_empty(shape, dtype=dtype)
 
 
-# ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── weights ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def cast_weight_to_slot(weight: Tensor, call: Call, slot: str) -> Operand:
-    """Call :func:`cast_to_slot` for a weight ``[out, in]``, or ``weight / unit``. Use the cached cast if there is one."""
+    """Call :func:`cast_to_slot` for a weight ``[out, in]``, or ``weight / unit``.
+
+    Use the cached cast if there is one.
+    """
     if is_traced() and cast_cache.is_in_use():
         data, outer, inner = _cast_weight(
             weight, call.name, slot, *(call.keys or (None, None)), call.unit
@@ -190,11 +211,13 @@ def _(weight: Tensor, name: str, slot: str, *_: Any) -> tuple[Tensor, Tensor, Te
     return data, outer, inner
 
 
-# ── outliers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── outliers ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def outlier_columns(x: Tensor, threshold: float) -> Tensor:
-    """Return which columns of ``[rows, columns]`` hold a magnitude of at least ``threshold`` (or a NaN): bool ``[columns]``."""
+    """Return which columns of ``[rows, columns]`` hold a magnitude of at least ``threshold`` (or a
+    NaN): bool ``[columns]``.
+    """
     # Compare in float32: PyTorch would first round the threshold to the format of x.
     return ~(x.abs().amax(0).float() < threshold)
 
@@ -207,9 +230,11 @@ def without_outliers(x: Tensor, threshold: float) -> Tensor:
 def add_outliers(
     result: Tensor, x: Tensor, compute: Compute, weight: Tensor | None, codes: Operand
 ) -> Tensor:
-    """Add the product of the outlier columns of ``x`` and the weights ``[out, in]``, in 16 bits or widened codes, to ``result``.
+    """Add the product of the outlier columns of ``x`` and the weights ``[out, in]``, in 16 bits or
+    widened codes, to ``result``.
 
-    Cost: a thin matmul; on CUDA one synchronization, for the number of columns, which would break a graph.
+    Cost: a thin matmul; on CUDA one synchronization, for the number of columns, which would break a
+    graph.
     """
     weight = weight if keeps_outlier_weights(compute) else None
     arguments = (result, x, compute.output.left.outliers, weight, codes.data, codes.outer)
@@ -250,13 +275,15 @@ def _(result: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(result)
 
 
-# ── the layer ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the layer ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def output(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the operand saved for backward: x's cast, or x itself."""
+    """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the operand saved for
+    backward: x's cast, or x itself.
+    """
     compute = call.compute
     lhs, rhs = (
         cast_to_slot(x, call, "output.left"),
@@ -270,7 +297,9 @@ def output(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], saved: Sequence[Tensor | None]) -> None:
-    """Save what :func:`_restored` returns: the operand that :func:`output` returned, the weight, and the call."""
+    """Save what :func:`_restored` returns: the operand that :func:`output` returned, the weight,
+    and the call.
+    """
     _, weight, _, call = inputs
     # A copy of the clock, since another model's optimizer may step before this backward pass.
     keys = (None, None) if call.keys is None else (call.keys.clock.clone(), call.keys.layer)
@@ -294,7 +323,9 @@ def _restored(ctx: Any) -> tuple[Any, ...]:
 def gradients(
     grad: Tensor, saved: Operand, weight: Tensor, call: Call, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias from that of the output ``[tokens, out]``, each if needed."""
+    """Return the gradients of input, weight and bias from that of the output ``[tokens, out]``,
+    each if needed.
+    """
     compute = call.compute
     slots, grad = compute.cast_slots, grad.contiguous()
     grad_input = grad_weight = lhs = None
@@ -327,8 +358,10 @@ class _FirstOrder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RecipeError(
-            "Cannot use vmap, forward mode or a second derivative on a narrow layer because its casts have no rule for it.",
-            "Use torch.func.grad, vjp or backward() once, on the whole batch, or leave the layer plain: keep=.",
+            "Cannot use vmap, forward mode or a second derivative on a narrow layer because its "
+            "casts have no rule for it.",
+            "Use torch.func.grad, vjp or backward() once, on the whole batch, or leave the layer "
+            "plain: keep=.",
         )
 
     vmap = jvp = backward
@@ -346,7 +379,8 @@ class _Product(_FirstOrder):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         arguments: Any = (grads[0], *_restored(ctx))
-        # With create_graph=True. Casts are detached, so a second derivative would lack terms: it is refused.
+        # With create_graph=True. Casts are detached, so a second derivative would lack terms: it is
+        # refused.
         results = _Gradients.apply(*arguments) if torch.is_grad_enabled() else gradients(*arguments)  # type: ignore[no-untyped-call]
         return *results, None
 
@@ -370,7 +404,8 @@ class _Gradients(_FirstOrder):
     forward, setup_context = staticmethod(gradients), staticmethod(lambda ctx, inputs, output: None)
 
 
-# Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards on computes and casts.
+# Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards
+# on computes and casts.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def multiply_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """Return the product of :func:`output`, with gradients."""

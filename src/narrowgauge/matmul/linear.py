@@ -1,8 +1,8 @@
 """One Linear for every format: three matmuls, six casts, and the tensors saved for backward.
 
-A narrow linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``) whose matmuls follow a compute of
-:mod:`narrowgauge.spec.computes`. Parameters, names and ``state_dict`` are the plain layer's.
-:func:`narrowgauge.matmul.swapping.swap_linears` swaps a model's layers in place.
+A narrow linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``) whose matmuls follow a
+compute of :mod:`narrowgauge.spec.computes`. Parameters, names and ``state_dict`` are the plain
+layer's. :func:`narrowgauge.matmul.swapping.swap_linears` swaps a model's layers in place.
 """
 
 from __future__ import annotations
@@ -82,13 +82,18 @@ class NarrowLayer(nn.Module):
         return None if self.clock_words is None else Keys(self.clock_words, self.key)
 
     def cast_stream(self, x: Tensor) -> Tensor:
-        """Cast the input to autocast's dtype. Raise if the dtype is not the compute's: float16 needs a loss scale."""
+        """Cast the input to autocast's dtype.
+
+        Raise if the dtype is not the compute's: float16 needs a loss scale.
+        """
         is_cast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
         if (is_cast or dtype is torch.float16) and dtype != getattr(torch, self.compute.dtype):
             raise RecipeError(
-                f"Cannot call layer '{self.names[0]}' of compute '{self.compute.name}' in {dtype_name(dtype)}.",
-                f"Use float32 weights with torch.autocast(…, torch.{self.compute.dtype}), or {self.compute.dtype} weights.",
+                f"Cannot call layer '{self.names[0]}' of compute '{self.compute.name}' in "
+                f"{dtype_name(dtype)}.",
+                f"Use float32 weights with torch.autocast(…, torch.{self.compute.dtype}), or "
+                f"{self.compute.dtype} weights.",
             )
         return x.to(dtype) if is_cast else x
 
@@ -112,8 +117,8 @@ class NarrowLayer(nn.Module):
 class Linear(NarrowLayer, nn.Linear):
     """A linear layer in the arithmetic of a compute; made by :func:`swap_linears`.
 
-    Invariant: the output and both gradients are the compute's matmuls of its casts, with equal bits eager and compiled.
-    Backward keeps ``Compute.kept_bytes`` per input element.
+    Invariant: the output and both gradients are the compute's matmuls of its casts, with equal bits
+    eager and compiled. Backward keeps ``Compute.kept_bytes`` per input element.
     """
 
     # Whether the weight is [in, out], as in transformers' Conv1D.
@@ -125,16 +130,20 @@ class Linear(NarrowLayer, nn.Linear):
 
     @property
     def takes_unit(self) -> bool:
-        """Return whether :meth:`multiply` takes the weight's size and divides by it, in a cast that is cached."""
+        """Return whether :meth:`multiply` takes the weight's size and divides by it, in a cast that
+        is cached.
+        """
         return not self.compute.is_wide
 
     def multiply(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, unit: Tensor | None = None
     ) -> Tensor:
-        """Return the layer's product with the caller's weight: ``[..., in]``, ``[out, in]`` to ``[..., out]``.
+        """Return the layer's product with the caller's weight: ``[..., in]``, ``[out, in]`` to
+        ``[..., out]``.
 
-        With a ``unit`` (0-d, a power of two; not in wide computes), multiply by ``weight / unit``. The weight's gradient is
-        then the quotient's gradient. The cast is cached under the weight itself.
+        With a ``unit`` (0-d, a power of two; not in wide computes), multiply by ``weight / unit``.
+        The weight's gradient is then the quotient's gradient. The cast is cached under the weight
+        itself.
 
         Raises:
             RecipeError: autocast requests a dtype that is not the compute's.
@@ -161,8 +170,10 @@ class Linear(NarrowLayer, nn.Linear):
             and torch.is_grad_enabled()
         ):
             raise RecipeError(
-                f"Cannot key the random bits of layer '{self.names[0]}' by sequence because its input is {list(x.shape)}.",
-                "Call linears.set_first_token(index) with the index of the micro-batch's first row in the whole batch.",
+                f"Cannot key the random bits of layer '{self.names[0]}' by sequence because its "
+                f"input is {list(x.shape)}.",
+                "Call linears.set_first_token(index) with the index of the micro-batch's first row "
+                "in the whole batch.",
             )
         length = math.prod(x.shape[1:-1])  # rows per sequence
         call = layer_matmuls.Call(self.registered_name, self.keys(), length, unit)
@@ -174,13 +185,16 @@ class Linear(NarrowLayer, nn.Linear):
 
 
 def plain_dtype(compute: Compute) -> torch.dtype | None:
-    """Return the dtype in which a compute equals a plain linear layer without casts; ``None`` if there is none."""
+    """Return the dtype in which a compute equals a plain linear layer without casts; ``None`` if
+    there is none.
+    """
     formats = {cast.format for cast in compute.casts.values()}
     return getattr(torch, formats.pop(), None) if compute.is_wide and len(formats) == 1 else None
 
 
 class DeferredLinear(nn.Linear):
-    """A plain linear layer for frameworks that bind ``forward`` to a layer before it can be swapped.
+    """A plain linear layer for frameworks that bind ``forward`` to a layer before it can be
+    swapped.
 
     Once swapped, it computes narrowly through the bound method, too.
     """
@@ -197,7 +211,8 @@ class DeferredLinear(nn.Linear):
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer that can be swapped.
 
-    A subclass of ``nn.Linear`` counts if it has ``nn.Linear``'s own product: a framework's, or one that FSDP2 has wrapped.
+    A subclass of ``nn.Linear`` counts if it has ``nn.Linear``'s own product: a framework's, or one
+    that FSDP2 has wrapped.
     """
     if isinstance(module, nn.Linear):
         inherits = type(module).forward in (
@@ -221,7 +236,9 @@ def matrix_of(module: Any) -> Tensor:
 
 
 def keep_from_fused_kernels(model: nn.Module) -> None:
-    """Make PyTorch's encoder layers call their linear layers in evaluation too, and not one kernel on the weights."""
+    """Make PyTorch's encoder layers call their linear layers in evaluation too, and not one kernel
+    on the weights.
+    """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
@@ -229,7 +246,10 @@ def keep_from_fused_kernels(model: nn.Module) -> None:
 
 @functools.cache
 def _narrow_class(plain: type[Any]) -> type[Linear]:
-    """Return :class:`Linear` for a layer of that class. It keeps the additions of a subclass, such as FSDP2's methods."""
+    """Return :class:`Linear` for a layer of that class.
+
+    It keeps the additions of a subclass, such as FSDP2's methods.
+    """
     if issubclass(plain, Linear):
         return plain
     if plain is nn.Linear or not issubclass(plain, nn.Linear):
@@ -238,7 +258,10 @@ def _narrow_class(plain: type[Any]) -> type[Linear]:
 
 
 def _reduced(layer: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickle or copy a layer of such a class. The class is in no module, so it is made again from the plain one."""
+    """Pickle or copy a layer of such a class.
+
+    The class is in no module, so it is made again from the plain one.
+    """
     reduced = cast(tuple[Any, ...], object.__reduce_ex__(layer, max(2, protocol)))
     return (_empty_layer, (layer._plain_class,), *reduced[2:])
 
@@ -249,11 +272,16 @@ def _empty_layer(plain: Any) -> Linear:
 
 
 def made_narrow(name: str, module: nn.Module, compute: Compute) -> Linear:
-    """Return the module as a :class:`Linear`. It stays the same object, so hooks and references stay valid."""
+    """Return the module as a :class:`Linear`.
+
+    It stays the same object, so hooks and references stay valid.
+    """
     if "forward" in vars(module) and not isinstance(module, (Linear, DeferredLinear)):
         raise RecipeError(
-            f"Cannot compute layer '{name}' as '{compute.name}' because a framework has replaced its forward.",
-            "Prepare the model before the framework gets it; in torchtitan, use NarrowgaugeConverter.",
+            f"Cannot compute layer '{name}' as '{compute.name}' because a framework has replaced "
+            "its forward.",
+            "Prepare the model before the framework gets it; in torchtitan, use "
+            "NarrowgaugeConverter.",
         )
     transposed, weight = is_transposed(module), cast(Tensor, module.weight)
     kind: Any = type(module)

@@ -1,12 +1,15 @@
-"""Multiply the operands' own codes by PyTorch's GPU kernels: a function for each row of :mod:`narrowgauge.spec.kernels`.
+"""Multiply the operands' own codes by PyTorch's GPU kernels: a function for each row of
+:mod:`narrowgauge.spec.kernels`.
 
-A function lays the operands out for its kernel, pads their sides, calls the kernel, and crops the result. Casts write codes along
-the contraction, as kernels read them, so operands of whole sides are not copied. Codes, scales and rounding equal those of the
-emulation in bfloat16 (:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the sum differ. ``nvfp4`` also
-multiplies the sum by the product of the two tensors' scales, not by one after the other.
+A function lays the operands out for its kernel, pads their sides, calls the kernel, and crops the
+result. Casts write codes along the contraction, as kernels read them, so operands of whole sides
+are not copied. Codes, scales and rounding equal those of the emulation in bfloat16
+(:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the sum differ. ``nvfp4``
+also multiplies the sum by the product of the two tensors' scales, not by one after the other.
 
-A build of PyTorch may lack a kernel of the chip. So before its first use, each kernel multiplies two small matrices whose
-product is exact in any order. If it raises or is off by one bit, its products are emulated.
+A build of PyTorch may lack a kernel of the chip. So before its first use, each kernel multiplies
+two small matrices whose product is exact in any order. If it raises or is off by one bit, its
+products are emulated.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ from narrowgauge.torch_support.compile import fused
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
 SCALED_MM = ("float8", "float8-fnuz")
-"""Kernels that are ``torch._scaled_mm``, an operator that compilers know: it is traced, and adds a bias."""
+"""Kernels that are ``torch._scaled_mm``, an operator that compilers know: it is traced, and adds a
+bias.
+"""
 _NAN, _MAGNITUDE = -128, 127
 
 
@@ -45,7 +50,8 @@ class Sums(NamedTuple):
     """A kernel's result ``[rows, columns]``, and scales still to be multiplied into it.
 
     Attributes:
-        by_row, by_column: float32 ``[rows, 1]`` or ``[1, 1]``, and ``[1, columns]`` or ``[1, 1]``; ``None`` if included.
+        by_row, by_column: float32 ``[rows, 1]`` or ``[1, 1]``, and ``[1, columns]`` or ``[1, 1]``;
+            ``None`` if included.
     """
 
     values: Tensor
@@ -67,14 +73,19 @@ def kernel_here(product: Product, device: torch.device) -> Kernel | None:
 
 
 def adds_bias(kernel: Kernel, product: Product, bias: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the kernel of a product adds this bias before it rounds to ``dtype``. All must be bfloat16."""
+    """Return whether the kernel of a product adds this bias before it rounds to ``dtype``.
+
+    All must be bfloat16.
+    """
     is_taken = kernel.name in SCALED_MM and bias.dtype == dtype == torch.bfloat16
     return is_taken and _works(kernel, product.left, product.right, bias.device, with_bias=True)
 
 
 @lru_cache(None)
 def architecture_of(device: torch.device) -> str | None:
-    """Return ``"sm90"`` or ``"gfx942"``, as in :data:`narrowgauge.spec.chips.CHIPS`; ``None`` without a GPU."""
+    """Return ``"sm90"`` or ``"gfx942"``, as in :data:`narrowgauge.spec.chips.CHIPS`; ``None``
+    without a GPU.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     if torch.version.hip:
@@ -88,10 +99,11 @@ def multiply_codes(
     kernel: Kernel, lhs: Operand, rhs: Operand, dims: tuple[int, int], dtype: torch.dtype, bias: Tensor | None = None,
     *, fast: bool = False,
 ) -> Sums:  # fmt: skip
-    """Return the product of two operands that the kernel takes, in ``dtype``, or in float32 (``mxfp4``: bfloat16) if it cannot.
+    """Return the product of two operands that the kernel takes, in ``dtype``, or in float32
+    (``mxfp4``: bfloat16) if it cannot.
 
-    ``dims`` are the contracted dimensions. ``bias`` is for kernels that add it, see :func:`adds_bias`. ``fast`` accumulates in
-    the tensor core's register alone, if the kernel can.
+    ``dims`` are the contracted dimensions. ``bias`` is for kernels that add it, see
+    :func:`adds_bias`. ``fast`` accumulates in the tensor core's register alone, if the kernel can.
     """
     rows, columns = lhs.data.shape[1 - dims[0]], rhs.data.shape[1 - dims[1]]
     sums = _FUNCTIONS[kernel.name](_turned(lhs, dims[0]), _turned(rhs, dims[1]), dtype, fast, bias)
@@ -109,7 +121,10 @@ def _turned(operand: Operand, dim: int) -> Operand:
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pad a matrix with zeros. ``F.pad`` copies also if nothing is to pad, and does not take float8."""
+    """Pad a matrix with zeros.
+
+    ``F.pad`` copies also if nothing is to pad, and does not take float8.
+    """
     extra = columns - x.shape[1], rows - x.shape[0]
     if not any(extra):
         return x
@@ -123,7 +138,7 @@ def _filled(x: Tensor, least_rows: int = 0, side: int = _SIDE) -> Tensor:
     return _padded(x, rows, columns)
 
 
-# ── the kernels: operands [side, contraction], and the right one is transposed for them ────────────────────────────────
+# ── the kernels: operands [side, contraction], and the right one is transposed for them ───────────
 
 
 def _float8(
@@ -158,7 +173,9 @@ def _one(device: torch.device) -> Tensor:
 
 
 def _as_fnuz(operand: Operand) -> Operand:
-    """Return the same values in the float8 of AMD's gfx942. Its exponents are larger by one: the same bits mean half as much.
+    """Return the same values in the float8 of AMD's gfx942.
+
+    Its exponents are larger by one: the same bits mean half as much.
 
     Its only NaN is the other format's code for negative zero.
     """
@@ -175,7 +192,10 @@ def _as_fnuz(operand: Operand) -> Operand:
 
 
 def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
-    """Multiply by ``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128. Add every 128 terms to the sum in float32."""
+    """Multiply by ``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128.
+
+    Add every 128 terms to the sum in float32.
+    """
     a, b = _filled(lhs.data).contiguous(), _filled(rhs.data).contiguous()
     (first, of_first), (second, of_second) = _scales_of_128(lhs), _scales_of_128(rhs)
     return Sums(F.scaled_mm(a, b.t(), first, of_first, second, of_second, output_dtype=dtype))
@@ -194,9 +214,11 @@ def _scales_of_128(operand: Operand) -> tuple[Tensor, F.ScalingType]:
 def _micro_scaled(
     lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, scale: torch.dtype
 ) -> Sums:
-    """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if they have any.
+    """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if
+    they have any.
 
-    AMD takes sides of 32 and scales row by row, and writes no float32 (ROCm 7.0 to 7.12; later libraries fail their trial).
+    AMD takes sides of 32 and scales row by row, and writes no float32 (ROCm 7.0 to 7.12; later
+    libraries fail their trial).
     """
     is_amd = (architecture_of(lhs.data.device) or "").startswith("gfx")
     a, b = (_filled(x.data, side=32 if is_amd else _SIDE).contiguous() for x in (lhs, rhs))
@@ -209,8 +231,8 @@ def _micro_scaled(
     recipe, swizzle = [block], [F.SwizzleType.SWIZZLE_32_4_4]
     assert lhs.inner is not None and rhs.inner is not None
     inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
-    # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here depends on the number of
-    # tokens, so one compiled function lays out all of them.
+    # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here
+    # depends on the number of tokens, so one compiled function lays out all of them.
     times = len(lhs.data) // len(inner[0]), len(rhs.data) // len(inner[1])
     lay_out = bound(_in_rows, blocks_per_side) if is_amd else tiled_scales
     both = bound(_lay_out_both, lay_out, *times)
@@ -236,7 +258,9 @@ def _lay_out_both(
     scales: Tensor,
     others: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Lay out the scales of both operands, uint8 ``[rows, blocks]`` each, every row repeated so many times."""
+    """Lay out the scales of both operands, uint8 ``[rows, blocks]`` each, every row repeated so
+    many times.
+    """
     return (
         lay_out(scales.repeat_interleave(times, 0) if times > 1 else scales),
         lay_out(others.repeat_interleave(other_times, 0) if other_times > 1 else others),
@@ -250,7 +274,8 @@ def _in_rows(blocks_per_side: int, scales: Tensor) -> Tensor:
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """Return exact sums of int8 codes ``[rows, contraction]`` and ``[contraction, columns]``, by the GPU's ``torch._int_mm``.
+    """Return exact sums of int8 codes ``[rows, contraction]`` and ``[contraction, columns]``, by
+    the GPU's ``torch._int_mm``.
 
     It takes more than 16 rows, and multiples of 8 for the other sides.
     """
@@ -274,7 +299,7 @@ _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool, Tensor | No
 }
 
 
-# ── the trial of a kernel ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the trial of a kernel ─────────────────────────────────────────────────────────────────────────
 
 
 # Several tiles of scales in each direction, none of them full; padded columns of scales; odd rows.
@@ -320,7 +345,8 @@ def _works(
 
 
 def specimen(cast: Cast, rows: int, terms: int) -> Operand:
-    """Return a small operand ``[rows, terms]`` on the CPU: codes of up to 2, and scales of 1/2, 1 and 2.
+    """Return a small operand ``[rows, terms]`` on the CPU: codes of up to 2, and scales of 1/2, 1
+    and 2.
 
     All sums of their products are multiples of 2^-4 below 2^17: exact in float32 in any order.
     """

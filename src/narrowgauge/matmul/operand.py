@@ -1,8 +1,9 @@
 """Operands: a matrix cast for a matmul kernel, and the random bits of stochastic casts.
 
-:mod:`narrowgauge.numerics.quantization` does the arithmetic. In eager mode it is compiled once per cast and dimension. Under
-``torch.compile`` its operations are part of the model's graph. The result is int8, float8 or four-bit *codes* if a kernel takes
-codes or backward needs them. Otherwise it is bfloat16 *values*: code times its block's scale, which is exact.
+:mod:`narrowgauge.numerics.quantization` does the arithmetic. In eager mode it is compiled once per
+cast and dimension. Under ``torch.compile`` its operations are part of the model's graph. The result
+is int8, float8 or four-bit *codes* if a kernel takes codes or backward needs them. Otherwise it is
+bfloat16 *values*: code times its block's scale, which is exact.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ class Operand(NamedTuple):
     """One side of a matmul, not transposed. It represents ``data * inner * outer``.
 
     Attributes:
-        data: ``[rows, columns]``, padded to whole blocks: int8 or float8 codes, or values in a wider dtype. Four-bit codes are
-            in pairs along the contracted dimension, which is half as long.
+        data: ``[rows, columns]``, padded to whole blocks: int8 or float8 codes, or values in a
+            wider dtype. Four-bit codes are in pairs along the contracted dimension, which is half
+            as long.
         outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``; ``None`` without such a scale.
-        inner: block scales ``[row blocks, column blocks]``, in their own format, for codes of a cast in blocks; else ``None``.
+        inner: block scales ``[row blocks, column blocks]``, in their own format, for codes of a
+            cast in blocks; else ``None``.
     """
 
     data: Tensor
@@ -70,10 +73,12 @@ def cast_matrix(
 ) -> Operand:
     """Cast a matrix for a matmul that contracts its dimension ``dim``.
 
-    Invariant: compiled and eager bits are equal. The int8 codes of a group with the scale NaN are 0.
+    Invariant: compiled and eager bits are equal. The int8 codes of a group with the scale NaN are
+    0.
 
     Args:
-        dtype: of the result: int8, a float8 or ``PAIRS`` for codes, or a dtype that holds the values.
+        dtype: of the result: int8, a float8 or ``PAIRS`` for codes, or a dtype that holds the
+            values.
         draw: for stochastic casts, see :func:`draw`. Their random words are hashed within the cast.
         fold: float32, broadcastable: multiplied into ``x`` first.
         amax: float32 ``[1, 1]``: scale by this instead of the tensor's own amax.
@@ -111,7 +116,9 @@ def _along_contraction(codes: Tensor, dim: int) -> Tensor:
 
 
 def block_values(operand: Operand, dim: int) -> Tensor:
-    """Return ``data * inner``, for codes of a cast in blocks: in bfloat16 if it is exact there, else in float32."""
+    """Return ``data * inner``, for codes of a cast in blocks: in bfloat16 if it is exact there,
+    else in float32.
+    """
     assert operand.inner is not None
     codes = (
         four_bit_values(unpacked_pairs(operand.data, dim))
@@ -186,16 +193,20 @@ def _cast_blocks(
 
 
 def _scale_codes(scales: Tensor, name: str) -> Tensor:
-    """Return block scales in their own format. Those that are powers of two in eight bits are their exponents, as uint8."""
+    """Return block scales in their own format.
+
+    Those that are powers of two in eight bits are their exponents, as uint8.
+    """
     if name == "float8_e8m0fnu":  # Triton does not know it
         return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
     return scales.to(SCALE_DTYPES[name])
 
 
-# ── random bits of stochastic casts ────────────────────────────────────────────────────────────────────────────────────
+# ── random bits of stochastic casts ───────────────────────────────────────────────────────────────
 #
-# A pure function of the clock (:mod:`.clock`), the layer, the operand and the logical position. Equal gradients must not round
-# equally. So the bits come from counters, and not from the values as the optimizer's do. The row counter counts tokens.
+# A pure function of the clock (:mod:`.clock`), the layer, the operand and the logical position.
+# Equal gradients must not round equally. So the bits come from counters, and not from the values as
+# the optimizer's do. The row counter counts tokens.
 
 STEP_SEED, FIRST_SEQUENCE, FIRST_TOKEN, IS_PLACED = range(4)
 """Places in the words of a clock."""
@@ -205,8 +216,8 @@ class Keys(NamedTuple):
     """The keys of a layer's random bits.
 
     Attributes:
-        clock: int32 ``[4]``: seed of the step, index of the micro-batch's first sequence, of its first token, and whether one of
-            these was set; see ``clock.Clock``.
+        clock: int32 ``[4]``: seed of the step, index of the micro-batch's first sequence, of its
+            first token, and whether one of these was set; see ``clock.Clock``.
         layer: int32 ``[]``: from the layer's name.
     """
 
@@ -222,7 +233,8 @@ def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tens
 
 
 def draw(cast: Cast, x: Tensor, keys: Keys, operand: int, length: int | None) -> Draw | None:
-    """Return the key of a stochastic cast of ``x [rows, columns]`` and the index of its first row; ``None`` to round to nearest.
+    """Return the key of a stochastic cast of ``x [rows, columns]`` and the index of its first row;
+    ``None`` to round to nearest.
 
     Args:
         operand: the slot's ``random_key``.
@@ -249,7 +261,10 @@ _SAMPLE = _SAMPLE_ROWS * _SAMPLE_COLUMNS
 
 
 def _content(x: Tensor) -> Tensor:
-    """Return a hash of 1,024 values of a gradient, evenly spread: int32 ``[]``. It tells micro-batches apart."""
+    """Return a hash of 1,024 values of a gradient, evenly spread: int32 ``[]``.
+
+    It tells micro-batches apart.
+    """
     row, column = (
         torch.arange(count, device=x.device) for count in (_SAMPLE_ROWS, _SAMPLE_COLUMNS)
     )

@@ -51,7 +51,8 @@ def roles_of(model: nn.Module, keep_last: float = 0.0) -> dict[str, str]:
 def _heads(model: Any) -> set[nn.Module]:
     embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
     shared = {id(embedding.weight) for embedding in embeddings}
-    # A table of positions or of token types may have as many rows as a layer has outputs: only the largest is the vocabulary.
+    # A table of positions or of token types may have as many rows as a layer has outputs: only the
+    # largest is the vocabulary.
     counts = {max((embedding.num_embeddings for embedding in embeddings), default=0)}
     counts.add(getattr(getattr(model, "config", None), "num_labels", 0))
     in_blocks = {part for blocks in _lists(model) for part in blocks.modules()}

@@ -1,8 +1,8 @@
 """Scopes: compute in another dtype than that of the model's weights.
 
-With float32 weights and a 16-bit compute we use ``torch.autocast``. Autocast cannot cast *from* 16-bit weights. So if the
-compute's dtype differs from theirs (``float32/word``), each module's own parameters are cast during its
-forward. Tensors between modules have the compute's dtype, too.
+With float32 weights and a 16-bit compute we use ``torch.autocast``. Autocast cannot cast *from*
+16-bit weights. So if the compute's dtype differs from theirs (``float32/word``), each module's own
+parameters are cast during its forward. Tensors between modules have the compute's dtype, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from narrowgauge.torch_support.torch_names import map_tensors
 
 
 def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which a model computes in the recipe's dtype: autocast with float32 weights, otherwise none.
+    """Return the context in which a model computes in the recipe's dtype: autocast with float32
+    weights, otherwise none.
 
     ``prepare`` puts it around the model's own forward. Code that calls submodules enters it itself.
     """
@@ -33,7 +34,9 @@ def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManage
 
 
 def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
-    """Make a model with rounded weights and swapped linear layers compute in the recipe's dtype in every call."""
+    """Make a model with rounded weights and swapped linear layers compute in the recipe's dtype in
+    every call.
+    """
     for module in model.modules():
         if isinstance(
             before := module.__dict__.get("forward"), _Forward
@@ -119,7 +122,10 @@ class _Scoped(_Forward):
 
 
 class _Cast(_Forward):
-    """Call a module's own forward with inputs and own parameters cast to another dtype. Gradients keep their dtype."""
+    """Call a module's own forward with inputs and own parameters cast to another dtype.
+
+    Gradients keep their dtype.
+    """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__(module)

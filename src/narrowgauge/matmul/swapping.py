@@ -31,22 +31,28 @@ from narrowgauge.torch_support.torch_names import leave_out_of_ddp, plain_name
 
 Layer = Linear | GroupedLinear
 Choice = str | Compute | Callable[[str], str | Compute | None]
-"""A compute, its name, or a function from a layer's name to one of these; ``None`` leaves the layer alone."""
+"""A compute, its name, or a function from a layer's name to one of these; ``None`` leaves the layer
+alone.
+"""
 COMPILE_OPTIONS = {"emulate_precision_casts": True}
-"""Options of ``torch.compile`` for eager's bits: otherwise fused operations do not round the values between them."""
+"""Options of ``torch.compile`` for eager's bits: otherwise fused operations do not round the values
+between them.
+"""
 
 
 class NarrowLayers:
     """The narrow layers of a model, and the clock that they share.
 
-    The seed and the step key stochastic casts. They are those of the optimizer that steps the model, and travel in its
-    ``state_dict()``. ``str()`` says which matrices of the model the layers multiply.
+    The seed and the step key stochastic casts. They are those of the optimizer that steps the
+    model, and travel in its ``state_dict()``. ``str()`` says which matrices of the model the layers
+    multiply.
 
     Attributes:
         model: the model.
         layers: the layers by name.
         clock: seed, step, and place of the micro-batch in the batch.
-        kept: the layers that were left wide, and why: their role (see :mod:`.roles`), or ``by choice``.
+        kept: the layers that were left wide, and why: their role (see :mod:`.roles`), or ``by
+            choice``.
     """
 
     def __init__(
@@ -73,23 +79,29 @@ class NarrowLayers:
         self.clock.write()
 
     def set_first_sequence(self, index: int) -> None:
-        """Set the index in the whole batch of the next micro-batch's first sequence, for inputs ``[sequences, …, in]``.
+        """Set the index in the whole batch of the next micro-batch's first sequence, for inputs
+        ``[sequences, …, in]``.
 
-        It keys random bits: sequences of equal length round alike however the batch is divided into micro-batches.
+        It keys random bits: sequences of equal length round alike however the batch is divided into
+        micro-batches.
         """
         self.clock.set(first_sequence=index, first_token=0, is_placed=True)
 
     def set_first_token(self, index: int) -> None:
-        """Set the index in the whole batch of the next micro-batch's first token, for packed inputs ``[(1,) tokens, in]``.
+        """Set the index in the whole batch of the next micro-batch's first token, for packed inputs
+        ``[(1,) tokens, in]``.
 
-        It keys random bits: tokens round alike however the batch is divided. A sample without tokens counts as one.
+        It keys random bits: tokens round alike however the batch is divided. A sample without
+        tokens counts as one.
         """
         self.clock.set(first_sequence=0, first_token=index, is_placed=True)
 
     def matrices(self) -> dict[str, str]:
-        """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), or the class whose code reads it.
+        """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), or the
+        class whose code reads it.
 
-        A matrix is a parameter of two or more dims, but no bias or embedding. :attr:`kept` says why a layer is.
+        A matrix is a parameter of two or more dims, but no bias or embedding. :attr:`kept` says why
+        a layer is.
         """
         readers: dict[str, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -108,7 +120,9 @@ class NarrowLayers:
         return self.describe()
 
     def describe(self, limit: int = 4) -> str:
-        """Return in one line how many weights are narrow, and which matrices are not and why, at most ``limit`` of them."""
+        """Return in one line how many weights are narrow, and which matrices are not and why, at
+        most ``limit`` of them.
+        """
         readers = self.matrices()
         sizes = {name: self.model.get_parameter(name).numel() for name in readers}
         total, narrow, wide = sum(sizes.values()), 0, []
@@ -134,7 +148,10 @@ class NarrowLayers:
             self.clock.follow(self.clock.followed)  # which may key random bits only now
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the step from this optimizer, also if its state is loaded. Narrowgauge's own are found without this."""
+        """Take the step from this optimizer, also if its state is loaded.
+
+        Narrowgauge's own are found without this.
+        """
         self.clock.follow(optimizer)
 
 
@@ -143,22 +160,27 @@ def swap_linears(
 ) -> NarrowLayers:
     """Make a model's linear layers and experts multiply in the formats of a compute, in place.
 
-    Parameters, names and ``state_dict`` stay. A layer is swapped unless its name matches ``keep``. On a CPU that does not
-    multiply bfloat16, the other bfloat16 layers use float32 matmuls, with the same values.
+    Parameters, names and ``state_dict`` stay. A layer is swapped unless its name matches ``keep``.
+    On a CPU that does not multiply bfloat16, the other bfloat16 layers use float32 matmuls, with
+    the same values.
 
     Args:
         model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
-        compute: a compute, its name, or a function from a layer's name to either (``None`` leaves it alone). A projection of
-            experts is called ``….experts.down_proj``.
-        keep: name patterns (shell wildcards) of layers to leave alone, and no others. ``None``: heads, routers, adapters and what
-            else the compute keeps (see :mod:`narrowgauge.matmul.roles`), and nothing if ``compute`` is a function.
-        seed: of stochastic casts, unless an optimizer of Narrowgauge steps the model: then its seed is used.
+        compute: a compute, its name, or a function from a layer's name to either (``None`` leaves
+            it alone). A projection of experts is called ``….experts.down_proj``.
+        keep: name patterns (shell wildcards) of layers to leave alone, and no others. ``None``:
+            heads, routers, adapters and what else the compute keeps (see
+            :mod:`narrowgauge.matmul.roles`), and nothing if ``compute`` is a function.
+        seed: of stochastic casts, unless an optimizer of Narrowgauge steps the model: then its seed
+            is used.
     Returns:
-        A handle on the swapped layers. ``print(linears)`` says what stays wide, and why. A warning names matrices that no
+        A handle on the swapped layers. ``print(linears)`` says what stays wide, and why. A warning
+            names matrices that no
         ``nn.Linear`` multiplies, and a head that is narrow because you chose so.
     Raises:
         RecipeError: an unknown compute, no linear layer to swap, or experts that cannot be swapped.
-    Cost: none until the layers are used. The first use of a compute compiles its casts, some seconds each.
+    Cost: none until the layers are used. The first use of a compute compiles its casts, some
+    seconds each.
     Example:
         >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
         >>> linears = swap_linears(model, "bfloat16")
@@ -191,7 +213,8 @@ def swap_linears(
     for name, layer in layers.items():
         if roles.get(name) == "head" and not layer.compute.is_wide:
             warnings.warn(
-                f"'{name}' is the model's head, and is narrow by your choice: its errors go straight into the loss.",
+                f"'{name}' is the model's head, and is narrow by your choice: its errors go "
+                "straight into the loss.",
                 stacklevel=2,
             )
     if "narrow" in (readers := set(linears.matrices().values())) and not readers <= {
@@ -199,7 +222,8 @@ def swap_linears(
         "kept",
     }:
         warnings.warn(
-            f"{linears}. linears.matrices() lists all. Only layers of nn.Linear's own forward are swapped.",
+            f"{linears}. linears.matrices() lists all. Only layers of nn.Linear's own forward are "
+            "swapped.",
             stacklevel=2,
         )
     for layer in slow:
@@ -212,7 +236,8 @@ def swap_linears(
 def keep_ranks_apart(model: nn.Module) -> None:
     """Make DistributedDataParallel ignore the buffers of narrow layers, which differ by rank.
 
-    Call it before wrapping, for the module that is wrapped: :func:`swap_linears` and ``prepare`` do it for their model.
+    Call it before wrapping, for the module that is wrapped: :func:`swap_linears` and ``prepare`` do
+    it for their model.
     """
     layers = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, NarrowLayer)
@@ -251,7 +276,9 @@ def linear_names(model: nn.Module) -> list[str]:
 def chooser(
     compute: Choice, keep: tuple[str, ...] | None, roles: Mapping[str, str]
 ) -> Callable[[str], Compute | None]:
-    """Return a function from a layer's name to its compute; ``None`` if ``keep``, the compute or its role leaves it alone."""
+    """Return a function from a layer's name to its compute; ``None`` if ``keep``, the compute or
+    its role leaves it alone.
+    """
     if not callable(compute):
         compute = get_compute(compute)
         keep = compute.keep if keep is None else keep

@@ -1,11 +1,12 @@
 """Narrow layers under tensor parallelism: each rank multiplies its part of the weight.
 
-``parallelize_module`` makes the weight a ``DTensor``. Split by outputs (``ColwiseParallel``), every rank has the whole input and
-its part of the output. Split by inputs (``RowwiseParallel``), the products of the ranks are added up.
+``parallelize_module`` makes the weight a ``DTensor``. Split by outputs (``ColwiseParallel``), every
+rank has the whole input and its part of the output. Split by inputs (``RowwiseParallel``), the
+products of the ranks are added up.
 
-A cast is that of one process only if the values that share a scale lie on one rank. That holds for wide casts and for blocks that
-divide the parts. A scale of a row, a column or a tensor belongs to values on several ranks, and so do random bits: such computes
-are refused.
+A cast is that of one process only if the values that share a scale lie on one rank. That holds for
+wide casts and for blocks that divide the parts. A scale of a row, a column or a tensor belongs to
+values on several ranks, and so do random bits: such computes are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def multiply_parts(
     weight: Any,
     bias: Tensor | None,
 ) -> Tensor:
-    """Return the product of an input and a weight of which this rank has a part, as ``parallelize_module`` expects it.
+    """Return the product of an input and a weight of which this rank has a part, as
+    ``parallelize_module`` expects it.
 
     Args:
         multiply: ``(x, weight, bias) -> product`` of this rank's tensors.
@@ -36,7 +38,8 @@ def multiply_parts(
         x: ``[..., in]``, a ``DTensor``.
         weight: ``[out, in]``.
     Raises:
-        RecipeError: the compute's scales or random bits belong to values on several ranks, or ``x`` is a plain tensor.
+        RecipeError: the compute's scales or random bits belong to values on several ranks, or ``x``
+            is a plain tensor.
     """
     mesh = weight.device_mesh
     placement = weight.placements[0]
@@ -44,13 +47,15 @@ def multiply_parts(
     if mesh.ndim != 1 or not (splits_outputs or placement.is_shard(1)):
         raise RecipeError(
             f"Cannot multiply layer '{name}': its weight is distributed as {weight.placements}.",
-            "Split it by outputs (ColwiseParallel) or by inputs (RowwiseParallel) over one dimension of the mesh.",
+            "Split it by outputs (ColwiseParallel) or by inputs (RowwiseParallel) over one "
+            "dimension of the mesh.",
         )
     if not isinstance(
         x, DTensor
     ):  # as where FSDP2's weights are used outside the forward of their module
         raise RecipeError(
-            f"Cannot multiply layer '{name}': its weight is distributed, and its input is a plain tensor.",
+            f"Cannot multiply layer '{name}': its weight is distributed, and its input is a plain "
+            "tensor.",
             "Call the module that fully_shard or parallelize_module was given.",
         )
     part = weight.to_local()
@@ -81,7 +86,8 @@ def require_local_scales(
     )
     if compute.is_stochastic:
         raise RecipeError(
-            f"Cannot split layer '{name}' over {num_ranks} ranks because the random bits of '{compute.name}' are one process's.",
+            f"Cannot split layer '{name}' over {num_ranks} ranks because the random bits of "
+            f"'{compute.name}' are one process's.",
             advice,
         )
     for cast in compute.casts.values():
@@ -89,14 +95,16 @@ def require_local_scales(
             continue
         if cast.block is None or cast.scale == "float8_e4m3fn":
             raise RecipeError(
-                f"Cannot split layer '{name}' over {num_ranks} ranks because scales of '{compute.name}' belong to values on "
+                f"Cannot split layer '{name}' over {num_ranks} ranks because scales of "
+                f"'{compute.name}' belong to values on "
                 "several of them.",
                 advice,
             )
         side = max(cast.block)
         if part[dim] % side:
             raise RecipeError(
-                f"Cannot split layer '{name}' over {num_ranks} ranks because blocks of {side} do not divide its part of "
+                f"Cannot split layer '{name}' over {num_ranks} ranks because blocks of {side} do "
+                "not divide its part of "
                 f"{part[dim]}.",
                 advice,
             )

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 CHUNK, CHUNK_ON_GPU = 1 << 15, 1 << 22
-"""Elements in a chunk. On a CPU ten float64 temporaries fit the second-level cache. On a GPU they stay within 1 GiB."""
+"""Elements in a chunk.
+
+On a CPU ten float64 temporaries fit the second-level cache. On a GPU they stay within 1 GiB.
+"""
 PIECE = 1 << 16
-"""Elements of a matrix that are processed at a time, where a whole copy can be avoided; at least a 64th of the matrix."""
+"""Elements of a matrix that are processed at a time, where a whole copy can be avoided; at least a
+64th of the matrix.
+"""
 
 
 def chunk_size(device: torch.device) -> int:
@@ -19,7 +24,8 @@ def chunk_size(device: torch.device) -> int:
 
 
 def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield 1-D chunks of at most :func:`chunk_size` elements from tensors of one shape, in row-major order.
+    """Yield 1-D chunks of at most :func:`chunk_size` elements from tensors of one shape, in
+    row-major order.
 
     Chunks of contiguous tensors are views. Other layouts are copied one chunk at a time.
 

@@ -1,11 +1,13 @@
-"""DTensors, such as parameters that FSDP2 shards, their gradients, and the local tensors of this rank.
+"""DTensors, such as parameters that FSDP2 shards, their gradients, and the local tensors of this
+rank.
 
-Arithmetic runs on local tensors: every stored bit depends only on its element's own history. Ranks communicate only for numbers
-that they share, such as the norm of the gradients. States are returned as DTensors placed like their parameter. So other ranks
-can load a checkpoint.
+Arithmetic runs on local tensors: every stored bit depends only on its element's own history. Ranks
+communicate only for numbers that they share, such as the norm of the gradients. States are returned
+as DTensors placed like their parameter. So other ranks can load a checkpoint.
 
-A gradient may be placed unlike its parameter: under sequence parallelism each rank has a part of a norm's gradient, and the sum
-over ranks is the gradient. :func:`gradient_of` is the one reader of ``p.grad``.
+A gradient may be placed unlike its parameter: under sequence parallelism each rank has a part of a
+norm's gradient, and the sum over ranks is the gradient. :func:`gradient_of` is the one reader of
+``p.grad``.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def _splits(placement: Any) -> bool:
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return the local tensor of a DTensor, with partial sums added up over ranks. Return other tensors unchanged."""
+    """Return the local tensor of a DTensor, with partial sums added up over ranks.
+
+    Return other tensors unchanged.
+    """
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
     placements = [_summed(placement) for placement in tensor.placements]
@@ -42,7 +47,10 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def _summed(placement: Any) -> Any:
-    """Return the placement of the sum of parts: on every rank. Return other placements unchanged."""
+    """Return the placement of the sum of parts: on every rank.
+
+    Return other placements unchanged.
+    """
     if not placement.is_partial():
         return placement
     from torch.distributed.tensor import Replicate
@@ -60,9 +68,9 @@ def _placed(tensor: Any, placements: tuple[Any, ...]) -> Any:
 def gradient_of(parameter: Any) -> Tensor | None:
     """Return a parameter's gradient, placed like the parameter, or ``None``.
 
-    A gradient with other placements is redistributed: partial sums are added up over ranks. The result replaces ``p.grad``, so
-    ranks communicate once. All ranks of a mesh call this for the same parameters in the same order. Megatron's ``main_grad``
-    stands for a missing ``grad``.
+    A gradient with other placements is redistributed: partial sums are added up over ranks. The
+    result replaces ``p.grad``, so ranks communicate once. All ranks of a mesh call this for the
+    same parameters in the same order. Megatron's ``main_grad`` stands for a missing ``grad``.
     """
     gradient: Any = parameter.grad
     if gradient is None:
@@ -93,7 +101,9 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def split_groups(tensor: Any, *, columns: int | None = None) -> list[Any]:
-    """Return the process groups of the mesh axes that split a tensor's elements, or only its last ``columns`` dimensions."""
+    """Return the process groups of the mesh axes that split a tensor's elements, or only its last
+    ``columns`` dimensions.
+    """
     groups = []
     for axis, placement in enumerate(tensor.placements if is_sharded(tensor) else ()):
         if _splits(placement) and (columns is None or _splits_row(tensor, placement, columns)):
@@ -107,12 +117,15 @@ def _splits_row(tensor: Any, placement: Any, row_dims: int) -> bool:
 
 
 def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
-    """Return this rank's part of a state as a DTensor placed like its parameter ``owner``. Keep it for a plain parameter.
+    """Return this rank's part of a state as a DTensor placed like its parameter ``owner``.
+
+    Keep it for a plain parameter.
 
     A distributed checkpoint can save and reshard the result. Int16 becomes int32.
 
     Args:
-        part: parameter-shaped. Its last ``row_dims`` dimensions are 1 instead, and ranks that share rows hold the same values.
+        part: parameter-shaped. Its last ``row_dims`` dimensions are 1 instead, and ranks that share
+            rows hold the same values.
     """
     if not is_sharded(owner) or part.ndim != owner.ndim:
         return part
@@ -130,15 +143,17 @@ def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
 
 
 def sendable(owner: Any, part: Tensor) -> Tensor:
-    """Convert int16 states of a sharded parameter to int32: neither gloo nor NCCL sends integers of 16 bits."""
+    """Convert int16 states of a sharded parameter to int32: neither gloo nor NCCL sends integers of
+    16 bits.
+    """
     return part.to(torch.int32) if part.dtype is torch.int16 and is_sharded(owner) else part
 
 
 def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
     """Return pairs of process groups and tensors: the groups must add up the sums of these tensors.
 
-    There is one group for each mesh axis that splits elements. The first pair has no groups, and perhaps no tensors. All ranks
-    pass the tensors, DTensors and others, in the same order.
+    There is one group for each mesh axis that splits elements. The first pair has no groups, and
+    perhaps no tensors. All ranks pass the tensors, DTensors and others, in the same order.
     """
     unsplit: list[Any] = []
     pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], unsplit)}
@@ -153,7 +168,10 @@ def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
 
 
 def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
-    """Return the sum or maximum of ``value`` over all ranks of the groups. ``how`` is ``"sum"`` or ``"max"``."""
+    """Return the sum or maximum of ``value`` over all ranks of the groups.
+
+    ``how`` is ``"sum"`` or ``"max"``.
+    """
     import torch.distributed as dist
 
     operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
@@ -164,7 +182,9 @@ def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
 
 
 def largest_over_ranks(values: Sequence[Tensor], groups: Sequence[Sequence[Any]]) -> list[Tensor]:
-    """Return the elementwise maximum of 1-D int32 values over the ranks of their groups, in one call for equal groups."""
+    """Return the elementwise maximum of 1-D int32 values over the ranks of their groups, in one
+    call for equal groups.
+    """
     result = list(values)
     places: dict[tuple[str, ...], list[int]] = {}
     for place, members in enumerate(groups):

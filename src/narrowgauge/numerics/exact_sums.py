@@ -1,29 +1,36 @@
 """Sums that do not depend on order: the norm of many tensors, and their elementwise sum.
 
-Floating-point addition is not associative, integer addition is. So both sums count steps of a fixed grid.
+Floating-point addition is not associative, integer addition is. So both sums count steps of a fixed
+grid.
 
-**The norm** reads values twice. The first pass finds the largest magnitude. The second writes each square as a whole number of
-steps of a coarse grid, and the remainder as steps of a fine grid. Both are summed in int64. The largest magnitude and the
-number ``n`` of values determine the grids, so that neither sum overflows. Ranks merge with one MAX and one SUM all-reduce. Let
-``w = 63 - n.bit_length()`` (36 for a hundred million). The error of a square is at most ``2^(-2w)`` times the largest square.
+**The norm** reads values twice. The first pass finds the largest magnitude. The second writes each
+square as a whole number of steps of a coarse grid, and the remainder as steps of a fine grid. Both
+are summed in int64. The largest magnitude and the number ``n`` of values determine the grids, so
+that neither sum overflows. Ranks merge with one MAX and one SUM all-reduce. Let ``w = 63 -
+n.bit_length()`` (36 for a hundred million). The error of a square is at most ``2^(-2w)`` times the
+largest square.
 
-**The elementwise sum** uses float64 as an integer: a sum of multiples of 2^-74 below 2^53 of them is exact. 53 bits are too few
-for gradients, so a value is split into two float64 words:
+**The elementwise sum** uses float64 as an integer: a sum of multiples of 2^-74 below 2^53 of them
+is exact. 53 bits are too few for gradients, so a value is split into two float64 words:
 
     x  =  upper + lower        upper a multiple of 2^-23,    |x| <= 2^18
                                lower a multiple of 2^-74,    |lower| <= 2^-24
 
-Near 1.5 · 2^29 float64 has an ulp of 2^-23. So (x + 1.5 · 2^29) - 1.5 · 2^29 rounds x to ``upper``, ties to even. The remainder
-is exact, and 1.5 · 2^-22 rounds it to ``lower``. 4,096 addends have |upper| <= 4,096 · 2^18 = 2^53 · 2^-23. So each partial sum
-of the upper word is exact. The lower word holds 2^53 · 2^-74 = 8 · 2^-24, more than six addends and a remainder. After each six
-its multiple of 2^-23 is *carried* to the upper word. That multiple may depend on the order. Both words together do not.
+Near 1.5 · 2^29 float64 has an ulp of 2^-23. So (x + 1.5 · 2^29) - 1.5 · 2^29 rounds x to ``upper``,
+ties to even. The remainder is exact, and 1.5 · 2^-22 rounds it to ``lower``. 4,096 addends have
+|upper| <= 4,096 · 2^18 = 2^53 · 2^-23. So each partial sum of the upper word is exact. The lower
+word holds 2^53 · 2^-74 = 8 · 2^-24, more than six addends and a remainder. After each six its
+multiple of 2^-23 is *carried* to the upper word. That multiple may depend on the order. Both words
+together do not.
 
-Larger values take three words more, multiples of 2^100, 2^59 and 2^18, which hold all of float32's range. They exist only if
-such a value does. The grids are absolute, so the total does not depend on which rank widened its sums, or when.
+Larger values take three words more, multiples of 2^100, 2^59 and 2^18, which hold all of float32's
+range. They exist only if such a value does. The grids are absolute, so the total does not depend on
+which rank widened its sums, or when.
 
-Values below 2^-50 in magnitude have bits below the grid. Rounding to the grid changes them by at most 2^-75. The total is
-rounded once to float32, ties to even. The float64 nearest to a sum of words may be a tie of float32 although the sum is not
-one. So if that addition rounds, first correct it to *odd*: an odd float64 is not a tie.
+Values below 2^-50 in magnitude have bits below the grid. Rounding to the grid changes them by at
+most 2^-75. The total is rounded once to float32, ties to even. The float64 nearest to a sum of
+words may be a tie of float32 although the sum is not one. So if that addition rounds, first correct
+it to *odd*: an odd float64 is not a tie.
 """
 
 from __future__ import annotations
@@ -48,11 +55,16 @@ if TYPE_CHECKING:
     from narrowgauge.numerics.multi_tensor_squares import SquaresTable
 
 JOINED_ELEMENTS, JOINED_TOTAL = 1 << 16, 1 << 22
-"""Join tensors of at most the first number of elements, up to the second: one call then serves many tensors."""
+"""Join tensors of at most the first number of elements, up to the second: one call then serves many
+tensors.
+"""
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """Return the largest absolute value, float32 0-d. NaN wins over infinity. It is 0 for no values."""
+    """Return the largest absolute value, float32 0-d.
+
+    NaN wins over infinity. It is 0 for no values.
+    """
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
     # One pass and no temporary: on a CPU 14 times as fast as the maximum of abs(x).
@@ -61,10 +73,12 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 
 def grid_scales(largest: Tensor, count: int) -> Tensor:
-    """Return the multipliers of squares on the coarse grid and of remainders on the fine one: float64 ``[2]``.
+    """Return the multipliers of squares on the coarse grid and of remainders on the fine one:
+    float64 ``[2]``.
 
-    Let ``w = 63 - count.bit_length()``, and ``e`` the least with ``largest² < 2^e``. The scales are ``2^(w-e)`` and ``2^w``, so
-    ``count`` addends stay below 2^63. ``largest`` (float32, 0-d) and ``count`` (1 … 2^40) are of all tensors and ranks.
+    Let ``w = 63 - count.bit_length()``, and ``e`` the least with ``largest² < 2^e``. The scales are
+    ``2^(w-e)`` and ``2^w``, so ``count`` addends stay below 2^63. ``largest`` (float32, 0-d) and
+    ``count`` (1 … 2^40) are of all tensors and ranks.
 
     Example:
         >>> grid_scales(torch.tensor(1.5), count=1000).log2().tolist()
@@ -81,9 +95,11 @@ def grid_scales(largest: Tensor, count: int) -> Tensor:
 
 
 def steps_of_squares(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each square in steps of the coarse grid, and its remainder in steps of the fine grid: int64."""
-    # A float32's square is exact in float64. The product with a power of two and the remainder after rounding are exact too. So
-    # only the two written roundings round.
+    """Return each square in steps of the coarse grid, and its remainder in steps of the fine grid:
+    int64.
+    """
+    # A float32's square is exact in float64. The product with a power of two and the remainder
+    # after rounding are exact too. So only the two written roundings round.
     values = x.double()
     scaled = values * values * scales[0]
     coarse = scaled.round()
@@ -94,14 +110,18 @@ def steps_of_squares(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def grid_steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the squares of ``x`` in steps of the coarse and the fine grid, int64 0-d each.
 
-    Sums of parts add up to the sums of the whole. With NaN or infinity in ``x`` they are meaningless but harmless.
+    Sums of parts add up to the sums of the whole. With NaN or infinity in ``x`` they are
+    meaningless but harmless.
     """
     coarse, fine = steps_of_squares(x, scales)
     return coarse.sum(), fine.sum()
 
 
 def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Do :func:`grid_steps` for bfloat16 values read as int32 words of two neighbours. Compiled, it is six times as fast."""
+    """Do :func:`grid_steps` for bfloat16 values read as int32 words of two neighbours.
+
+    Compiled, it is six times as fast.
+    """
     even = steps_of_squares((words << 16).view(torch.float32), scales)
     odd = steps_of_squares((words & -65536).view(torch.float32), scales)
     return (even[0] + odd[0]).sum(), (even[1] + odd[1]).sum()
@@ -111,10 +131,12 @@ def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def exact_squares(
     tensors: Sequence[Tensor], *, compile: bool = True, table: SquaresTable | None = None
 ) -> Tensor:
-    """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a value is.
+    """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a
+    value is.
 
-    For DTensors it is that of the whole, with the bits of one process that holds all. All ranks of their meshes pass the same
-    tensors in the same order. ``compile`` compiles the second pass for large tensors. ``table`` sums all by two launches.
+    For DTensors it is that of the whole, with the bits of one process that holds all. All ranks of
+    their meshes pass the same tensors in the same order. ``compile`` compiles the second pass for
+    large tensors. ``table`` sums all by two launches.
 
     Cost: two reads of this rank's data, and two small messages.
     """
@@ -151,7 +173,10 @@ def exact_squares(
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return all elements in few tensors. Flatten contiguous large ones, join small ones, split the rest in chunks."""
+    """Return all elements in few tensors.
+
+    Flatten contiguous large ones, join small ones, split the rest in chunks.
+    """
     pieces: list[Tensor] = []
     small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -173,7 +198,9 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
-    """Return :func:`grid_steps` of a 1-D tensor as int64 ``[2]``: compiled if that pays, else chunk by chunk."""
+    """Return :func:`grid_steps` of a 1-D tensor as int64 ``[2]``: compiled if that pays, else chunk
+    by chunk.
+    """
     place = place_of([flat])
     if compile and is_worth_compiling(len(flat), place) and can_compile(place):
         if flat.dtype is torch.bfloat16 and not (len(flat) % 2 or flat.data_ptr() % 4):
@@ -185,7 +212,7 @@ def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
     return torch.stack(sums).sum(0)
 
 
-# ── elementwise ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── elementwise ───────────────────────────────────────────────────────────────────────────────────
 
 LARGEST = 2.0**18
 """The largest magnitude that two words hold."""
@@ -207,19 +234,24 @@ def exceeds_two_words(rows: Tensor, limit: float = LARGEST) -> Tensor:
 
 
 class ExactSums:
-    """Sum up to 4,096 tensors elementwise. The result does not depend on their order, as on a parameter server.
+    """Sum up to 4,096 tensors elementwise.
+
+    The result does not depend on their order, as on a parameter server.
 
     Args:
         numel: number of elements of each tensor.
         device: of the sums and of the tensors.
-        is_wide: take values of all float32's range. On a CPU the sums become wide themselves when a value is beyond 2^18. On a
-            GPU that would have to wait for the values: there such a value is NaN in narrow sums, see :func:`exceeds_two_words`.
+        is_wide: take values of all float32's range. On a CPU the sums become wide themselves when a
+            value is beyond 2^18. On a GPU that would have to wait for the values: there such a
+            value is NaN in narrow sums, see :func:`exceeds_two_words`.
 
-    Invariant: :meth:`total` depends only on each element's multiset of values. Each value is rounded to a multiple of 2^-74.
-    The total is the float32 nearest to their exact sum. Both round ties to even. It is NaN if a value was NaN or infinite, and
-    infinite if the sum is beyond float32. A sum of zero is +0.
+    Invariant: :meth:`total` depends only on each element's multiset of values. Each value is
+    rounded to a multiple of 2^-74. The total is the float32 nearest to their exact sum. Both round
+    ties to even. It is NaN if a value was NaN or infinite, and infinite if the sum is beyond
+    float32. A sum of zero is +0.
 
-    Cost: 16 bytes per element, 40 if wide. On one CPU thread adding takes 2.5 ns an element, rounding the total 4 ns once.
+    Cost: 16 bytes per element, 40 if wide. On one CPU thread adding takes 2.5 ns an element,
+    rounding the total 4 ns once.
     Example:
         >>> sums = ExactSums(1)
         >>> for value in (2.0**18, 2.0**-60, -(2.0**18)):
@@ -253,7 +285,8 @@ class ExactSums:
 
     @torch.no_grad()
     def add_(self, values: Tensor) -> None:
-        """Add a tensor ``[numel]``, or each row of ``[rows, numel]``, in bfloat16, float16 or float32.
+        """Add a tensor ``[numel]``, or each row of ``[rows, numel]``, in bfloat16, float16 or
+        float32.
 
         Raises:
             FormatError: another dtype or shape, or too many addends.
@@ -271,7 +304,8 @@ class ExactSums:
 
     @torch.no_grad()
     def total(self, output: Tensor | None = None, divisor: int = 1) -> Tensor:
-        """Return the sums in ``output`` ``[numel]``: rounded once to float32, then divided, then rounded to its dtype.
+        """Return the sums in ``output`` ``[numel]``: rounded once to float32, then divided, then
+        rounded to its dtype.
 
         Without ``output``, return a new float32 tensor.
         """
@@ -293,10 +327,12 @@ class ExactSums:
 
 @torch.no_grad()
 def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1, *, is_wide: bool = False) -> Tensor:
-    """Write :class:`ExactSums` of the rows of one tensor, divided, to ``output``. The words exist for one chunk only.
+    """Write :class:`ExactSums` of the rows of one tensor, divided, to ``output``.
 
-    ``rows`` is ``[rows, numel]`` in bfloat16, float16 or float32. ``output`` has any floating-point dtype, and may be the only
-    row.
+    The words exist for one chunk only.
+
+    ``rows`` is ``[rows, numel]`` in bfloat16, float16 or float32. ``output`` has any floating-point
+    dtype, and may be the only row.
     """
     _check(rows, rows.shape[1], rows.shape[0])
     num_words = _WIDE if is_wide or _needs_width(rows) else _NARROW
@@ -353,7 +389,8 @@ def _spans(rows: Tensor) -> Iterator[tuple[int, int]]:
 def _add(rows: Tensor, words: Tensor, scratch: Tensor, *, is_first: bool) -> None:
     """Add rows to ``words [words, numel]``, or overwrite them if ``is_first``.
 
-    The last word is at most 2^-24 before, and seven times that afterwards. ``scratch`` has two rows or more.
+    The last word is at most 2^-24 before, and seven times that afterwards. ``scratch`` has two rows
+    or more.
     """
     rest, rounded = scratch[:2, : words.shape[1]]
     for place, row in enumerate(rows):
@@ -387,7 +424,8 @@ def _round(words: Tensor, scratch: Tensor, output: Tensor, divisor: int) -> None
     """Write the sum of the words as the nearest float32, divided and in the format of ``output``."""
     total, part, error, result = scratch[:, : words.shape[1]]
     if len(words) == _WIDE:
-        # Each word then is at most half a step of the next coarser one, so the odd bit of a finer sum survives.
+        # Each word then is at most half a step of the next coarser one, so the odd bit of a finer
+        # sum survives.
         for place in range(_WIDE - 1, 0, -1):
             _carry_into(words[place - 1], words[place], _ROUNDERS[place - 1], scratch)
     finer = words[-1]

@@ -1,7 +1,7 @@
 """Hashes: one number for the bits of a tensor, and well mixed seeds.
 
-The hash of a tensor is the sum, modulo 2^64, of a hash of every element's bits and position. An integer sum does not depend on
-order. So the hashes of shards add up to the hash of the whole.
+The hash of a tensor is the sum, modulo 2^64, of a hash of every element's bits and position. An
+integer sum does not depend on order. So the hashes of shards add up to the hash of the whole.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def named_seed(seed: int, name: str) -> int:
 
 
 def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
-    """Return :func:`fingerprint` as an int64 0-d tensor on the device of ``x``. Do not wait for the device."""
+    """Return :func:`fingerprint` as an int64 0-d tensor on the device of ``x``.
+
+    Do not wait for the device.
+    """
     size = x.element_size()
     if size not in INTEGERS:
         raise FormatError(
@@ -72,9 +75,9 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
 def fingerprint(x: Tensor, *, offset: int = 0) -> int:
     """Return the fingerprint of a tensor's bits, a 64-bit hash.
 
-    It is ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64`` over elements in row-major order, with the finalizer of
-    splitmix64 as ``mix``. Strides, device and chunks do not matter. Shards at their own offsets add up (:func:`combine`). It
-    ignores shape and dtype.
+    It is ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64`` over elements in
+    row-major order, with the finalizer of splitmix64 as ``mix``. Strides, device and chunks do not
+    matter. Shards at their own offsets add up (:func:`combine`). It ignores shape and dtype.
 
     Args:
         x: any dtype of 1, 2, 4 or 8 bytes, any shape and stride.
@@ -99,7 +102,8 @@ def _signed(value: int) -> int:
 
 
 def combine(fingerprints: Iterable[int]) -> int:
-    """Return the fingerprint of a whole tensor from its shards' fingerprints, each taken at its own offset.
+    """Return the fingerprint of a whole tensor from its shards' fingerprints, each taken at its own
+    offset.
 
     >>> combine([2**64 - 1, 3])
     2
@@ -108,9 +112,11 @@ def combine(fingerprints: Iterable[int]) -> int:
 
 
 def fingerprint_all(named: Mapping[str, Tensor | int]) -> str:
-    """Return one fingerprint for a set of named tensors, such as a model's ``state_dict``: 16 hexadecimal digits.
+    """Return one fingerprint for a set of named tensors, such as a model's ``state_dict``: 16
+    hexadecimal digits.
 
-    It is the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name). A fingerprint may stand for its tensor.
+    It is the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name). A fingerprint may
+    stand for its tensor.
 
     >>> fingerprint_all({"w": torch.ones(2)}) == fingerprint_all({"v": torch.ones(2)})
     False

@@ -1,13 +1,17 @@
-"""Metrics: the loss of an update in storage, the loss of a tensor in a cast, and the distribution of a tensor's values.
+"""Metrics: the loss of an update in storage, the loss of a tensor in a cast, and the distribution
+of a tensor's values.
 
-*Updates.* An optimizer intends a change D. The stored weight changes by E, since w + D is rounded. The visible weight changes
-by V. All metrics follow from sums over a tensor (:data:`UPDATE_SUMS`). Add them over steps, tensors and shards before you
-divide. *EDQ* = ⟨D,E⟩/‖D‖² is the fraction of the update that is stored **on average**. 1 is perfect, 0 is a stall, and
-stochastic rounding gives 1. *Noise* = ‖E−D‖/‖D‖ is the change that was **not intended**. 0 is perfect, 1 is a stall, and
-stochastic bfloat16 gives 20. Norms may hide that a few large entries move while all others do not. Fractions of lost elements
-count that. The sums of one small tensor are noisy: add sums of many steps first.
+*Updates.* An optimizer intends a change D. The stored weight changes by E, since w + D is rounded.
+The visible weight changes by V. All metrics follow from sums over a tensor (:data:`UPDATE_SUMS`).
+Add them over steps, tensors and shards before you divide. *EDQ* = ⟨D,E⟩/‖D‖² is the fraction of the
+update that is stored **on average**. 1 is perfect, 0 is a stall, and stochastic rounding gives 1.
+*Noise* = ‖E−D‖/‖D‖ is the change that was **not intended**. 0 is perfect, 1 is a stall, and
+stochastic bfloat16 gives 20. Norms may hide that a few large entries move while all others do not.
+Fractions of lost elements count that. The sums of one small tensor are noisy: add sums of many
+steps first.
 
-*Tensors.* None of these functions but :func:`cast_loss` waits for a device. So a step copies all results to the host once.
+*Tensors.* None of these functions but :func:`cast_loss` waits for a device. So a step copies all
+results to the host once.
 """
 
 from __future__ import annotations
@@ -27,24 +31,31 @@ from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.formats import Format
 from narrowgauge.spec.significance import FEWEST_SPACINGS
 
-# ── updates ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── updates ───────────────────────────────────────────────────────────────────────────────────────
 
 CHANGE_SUMS = ("dd", "de", "ee", "nonzero", "lost", "unseen")
 """Sums over an update: D², D·E, E², and counts of D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but V = 0."""
 DECAY_SUMS = ("cc", "ct")
-"""Sums of its weight decay, see :func:`decay_terms`: C², C·T. They are zero if the rule has no separate decay."""
+"""Sums of its weight decay, see :func:`decay_terms`: C², C·T.
+
+They are zero if the rule has no separate decay.
+"""
 KERNEL_SUMS = (*CHANGE_SUMS, *DECAY_SUMS)
 HOST_SUMS = ("elements", "spacings")
-"""What the host knows: the number of elements, and the sum of their audited decays in ulps (a lower bound)."""
+"""What the host knows: the number of elements, and the sum of their audited decays in ulps (a lower
+bound).
+"""
 UPDATE_SUMS = (*KERNEL_SUMS, *HOST_SUMS)
 """The order of the sums of an update."""
 _PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
 
 
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
-    """Return the six addends of one element each, from D, E and V, in the order of :data:`CHANGE_SUMS`.
+    """Return the six addends of one element each, from D, E and V, in the order of
+    :data:`CHANGE_SUMS`.
 
-    Counts are 0 or 1 in the dtype of D, so one kind of register sums all six. Squares of float32 changes under 1e-23 vanish.
+    Counts are 0 or 1 in the dtype of D, so one kind of register sums all six. Squares of float32
+    changes under 1e-23 vanish.
     """
     moved = intended != 0
     return (
@@ -60,15 +71,17 @@ def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> tuple[Ten
 def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two addends of one element each, from C and T, in the order of :data:`DECAY_SUMS`.
 
-    C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that C causes: the stored change for D, minus
-    the stored change for D − C at the same random bits. A C below 1/32 of the stored ulp is raised
-    (:func:`narrowgauge.optim.kernel.least_decay`).
+    C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that C causes: the
+    stored change for D, minus the stored change for D − C at the same random bits. A C below 1/32
+    of the stored ulp is raised (:func:`narrowgauge.optim.kernel.least_decay`).
     """
     return intended * intended, intended * stored
 
 
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """Return the sums of one tensor's update without decay, float64 ``[10]``. This is the reference for kernels.
+    """Return the sums of one tensor's update without decay, float64 ``[10]``.
+
+    This is the reference for kernels.
 
     Products are exact in float64 and summed there, chunk by chunk. Counts are exact.
     """
@@ -86,7 +99,8 @@ def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
 
 
 def _noise(s: dict[str, Tensor]) -> Tensor:
-    # ‖E−D‖² = ΣE² − 2ΣD·E + ΣD². Rounding may make the square of a small difference slightly negative.
+    # ‖E−D‖² = ΣE² − 2ΣD·E + ΣD². Rounding may make the square of a small difference slightly
+    # negative.
     return _ratio((s["ee"] - 2 * s["de"] + s["dd"]).clamp(min=0), s["dd"]).sqrt()
 
 
@@ -95,48 +109,64 @@ def _ratio(part: Tensor, total: Tensor) -> Tensor:
 
 
 UPDATE_METRICS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
-    # ⟨D,E⟩/‖D‖². Collage (arXiv 2405.03637, §3.2) divides by ‖D‖. We divide once more, for a fraction whose sums add up.
+    # ⟨D,E⟩/‖D‖². Collage (arXiv 2405.03637, §3.2) divides by ‖D‖. We divide once more, for a
+    # fraction whose sums add up.
     "edq": lambda s: _ratio(s["de"], s["dd"]),
     # ‖E−D‖/‖D‖. Products in float32 resolve it down to about 1e-3, in float64 to 1e-8.
     "noise": _noise,
     # The fraction of intended changes (D ≠ 0) that did not change the stored value.
     "lost_fraction": lambda s: _ratio(s["lost"], s["nonzero"]),
-    # The same for the visible weight. High is healthy if the storage has a tail, which collects the changes.
+    # The same for the visible weight. High is healthy if the storage has a tail, which collects the
+    # changes.
     "unseen_fraction": lambda s: _ratio(s["unseen"], s["nonzero"]),
-    # Collage's "imprecision percentage": fraction of all elements whose visible weight did not change, D = 0 included.
+    # Collage's "imprecision percentage": fraction of all elements whose visible weight did not
+    # change, D = 0 included.
     "imprecision_share": lambda s: 1 - _ratio(s["nonzero"] - s["unseen"], s["elements"]),
-    # 1 − ⟨C,T⟩/‖C‖²: the fraction of weight decay that is not stored. NaN over too few ulps for a reliable number.
+    # 1 − ⟨C,T⟩/‖C‖²: the fraction of weight decay that is not stored. NaN over too few ulps for a
+    # reliable number.
     "lost_decay": lambda s: torch.where(
         s["spacings"] >= FEWEST_SPACINGS, 1 - _ratio(s["ct"], s["cc"]), torch.nan
     ),
 }
-"""By name, from the named sums. Each is NaN if nothing was intended: it can neither hide nor raise an alarm."""
+"""By name, from the named sums.
+
+Each is NaN if nothing was intended: it can neither hide nor raise an alarm.
+"""
 
 
 def update_metrics(sums: Tensor) -> dict[str, Tensor]:
-    """Return all :data:`UPDATE_METRICS` of sums ``[..., 10]``, float64 ``[...]`` each. Add sums of steps or tensors first."""
+    """Return all :data:`UPDATE_METRICS` of sums ``[..., 10]``, float64 ``[...]`` each.
+
+    Add sums of steps or tensors first.
+    """
     if sums.ndim == 0 or sums.shape[-1] != len(UPDATE_SUMS):
         raise FormatError(
-            f"Cannot read the sums of an update from shape {tuple(sums.shape)}: it is [..., {len(UPDATE_SUMS)}].",
+            f"Cannot read the sums of an update from shape {tuple(sums.shape)}: it is [..., "
+            f"{len(UPDATE_SUMS)}].",
             f"Their order is {', '.join(UPDATE_SUMS)}.",
         )
     named = {name: sums[..., place].double() for name, place in _PLACE.items()}
     return {name: metric(named) for name, metric in UPDATE_METRICS.items()}
 
 
-# ── the values of a tensor ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the values of a tensor ────────────────────────────────────────────────────────────────────────
 
 
 def rms(x: Tensor) -> Tensor:
-    """Return the root of the mean square, 0-d float32. It has three digits in bfloat16, and is 0 for no values."""
-    # The tensor's own dtype is twice as fast, and still adds in float32. Float16 lacks the range for the result.
+    """Return the root of the mean square, 0-d float32.
+
+    It has three digits in bfloat16, and is 0 for no values.
+    """
+    # The tensor's own dtype is twice as fast, and still adds in float32. Float16 lacks the range
+    # for the result.
     wide = torch.float32 if x.dtype is torch.float16 else None
     norm: Tensor = torch.linalg.vector_norm(x.detach(), dtype=wide)
     return norm.float() / math.sqrt(max(1, x.numel()))
 
 
 def power_of_rms(x: Tensor) -> Tensor:
-    """Return the largest power of two not above the root mean square of ``x``, 0-d float32, detached.
+    """Return the largest power of two not above the root mean square of ``x``, 0-d float32,
+    detached.
 
     It is 1 for zeros, and if the mean square is not a float32.
     """
@@ -146,10 +176,12 @@ def power_of_rms(x: Tensor) -> Tensor:
 
 
 def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
-    """Count the values of each binary exponent, int64 ``[bins]``. ``first`` is the exponent of the first bin, above -126.
+    """Count the values of each binary exponent, int64 ``[bins]``.
 
-    Bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``. Smaller magnitudes go into the first bin, larger ones
-    into the last. Zeros, NaN and infinities go into none.
+    ``first`` is the exponent of the first bin, above -126.
+
+    Bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``. Smaller magnitudes go into
+    the first bin, larger ones into the last. Zeros, NaN and infinities go into none.
 
     Example:
         >>> exponent_histogram(torch.tensor([0.0, 1.0, -1.5, 4.0, 1e-9]), -1, 4).tolist()
@@ -162,11 +194,12 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
     return counts.scatter_add_(0, counted, torch.ones_like(counted))[:bins]
 
 
-# ── casts ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── casts ─────────────────────────────────────────────────────────────────────────────────────────
 
 CAST_SUMS = ("signal", "error", "beyond", "zeroed", "nonzero", "total")
-"""The order of a cast's sums: Σx², Σ(x−y)², values beyond the format's end, nonzero values that became zero, nonzero values,
-all values."""
+"""The order of a cast's sums: Σx², Σ(x−y)², values beyond the format's end, nonzero values that
+became zero, nonzero values, all values.
+"""
 
 
 class CastLoss(NamedTuple):
@@ -184,11 +217,12 @@ class CastLoss(NamedTuple):
 
 
 def cast_sums(x: Tensor, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
-    """Return the loss of casting a matrix ``[rows, contraction]``, as sums that add up over rows, batches and steps.
+    """Return the loss of casting a matrix ``[rows, contraction]``, as sums that add up over rows,
+    batches and steps.
 
     Args:
-        amax: replaces a tensor's own largest magnitude for the scale. ``[1, 1]``, or ``[rows, 1]`` if the rows belong to
-            several tensors.
+        amax: replaces a tensor's own largest magnitude for the scale. ``[1, 1]``, or ``[rows, 1]``
+            if the rows belong to several tensors.
     Returns:
         float64 ``[rows, 6]`` in the order of :data:`CAST_SUMS`. Padding does not count.
     Example:
@@ -227,7 +261,9 @@ def _end(row: Format) -> float:
 
 
 def sqnr_of_sums(sums: Tensor) -> Tensor:
-    """Return the signal to quantization noise ratio of added :func:`cast_sums` ``[..., 6]``, in decibels. +inf without error."""
+    """Return the signal to quantization noise ratio of added :func:`cast_sums` ``[..., 6]``, in
+    decibels. +inf without error.
+    """
     signal, error = sums[..., 0], sums[..., 1]
     return 10 * torch.log10(torch.where(error == 0, torch.inf, signal / error))
 

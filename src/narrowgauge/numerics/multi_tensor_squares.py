@@ -1,6 +1,8 @@
-"""The exact sum of squares of many tensors on a GPU: two launches, whatever the tensors and their dtypes.
+"""The exact sum of squares of many tensors on a GPU: two launches, whatever the tensors and their
+dtypes.
 
-The definition is :mod:`narrowgauge.numerics.exact_sums`. Integers are added atomically: their sum does not depend on the order.
+The definition is :mod:`narrowgauge.numerics.exact_sums`. Integers are added atomically: their sum
+does not depend on the order.
 """
 
 from __future__ import annotations
@@ -106,7 +108,10 @@ def functions(interpret: bool) -> dict[str, Any]:
 
 
 class SquaresTable:
-    """Sum the squares of tensors of ``DTYPES`` on one device. Keep their addresses between steps."""
+    """Sum the squares of tensors of ``DTYPES`` on one device.
+
+    Keep their addresses between steps.
+    """
 
     def __init__(self) -> None:
         self._sizes: list[tuple[int, int, int]] = []
@@ -114,7 +119,9 @@ class SquaresTable:
         self._unsent: list[tuple[Tensor, Tensor]] = []
 
     def largest(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> list[Tensor]:
-        """Return the largest magnitude of each group of :func:`by_group`, float32 0-d. It is 0 for no values, and may be NaN.
+        """Return the largest magnitude of each group of :func:`by_group`, float32 0-d.
+
+        It is 0 for no values, and may be NaN.
 
         ``peaks`` holds the magnitudes of the tensors, in the groups' order.
         """
@@ -143,7 +150,10 @@ class SquaresTable:
         return [torch.nn.functional.pad(part, (1, 0)).amax() for part in parts]
 
     def _put(self, values: Any, device: torch.device) -> Tensor:
-        """Return an array on a device. A captured step leaves it to the caller to :meth:`send` it."""
+        """Return an array on a device.
+
+        A captured step leaves it to the caller to :meth:`send` it.
+        """
         host = torch.from_numpy(values)
         target = torch.empty_like(host, device=device)
         self._unsent.append((host, target))
@@ -158,7 +168,10 @@ class SquaresTable:
         self._unsent = []
 
     def finite(self, tensors: Sequence[Tensor]) -> Callable[[], list[bool]]:
-        """Drop the last tensors. Return a function that tells which of them were finite, and waits for the device."""
+        """Drop the last tensors.
+
+        Return a function that tells which of them were finite, and waits for the device.
+        """
         self._tensors = []
         ids, peaks, order = self._ids, self.peaks, list(map(id, tensors))
 

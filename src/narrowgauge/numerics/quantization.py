@@ -1,12 +1,13 @@
 """Quantization: convert a matrix to codes of a low-precision format and their scales.
 
-Values with one scale form a *group*: a tensor, a row, a column, a block. The scale maps the group's largest magnitude to the
-end of the format. Each value divided by the scale is rounded, and value ≈ code × scale. This code is the definition and,
-compiled, the kernel. Each operation is exact or correctly rounded, so eager and compiled, CPU and GPU give the same bits. A code
-is computed as the float32 of its value.
+Values with one scale form a *group*: a tensor, a row, a column, a block. The scale maps the group's
+largest magnitude to the end of the format. Each value divided by the scale is rounded, and value ≈
+code × scale. This code is the definition and, compiled, the kernel. Each operation is exact or
+correctly rounded, so eager and compiled, CPU and GPU give the same bits. A code is computed as the
+float32 of its value.
 
-A group with a NaN or an infinity gets the scale NaN: all of it becomes NaN. Magnitudes below 2^-100 count as 2^-100 for a
-scale. Zeros may lose their sign.
+A group with a NaN or an infinity gets the scale NaN: all of it becomes NaN. Magnitudes below 2^-100
+count as 2^-100 for a scale. Zeros may lose their sign.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ _COLUMNS = 0x2545F491
 
 
 class Quantized(NamedTuple):
-    """Hold a quantized matrix ``[rows, columns]``. Its values are ``codes * inner * outer``, all float32.
+    """Hold a quantized matrix ``[rows, columns]``.
+
+    Its values are ``codes * inner * outer``, all float32.
 
     Attributes:
         codes: values of the format.
         inner: scales ``[row blocks, column blocks]``, see :func:`spread`; ``None`` without blocks.
-        outer: ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale to apply after the matmul; ``None`` without one.
+        outer: ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale to apply after the matmul;
+            ``None`` without one.
     """
 
     codes: Tensor
@@ -118,11 +122,13 @@ def quantize_whole(
 def quantize_blocks(
     blocks: Tensor, cast: Cast, words: tuple[Tensor, Tensor] | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Quantize a rotated matrix ``[row blocks, rows, column blocks, columns]``, see :func:`blocked`.
+    """Quantize a rotated matrix ``[row blocks, rows, column blocks, columns]``, see
+    :func:`blocked`.
 
-    Return codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, the multiplier of the values, and the
-    outer scale or ``None``. A compiler computes returned scales once, not at each value: four times faster. ``amax`` is as for
-    :func:`quantize`, or one per row block; then each row block has its own outer scale.
+    Return codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, the
+    multiplier of the values, and the outer scale or ``None``. A compiler computes returned scales
+    once, not at each value: four times faster. ``amax`` is as for :func:`quantize`, or one per row
+    block; then each row block has its own outer scale.
     """
     values = blocks.float()
     inverse, inner, outer = _block_scales(values, cast, amax)
@@ -138,7 +144,9 @@ def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
 def _block_scales(
     blocks: Tensor, cast: Cast, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the multiplier of ``[row blocks, rows, column blocks, columns]``, and the scales of both levels."""
+    """Return the multiplier of ``[row blocks, rows, column blocks, columns]``, and the scales of
+    both levels.
+    """
     largest = blocks.abs().amax((1, 3), keepdim=True)
     if cast.scale != "float8_e4m3fn":
         inner = _one_level_scale(largest, cast)
@@ -196,10 +204,12 @@ def _codes(
 def random_words(
     rows: int, columns: int, key: Tensor, first_row: Tensor | int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return random words for rows and columns, see :func:`uniform`: float32 in [0, 1), ``[rows, 1]`` and ``[1, columns]``.
+    """Return random words for rows and columns, see :func:`uniform`: float32 in [0, 1), ``[rows,
+    1]`` and ``[1, columns]``.
 
-    They depend only on the logical indices and on ``key``: 0-d int32, specific to the seed, the step, the layer and the operand,
-    and well mixed. Keys that differ only in low bits give the same words in another order.
+    They depend only on the logical indices and on ``key``: 0-d int32, specific to the seed, the
+    step, the layer and the operand, and well mixed. Keys that differ only in low bits give the same
+    words in another order.
     """
     row, column = (
         torch.arange(count, dtype=torch.int32, device=key.device) for count in (rows, columns)
@@ -220,18 +230,21 @@ def words_of(row: Tensor, column: Tensor, key: Tensor, first_row: Tensor) -> tup
 
 
 def uniform(words: tuple[Tensor, Tensor]) -> Tensor:
-    """Return a uniform number in [0, 1) for each element: the sum of its row's and its column's word, modulo 1.
+    """Return a uniform number in [0, 1) for each element: the sum of its row's and its column's
+    word, modulo 1.
 
-    It is one of the 65,536 middles of equal parts. Each plus a whole number up to 127 is exact in float32, so values of the
-    format never move. Numbers of any two elements are independent, so a dot product's rounding error has the variance of
-    independent roundings. (Four at the corners of a rectangle are not. A hash per element costs three times the cast.)
+    It is one of the 65,536 middles of equal parts. Each plus a whole number up to 127 is exact in
+    float32, so values of the format never move. Numbers of any two elements are independent, so a
+    dot product's rounding error has the variance of independent roundings. (Four at the corners of
+    a rectangle are not. A hash per element costs three times the cast.)
     """
     total = words[0] + words[1]
     return total - total.floor()
 
 
 def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
-    """Return the scale of a group: with ``up`` the smallest power of two at which nothing saturates, else the OCP rule.
+    """Return the scale of a group: with ``up`` the smallest power of two at which nothing
+    saturates, else the OCP rule.
 
     The OCP rule is the exponent of ``amax`` minus that of the largest value of format ``row``.
     """
@@ -241,7 +254,10 @@ def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
 
 
 def _e4m3_scale(ratio: Tensor, *, up: bool) -> Tensor:
-    """Return the e4m3 number nearest to ``ratio``, or with ``up`` the smallest not below it. It is never zero."""
+    """Return the e4m3 number nearest to ``ratio``, or with ``up`` the smallest not below it.
+
+    It is never zero.
+    """
     smallest = 2.0**_E4M3.finest_exponent
     scale = round_nearest(ratio, _E4M3)
     if up:
@@ -255,22 +271,27 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, dim: int) -> Tensor:
-    """Mix each 16 consecutive elements along ``dim`` by a Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
+    """Mix each 16 consecutive elements along ``dim`` by a Hadamard matrix: ``H(signs · x) / 4``,
+    orthogonal.
 
-    The 16 signs never change. The product of two rotated operands is unchanged. Pad the dimension to a multiple of 16.
+    The 16 signs never change. The product of two rotated operands is unchanged. Pad the dimension
+    to a multiple of 16.
 
     Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
     """
     if x.shape[dim] % ROTATION_SIZE:
         raise FormatError(
-            f"Cannot rotate a matrix of {x.shape[0]} × {x.shape[1]} by {ROTATION_SIZE} places along dim {dim}.",
+            f"Cannot rotate a matrix of {x.shape[0]} × {x.shape[1]} by {ROTATION_SIZE} places "
+            f"along dim {dim}.",
             "Fill it up with zeros: padded(x, cast, dim).",
         )
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
     places = [blocks.select(dim + 1, place) for place in range(ROTATION_SIZE)]
-    # Negate, do not multiply by -1. A compiler turns listed numbers into arguments: 16 float64 scalars in each GPU launch.
+    # Negate, do not multiply by -1. A compiler turns listed numbers into arguments: 16 float64
+    # scalars in each GPU launch.
     places = [-values if place in _NEGATED else values for place, values in enumerate(places)]
-    # Sixteen tensors, not one of sixteen rows. Compiled, each is loaded once, and 64 additions make all results.
+    # Sixteen tensors, not one of sixteen rows. Compiled, each is loaded once, and 64 additions make
+    # all results.
     for size in (2, 4, 8, 16):
         half = size // 2
         for start in range(0, ROTATION_SIZE, size):
@@ -303,20 +324,24 @@ def blocked(x: Tensor, sides: tuple[int, int]) -> Tensor:
     """View a matrix as ``[row blocks, rows, column blocks, columns]``."""
     if x.shape[0] % sides[0] or x.shape[1] % sides[1]:
         raise FormatError(
-            f"Cannot cut a matrix of {x.shape[0]} × {x.shape[1]} into blocks of {sides[0]} × {sides[1]}.",
+            f"Cannot cut a matrix of {x.shape[0]} × {x.shape[1]} into blocks of {sides[0]} × "
+            f"{sides[1]}.",
             "Fill it up with zeros: padded(x, cast, dim).",
         )
     return x.view(x.shape[0] // sides[0], sides[0], x.shape[1] // sides[1], sides[1])
 
 
-# ── what a GPU's matmul kernels read ────────────────────────────────────────────────────────────────────────────────────
+# ── what a GPU's matmul kernels read ──────────────────────────────────────────────────────────────
 
 # The magnitudes of e2m1, doubled, by code; the sign is the fourth bit.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
 def four_bit_codes(values: Tensor) -> Tensor:
-    """Return the codes 0 … 15 of float numbers of e2m1, uint8 of the same shape. Zeros lose their sign."""
+    """Return the codes 0 … 15 of float numbers of e2m1, uint8 of the same shape.
+
+    Zeros lose their sign.
+    """
     doubled = (values.abs() * 2).to(torch.int32)
     index = doubled.clamp_max(4) + (doubled >= 6) + (doubled >= 8) + (doubled >= 12)
     return torch.where(values < 0, index + 8, index).to(torch.uint8)
@@ -336,7 +361,9 @@ def four_bit_values(codes: Tensor) -> Tensor:
 
 
 def packed_pairs(codes: Tensor, dim: int) -> Tensor:
-    """Pack codes 0 … 15 two to a byte along ``dim``, which has an even length. The even element is in the low half.
+    """Pack codes 0 … 15 two to a byte along ``dim``, which has an even length.
+
+    The even element is in the low half.
 
     Source: PyTorch, ``torch.float4_e2m1fn_x2``; cuBLAS, ``CUDA_R_4F_E2M1``.
     Example:
@@ -353,10 +380,11 @@ def unpacked_pairs(packed: Tensor, dim: int) -> Tensor:
 
 
 def tiled_scales(scales: Tensor) -> Tensor:
-    """Arrange one-byte scales ``[rows, blocks]`` in flat tiles of 128 × 4, as the matmuls of Blackwell read them.
+    """Arrange one-byte scales ``[rows, blocks]`` in flat tiles of 128 × 4, as the matmuls of
+    Blackwell read them.
 
-    The scale of row ``r`` and block ``b`` is at ``512 * tile + (r % 32) * 16 + (r % 128 // 32) * 4 + b % 4``. Tiles
-    ``(r // 128, b // 4)`` are counted row by row. Zeros fill the last tiles.
+    The scale of row ``r`` and block ``b`` is at ``512 * tile + (r % 32) * 16 + (r % 128 // 32) * 4
+    + b % 4``. Tiles ``(r // 128, b // 4)`` are counted row by row. Zeros fill the last tiles.
 
     Source: cuBLAS, "1D Block Scaling Factors Layout"; PyTorch, ``SwizzleType.SWIZZLE_32_4_4``.
     Example:
@@ -371,7 +399,8 @@ def tiled_scales(scales: Tensor) -> Tensor:
 
 
 def scales_in_columns(scales: Tensor) -> Tensor:
-    """Store scales ``[rows, blocks]`` of blocks of 128 values column by column, as Hopper reads them.
+    """Store scales ``[rows, blocks]`` of blocks of 128 values column by column, as Hopper reads
+    them.
 
     Source: cuBLAS, "Scaling factors layouts" of 128-element blocks: M-major for A, N-major for B.
     """
@@ -379,8 +408,10 @@ def scales_in_columns(scales: Tensor) -> Tensor:
 
 
 def square_scales_in_columns(scales: Tensor) -> Tensor:
-    """Store scales ``[row blocks, blocks]`` of square blocks as ``[blocks, row blocks]``, column by column, padded to 4.
+    """Store scales ``[row blocks, blocks]`` of square blocks as ``[blocks, row blocks]``, column by
+    column, padded to 4.
 
-    Source: as of :func:`scales_in_columns`: K-major, "the stride between the consecutive columns must be a multiple of 4".
+    Source: as of :func:`scales_in_columns`: K-major, "the stride between the consecutive columns
+    must be a multiple of 4".
     """
     return F.pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()

@@ -1,21 +1,22 @@
 """Round a tensor to the values of any number format, on the integer bits.
 
-A float32 read as an int32 is sign and magnitude, and magnitudes are ordered like integers. Adding half of the dropped bits and
-clearing them rounds to nearest. To send ties to the even neighbour, add one less where the lowest kept bit is 0. Adding a
-uniform random integer rounds stochastically, without bias. Adding nothing rounds toward zero. A carry goes into the exponent.
-Optimizers drop a fixed number of bits this way: :func:`cut`.
+A float32 read as an int32 is sign and magnitude, and magnitudes are ordered like integers. Adding
+half of the dropped bits and clearing them rounds to nearest. To send ties to the even neighbour,
+add one less where the lowest kept bit is 0. Adding a uniform random integer rounds stochastically,
+without bias. Adding nothing rounds toward zero. A carry goes into the exponent. Optimizers drop a
+fixed number of bits this way: :func:`cut`.
 
-:func:`round_to` supports every format (floats, integers, scales) in float64. There each operation is exact.
-:func:`round_nearest` and :func:`round_stochastic` are fast variants for casts of matmul operands. They use floats only, since
-on a CPU reading bits is slow beside bfloat16 loads. They add and subtract a large number, so that only the format's bits
-survive.
+:func:`round_to` supports every format (floats, integers, scales) in float64. There each operation
+is exact. :func:`round_nearest` and :func:`round_stochastic` are fast variants for casts of matmul
+operands. They use floats only, since on a CPU reading bits is slow beside bfloat16 loads. They add
+and subtract a large number, so that only the format's bits survive.
 
-Nothing here rounds by ``.to(bfloat16)``, since compilers remove such casts inside fused kernels. They do not remove, flush or
-fuse integer operations. So eager and compiled code give the same bits.
+Nothing here rounds by ``.to(bfloat16)``, since compilers remove such casts inside fused kernels.
+They do not remove, flush or fuse integer operations. So eager and compiled code give the same bits.
 
-Special values, unless a function says otherwise: A zero keeps its sign. A subnormal is rounded like any other value. An
-infinity stays one. A finite value that rounds past the largest becomes infinite (IEEE 754). A NaN becomes the one quiet NaN of
-its format, without a sign (:func:`canonical_bits`).
+Special values, unless a function says otherwise: A zero keeps its sign. A subnormal is rounded like
+any other value. An infinity stays one. A finite value that rounds past the largest becomes infinite
+(IEEE 754). A NaN becomes the one quiet NaN of its format, without a sign (:func:`canonical_bits`).
 """
 
 from __future__ import annotations
@@ -49,17 +50,21 @@ def float_of(bits: Tensor) -> Tensor:
 
 
 def canonical_bits(x: Tensor) -> Tensor:
-    """Return the int32 bits of a float32 tensor. Every NaN becomes the one quiet NaN, positive and without a payload.
+    """Return the int32 bits of a float32 tensor.
 
-    The NaN of an operation is negative or an operand's on x86, positive and all ones on CUDA, which would carry into the sign.
+    Every NaN becomes the one quiet NaN, positive and without a payload.
+
+    The NaN of an operation is negative or an operand's on x86, positive and all ones on CUDA, which
+    would carry into the sign.
     """
-    # `isnan` prevents vectorized CPU loops. On CUDA this takes fewer instructions. There `where` would copy the number from the
-    # host, and wait.
+    # `isnan` prevents vectorized CPU loops. On CUDA this takes fewer instructions. There `where`
+    # would copy the number from the host, and wait.
     return bits_of(x).masked_fill(x.isnan() if x.is_cuda else x != x, QUIET_NAN)
 
 
 def power_below(x: Tensor) -> Tensor:
-    """Return the largest power of two not above each of these positive float32 numbers; 0 for subnormals.
+    """Return the largest power of two not above each of these positive float32 numbers; 0 for
+    subnormals.
 
     Example:
         >>> power_below(torch.tensor([1.0, 5.0, 0.3]))
@@ -69,7 +74,8 @@ def power_below(x: Tensor) -> Tensor:
 
 
 def random_bits(key: Tensor, seed: Tensor) -> Tensor:
-    """Return 32 hashed bits per element of ``key`` (int32, specific to each element) under a well mixed ``seed`` (0-d int32).
+    """Return 32 hashed bits per element of ``key`` (int32, specific to each element) under a well
+    mixed ``seed`` (0-d int32).
 
     Right shifts are masked, since int32 shifts copy the sign.
 
@@ -81,9 +87,11 @@ def random_bits(key: Tensor, seed: Tensor) -> Tensor:
 
 
 def dither(random: Tensor, start: int, count: int, dropped: int) -> Tensor:
-    """Return a random addend for :func:`cut`, int32 in ``[0, 2**dropped)``, from ``count`` bits of ``random`` at bit ``start``.
+    """Return a random addend for :func:`cut`, int32 in ``[0, 2**dropped)``, from ``count`` bits of
+    ``random`` at bit ``start``.
 
-    With fewer random bits than dropped ones, the missing low bits are set to their middle, or values would round down on average.
+    With fewer random bits than dropped ones, the missing low bits are set to their middle, or
+    values would round down on average.
     """
     used = min(count, dropped)
     missing = dropped - used
@@ -99,11 +107,14 @@ def quiet(x: Tensor) -> Tensor:
 
 
 Addend = Tensor | int | None
-"""What is added before bits are cut: a :func:`dither` rounds stochastically, 0 toward zero, ``None`` to nearest, ties to even."""
+"""What is added before bits are cut: a :func:`dither` rounds stochastically, 0 toward zero,
+``None`` to nearest, ties to even.
+"""
 
 
 def cut(x: Tensor, dropped: int, addend: Addend) -> Tensor:
-    """Return the :func:`canonical_bits` of ``x`` with the lowest ``dropped`` bits rounded off to zero.
+    """Return the :func:`canonical_bits` of ``x`` with the lowest ``dropped`` bits rounded off to
+    zero.
 
     ``dropped`` is 0 to 22. With 23 no mantissa is left, and a NaN becomes infinite.
     """
@@ -117,7 +128,10 @@ def half(dropped: int) -> int:
 
 
 def addend_of(bits: Tensor, dropped: int, addend: Addend) -> Tensor | int:
-    """Return an addend for ``bits``. For ``None`` it is just under half a step, and half where the lowest kept bit is 1."""
+    """Return an addend for ``bits``.
+
+    For ``None`` it is just under half a step, and half where the lowest kept bit is 1.
+    """
     return half(dropped) - 1 + ((bits >> dropped) & 1) if addend is None else addend
 
 
@@ -129,8 +143,9 @@ def cut_to_even(bits: Tensor, dropped: int) -> Tensor:
 def sqrt(x: Tensor) -> Tensor:
     """Return the correctly rounded square root of float32 or float64 values.
 
-    Eager ``torch.sqrt`` on a CPU is one ulp off for a fifth of all float32 values and 1 % of float64 ones. Compiled it is
-    right. A detour through float64 costs a compiled optimizer step a fifth of its time. NumPy's float64 root is right.
+    Eager ``torch.sqrt`` on a CPU is one ulp off for a fifth of all float32 values and 1 % of
+    float64 ones. Compiled it is right. A detour through float64 costs a compiled optimizer step a
+    fifth of its time. NumPy's float64 root is right.
     """
     if is_traced() or x.device.type != "cpu":
         return x.sqrt()
@@ -141,12 +156,18 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def reciprocal(x: Tensor) -> Tensor:
-    """Return the correctly rounded 1 / x. PyTorch 2.11 compiles ``Tensor.reciprocal`` for GPUs to an approximation."""
+    """Return the correctly rounded 1 / x.
+
+    PyTorch 2.11 compiles ``Tensor.reciprocal`` for GPUs to an approximation.
+    """
     return torch.ones_like(x) / x
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float32 values to a float format, ties to even. Every NaN becomes the quiet NaN, on every device."""
+    """Round float32 values to a float format, ties to even.
+
+    Every NaN becomes the quiet NaN, on every device.
+    """
     if dtype is torch.float32:
         return quiet(x)
     return x.to(dtype).view(torch.int16).masked_fill(x != x, QUIET_NANS[dtype]).view(dtype)
@@ -157,14 +178,17 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
 
-# ── fast, in floats ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── fast, in floats ───────────────────────────────────────────────────────────────────────────────
 
 
 def round_nearest(v: Tensor, row: Format) -> Tensor:
-    """Round float32 values to a format, ties to even. Values past its end become its end (from 16 bits up: infinity).
+    """Round float32 values to a format, ties to even.
 
-    Invariant: equals ``round_to``, saturated for formats under 16 bits, except for the sign of zero. NaN stays NaN even in
-    formats without one. Integers end at -max, so both sides have the same number of values.
+    Values past its end become its end (from 16 bits up: infinity).
+
+    Invariant: equals ``round_to``, saturated for formats under 16 bits, except for the sign of
+    zero. NaN stays NaN even in formats without one. Integers end at -max, so both sides have the
+    same number of values.
     """
     if row.name in ("float32", "float64"):
         return v
@@ -192,8 +216,8 @@ def _nearest(v: Tensor, row: Format) -> Tensor:
 def _shortened(v: Tensor, row: Format) -> Tensor:
     """Round to the format's significant bits, ties to even, with unlimited exponents.
 
-    Source: Dekker 1971, Veltkamp's splitting. The product must be rounded before it is subtracted. A GPU's fused multiply-add
-    does not round it, so there the binade is read from the bits.
+    Source: Dekker 1971, Veltkamp's splitting. The product must be rounded before it is subtracted.
+    A GPU's fused multiply-add does not round it, so there the binade is read from the bits.
     """
     if v.is_cuda:
         magic = binade(v, row) * (1.5 * 2.0 ** (23 - row.mantissa_bits))
@@ -203,14 +227,17 @@ def _shortened(v: Tensor, row: Format) -> Tensor:
 
 
 def binade(v: Tensor, row: Format) -> Tensor:
-    """Return the power of two at or below each magnitude, at least the format's smallest normal number."""
+    """Return the power of two at or below each magnitude, at least the format's smallest normal
+    number.
+    """
     return power_below(v).clamp_min(2.0**row.min_exponent)
 
 
 def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
     """Round float32 values to one of their two neighbours, with a bias under 2^-16 of an ulp.
 
-    The values are within the format's range. The format has at most 8 bits. ``u`` is uniform in [0, 1), of 16 bits.
+    The values are within the format's range. The format has at most 8 bits. ``u`` is uniform in [0,
+    1), of 16 bits.
     """
     if row.kind == "int":
         return torch.floor(v + u).clamp(-row.max, row.max)
@@ -231,7 +258,7 @@ def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
     return (steps * (power * 2.0**-row.mantissa_bits)).clamp(row.min, row.max)
 
 
-# ── any format ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── any format ────────────────────────────────────────────────────────────────────────────────────
 
 Rounding = Literal["nearest", "stochastic", "toward_zero"]
 
@@ -265,13 +292,14 @@ def round_to(
         x: floating-point tensor of any shape. Float64 is rounded once, not through float32.
         format: a format that float32 can hold, or its name.
         rounding: see above.
-        seed: for ``stochastic``: an int (taken modulo 2^32) or a 0-d int32 or int64 tensor. A new int recompiles compiled code,
-            a new tensor does not.
+        seed: for ``stochastic``: an int (taken modulo 2^32) or a 0-d int32 or int64 tensor. A new
+            int recompiles compiled code, a new tensor does not.
         saturate: see overflow.
     Returns:
         float32 tensor shaped like ``x``, without gradient.
     Raises:
-        FormatError: float32 cannot hold the format, ``x`` is not floating-point, or the rounding or seed is missing.
+        FormatError: float32 cannot hold the format, ``x`` is not floating-point, or the rounding or
+            seed is missing.
     Cost: one pass, about 20 operations an element, 40 if stochastic. Eager, each makes a temporary.
     Source: IEEE 754-2019, sections 4.3 and 7.4; OCP FP8 v1.0, section 5.2.2; Croci et al. 2022 (10.1098/rsos.211631).
     Example:
@@ -282,7 +310,8 @@ def round_to(
     _check(x, row, rounding, seed)
     values = x.detach().double()
     magnitude, negative, is_nan = values.abs(), values.signbit(), values.isnan()
-    # A magnitude is a whole number of steps. Steps are powers of two, constant below the smallest normal value.
+    # A magnitude is a whole number of steps. Steps are powers of two, constant below the smallest
+    # normal value.
     floor = row.nearest_floor if rounding == "nearest" else row.finest_exponent
     exponent = (magnitude.view(torch.int64) >> 52) - 1023
     step = (exponent - row.mantissa_bits).clamp(floor, _LARGEST_STEP)
@@ -341,7 +370,10 @@ def _fit(
 
 
 def _uniform(x: Tensor, seed: int | Tensor) -> Tensor:
-    """Return a uniform number of 31 bits in [0, 1) for each element. Hash the seed, its index and its bits."""
+    """Return a uniform number of 31 bits in [0, 1) for each element.
+
+    Hash the seed, its index and its bits.
+    """
     if not isinstance(seed, Tensor):
         seed = torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=x.device)
     seed = _low_word(seed.to(x.device, torch.int64))

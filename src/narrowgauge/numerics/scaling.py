@@ -1,11 +1,13 @@
 """Dynamic loss scaling: multiply the loss by a scale so that its gradients fit float16.
 
-float16 reaches from 2^-24 to 65504. Most gradients of a language model are smaller. So the loss is multiplied by a scale S.
-Every gradient comes out S times as large, and the step divides by S again. The largest S that does not overflow is best, and it
-changes during training. A step that overflowed is skipped.
+float16 reaches from 2^-24 to 65504. Most gradients of a language model are smaller. So the loss is
+multiplied by a scale S. Every gradient comes out S times as large, and the step divides by S again.
+The largest S that does not overflow is best, and it changes during training. A step that overflowed
+is skipped.
 
-S is a power of two. It moves a float's exponent and rounds nothing: two scales that both fit give the same gradients bit for
-bit. The scale and its counters are 0-d tensors on the device. An update is a few ``where`` on them, so the host does not wait.
+S is a power of two. It moves a float's exponent and rounds nothing: two scales that both fit give
+the same gradients bit for bit. The scale and its counters are 0-d tensors on the device. An update
+is a few ``where`` on them, so the host does not wait.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ COUNTERS = ("lives", "good_steps", "num_overflows", "num_held")
 class LossScaler:
     """Grow a loss scale while nothing overflows, and reduce it after repeated overflows.
 
-    Invariant: the scale is a power of two from 1 to 2^24. The state depends only on the sequence of overflows, on which all ranks
-    must agree:
+    Invariant: the scale is a power of two from 1 to 2^24. The state depends only on the sequence of
+    overflows, on which all ranks must agree:
 
     * From the ``hysteresis``-th overflow in a row on, each halves the scale, but never below 1.
     * ``growth_interval`` steps in a row without an overflow double it, but never above 2^24.
@@ -37,7 +39,8 @@ class LossScaler:
     Args:
         initial: the first scale.
         growth_interval: steps without an overflow until the scale grows.
-        hysteresis: overflows in a row until the scale shrinks. With 1, every overflow halves it, as in ``torch.amp.GradScaler``.
+        hysteresis: overflows in a row until the scale shrinks. With 1, every overflow halves it, as
+            in ``torch.amp.GradScaler``.
     Raises:
         RecipeError: the scale is not a power of two from 1 to 2^24, or a count is below 1.
     Example:
@@ -48,8 +51,8 @@ class LossScaler:
         tensor(65536.)
 
     Source:
-        Micikevicius et al. 2018, Mixed Precision Training (1710.03740); hysteresis as in Megatron-LM and DeepSpeed's
-        ``consecutive_hysteresis``.
+        Micikevicius et al. 2018, Mixed Precision Training (1710.03740); hysteresis as in
+        Megatron-LM and DeepSpeed's ``consecutive_hysteresis``.
     """
 
     def __init__(
@@ -64,7 +67,10 @@ class LossScaler:
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self._waits_for_device = True
         self.request: object = None
-        """Identifies the latest :meth:`scale`. An optimizer compares it to see whether a loss was scaled since its last step."""
+        """Identifies the latest :meth:`scale`.
+
+        An optimizer compares it to see whether a loss was scaled since its last step.
+        """
         self.stepped: object = None
         """The request of the latest step."""
         self._state: State = {
@@ -120,30 +126,38 @@ class LossScaler:
         return self._state
 
     def report(self) -> str | None:
-        """Return a line if steps overflow at the floor of the scale, else ``None``. Wait for the device."""
+        """Return a line if steps overflow at the floor of the scale, else ``None``.
+
+        Wait for the device.
+        """
         count = int(self._state["num_held"])
         if not count or self._state["scale"] > FLOOR:
             return None
         steps = f"{count} step{'s' if count > 1 else ''} overflowed at"
         return (
-            f"{steps} the floor of the loss scale, 1, and were skipped: the gradients are not finite at any scale, and "
+            f"{steps} the floor of the loss scale, 1, and were skipped: the gradients are not "
+            "finite at any scale, and "
             "training has probably diverged. Lower the learning rate, or train in bfloat16."
         )
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return the scale and the counters in plain numbers, without the settings; waits for the device."""
+        """Return the scale and the counters in plain numbers, without the settings; waits for the
+        device.
+        """
         return {name: value.item() for name, value in self._state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a result of :meth:`state_dict`. A refused state changes nothing.
 
         Raises:
-            RecipeError: an entry is missing, or the saved scale is not a power of two from 1 to 2^24.
+            RecipeError: an entry is missing, or the saved scale is not a power of two from 1 to
+                2^24.
         """
         missing = [name for name in self._state if name not in state_dict]
         if missing:
             raise RecipeError(
-                f"Cannot load a loss scaler's state without '{missing[0]}': it holds {sorted(state_dict)}."
+                f"Cannot load a loss scaler's state without '{missing[0]}': it holds "
+                f"{sorted(state_dict)}."
             )
         _require_scale("the saved loss scale", float(state_dict["scale"]))
         for name, value in self._state.items():
@@ -153,6 +167,7 @@ class LossScaler:
 def _require_scale(name: str, value: float) -> None:
     if not (FLOOR <= value <= CEILING and math.frexp(value)[0] == 0.5):
         raise RecipeError(
-            f"Cannot take {name} = {value!r}: it must be a power of two from 1 to 2^24, or it rounds every gradient.",
+            f"Cannot take {name} = {value!r}: it must be a power of two from 1 to 2^24, or it "
+            "rounds every gradient.",
             f"Try {2.0 ** round(math.log2(value)):g}." if FLOOR <= value <= CEILING else "",
         )

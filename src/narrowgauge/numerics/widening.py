@@ -1,13 +1,17 @@
-"""Widening: compute matmuls and attention of 8- and 16-bit operands in float32, for processors without their format.
+"""Widening: compute matmuls and attention of 8- and 16-bit operands in float32, for processors
+without their format.
 
-The product of two bfloat16 or int8 numbers is exact in float32. Operands are widened, multiplied and added in float32, and the
-result is rounded once. It equals a matmul in their format, except for the order of the sum. Sums of integers are exact: 1,024
-products of two int8 codes fit float32's 24 bits. Only tiles of the operands are widened at a time, in reused memory.
+The product of two bfloat16 or int8 numbers is exact in float32. Operands are widened, multiplied
+and added in float32, and the result is rounded once. It equals a matmul in their format, except for
+the order of the sum. Sums of integers are exact: 1,024 products of two int8 codes fit float32's 24
+bits. Only tiles of the operands are widened at a time, in reused memory.
 
-:func:`linear`, :func:`matmul` and :func:`add_product` are PyTorch's own functions if the processor multiplies the operands'
-format. Otherwise one operator does all three matmuls. It saves the original operands for backward.
+:func:`linear`, :func:`matmul` and :func:`add_product` are PyTorch's own functions if the processor
+multiplies the operands' format. Otherwise one operator does all three matmuls. It saves the
+original operands for backward.
 
-Models call PyTorch's fused attention themselves. :func:`float32_attention` widens it within a context.
+Models call PyTorch's fused attention themselves. :func:`float32_attention` widens it within a
+context.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ EXACT_TERMS = 1 << 10
 """Number of products of 128 × 128 whose sum fits float32's 24 bits."""
 INT32_TERMS = 1 << 17
 """Number of products of 127 × 127 whose sum fits int32: codes end at ±127."""
-# Elements of a widened operand, and of a product: 32 MiB. Fewer make thin matmuls and widen the other operand more often.
+# Elements of a widened operand, and of a product: 32 MiB. Fewer make thin matmuls and widen the
+# other operand more often.
 _TILE_ELEMENTS = 1 << 23
 _LEAST_SIDE = 256
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -41,12 +46,15 @@ Tile = tuple[slice, slice]
 
 
 def is_widened(dtype: torch.dtype, device_type: str) -> bool:
-    """Return whether products of two operands of this dtype are computed in float32 on this device type."""
+    """Return whether products of two operands of this dtype are computed in float32 on this device
+    type.
+    """
     return device_type == "cpu" and not multiplies(dtype_name(dtype))
 
 
 def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
-    """Yield the product of two matrices by tiles: rows and columns of the result, and their float32 values.
+    """Yield the product of two matrices by tiles: rows and columns of the result, and their float32
+    values.
 
     The operands may have any layout. The next tile overwrites the memory of a tile's values.
     """
@@ -61,13 +69,17 @@ def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """Return the exact product of int8 matrices, rounded to float32. The next call overwrites its memory."""
+    """Return the exact product of int8 matrices, rounded to float32.
+
+    The next call overwrites its memory.
+    """
     values = SCRATCH.take("values", torch.float32, a.shape[0], b.shape[1])
     if a.shape[1] <= EXACT_TERMS:
         torch.mm(_widened("left", a), _widened("right", b), out=values)
         # A sum of one term keeps the sign of 0 times a negative number. Integers have no such sign.
         return values.add_(0.0) if a.shape[1] == 1 else values
-    # Convert the sums first: PyTorch adds tensors of two dtypes one value at a time, 30 times slower.
+    # Convert the sums first: PyTorch adds tensors of two dtypes one value at a time, 30 times
+    # slower.
     wide = torch.int32 if a.shape[1] <= INT32_TERMS else torch.float64
     total = SCRATCH.take("total", wide, *values.shape).zero_()
     part = SCRATCH.take("part", wide, *values.shape)
@@ -86,7 +98,10 @@ def _widened(name: str, x: Tensor) -> Tensor:
 
 
 class _Scratch(threading.local):
-    """Reuse memory of intermediate results. Page faults of fresh memory would cost as much as the arithmetic."""
+    """Reuse memory of intermediate results.
+
+    Page faults of fresh memory would cost as much as the arithmetic.
+    """
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -111,10 +126,12 @@ SCRATCH = _Scratch()
 
 @contextmanager
 def float32_attention() -> Iterator[None]:
-    """Compute fused attention of 16-bit operands in float32, within a context, on a CPU that does not multiply bfloat16.
+    """Compute fused attention of 16-bit operands in float32, within a context, on a CPU that does
+    not multiply bfloat16.
 
-    Enter it around forward and backward. There the kernel's backward pass is 5 to 20 times slower in bfloat16 than in float32.
-    Tensors saved for backward stay bfloat16. Float32 operands, and other processors, give the same bits as before.
+    Enter it around forward and backward. There the kernel's backward pass is 5 to 20 times slower
+    in bfloat16 than in float32. Tensors saved for backward stay bfloat16. Float32 operands, and
+    other processors, give the same bits as before.
     """
     with ExitStack() as stack:
         if not multiplies("bfloat16"):
@@ -124,7 +141,10 @@ def float32_attention() -> Iterator[None]:
 
 
 def _in_float32(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a kernel on widened operands and round its results to their format. Log-sums and the like stay float32."""
+    """Run a kernel on widened operands and round its results to their format.
+
+    Log-sums and the like stay float32.
+    """
     dtype = next(value.dtype for value in args if isinstance(value, Tensor))
     if dtype not in _NARROW:
         return kernel(*args, **options)
@@ -141,11 +161,12 @@ def _as_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _NARROW else value
 
 
-# ── products of 16- and 32-bit operands ─────────────────────────────────────────────────────────────────────────────────
+# ── products of 16- and 32-bit operands ───────────────────────────────────────────────────────────
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x [..., in] · weightᵀ [in, out] + bias [out]`` in the dtype of ``x``, rounded once, on any processor.
+    """Return ``x [..., in] · weightᵀ [in, out] + bias [out]`` in the dtype of ``x``, rounded once,
+    on any processor.
 
     The weight is converted to that dtype first. Gradients have each operand's own dtype.
     """
@@ -160,7 +181,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a [rows, contraction] · b [contraction, columns]``, or of stacks, in their own dtype, on any processor."""
+    """Return ``a [rows, contraction] · b [contraction, columns]``, or of stacks, in their own
+    dtype, on any processor.
+    """
     if not is_widened(a.dtype, a.device.type):
         return a @ b
     product: Tensor = multiply_plain(a, b, None, a.dtype)
@@ -181,7 +204,9 @@ def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float
 
 @torch.library.custom_op("narrowgauge::multiply_plain", mutates_args=())
 def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``a [rows, contraction] · b [contraction, columns] + bias [columns]``, rounded once to ``dtype``."""
+    """Return ``a [rows, contraction] · b [contraction, columns] + bias [columns]``, rounded once to
+    ``dtype``.
+    """
     result = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     wide = None if bias is None else bias.float()
     for tile, values in float32_tiles(a, b):

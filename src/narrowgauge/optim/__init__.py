@@ -1,4 +1,6 @@
-"""Optimizers: a rule (which step to take) combined with a storage (in which formats weights and states are stored)."""
+"""Optimizers: a rule (which step to take) combined with a storage (in which formats weights and
+states are stored).
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
 """Sum the gradients of micro-batches in float32 or float64.
 
-Autograd adds the gradients of micro-batches in the gradient's own format. In bfloat16 a sum of equal gradients stops at 256 of
-them, since 257 rounds back to 256. A :class:`GradientAccumulator` keeps the sum in a *buffer*, and rounds it at the end.
+Autograd adds the gradients of micro-batches in the gradient's own format. In bfloat16 a sum of
+equal gradients stops at 256 of them, since 257 rounds back to 256. A :class:`GradientAccumulator`
+keeps the sum in a *buffer*, and rounds it at the end.
 
-Let A be the sum of the k gradients' *magnitudes*. Let r be the most that one addition loses, relative to its result:
-2^-24 in float32, 2^-53 in float64. The first gradient is copied. Each of the other k - 1 adds an error of r:
+Let A be the sum of the k gradients' *magnitudes*. Let r be the most that one addition loses,
+relative to its result: 2^-24 in float32, 2^-53 in float64. The first gradient is copied. Each of
+the other k - 1 adds an error of r:
 
     |sum - exact|  <=  ((1 + r)^(k-1) - 1) · A   (about (k-1) · r · A)
 
-The last rounding adds half an ulp if the sum has more bits than the gradient: 2^-8 of the sum for bfloat16, 2^-11 for float16. A
-float64 is first rounded to float32. No accumulation removes the rounding of each micro-batch's gradient to 16 bits: 2^-8 · A.
+The last rounding adds half an ulp if the sum has more bits than the gradient: 2^-8 of the sum for
+bfloat16, 2^-11 for float16. A float64 is first rounded to float32. No accumulation removes the
+rounding of each micro-batch's gradient to 16 bits: 2^-8 · A.
 """
 
 from __future__ import annotations
@@ -33,21 +36,24 @@ _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 class GradientAccumulator:
     """Sum micro-batch gradients in float32 or float64.
 
-    Call :meth:`accumulate` after each backward pass: it adds the gradients and sets ``p.grad`` to ``None``. Call :meth:`finish`
-    after the last one: it puts the sums into ``p.grad``, as a backward pass over the whole batch would.
+    Call :meth:`accumulate` after each backward pass: it adds the gradients and sets ``p.grad`` to
+    ``None``. Call :meth:`finish` after the last one: it puts the sums into ``p.grad``, as a
+    backward pass over the whole batch would.
 
-    Invariant: the sum of an element depends only on its gradients in order. Its error has the bound above. One micro-batch
-    comes back bit for bit. An infinity or a NaN stays not finite, so the optimizer skips the step.
+    Invariant: the sum of an element depends only on its gradients in order. Its error has the bound
+    above. One micro-batch comes back bit for bit. An infinity or a NaN stays not finite, so the
+    optimizer skips the step.
 
     Args:
-        parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient are skipped. Autograd itself
-            sums gradients that are not narrower than ``dtype``.
+        parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient
+            are skipped. Autograd itself sums gradients that are not narrower than ``dtype``.
         dtype: ``torch.float32`` or ``torch.float64``.
 
     Raises:
         RecipeError: another dtype.
 
-    Cost: the bytes of ``dtype`` per parameter from the first call until :meth:`finish`, and under 16 MiB more during a call.
+    Cost: the bytes of ``dtype`` per parameter from the first call until :meth:`finish`, and under
+    16 MiB more during a call.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
@@ -77,14 +83,17 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the gradients of one micro-batch and set ``p.grad`` to ``None``. Gradients that autograd sums stay.
+        """Add the gradients of one micro-batch and set ``p.grad`` to ``None``.
+
+        Gradients that autograd sums stay.
 
         Raises:
             RecipeError: a gradient is sparse. Nothing was added then.
         """
         if is_captured():
             raise RecipeError(
-                "Cannot accumulate while a CUDA graph is captured: each replay would repeat this step's random bits.",
+                "Cannot accumulate while a CUDA graph is captured: each replay would repeat this "
+                "step's random bits.",
                 "Capture the forward and backward passes alone.",
             )
         gradients: dict[Tensor, Tensor] = {}
@@ -105,7 +114,9 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Round each sum, put it into ``p.grad``, and reset. Without any gradient ``p.grad`` stays ``None``.
+        """Round each sum, put it into ``p.grad``, and reset.
+
+        Without any gradient ``p.grad`` stays ``None``.
 
         Add a pending gradient first.
         """

@@ -1,4 +1,5 @@
-"""States of other libraries and storages, in and out: :func:`load_states`, :func:`to_torch_state`, :func:`full_weights`.
+"""States of other libraries and storages, in and out: :func:`load_states`, :func:`to_torch_state`,
+:func:`full_weights`.
 
 =====================  ===================================================================================================
 torch.optim            moments of any float format, as they are; SGD's ``momentum_buffer`` too
@@ -36,12 +37,14 @@ _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
 def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
-    """Load weights and moments from another library's Adam or AdamW, from torch's SGD, or from another storage.
+    """Load weights and moments from another library's Adam or AdamW, from torch's SGD, or from
+    another storage.
 
-    Load the model's weights first. If the state knows a weight more precisely (a tail, a float32 master), the optimizer takes
-    that weight. Moments and weights are rounded once, as the storage rounds. Parameters are matched by ``param_names`` if both
-    have the same names, otherwise by the order of the groups. Names may differ by a prefix then. Options stay the optimizer's
-    own, and a warning names those that differ. ``optimizer.load_state_dict(state)`` takes the state's options.
+    Load the model's weights first. If the state knows a weight more precisely (a tail, a float32
+    master), the optimizer takes that weight. Moments and weights are rounded once, as the storage
+    rounds. Parameters are matched by ``param_names`` if both have the same names, otherwise by the
+    order of the groups. Names may differ by a prefix then. Options stay the optimizer's own, and a
+    warning names those that differ. ``optimizer.load_state_dict(state)`` takes the state's options.
 
     Args:
         optimizer: ours, with the parameters in the same order.
@@ -83,7 +86,10 @@ def _shown(option: Any) -> str:
 
 
 def resume_from(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load weights, moments and options of another library. This is ``load_state_dict`` of its state."""
+    """Load weights, moments and options of another library.
+
+    This is ``load_state_dict`` of its state.
+    """
     groups = state["param_groups"]
     if [len(group["params"]) for group in groups] != [
         len(group["params"]) for group in optimizer.param_groups
@@ -143,7 +149,10 @@ def _adopt(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
 def _of_narrowgauge(
     entry: Entry, group: Entry, optimizer: Optimizer, parameter: Tensor
 ) -> tuple[Tensor, Moments]:
-    """Return the weight and the states of another storage. They are read over the same visible weight."""
+    """Return the weight and the states of another storage.
+
+    They are read over the same visible weight.
+    """
     tensors, dtype = tensors_of(entry), getattr(torch, known_row(group["storage"]).visible)
     if tensors.keys() == {"step", *STATE_NAMES} and tensors["exp_avg"].dtype is torch.float32:
         dtype = torch.float32  # all in float32, whatever the storage of its group
@@ -159,9 +168,11 @@ def _of_narrowgauge(
 
 
 def to_torch_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the states as the ``state_dict()`` of ``torch.optim.Adam`` or ``AdamW``, with moments in float32.
+    """Return the states as the ``state_dict()`` of ``torch.optim.Adam`` or ``AdamW``, with moments
+    in float32.
 
-    Their parameters must be float32, as :func:`full_weights` gives them: torch casts moments to the parameters' format.
+    Their parameters must be float32, as :func:`full_weights` gives them: torch casts moments to the
+    parameters' format.
 
     Args:
         optimizer: ours, of the rule Adam or AdamW.
@@ -285,7 +296,8 @@ def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str
     if odd := sorted(set(entry) - _KEYS[library]):
         raise DataError(f"The state of '{name}' contains '{odd[0]}'.", _ADVICE)
     kinds = ("momentum_buffer",) if "momentum_buffer" in entry else STATE_NAMES
-    # FusedAdam counts the steps of a group. SGD counts none; any step but the first is like another.
+    # FusedAdam counts the steps of a group. SGD counts none; any step but the first is like
+    # another.
     step = 1 if kinds != STATE_NAMES else (group if library == "FusedAdam" else entry).get("step")
     if step is None:
         raise DataError(f"The state of '{name}' lacks 'step'.", _ADVICE)
@@ -297,7 +309,8 @@ def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str
             raise DataError(f"The state of '{name}' lacks {error}.", _ADVICE) from None
         if moment.shape != weight.shape:
             raise DataError(
-                f"'{name}' has shape {tuple(weight.shape)}, and its state has shape {tuple(moment.shape)}.",
+                f"'{name}' has shape {tuple(weight.shape)}, and its state has shape "
+                f"{tuple(moment.shape)}.",
                 "Make the optimizer with the same parameters in the same order.",
             )
         moments[kind] = moment
@@ -318,7 +331,8 @@ def _weight(entry: Entry, optimizer: Optimizer, parameter: Tensor) -> Tensor:
         return optimizer.stored(parameter)
     if master.dtype is not torch.int16:
         return master.float()
-    # TransformerEngine, multi_tensor/adam.cu: the weight was rounded up where the remainder is negative.
+    # TransformerEngine, multi_tensor/adam.cu: the weight was rounded up where the remainder is
+    # negative.
     upper = (
         parameter.detach().to(torch.bfloat16).contiguous().view(torch.int16).int()
         - (master < 0).int()
@@ -332,7 +346,9 @@ def _scaled_blocks(values: Tensor, scales: Tensor, size: int) -> Tensor:
 
 
 def _bitsandbytes(entry: Entry, number: str) -> Tensor:
-    """Return the value of each code in the map, times the absmax of its block (Dettmers et al., ICLR 2022)."""
+    """Return the value of each code in the map, times the absmax of its block (Dettmers et al.,
+    ICLR 2022).
+    """
     codes: Tensor = entry[f"state{number}"]
     if codes.dtype is not torch.uint8:
         return codes.float()  # small tensors stay in float32
@@ -346,7 +362,9 @@ def _bitsandbytes(entry: Entry, number: str) -> Tensor:
 
 
 def _torchao(value: Any) -> Tensor:
-    """Decode an optimizer state of torchao 0.18 (``optim/subclass_8bit.py``, ``subclass_4bit.py``, ``subclass_fp8.py``)."""
+    """Decode an optimizer state of torchao 0.18 (``optim/subclass_8bit.py``, ``subclass_4bit.py``,
+    ``subclass_fp8.py``).
+    """
     codes, scales = value.codes, value.scale
     if codes.dtype is torch.float8_e4m3fn:
         values = codes.float()

@@ -1,8 +1,9 @@
 """The audit: measure during a run which fraction of the intended updates a storage stores.
 
-An audited step sums intended and stored changes over some rows of each tensor (:meth:`narrowgauge.optim.layout.Layout.audit`).
-One step is noisy, and stalls come late. So an alarm reads a window of the last steps. It is raised when the upper end of a
-confidence interval of the tensor's EDQ is below the threshold.
+An audited step sums intended and stored changes over some rows of each tensor
+(:meth:`narrowgauge.optim.layout.Layout.audit`). One step is noisy, and stalls come late. So an
+alarm reads a window of the last steps. It is raised when the upper end of a confidence interval of
+the tensor's EDQ is below the threshold.
 """
 
 from __future__ import annotations
@@ -42,19 +43,21 @@ class UpdateLossWarning(UserWarning):
 class AuditedUpdates:
     """Audit of one tensor over a window. D is the intended, E the stored and V the visible change.
 
-    D is the rule's change with the moments that are stored. What a storage rounds off the moments is not seen here.
+    D is the rule's change with the moments that are stored. What a storage rounds off the moments
+    is not seen here.
 
     Args:
-        edq: effective descent quality, ⟨D,E⟩/‖D‖². It is 1 if nothing is lost on average, NaN if nothing was intended.
+        edq: effective descent quality, ⟨D,E⟩/‖D‖². It is 1 if nothing is lost on average, NaN if
+            nothing was intended.
         edq_error: standard error of ``edq`` over the window's steps, NaN for fewer than two.
         noise: ‖E−D‖/‖D‖.
         lost_fraction: fraction of intended element changes that left the stored value unchanged.
         unseen_fraction: the same for the visible weight.
         num_audits: audited steps in the window.
-        imprecision_share: the source's "imprecision percentage", 0 to 1. This is the fraction of *all* elements whose visible
-            weight did not change.
-        lost_decay: fraction of the intended weight decay that was not stored. NaN without decoupled weight decay, and in
-            windows of too few elements.
+        imprecision_share: the source's "imprecision percentage", 0 to 1. This is the fraction of
+            *all* elements whose visible weight did not change.
+        lost_decay: fraction of the intended weight decay that was not stored. NaN without decoupled
+            weight decay, and in windows of too few elements.
     """
 
     edq: float
@@ -93,19 +96,25 @@ class Alarm:
         """Return one line: the tensor, the loss, the remedy."""
         r = self.reading
         return (
-            f"'{self.tensor}' loses {1 - r.edq:.0%} of its update (EDQ {r.edq:.2f} ± {r.edq_error:.2f} over "
-            f"{r.num_audits} audited steps): storage '{self.storage}' rounds it away; '{self.fallback}' would keep it."
+            f"'{self.tensor}' loses {1 - r.edq:.0%} of its update (EDQ {r.edq:.2f} ± "
+            f"{r.edq_error:.2f} over "
+            f"{r.num_audits} audited steps): storage '{self.storage}' rounds it away; "
+            f"'{self.fallback}' would keep it."
         )
 
 
 def figures_of(sums: Tensor) -> dict[str, float | None]:
-    """Return the metrics that a run records from a vector of sums; ``None`` if no change was intended."""
+    """Return the metrics that a run records from a vector of sums; ``None`` if no change was
+    intended.
+    """
     values = {name: float(value) for name, value in metrics.update_metrics(sums).items()}
     return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
 def read(rows: Iterable[Tensor]) -> AuditedUpdates:
-    """Return the metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step. Sum first, then divide.
+    """Return the metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step.
+
+    Sum first, then divide.
 
     The delta method gives the error of the EDQ, a ratio of sums over the steps.
     """
@@ -116,7 +125,10 @@ def read(rows: Iterable[Tensor]) -> AuditedUpdates:
 
 
 def edq_and_error(windows: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Return the EDQ and its standard error of windows ``[…, audits, 10]`` with ``counts`` audits. Other rows are zero."""
+    """Return the EDQ and its standard error of windows ``[…, audits, 10]`` with ``counts`` audits.
+
+    Other rows are zero.
+    """
     dd, de = windows[..., :2].unbind(-1)
     edq = de.sum(-1) / dd.sum(-1)
     spread = (de - edq.unsqueeze(-1) * dd).square().sum(-1)
@@ -124,15 +136,18 @@ def edq_and_error(windows: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor
 
 
 Sums = tuple[list[Tensor], Tensor | HostCopy]
-"""Tensors, and for each its ``UPDATE_SUMS`` of one step, float64 ``[tensors, 10]``. They may still be in flight on a device."""
+"""Tensors, and for each its ``UPDATE_SUMS`` of one step, float64 ``[tensors, 10]``.
+
+They may still be in flight on a device.
+"""
 
 
 @dataclass
 class Auditor:
     """Collect the audits of one optimizer's tensors and decide on alarms.
 
-    ``fresh`` holds the sums of the last step. ``join`` adds the sums of sharded tensors over ranks: every rank calls it at every
-    audited step.
+    ``fresh`` holds the sums of the last step. ``join`` adds the sums of sharded tensors over ranks:
+    every rank calls it at every audited step.
     """
 
     fresh: list[Sums] = field(default_factory=list)
@@ -165,7 +180,9 @@ class Auditor:
         return {parameter: self.window(parameter) for parameter in self._rows}
 
     def start_copy(self) -> None:
-        """Join the new sums and begin to copy them to the host, which later waits for the copy alone."""
+        """Join the new sums and begin to copy them to the host, which later waits for the copy
+        alone.
+        """
         if self.fresh:
             members, tables = zip(*self.fresh, strict=True)
             self.fresh = [(list(chain.from_iterable(members)), HostCopy(torch.cat(tables)))]
@@ -206,7 +223,10 @@ class Auditor:
     def alarms(
         self, names_of: Callable[[], Mapping[Tensor, str]], storage_of: Callable[[Tensor], Storage]
     ) -> list[Alarm]:
-        """Return the tensors that began to stall since the last call. In a healthy run no name is asked for."""
+        """Return the tensors that began to stall since the last call.
+
+        In a healthy run no name is asked for.
+        """
         before, self._alarmed, result = self._alarmed, set(), []
         stalled = self.stalled()
         names = names_of() if stalled else {}
@@ -223,7 +243,10 @@ class Auditor:
 
 
 def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Sums]], list[Sums]]:
-    """Return an ``Auditor.join`` for the optimizer's parameters. Every rank passes them in the same order."""
+    """Return an ``Auditor.join`` for the optimizer's parameters.
+
+    Every rank passes them in the same order.
+    """
 
     def join(sums: list[Sums]) -> list[Sums]:
         local = {
@@ -256,14 +279,19 @@ def warn_of(alarms: Sequence[Alarm]) -> None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a framework's wrapper. Accelerate and Lightning store it as ``.optimizer``."""
+    """Return the optimizer inside a framework's wrapper.
+
+    Accelerate and Lightning store it as ``.optimizer``.
+    """
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     return optimizer
 
 
 class Audit(dict[str, AuditedUpdates]):
-    """Map the name of each audited tensor to its :class:`AuditedUpdates`. Print a table, worst tensors first.
+    """Map the name of each audited tensor to its :class:`AuditedUpdates`.
+
+    Print a table, worst tensors first.
 
     Attributes:
         total: the reading of all tensors together; ``None`` before the first audited step.
@@ -313,14 +341,17 @@ def _text(value: float, form: str) -> str:
 def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     """Measure for each tensor which fraction of its updates was stored in the last audited steps.
 
-    The intended change is computed *from the stored moments*, so errors of a stored second moment do not show here. Gauges
-    compare it with the exact one (``bias``, see :func:`narrowgauge.attach_gauges`).
+    The intended change is computed *from the stored moments*, so errors of a stored second moment
+    do not show here. Gauges compare it with the exact one (``bias``, see
+    :func:`narrowgauge.attach_gauges`).
 
     Args:
-        optimizer: a Narrowgauge optimizer with ``audit_every`` above 0, or a framework's wrapper around one.
+        optimizer: a Narrowgauge optimizer with ``audit_every`` above 0, or a framework's wrapper
+            around one.
         model: provides names for unnamed parameters, here and in later alarms.
     Returns:
-        An :class:`Audit`: :class:`AuditedUpdates` per parameter name (``"param 0"`` … for unnamed ones), and their ``total``.
+        An :class:`Audit`: :class:`AuditedUpdates` per parameter name (``"param 0"`` … for unnamed
+            ones), and their ``total``.
         It is empty before the first audited step.
     Raises:
         RecipeError: the optimizer is not a Narrowgauge optimizer.

@@ -1,7 +1,8 @@
 """The average of a model's weights over training, with the bits that its optimizer keeps.
 
-An average of bfloat16 weights stalls: at a decay of 0.999 a step changes it by a thousandth of a change that is itself below an
-ulp. :class:`AveragedModel` averages in float32 what the optimizer has stored.
+An average of bfloat16 weights stalls: at a decay of 0.999 a step changes it by a thousandth of a
+change that is itself below an ulp. :class:`AveragedModel` averages in float32 what the optimizer
+has stored.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from narrowgauge.optim.parameter_formats import cast_statistics
 
 
 class AveragedModel(TorchAveragedModel):
-    """Average a model's weights in float32, as ``torch.optim.swa_utils.AveragedModel`` does, from the optimizer's own.
+    """Average a model's weights in float32, as ``torch.optim.swa_utils.AveragedModel`` does, from
+    the optimizer's own.
 
-    Call :meth:`update_parameters` after each step. The first call copies the weights. ``module`` is the averaged model, in
-    float32. Buffers and integer weights are copied.
+    Call :meth:`update_parameters` after each step. The first call copies the weights. ``module`` is
+    the averaged model, in float32. Buffers and integer weights are copied.
 
     Args:
         model: the model, before or after it is wrapped, whose parameters the optimizer steps.
         optimizer: ours. Weights that it does not step are averaged as they are.
-        decay: the share of the average that stays in each update; ``None`` averages all updates alike.
+        decay: the share of the average that stays in each update; ``None`` averages all updates
+            alike.
 
     Cost: four bytes per parameter.
 
@@ -66,7 +69,8 @@ class AveragedModel(TorchAveragedModel):
         """Take the model's present weights into the average.
 
         Raises:
-            RecipeError: the optimizer steps none of the model's parameters, such as after a copy of one of both.
+            RecipeError: the optimizer steps none of the model's parameters, such as after a copy of
+                one of both.
         """
         if set(self.optimizer.parameter_names()).isdisjoint(model.parameters()):
             raise RecipeError(

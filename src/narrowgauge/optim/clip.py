@@ -1,7 +1,8 @@
 """Clip by the exact norm of all gradients, and decide whether to skip a step.
 
-The norm (:mod:`narrowgauge.numerics.exact_sums`) depends only on the gradients' values. So clipping gives the same result with
-any number of ranks or threads. All numbers stay on the device: the host does not wait.
+The norm (:mod:`narrowgauge.numerics.exact_sums`) depends only on the gradients' values. So clipping
+gives the same result with any number of ranks or threads. All numbers stay on the device: the host
+does not wait.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.torch_support.torch_names import is_captured, send
 
 Finite = Callable[[], list[bool]]
-"""Returns which gradients of a step were finite, without storing the gradients. It waits for the device."""
+"""Returns which gradients of a step were finite, without storing the gradients.
+
+It waits for the device.
+"""
 
 
 class Decision(NamedTuple):
     """Say what a step does with its gradients.
 
-    ``control`` holds the scalars of ``CONTROL``, float32 ``[2]``. ``norm`` is the norm of all unscaled gradients, if it is used.
-    ``finite`` is ``None`` on a CPU, where the gradients themselves can be read after the step.
+    ``control`` holds the scalars of ``CONTROL``, float32 ``[2]``. ``norm`` is the norm of all
+    unscaled gradients, if it is used. ``finite`` is ``None`` on a CPU, where the gradients
+    themselves can be read after the step.
     """
 
     control: Tensor
@@ -40,9 +45,10 @@ class Decision(NamedTuple):
 def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
     """Compute the factor of the gradients and whether to skip the step; return float32 ``[4]``.
 
-    The result holds: the factor, 1 to skip, the norm of the unscaled gradients, and 1 if a gradient is not finite. ``options``
-    are four float32, 0-d: ``max_norm`` and ``skip_above``, which may be infinite, the loss scale, and ``found_inf`` of
-    ``torch.amp.GradScaler``, which is not 0 if it found a gradient that is not finite.
+    The result holds: the factor, 1 to skip, the norm of the unscaled gradients, and 1 if a gradient
+    is not finite. ``options`` are four float32, 0-d: ``max_norm`` and ``skip_above``, which may be
+    infinite, the loss scale, and ``found_inf`` of ``torch.amp.GradScaler``, which is not 0 if it
+    found a gradient that is not finite.
     """
     max_norm, skip_above, grad_scale, found_inf = options
     scale, unscaled, finite = reciprocal(grad_scale), norm / grad_scale, norm.isfinite()
@@ -74,10 +80,12 @@ class StepControl:
         """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
 
         Args:
-            max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not clip.
-            scaler: divide gradients by its scale. It must scale a loss before each step, or a ``RecipeError`` is raised.
-            grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it found a gradient that is not
-                finite; 0-d.
+            max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not
+                clip.
+            scaler: divide gradients by its scale. It must scale a loss before each step, or a
+                ``RecipeError`` is raised.
+            grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it
+                found a gradient that is not finite; 0-d.
         """
         scale, is_ours = self._scale_of_loss(gradients, scaler, grad_scale, found_inf)
         needs_norm = not (max_norm is None and scaler is None and skip_above == math.inf)
@@ -107,7 +115,8 @@ class StepControl:
     def send(self, device: torch.device, max_norm: float | None, skip_above: float) -> Tensor:
         """Return 1, 0 and both limits, float32 ``[4]`` on a device. Copy them if they changed.
 
-        A CUDA graph reads this memory in each replay. It does not hold the copy: :meth:`send` again before a replay.
+        A CUDA graph reads this memory in each replay. It does not hold the copy: :meth:`send` again
+        before a replay.
         """
         limits = [1.0, 0.0, math.inf if max_norm is None else max_norm, skip_above]
         if self._limits is None or self._limits.device != device:
@@ -133,16 +142,21 @@ class StepControl:
             # Distributed checkpoints create a state with zero gradients, which have any scale.
             if found_inf is None and any(bool(local_of(g).any()) for g in gradients):
                 raise RecipeError(
-                    "step() was called, but optimizer.loss_scaler.scale(loss) was not called since the last step. Gradients "
+                    "step() was called, but optimizer.loss_scaler.scale(loss) was not called since "
+                    "the last step. Gradients "
                     "would be divided by a scale that they do not have.",
-                    "Call optimizer.loss_scaler.scale(loss).backward(). Where a framework calls backward() itself, let its "
-                    "own torch.amp.GradScaler scale the loss (fp16=True, '16-mixed'), or take a bfloat16 recipe.",
+                    "Call optimizer.loss_scaler.scale(loss).backward(). Where a framework calls "
+                    "backward() itself, let its "
+                    "own torch.amp.GradScaler scale the loss (fp16=True, '16-mixed'), or take a "
+                    "bfloat16 recipe.",
                 )
             return grad_scale, False
         if scaler.stepped is scaler.request:
             raise RecipeError(
-                "Cannot step two optimizers with one LossScaler: the first step has changed the scale of the loss.",
-                "Put all parameters into one optimizer, in param groups, or scale the loss with torch.amp.GradScaler.",
+                "Cannot step two optimizers with one LossScaler: the first step has changed the "
+                "scale of the loss.",
+                "Put all parameters into one optimizer, in param groups, or scale the loss with "
+                "torch.amp.GradScaler.",
             )
         self._request = scaler.stepped = scaler.request
         ours = scaler.scale_tensor

@@ -1,20 +1,24 @@
 """Codes: float32 values rounded to the bits of a storage, and decoded.
 
-Everything here is written once, in int32 and float32 operations. It gives the same bits eagerly, compiled, on CPUs and on GPUs.
-A storage of float64 masters has int64 words and float64 values, and is never compiled.
+Everything here is written once, in int32 and float32 operations. It gives the same bits eagerly,
+compiled, on CPUs and on GPUs. A storage of float64 masters has int64 words and float64 values, and
+is never compiled.
 
-A *code* rounds one float32 (:class:`narrowgauge.spec.storages.Code`). Several codes share a 32-bit word, each at its own
-``shift``. Encoding returns a code's bits in place and zeros elsewhere, so packing is an ``or``. Decoding is a shift and a mask.
+A *code* rounds one float32 (:class:`narrowgauge.spec.storages.Code`). Several codes share a 32-bit
+word, each at its own ``shift``. Encoding returns a code's bits in place and zeros elsewhere, so
+packing is an ``or``. Decoding is a shift and a mask.
 
-A weight has two parts. The model computes with the *visible* weight: the stored one, rounded to nearest. The rest is a *tail*, a
-low part, or a master of the whole. It belongs to the visible weight if both together round to it. What does not belong is
-dropped, since other code has written the weight. :func:`decode_weight` and :func:`own_low` decide.
+A weight has two parts. The model computes with the *visible* weight: the stored one, rounded to
+nearest. The rest is a *tail*, a low part, or a master of the whole. It belongs to the visible
+weight if both together round to it. What does not belong is dropped, since other code has written
+the weight. :func:`decode_weight` and :func:`own_low` decide.
 
-A code rounds ties to even. Where a tail or a master says more, a tie between two visible weights goes up: weights and tails
-together hold each value once, and to even an even weight would need one tail more. :func:`inside_cell` moves such values, one of
-65,536 float32, so that each stored weight rounds to its visible one, ties to even. A NaN
-loses its sign and payload. It becomes the quiet NaN. In a code of states without NaN it becomes the largest positive value (in a
-float16 weight, infinity).
+A code rounds ties to even. Where a tail or a master says more, a tie between two visible weights
+goes up: weights and tails together hold each value once, and to even an even weight would need one
+tail more. :func:`inside_cell` moves such values, one of 65,536 float32, so that each stored weight
+rounds to its visible one, ties to even. A NaN loses its sign and payload. It becomes the quiet NaN.
+In a code of states without NaN it becomes the largest positive value (in a float16 weight,
+infinity).
 """
 
 from __future__ import annotations
@@ -59,16 +63,18 @@ def value_dtype(storage: Storage) -> torch.dtype:
     return torch.float64 if storage.arithmetic == "float64" else torch.float32
 
 
-# ── one code ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one code ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def encode(
     code: Code, x: Tensor, addend: Addend, shift: int, scale: Tensor | None = None
 ) -> Tensor:
-    """Round ``x`` to a code at ``shift`` in a word: int32, zero outside the code's bits. A float64 code gives int64.
+    """Round ``x`` to a code at ``shift`` in a word: int32, zero outside the code's bits.
 
-    ``addend`` is added before cutting (:func:`narrowgauge.numerics.rounding.cut`). A scaled code takes as ``scale`` the first
-    result of :func:`multipliers`.
+    A float64 code gives int64.
+
+    ``addend`` is added before cutting (:func:`narrowgauge.numerics.rounding.cut`). A scaled code
+    takes as ``scale`` the first result of :func:`multipliers`.
     """
     if code.bits == 64:
         return torch.where(x.isnan(), QUIET_NAN64, x.double().view(torch.int64))
@@ -76,8 +82,8 @@ def encode(
         return _encode_window(
             code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale
         )
-    # The code is the upper bits of the float32, already in place if shift == dropped. Otherwise a mask clears the sign copies
-    # of a right shift, or the sign that an unsigned code leaves out.
+    # The code is the upper bits of the float32, already in place if shift == dropped. Otherwise a
+    # mask clears the sign copies of a right shift, or the sign that an unsigned code leaves out.
     moved = _moved(cut(x, dropped_bits(code), addend), shift - dropped_bits(code))
     return (
         moved
@@ -87,7 +93,10 @@ def encode(
 
 
 def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
-    """Return the float32 values of codes at ``shift`` in words. ``scale`` is the second result of :func:`multipliers`."""
+    """Return the float32 values of codes at ``shift`` in words.
+
+    ``scale`` is the second result of :func:`multipliers`.
+    """
     if code.bits == 64:
         return word.view(torch.float64)
     if code.is_window:
@@ -100,13 +109,17 @@ def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) ->
 def _encode_window(
     code: Code, x: Tensor, addend: Addend, shift: int, scale: Tensor | float
 ) -> Tensor:
-    """Encode a small float with subnormals. Scale by a power of two, so that its exponent field begins at zero."""
+    """Encode a small float with subnormals.
+
+    Scale by a power of two, so that its exponent field begins at zero.
+    """
     bits, dropped = bits_of(x * scale), dropped_bits(code)
     magnitude = (
         bits & MAGNITUDE
     )  # also for unsigned codes: -0 and a negative NaN would fill the word
     if code.signed and not code.hold and shift > dropped and shift + code.bits == 32:
-        # The topmost code of a word needs one shift before the addition, and its sign is already in place.
+        # The topmost code of a word needs one shift before the addition, and its sign is already in
+        # place.
         offset, steps = shift - dropped, _last_step(code) << shift
         magnitude = magnitude.clamp(max=steps >> offset)
         added = addend_of(magnitude, dropped, addend) << offset
@@ -125,7 +138,9 @@ def _encode_window(
 
 
 def _sign(bits: Tensor) -> Tensor:
-    """Return the sign bits of floats, none for a NaN: to a negative one an added mantissa carries into the sign."""
+    """Return the sign bits of floats, none for a NaN: to a negative one an added mantissa carries
+    into the sign.
+    """
     return bits & (bits + MANTISSA) & SIGN
 
 
@@ -143,7 +158,10 @@ def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | float) 
 
 
 def _last_step(code: Code) -> int:
-    """Return the largest magnitude of a window code in steps from zero. Larger values saturate to it."""
+    """Return the largest magnitude of a window code in steps from zero.
+
+    Larger values saturate to it.
+    """
     return (1 << (code.exponent_bits + code.mantissa_bits)) - 1
 
 
@@ -163,24 +181,28 @@ def finite_bound(bound: Tensor) -> Tensor:
 
 
 def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the powers of two that take rows into the window of a scaled code and back: float32, shaped like ``bound``.
+    """Return the powers of two that take rows into the window of a scaled code and back: float32,
+    shaped like ``bound``.
 
-    The window ends at the smallest power of two not below ``bound``, the amax of a row or slightly more. Values up to 1.7 times
-    that end still fit. A code that begins at ``2**lowest`` of its end has its largest window at ``2**-lowest``.
+    The window ends at the smallest power of two not below ``bound``, the amax of a row or slightly
+    more. Values up to 1.7 times that end still fit. A code that begins at ``2**lowest`` of its end
+    has its largest window at ``2**-lowest``.
     """
-    # Round the exponent up: everything but a power of two carries. Both results must be normal float32 values.
+    # Round the exponent up: everything but a power of two carries. Both results must be normal
+    # float32 values.
     exponent = ((bits_of(finite_bound(bound)) + 0x7FFFFF) >> 23) - 127
     exponent = (exponent + _scale(code)).clamp(-126, 126)
     return float_of((127 - exponent) << 23), float_of((127 + exponent) << 23)
 
 
-# ── the weight ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the weight ────────────────────────────────────────────────────────────────────────────────────
 
 
 def visible_value(visible: str, bits: Tensor) -> Tensor:
     """Return the float32 value of a visible weight's bits.
 
-    Float16's are those of the value times 2^-112 as float32. Its infinities and NaNs become 65536 and more.
+    Float16's are those of the value times 2^-112 as float32. Its infinities and NaNs become 65536
+    and more.
     """
     exponent = VISIBLE[visible][2]
     return float_of(bits) * 2.0**-exponent if exponent else float_of(bits)
@@ -201,7 +223,10 @@ def visible_bits(visible: str, x: Tensor) -> Tensor:
 
 
 def encode_visible(storage: Storage, x: Tensor, addend: Addend) -> Tensor:
-    """Round ``x`` to the visible format's bits. Pass ``addend=0`` for a value of the format, or one beyond its end."""
+    """Round ``x`` to the visible format's bits.
+
+    Pass ``addend=0`` for a value of the format, or one beyond its end.
+    """
     _, below, exponent = VISIBLE[storage.visible]
     return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
 
@@ -209,9 +234,11 @@ def encode_visible(storage: Storage, x: Tensor, addend: Addend) -> Tensor:
 def encode_weight(
     storage: Storage, x: Tensor, addend: Addend
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Split a weight of one part, not scaled by row, into the visible weight and its tail or master.
+    """Split a weight of one part, not scaled by row, into the visible weight and its tail or
+    master.
 
-    Return the visible bits, the signed tail or the master's bits (or ``None``), and the value of both.
+    Return the visible bits, the signed tail or the master's bits (or ``None``), and the value of
+    both.
     """
     _, below, exponent = VISIBLE[storage.visible]
     if storage.master:
@@ -229,7 +256,8 @@ def encode_weight(
         visible = _in_range(storage, cut(scaled, below, addend))
         return visible, None, visible_value(storage.visible, visible)
     if storage.visible == "bfloat16" and dropped_bits(storage.weight):
-        # Use the sum before rounding. Its lowest bits are never packed, and rounding to bfloat16 ignores them.
+        # Use the sum before rounding. Its lowest bits are never packed, and rounding to bfloat16
+        # ignores them.
         bits = canonical_bits(scaled)
         total = bits + addend_of(bits, dropped_bits(storage.weight), addend)
         visible = (total + half(below)) & -(1 << below)
@@ -239,8 +267,9 @@ def encode_weight(
             visible_value(storage.visible, total & -(1 << dropped_bits(storage.weight))),
         )
     rounded = cut(scaled, dropped_bits(storage.weight), addend)
-    # Find the nearest visible value and the signed rest. Adding half of the tail's range carries exactly if the rest is
-    # negative. Only NaNs are large enough to wrap, and `cut` leaves none that does.
+    # Find the nearest visible value and the signed rest. Adding half of the tail's range carries
+    # exactly if the rest is negative. Only NaNs are large enough to wrap, and `cut` leaves none
+    # that does.
     visible = _in_range(storage, (rounded + half(below)) & -(1 << below))
     return visible, rounded - visible, visible_value(storage.visible, rounded)
 
@@ -254,10 +283,12 @@ def _in_range(storage: Storage, visible: Tensor) -> Tensor:
 
 
 def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Tensor:
-    """Return the stored weight of visible bits and their field: the inverse of :func:`encode_weight`.
+    """Return the stored weight of visible bits and their field: the inverse of
+    :func:`encode_weight`.
 
-    If the visible weight is not the rounded master, other code wrote it, and it replaces the master. A tail moves a weight that
-    other code wrote by at most half an ulp. It does not move a written zero: a negative tail would make a NaN of its sign.
+    If the visible weight is not the rounded master, other code wrote it, and it replaces the
+    master. A tail moves a weight that other code wrote by at most half an ulp. It does not move a
+    written zero: a negative tail would make a NaN of its sign.
     """
     if field is None:
         return visible_value(storage.visible, visible)
@@ -266,12 +297,15 @@ def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Te
         is_outdated = encode_weight(storage, stored, 0)[0] != _in_range(storage, visible)
         return torch.where(is_outdated, seen, stored)
     total = visible + field
-    # The exclusive or is negative where the sign changes, and turns the sum back into the visible weight.
+    # The exclusive or is negative where the sign changes, and turns the sum back into the visible
+    # weight.
     return visible_value(storage.visible, total ^ (total ^ visible).clamp(max=0))
 
 
 def own_low(storage: Storage, lane: Lane, visible: Tensor, low: Tensor) -> Tensor:
-    """Return a low part, or 0 where it is more than half an ulp of the visible weight: other code wrote that."""
+    """Return a low part, or 0 where it is more than half an ulp of the visible weight: other code
+    wrote that.
+    """
     if storage.weight.scaled:
         back = lane.scales["weight"][1]
         # A part is rounded up to half an ulp at most, and there the sum is a tie.
@@ -284,7 +318,8 @@ def own_low(storage: Storage, lane: Lane, visible: Tensor, low: Tensor) -> Tenso
 
 
 def into_cell(storage: Storage, value: Tensor) -> Tensor:
-    """Return values to be stored, so moved that the visible weight is the nearest one, ties to even.
+    """Return values to be stored, so moved that the visible weight is the nearest one, ties to
+    even.
 
     A tail holds less than half an ulp upward, and a kernel rounds ties up.
     """
@@ -302,7 +337,8 @@ def into_cell(storage: Storage, value: Tensor) -> Tensor:
 
 
 def inside_cell(storage: Storage, bits: Tensor, value: Tensor) -> Tensor:
-    """Return stored weights, those that do not round to their visible ``bits`` moved to the next float32 that does.
+    """Return stored weights, those that do not round to their visible ``bits`` moved to the next
+    float32 that does.
 
     Such a weight lies between two visible ones, or so near that a kernel's rounding put it there.
     """
@@ -318,9 +354,12 @@ def inside_cell(storage: Storage, bits: Tensor, value: Tensor) -> Tensor:
 
 
 def random_offset(visible: str, bits: Tensor, random: Tensor) -> Tensor:
-    """Return a random distance from visible weights within their cells, in :func:`visible_bits`. ``random`` are 32 bits.
+    """Return a random distance from visible weights within their cells, in :func:`visible_bits`.
 
-    It is uniform and odd, so never between two visible weights. It is 0 for zeros, infinities and NaN.
+    ``random`` are 32 bits.
+
+    It is uniform and odd, so never between two visible weights. It is 0 for zeros, infinities and
+    NaN.
     """
     magnitude = bits & MAGNITUDE
     infinity = EXPONENT if visible == "bfloat16" else 31 << 23
@@ -351,21 +390,23 @@ def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
 
 def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
     """Return the signed tail at ``shift`` in a word: the inverse of :func:`place_tail`."""
-    # Shift up to the sign, then down: the tail is signed, and its lowest bit belongs at the end of the cut. Clear the bits
-    # below it in the word; below bit 0 there are none.
+    # Shift up to the sign, then down: the tail is signed, and its lowest bit belongs at the end of
+    # the cut. Clear the bits below it in the word; below bit 0 there are none.
     dropped = dropped_bits(storage.weight)
     tail = _moved(word, 32 - storage.tail_bits - shift) >> (32 - storage.tail_bits - dropped)
     return tail & -(1 << dropped) if dropped and shift else tail
 
 
-# ── a weight and its states ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── a weight and its states ───────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Hold the inputs of a step for some elements: int32 bits of the visible weight (:func:`visible_value`) and the gradient.
+    """Hold the inputs of a step for some elements: int32 bits of the visible weight
+    (:func:`visible_value`) and the gradient.
 
-    ``fields`` maps a field to its word and first bit. ``scales`` maps each row-scaled code to its :func:`multipliers`.
+    ``fields`` maps a field to its word and first bit. ``scales`` maps each row-scaled code to its
+    :func:`multipliers`.
     """
 
     visible: Tensor
@@ -378,7 +419,8 @@ class Lane:
 class Values:
     """Hold the values of a lane, float32 or :func:`value_dtype`.
 
-    ``weight`` is the input of the rule: the stored weight, or the visible one if ``low`` is its compensation (Kahan's).
+    ``weight`` is the input of the rule: the stored weight, or the visible one if ``low`` is its
+    compensation (Kahan's).
     """
 
     visible: Tensor
@@ -389,7 +431,8 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Hold the outputs of a step, int32 bits of the visible weight and of every field in place, and the inputs of the audit.
+    """Hold the outputs of a step, int32 bits of the visible weight and of every field in place, and
+    the inputs of the audit.
 
     ``changes`` are three, float32: intended, of the stored weight, of the visible weight.
     """
@@ -400,19 +443,24 @@ class Written:
 
 
 def gradient_mantissa(visible: str, bits: Tensor) -> Tensor:
-    """Return the mantissa of a gradient, a part of the key of random bits. A power of two on all gradients does not change it."""
+    """Return the mantissa of a gradient, a part of the key of random bits.
+
+    A power of two on all gradients does not change it.
+    """
     return (bits >> 16) & 0x7F if visible == "bfloat16" else bits & MANTISSA
 
 
 def addends(
     storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor
 ) -> dict[str, Addend]:
-    """Return the addend of each code (weight and states) before the cut, from one hashed word per element.
+    """Return the addend of each code (weight and states) before the cut, from one hashed word per
+    element.
 
-    The hash key is the stored weight before the step and the gradient's unscaled *mantissa*. An exponent would make the
-    rounding depend on a power of two on all gradients. The 32 bits are divided among the stochastic codes, the weight first. A
-    code may drop more bits than it gets. Then it borrows its lower bits from its neighbour's upper bits. Without this, 12 bits
-    for 18 would lose every chance below 2^-12: at beta2 = 0.9999 a second moment would stop 2 % short.
+    The hash key is the stored weight before the step and the gradient's unscaled *mantissa*. An
+    exponent would make the rounding depend on a power of two on all gradients. The 32 bits are
+    divided among the stochastic codes, the weight first. A code may drop more bits than it gets.
+    Then it borrows its lower bits from its neighbour's upper bits. Without this, 12 bits for 18
+    would lose every chance below 2^-12: at beta2 = 0.9999 a second moment would stop 2 % short.
     """
     table = {
         "weight": storage.weight,
@@ -429,7 +477,8 @@ def addends(
     for place, (name, dropped) in enumerate(stochastic):
         start += min(dropped, (32 - start) // (len(stochastic) - place))
         missing = max(0, dropped - start)
-        # The first code has no neighbour below. It wraps around and borrows the last code's upper bits.
+        # The first code has no neighbour below. It wraps around and borrows the last code's upper
+        # bits.
         turned = (
             random
             if not missing
@@ -456,12 +505,14 @@ def write(
 ) -> Written:
     """Round the result of a step to the storage's formats.
 
-    ``old`` is the lane as :func:`read` returns it, ``change`` is added to its weight, and ``states`` are the new states by name.
+    ``old`` is the lane as :func:`read` returns it, ``change`` is added to its weight, and
+    ``states`` are the new states by name.
     """
     addend = addends(storage, _key(storage, lane, old.weight), lane.gradient, seed)
     fields: dict[str, Tensor] = {}
     if old.low is not None:
-        # Kahan's order: add the compensation to the change first, so that the weight absorbs neither.
+        # Kahan's order: add the compensation to the change first, so that the weight absorbs
+        # neither.
         total = old.low + change
         visible = encode_visible(storage, old.visible + total, addend["weight"])
         moved = visible_value(storage.visible, visible) - old.visible
@@ -480,9 +531,12 @@ def write(
 
 
 def _key(storage: Storage, lane: Lane, weight: Tensor) -> Tensor:
-    """Return the hash key of the weight. An 8-bit weight lacks bits, so mix in the codes of the states before the step.
+    """Return the hash key of the weight.
 
-    Otherwise thousands of elements would round alike. The audit's second step, without decay, uses the same random bits.
+    An 8-bit weight lacks bits, so mix in the codes of the states before the step.
+
+    Otherwise thousands of elements would round alike. The audit's second step, without decay, uses
+    the same random bits.
     """
     if not storage.weight.scaled:
         return weight
@@ -519,7 +573,8 @@ def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
         return tuple(parts)
     visible, low, *lower = parts
     if code.scaled:
-        # The largest value of the code's few bits: rounded to them, a larger weight would be infinite.
+        # The largest value of the code's few bits: rounded to them, a larger weight would be
+        # infinite.
         end = 2.0**128 - 2.0 ** (127 - code.mantissa_bits)
         visible = torch.where(visible.abs() < math.inf, visible.clamp(-end, end), visible)
     own = own_low(storage, lane, visible, low)
@@ -557,7 +612,8 @@ def _split_weight(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return the visible bits of a weight of one part, its field in place, and the float32 of both."""
     if storage.weight.scaled:
-        # All of the few bits are visible: a value of the row's code is also one of the visible format.
+        # All of the few bits are visible: a value of the row's code is also one of the visible
+        # format.
         into = _into(storage.weight, lane.scales, "weight", 0)
         stored = _stored(
             storage.weight, encode(storage.weight, value, addend, 0, into), 0, into, value
@@ -575,7 +631,10 @@ def _split_weight(
 
 
 def _stored(code: Code, bits: Tensor, shift: int, into: Tensor | None, value: Tensor) -> Tensor:
-    """Decode the bits of a weight's ``value``. The visible format holds a NaN, also where the code has none."""
+    """Decode the bits of a weight's ``value``.
+
+    The visible format holds a NaN, also where the code has none.
+    """
     stored = decode(code, bits, shift, _inverse(into))
     return torch.where(value.isnan(), value, stored) if code.is_window else stored
 
@@ -605,10 +664,11 @@ def write_parts(
     change: Tensor,
     parts: Mapping[str, Sequence[Tensor]],
 ) -> Written:
-    """Round a weight and states given in parts, each part to the nearest: the inverse of :func:`read_parts`.
+    """Round a weight and states given in parts, each part to the nearest: the inverse of
+    :func:`read_parts`.
 
-    ``old`` are the parts of the weight before the step, ``change`` is its intended change, and ``parts`` are the new weight's
-    and each state's, by name; float32.
+    ``old`` are the parts of the weight before the step, ``change`` is its intended change, and
+    ``parts`` are the new weight's and each state's, by name; float32.
     """
     fields: dict[str, Tensor] = {}
     stored: list[Tensor] = []
@@ -630,7 +690,10 @@ def write_parts(
 def _back(
     code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int
 ) -> Tensor | None:
-    """Return the multiplier out of the window of a scaled code's part. Each part is finer by the bits of the one before."""
+    """Return the multiplier out of the window of a scaled code's part.
+
+    Each part is finer by the bits of the one before.
+    """
     return scales[name][1] * 2.0 ** -(place * (code.mantissa_bits + 1)) if code.scaled else None
 
 
@@ -644,9 +707,10 @@ def _inverse(into: Tensor | None) -> Tensor | None:
     return None if into is None else reciprocal(into)
 
 
-# ── a tensor of its own ─────────────────────────────────────────────────────────────────────────────────────────────────
-# Bases and moments of low-rank rules are separate from the weight. Each is stored in the code of a moment, which has one part. If
-# the code is scaled by row, the largest magnitude of each row is its bound.
+# ── a tensor of its own ───────────────────────────────────────────────────────────────────────────
+# Bases and moments of low-rank rules are separate from the weight. Each is stored in the code of a
+# moment, which has one part. If the code is scaled by row, the largest magnitude of each row is its
+# bound.
 
 
 def alone_dtype(code: Code) -> torch.dtype:
@@ -662,15 +726,21 @@ def saved_as(name: str, code: Code) -> str:
 
 
 def alone_value(code: Code, tensor: Tensor, bound: Tensor | None = None) -> Tensor:
-    """Return the float32 values. For a float32 state this is its own memory, not a copy. A scaled code needs its bound."""
+    """Return the float32 values.
+
+    For a float32 state this is its own memory, not a copy. A scaled code needs its bound.
+    """
     back = None if bound is None else multipliers(code, bound)[1]
     return decode(code, tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0, back)
 
 
 def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None = None) -> Tensor:
-    """Encode values as a tensor of :func:`alone_dtype`. A scaled code needs the ``bound`` of each row, ``[…, rows, 1]``.
+    """Encode values as a tensor of :func:`alone_dtype`.
 
-    A stochastic code rounds under ``seed`` (0-d int32). The random bits hash a value's mantissa and its position in its matrix.
+    A scaled code needs the ``bound`` of each row, ``[…, rows, 1]``.
+
+    A stochastic code rounds under ``seed`` (0-d int32). The random bits hash a value's mantissa and
+    its position in its matrix.
     """
     value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
     addend: Addend = None

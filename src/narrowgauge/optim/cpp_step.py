@@ -84,7 +84,8 @@ template <int FLOATS> INLINE void put_lane(char* p, int lane, Floats x) {
 """
 _HEAD = (
     'extern "C" void {name}(const int64_t* table, const int32_t* tiles, int64_t num_programs, const float* numbers,\n'
-    "                        const float* control, float* records, float* sums, int32_t threads) {{\n"
+    "                        const float* control, float* records, float* sums, int32_t threads) "
+    "{{\n"
     "#pragma omp parallel for schedule(static) num_threads(threads)\n"
     "for (int64_t program = 0; program < num_programs; program++) {{\n"
 )
@@ -146,7 +147,7 @@ class _Text(StepText):
             text += self.function("average", self.step("average_words"))
         return text
 
-    # ── functions over words ────────────────────────────────────────────────────────────────────────────────────────
+    # ── functions over words ──────────────────────────────────────────────────────────────────────
 
     def walk(self, name: str, *, audited: bool = False, averages: bool = False) -> str:
         """Return a function that steps, audits or averages whole vectors of words."""
@@ -200,12 +201,13 @@ class _Text(StepText):
         lines += [f"  {line}" for line in body]
         lines += ["}", *ends]
         head = (
-            f"static __attribute__((noinline)) void {name}(char* const* p, int64_t blocks, int32_t inside, const float* u, "
+            f"static __attribute__((noinline)) void {name}(char* const* p, int64_t blocks, int32_t "
+            "inside, const float* u, "
             "float* out) {\n"
         )
         return head + indent("\n".join(lines), "  ") + "\n}\n"
 
-    # ── functions over programs ─────────────────────────────────────────────────────────────────────────────────────
+    # ── functions over programs ───────────────────────────────────────────────────────────────────
 
     def function(self, name: str, lines: Sequence[str]) -> str:
         """Return an exported function that runs lines for every program."""
@@ -224,7 +226,8 @@ class _Text(StepText):
             "const int64_t place = program - first;",
             "const int64_t line = place / pieces, piece = place % pieces;",
             f"const int64_t origin = piece * {TILE};",
-            f"const int64_t span = pieces == 1 || columns - origin < {TILE} ? columns - origin : {TILE};",
+            f"const int64_t span = pieces == 1 || columns - origin < {TILE} ? columns - origin : "
+            f"{TILE};",
             f"const int64_t left = elements - {self.layout.per_word} * origin;",
             "char* p[STREAMS];",
             "int64_t bytes[STREAMS];",
@@ -244,7 +247,8 @@ class _Text(StepText):
         size = 4 if stream.floats else 4 // per_word
         return [
             f"{address} + {size} * ({at} * elements + {per_word} * origin);",
-            f"bytes[{k}] = {at} < rows ? {size} * (left < {per_word} * span ? left : {per_word} * span) : 0;",
+            f"bytes[{k}] = {at} < rows ? {size} * (left < {per_word} * span ? left : {per_word} * "
+            "span) : 0;",
             f"if (bytes[{k}] < SIZE[{k}] * span && bytes[{k}] / (SIZE[{k}] * LANES) < whole) "
             f"whole = bytes[{k}] / (SIZE[{k}] * LANES);",
         ]
@@ -280,7 +284,8 @@ class _Text(StepText):
         for name, part in self.peaks:
             k = self.place_of_peak(name, part)
             lines.append(
-                f"over(peak_of_words, 1, SIZE + {k}, WRITTEN_BY_peak_of_words, p + {k}, bytes + {k}, span, whole, nullptr, "
+                f"over(peak_of_words, 1, SIZE + {k}, WRITTEN_BY_peak_of_words, p + {k}, bytes + "
+                f"{k}, span, whole, nullptr, "
                 f"&peak_{name}{part});"
             )
         return lines
@@ -303,7 +308,8 @@ class _Text(StepText):
                 f"int32_t* most{k} = (int32_t*)(found + {k});",
                 f"int32_t now{k} = __atomic_load_n(most{k}, __ATOMIC_RELAXED);",
                 f"while (now{k} < int_of(peak_{name}{part}) &&",
-                f"       !__atomic_compare_exchange_n(most{k}, &now{k}, int_of(peak_{name}{part}), false, __ATOMIC_RELAXED,",
+                f"       !__atomic_compare_exchange_n(most{k}, &now{k}, int_of(peak_{name}{part}), "
+                "false, __ATOMIC_RELAXED,",
                 "                                    __ATOMIC_RELAXED)) {}",
             ]
         lines.append("if (piece == 0) {")

@@ -51,7 +51,7 @@ class Numbers:
     audited: bool
 
 
-# ── the step of one lane ────────────────────────────────────────────────────────────────────────────────────────────
+# ── the step of one lane ──────────────────────────────────────────────────────────────────────────
 
 
 def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
@@ -71,7 +71,8 @@ def in_expansions(
 ) -> Written:
     """Run Collage's AdamW: each operation rounds to nearest even at the weight's precision."""
     rounding = NearestEven(codes.dropped_bits(storage.weight))
-    # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into the sign.
+    # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
+    # the sign.
     weight = tuple(map(quiet, codes.read_parts(storage, lane, "weight")))
     exp_avg, exp_avg_sq = (codes.read_parts(storage, lane, name) for name in rule.states)
     gradient = quiet(
@@ -147,7 +148,7 @@ def weight_decay(
     return intended, written.changes[1] - without.changes[1]
 
 
-# ── the step of a whole tensor ──────────────────────────────────────────────────────────────────────────────────────
+# ── the step of a whole tensor ────────────────────────────────────────────────────────────────────
 
 
 def row_sums(terms: Sequence[Tensor]) -> Tensor:

@@ -1,15 +1,17 @@
 """Layout: where the bits of live states are in memory. All other code sees tensors in the
 parameter's shape.
 
-A loop over 32-bit values runs at full vector width. A loop that mixes 16- and 32-bit loads does not. So a kernel reads all
-tensors as 32-bit *words*. In ``word``, a word of the weight holds two neighbours, an even and an odd *lane*::
+A loop over 32-bit values runs at full vector width. A loop that mixes 16- and 32-bit loads does
+not. So a kernel reads all tensors as 32-bit *words*. In ``word``, a word of the weight holds two
+neighbours, an even and an odd *lane*::
 
     weight   [ a | b ] [ c | d ]     bfloat16 a, b, c, d, in the parameter's own memory
     packed   [   a   ] [   c   ]     32 bits of tail and states: a tensor of all even elements
              [   b   ] [   d   ]     and one of all odd elements
 
-An 8-bit plane packs four lanes into a word. Then the weight is read in two *parts*, the upper and the lower half of its rows.
-In ``compact``, with a and b in an upper row and p and q in a lower row::
+An 8-bit plane packs four lanes into a word. Then the weight is read in two *parts*, the upper and
+the lower half of its rows. In ``compact``, with a and b in an upper row and p and q in a lower
+row::
 
     weight   [ a | b ]  [ p | q ]    a tensor for each part
     tail     [ a  b  p  q ]          8 bits each
@@ -40,7 +42,9 @@ LEAST_ROW = 64
 kernel.
 """
 LARGE_BYTES, STAGGERED_BYTES = 1 << 22, 153 * 64
-"""Tensors of so many bytes begin so many bytes apart: 153 lines, modulo 4 KiB and 64 KiB a fresh place for each."""
+"""Tensors of so many bytes begin so many bytes apart: 153 lines, modulo 4 KiB and 64 KiB a fresh
+place for each.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +111,9 @@ class Layout:
     def allocate(self, extent: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Return zeroed words of each plane, ``[tensors, *extent]``. Zero encodes 0.
 
-        Large tensors would begin at the same place of a page. Then their lines meet in the same sets of
-        the caches, and a step that walks over seven of them takes up to 1.6 times as long. So each
-        begins some lines later than the one before.
+        Large tensors would begin at the same place of a page. Then their lines meet in the same
+        sets of the caches, and a step that walks over seven of them takes up to 1.6 times as long.
+        So each begins some lines later than the one before.
         """
         words, place = {}, 2  # weight and gradient come first
         for plane in self.planes:
@@ -136,13 +140,13 @@ class Layout:
         """Return the words of planes as the kernel's list of tensors."""
         return [tensor for plane in self.planes for tensor in words[plane.name].unbind(0)]
 
-    # ── tensors in the parameter's order ────────────────────────────────────────────────────────────────────────────
+    # ── tensors in the parameter's order ──────────────────────────────────────────────────────────
 
     def to_parameter_order(self, plane: Plane, words: Tensor, shape: Sequence[int]) -> Tensor:
         """Return a copy of a plane in the parameter's shape and the plane's own dtype."""
         extent = words.shape[1:]
-        # [tensors, *extent] of words → one lane per tensor and position in its words → parts and neighbours.
-        # (Flatten before the view: a dim of one element may have any stride.)
+        # [tensors, *extent] of words → one lane per tensor and position in its words → parts and
+        # neighbours. (Flatten before the view: a dim of one element may have any stride.)
         small = (
             words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *extent, plane.per_word)
         )
@@ -222,7 +226,7 @@ class Layout:
         values = self.to_parameter_order(plane, words[plane.name], shape)
         return values.view(INTEGER[plane.bits]).to(INTEGER[max(32, plane.bits)])
 
-    # ── weights and gradients in memory ─────────────────────────────────────────────────────────────────────────────
+    # ── weights and gradients in memory ───────────────────────────────────────────────────────────
 
     def in_place(self, tensor: Tensor, form: Sequence[int]) -> list[Tensor] | None:
         """Return a weight or gradient in place as the kernel's words, or ``None`` if it has odd
@@ -244,7 +248,7 @@ class Layout:
         words = memory.view(-1).view(torch.int32)  # flat: a dim of no element may have any stride
         return copy, list(words.view(self.num_parts, *self.extent(tensor.shape)).unbind(0))
 
-    # ── in the kernel ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── in the kernel ─────────────────────────────────────────────────────────────────────────────
 
     def by_lane(self, words: Sequence[Tensor]) -> list[dict[str, tuple[Tensor, int]]]:
         """Return for each lane the word and the shift of every field, from the kernel's tensors of
@@ -350,7 +354,8 @@ def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
         return list(words)
     if visible == "bfloat16":
         return [lane for word in words for lane in (word << 16, word & -65536)]
-    # A float16 in the upper half of a word becomes a float32 with its sign, exponent and mantissa fields.
+    # A float16 in the upper half of a word becomes a float32 with its sign, exponent and mantissa
+    # fields.
     halves = [half for word in words for half in (word << 16, word)]
     return [((half & 0x7FFF0000) >> 3) | (half & SIGN) for half in halves]
 

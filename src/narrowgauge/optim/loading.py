@@ -1,4 +1,7 @@
-"""Load saved states, bit for bit. A state of other moments, another storage or library is refused."""
+"""Load saved states, bit for bit.
+
+A state of other moments, another storage or library is refused.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def make_loaded_states(
     entries: Mapping[Tensor, Mapping[str, Any]],
     saved_groups: Sequence[Mapping[str, Any]],
 ) -> dict[Tensor, ParameterState]:
-    """Return new states with the values of saved ones. Refuse states of another storage, rule or shape."""
+    """Return new states with the values of saved ones.
+
+    Refuse states of another storage, rule or shape.
+    """
     states: dict[Tensor, ParameterState] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         values = {p: entry for p in group["params"] if (entry := tensors_of(entries.get(p, {})))}
@@ -45,7 +51,8 @@ def states_of(
                 else f"the rule has no '{min(entry.keys() - names)}'"
             )
             raise RecipeError(
-                f"Cannot load a state with {sorted(entry)} into rule '{state.kernel.rule.name}' because {reason}.",
+                f"Cannot load a state with {sorted(entry)} into rule '{state.kernel.rule.name}' "
+                f"because {reason}.",
                 "Load the state of this rule and storage.",
             )
         state.take(entry)
@@ -54,7 +61,10 @@ def states_of(
 
 
 def tensors_of(entry: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return this rank's tensors. Leave out values ``{}``: torch sets them for what a flattened checkpoint lacks."""
+    """Return this rank's tensors.
+
+    Leave out values ``{}``: torch sets them for what a flattened checkpoint lacks.
+    """
     return {
         name: torch.tensor(value, dtype=torch.float32, device="cpu")
         if isinstance(value, int | float)
@@ -65,7 +75,10 @@ def tensors_of(entry: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Replace packed states by tensors in the parameter's shape. This is a hook on ``state_dict``."""
+    """Replace packed states by tensors in the parameter's shape.
+
+    This is a hook on ``state_dict``.
+    """
     state_dict["state"] = {
         key: value.saved() if isinstance(value, ParameterState) else value
         for key, value in state_dict["state"].items()
@@ -73,7 +86,10 @@ def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Make states of saved tensors, for :func:`put_states`: PyTorch would rebuild them. This is a hook on ``load_state_dict``."""
+    """Make states of saved tensors, for :func:`put_states`: PyTorch would rebuild them.
+
+    This is a hook on ``load_state_dict``.
+    """
     saved = copy.deepcopy(state_dict["param_groups"])
     agree(optimizer.param_groups, saved, optimizer.rule)
     # Keys are numbers, or names from a distributed checkpoint.
@@ -107,7 +123,10 @@ def put_states(optimizer: Any) -> None:
 
 
 def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
-    """Return the saved names of a matrix rule's own states. Every rank has them whole, whatever the sharding."""
+    """Return the saved names of a matrix rule's own states.
+
+    Every rank has them whole, whatever the sharding.
+    """
     group, row = optimizer.group_of(parameter), optimizer.storage_of(parameter)
     states = extras_of(optimizer.rule_in(group, parameter), parameter.shape, group)
     stored = {name: extra_code(row, state.role) for name, state in states.items()}
@@ -116,10 +135,11 @@ def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
 
 
 def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, tensor, parameter) for all tensors of model and optimizer that must not change between steps.
+    """Yield (name, tensor, parameter) for all tensors of model and optimizer that must not change
+    between steps.
 
-    Inputs of an update come before its outputs, so the first of several damaged tensors is the cause. Tensors are packed words.
-    For DTensors they are this rank's part.
+    Inputs of an update come before its outputs, so the first of several damaged tensors is the
+    cause. Tensors are packed words. For DTensors they are this rank's part.
     """
     optimizer.settle()
     for parameter, name in optimizer.parameter_names().items():

@@ -1,16 +1,18 @@
 """Random low bits: weights of a 16-bit checkpoint that move from the first step.
 
-A checkpoint in bfloat16, copied to float32, still lies on the grid of bfloat16. The forward pass rounds weights to bfloat16. It
-sees no change of a weight before the sum of its updates reaches half an ulp. At a learning rate of 5e-6 and a weight of 0.2 that
-is a hundred steps.
+A checkpoint in bfloat16, copied to float32, still lies on the grid of bfloat16. The forward pass
+rounds weights to bfloat16. It sees no change of a weight before the sum of its updates reaches half
+an ulp. At a learning rate of 5e-6 and a weight of 0.2 that is a hundred steps.
 
-Low bits at random within the cell that rounds to the same bfloat16 value end this. No visible weight changes at first. Some lie
-near the end of their cell, and move by an ulp in the first step. On average, the visible change is the update. The offset of a
-weight is drawn once; stochastic rounding draws new noise at each step.
+Low bits at random within the cell that rounds to the same bfloat16 value end this. No visible
+weight changes at first. Some lie near the end of their cell, and move by an ulp in the first step.
+On average, the visible change is the update. The offset of a weight is drawn once; stochastic
+rounding draws new noise at each step.
 
-The random bits hash the seed, the tensor's name (or its place among the parameters) and the element's position in the whole
-tensor. So sharding and resuming change none, and equal weights have different ones. They are uniform in the *bits*. Below a
-power of two an ulp is half as large: a value uniform in its cell would leave it too fast on one side, too slowly on the other.
+The random bits hash the seed, the tensor's name (or its place among the parameters) and the
+element's position in the whole tensor. So sharding and resuming change none, and equal weights have
+different ones. They are uniform in the *bits*. Below a power of two an ulp is half as large: a
+value uniform in its cell would leave it too fast on one side, too slowly on the other.
 
 Zeros stay zeros. A vector of one value, such as gains of 1, stays as it is.
 """
@@ -35,7 +37,9 @@ from narrowgauge.torch_support.torch_names import plain_name
 LOW_BITS = ("zero", "random")
 """The values of the option ``low_bits``."""
 MOSTLY = 0.5
-"""A tensor with a larger share of values on a grid, but not all, is named: it came from a checkpoint, and was changed."""
+"""A tensor with a larger share of values on a grid, but not all, is named: it came from a
+checkpoint, and was changed.
+"""
 
 
 def has_low_bits(storage: Storage) -> bool:
@@ -46,7 +50,9 @@ def has_low_bits(storage: Storage) -> bool:
 def random_rows(
     owner: Tensor, part: Tensor, seed: int, name: str
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield some rows at a time of this rank's ``part`` of a parameter, and 32 random bits for each element, int32."""
+    """Yield some rows at a time of this rank's ``part`` of a parameter, and 32 random bits for each
+    element, int32.
+    """
     device = part.device
     number = torch.tensor(named_seed(seed, name), dtype=torch.int32, device="cpu").to(device)
     # Where rows begin in the whole tensor, and where the elements of a row lie. Modulo 2^32.
@@ -68,7 +74,10 @@ def random_rows(
 
 
 def fill_states(states: Mapping[Any, str], seed: int) -> None:
-    """Fill the low bits of new states, each with the name of its parameter. Two may have one name."""
+    """Fill the low bits of new states, each with the name of its parameter.
+
+    Two may have one name.
+    """
     states = {state: name for state, name in states.items() if has_low_bits(state.storage)}
     varying = set(_varying([state.owner for state in states]))
     for state, name in states.items():
@@ -96,7 +105,9 @@ def _varying(owners: Sequence[Tensor]) -> list[Tensor]:
 
 
 def num_off_grid(values: Sequence[tuple[Tensor, Tensor]], visible: str) -> list[int]:
-    """Return how many elements of each tensor have low bits, over all ranks: of ``(owner, this rank's values)``."""
+    """Return how many elements of each tensor have low bits, over all ranks: of ``(owner, this
+    rank's values)``.
+    """
     dtype = getattr(torch, visible)
     counts = []
     for _, value in values:
@@ -107,15 +118,18 @@ def num_off_grid(values: Sequence[tuple[Tensor, Tensor]], visible: str) -> list[
 
 
 def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
-    """Fill the low bits of float32 parameters that lie on the grid of bfloat16 or float16, for any optimizer.
+    """Fill the low bits of float32 parameters that lie on the grid of bfloat16 or float16, for any
+    optimizer.
 
-    Call it once before training, where a 16-bit checkpoint was read into float32. Under autocast to the checkpoint's format
-    a matmul sees the same weights as before. What autocast leaves in float32, such as embeddings and norms, sees the new ones.
-    A parameter with any low bit of its own does not change, and is named if most of it lies on the grid.
+    Call it once before training, where a 16-bit checkpoint was read into float32. Under autocast to
+    the checkpoint's format a matmul sees the same weights as before. What autocast leaves in
+    float32, such as embeddings and norms, sees the new ones. A parameter with any low bit of its
+    own does not change, and is named if most of it lies on the grid.
 
     Args:
         model: its parameters may be DTensors: the bits do not depend on the sharding.
-        seed: of the random bits. A bit depends on the seed, the parameter's name, and its place in its tensor.
+        seed: of the random bits. A bit depends on the seed, the parameter's name, and its place in
+            its tensor.
     Returns:
         The number of parameters' elements that were filled.
 
@@ -161,6 +175,7 @@ def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
 def kept_note(name: str, count: int, total: int) -> str:
     """Tell that a tensor was not filled."""
     return (
-        f"Did not fill the low bits of '{name}': {count:,} of its {total:,} values have low bits of their own, as after a merge "
+        f"Did not fill the low bits of '{name}': {count:,} of its {total:,} values have low bits "
+        "of their own, as after a merge "
         "or a resize."
     )

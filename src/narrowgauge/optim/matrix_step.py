@@ -144,7 +144,7 @@ def _step_batch(
         state.change = None
 
 
-# ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list
     return list(batches.values())
 
 
-# ── one parameter ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one parameter ─────────────────────────────────────────────────────────────────────────────────
 
 
 class MatrixStep:
@@ -320,7 +320,8 @@ class MatrixStep:
         in_form = values.view(state.form)
         matrix, lanes = state.layout.lanes(in_form)
         length, row = len(tensors[0]), tensors[0][0].numel()
-        # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16 bytes at a time.
+        # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16
+        # bytes at a time.
         least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)
         unit = 4 // math.gcd(row, 4)
         size = max(least // (row * state.layout.num_lanes), -(-length // most), 1)

@@ -88,7 +88,7 @@ def words_of_program(layout: Layout, device: torch.device) -> int:
     return 1 << 60 if layout.by_rows else triton_step.BLOCK
 
 
-# ── programs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── programs ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def num_pieces(state: ParameterState, device: torch.device) -> int:
@@ -133,7 +133,7 @@ def _audit_of(layout: Layout, form: tuple[int, ...], turn: int, words: int) -> t
     return period, turn % period, int((widths * num_lines).sum())
 
 
-# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the table ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class Table:
         self._copies: list[tuple[ParameterState, Tensor]] = []
         self._inputs: list[Tensor] = []
 
-    # ── on the host ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── on the host ───────────────────────────────────────────────────────────────────────────────
 
     def set(
         self,
@@ -324,7 +324,7 @@ class Table:
                 self._shared.append(state)
         self._num_records = num_records
 
-    # ── the launch ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the launch ────────────────────────────────────────────────────────────────────────────────
 
     def send(self) -> None:
         """Copy the table and the numbers to a GPU, and the programs if they are new."""
@@ -441,7 +441,7 @@ class Table:
         return totals
 
 
-# ── the proof ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the proof ─────────────────────────────────────────────────────────────────────────────────────
 
 _lock = threading.Lock()
 _reasons: dict[tuple[AnyRule, Storage, torch.device, str], str] = {}
@@ -560,7 +560,7 @@ def _cases(
     return states
 
 
-# ── the step of an optimizer ────────────────────────────────────────────────────────────────────────────────────────────
+# ── the step of an optimizer ──────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)

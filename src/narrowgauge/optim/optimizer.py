@@ -1,8 +1,9 @@
 """The one optimizer: a rule and a storage, with the interface of ``torch.optim.Optimizer``.
 
-Nothing here depends on a format or a formula. A step makes or looks up the :class:`~narrowgauge.optim.state.ParameterState` of
-every parameter, and passes the words to the kernel of its (rule, storage). The kernel reads two scalars: one clips gradients, one
-skips a step with a non-finite gradient. The host reads the decision after the step.
+Nothing here depends on a format or a formula. A step makes or looks up the
+:class:`~narrowgauge.optim.state.ParameterState` of every parameter, and passes the words to the
+kernel of its (rule, storage). The kernel reads two scalars: one clips gradients, one skips a step
+with a non-finite gradient. The host reads the decision after the step.
 """
 
 from __future__ import annotations
@@ -69,41 +70,50 @@ PRINTED_ELEMENTS = 1 << 14
 class Optimizer(torch.optim.Optimizer):
     """Step weights by an update rule, and store weights and states in the formats of a storage.
 
-    Invariant: for a given history of gradients every stored bit depends only on (seed, that history). It does not depend on
-    sharding, chunks, the number of threads, or compiled kernels. (Matrix rules multiply whole matrices: their bits are the same
-    for any sharding, but may change with threads and devices.) Parameters with one dimension are few and freeze first: the
-    storage's ``vectors`` names theirs (``master`` for ours). A model flattened into one long vector counts as one.
+    Invariant: for a given history of gradients every stored bit depends only on (seed, that
+    history). It does not depend on sharding, chunks, the number of threads, or compiled kernels.
+    (Matrix rules multiply whole matrices: their bits are the same for any sharding, but may change
+    with threads and devices.) Parameters with one dimension are few and freeze first: the storage's
+    ``vectors`` names theirs (``master`` for ours). A model flattened into one long vector counts as
+    one.
 
-    You may write weights at any time. A tail moves a written weight by at most half an ulp. A written weight replaces its master.
+    You may write weights at any time. A tail moves a written weight by at most half an ulp. A
+    written weight replaces its master.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group may set ``storage``. If the
-            optimizer has a matrix rule, a group may set ``rule="adamw"``. Float32 parameters with ``requires_grad`` are rounded
-            in place to the storage's visible format, and the storage keeps the bits that this cuts. Parameters in another
-            format are stored in its counterpart: those that stay float32 in ``float32``. ``rounded`` names those that were
-            rounded. If an earlier optimizer knows a weight more precisely, this one takes that weight.
+        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group
+            may set ``storage``. If the optimizer has a matrix rule, a group may set
+            ``rule="adamw"``. Float32 parameters with ``requires_grad`` are rounded in place to the
+            storage's visible format, and the storage keeps the bits that this cuts. Parameters in
+            another format are stored in its counterpart: those that stay float32 in ``float32``.
+            ``rounded`` names those that were rounded. If an earlier optimizer knows a weight more
+            precisely, this one takes that weight.
         rule: the update rule.
         defaults: the rule's options, which groups may override.
         storage: a name in ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
-        max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not clip. With it, a step whose norm is
-            not finite changes nothing. ``num_skipped`` counts such steps.
+        max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not clip.
+            With it, a step whose norm is not finite changes nothing. ``num_skipped`` counts such
+            steps.
         seed: seed of the stochastic rounding.
         audit_every: steps between audits; 0 never audits.
-        compile: print and compile the steps. ``None`` decides at each step: always on a GPU, on a CPU for 2¹⁴ elements or more.
-            :meth:`ran_compiled` tells the outcome. Storages in float64 never run compiled.
-        loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a step with a non-finite
-            gradient, and updates the scaler. It refuses a step if the scaler has scaled no loss since the last one.
-            ``torch.amp.GradScaler`` works too. Do not pass it here.
-        low_bits: where a weight begins of which the model holds 16 bits: at a ``"random"`` place in its rounding cell
-            (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low bits that are known stay.
+        compile: print and compile the steps. ``None`` decides at each step: always on a GPU, on a
+            CPU for 2¹⁴ elements or more. :meth:`ran_compiled` tells the outcome. Storages in
+            float64 never run compiled.
+        loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a
+            step with a non-finite gradient, and updates the scaler. It refuses a step if the scaler
+            has scaled no loss since the last one. ``torch.amp.GradScaler`` works too. Do not pass
+            it here.
+        low_bits: where a weight begins of which the model holds 16 bits: at a ``"random"`` place in
+            its rounding cell (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32
+            copy begins. Low bits that are known stay.
         keep_float32: returns, from name and parameter, whether a float32 parameter stays as it is.
         maximize: step along the gradient, not against it.
-        flags: of ``torch.optim``. ``amsgrad`` and ``differentiable`` may be false. ``fused``, ``foreach`` and ``capturable``
-            ask for what is done.
+        flags: of ``torch.optim``. ``amsgrad`` and ``differentiable`` may be false. ``fused``,
+            ``foreach`` and ``capturable`` ask for what is done.
 
     Raises:
-        RecipeError: an option is out of range, the storage is unknown, parameters are not in its visible format, or the rule
-            does not support its arithmetic.
+        RecipeError: an option is out of range, the storage is unknown, parameters are not in its
+            visible format, or the rule does not support its arithmetic.
     """
 
     def __init__(
@@ -131,7 +141,8 @@ class Optimizer(torch.optim.Optimizer):
         )
         self.grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
-        # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each step.
+        # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before
+        # each step.
         self.skip_above = math.inf
         self.num_skipped, self.num_calls = (
             0,
@@ -153,7 +164,8 @@ class Optimizer(torch.optim.Optimizer):
         )
         self._stepped = False
         self._uncompiled: Callable[..., Any] | None = None
-        # After a step: whether it was skipped, its states, and a function that returns whose gradients were finite.
+        # After a step: whether it was skipped, its states, and a function that returns whose
+        # gradients were finite.
         self._pending: (
             tuple[HostCopy | Tensor | None, list[ParameterState], Finite | None] | None
         ) = None
@@ -176,19 +188,24 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return whether torch.amp.GradScaler leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
+        """Return whether torch.amp.GradScaler leaves unscaling and skipping to `step`, in
+        `grad_scale` and `found_inf`.
 
-        Frameworks do not clip then. So it is true only for float16 gradients, which GradScaler does not unscale, and a scaler.
+        Frameworks do not clip then. So it is true only for float16 gradients, which GradScaler does
+        not unscale, and a scaler.
         """
         return self.loss_scaler is not None or any(
             p.dtype is torch.float16 for p in self._parameters()
         )
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, as in ``torch.optim``. The group may set its own ``storage``. A refused group changes nothing.
+        """Add parameters, as in ``torch.optim``.
+
+        The group may set its own ``storage``. A refused group changes nothing.
 
         Raises:
-            RecipeError: the rule cannot obey an option, the storage is unknown, or no storage like it holds a parameter's format.
+            RecipeError: the rule cannot obey an option, the storage is unknown, or no storage like
+                it holds a parameter's format.
             ChipError: a parameter is on a device without float64.
         """
         super().add_param_group(param_group)
@@ -249,7 +266,9 @@ class Optimizer(torch.optim.Optimizer):
             warnings.warn(note, stacklevel=4)
 
     def _take_over(self, parameters: Sequence[Tensor]) -> None:
-        """Take weights from an earlier optimizer that knows more of them than the model, such as one of a cell run twice."""
+        """Take weights from an earlier optimizer that knows more of them than the model, such as
+        one of a cell run twice.
+        """
         values: dict[Tensor, Tensor] = {}
         for parameter in parameters:
             earlier = _KEEPERS.get(parameter, lambda: None)()
@@ -258,16 +277,20 @@ class Optimizer(torch.optim.Optimizer):
                 values[parameter] = earlier.stored(parameter)
         self.adopt(values)
 
-    # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
+    # ── what belongs to a parameter ───────────────────────────────────────────────────────────────
 
     def _parameters(self) -> Iterator[Tensor]:
         return (p for group in self.param_groups for p in group["params"])
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
-        """Return the stored state of a parameter, or ``None`` before its first step. Do not change it."""
+        """Return the stored state of a parameter, or ``None`` before its first step.
+
+        Do not change it.
+        """
         state = self.state.get(parameter)
         if not isinstance(state, ParameterState):
-            # Other code may have put a saved state there, as ZeroRedundancyOptimizer does to load it.
+            # Other code may have put a saved state there, as ZeroRedundancyOptimizer does to load
+            # it.
             entry = tensors_of(state or {})
             if not entry:
                 return None
@@ -276,7 +299,10 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def group_of(self, parameter: Tensor) -> Group:
-        """Return the param group of a parameter. Raise a ``KeyError`` for a tensor that the optimizer does not have."""
+        """Return the param group of a parameter.
+
+        Raise a ``KeyError`` for a tensor that the optimizer does not have.
+        """
         for group in self.param_groups:
             if any(parameter is p for p in group["params"]):
                 return group
@@ -303,7 +329,9 @@ class Optimizer(torch.optim.Optimizer):
     def _pair_of(
         self, group: Group, parameter: Tensor, visible: str | None = None
     ) -> tuple[AnyRule, Storage]:
-        """Return the rule of a parameter, or of one in another format, and the storage with its states. Refuse odd pairs."""
+        """Return the rule of a parameter, or of one in another format, and the storage with its
+        states. Refuse odd pairs.
+        """
         rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter, visible)
         if visible is None:
             validation.check_visible(parameter, storage)
@@ -315,7 +343,9 @@ class Optimizer(torch.optim.Optimizer):
         return rule, storage
 
     def parameter_names(self) -> dict[Tensor, str]:
-        """Return the name of each parameter: the passed name, else the model's, else ``"param 0"``, ``"param 1"`` …"""
+        """Return the name of each parameter: the passed name, else the model's, else ``"param 0"``,
+        ``"param 1"`` …
+        """
         model = self._model()
         of_model = {} if model is None else {p: name for name, p in model.named_parameters()}
         return self._names_of_parameters(of_model)
@@ -335,7 +365,7 @@ class Optimizer(torch.optim.Optimizer):
         self._model = weakref.ref(model)
         self._members = set(self._parameters()) & set(model.parameters())
 
-    # ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── states ────────────────────────────────────────────────────────────────────────────────────
 
     def make_states(
         self, group: Group, parameters: Iterable[Tensor]
@@ -343,7 +373,8 @@ class Optimizer(torch.optim.Optimizer):
         """Return new states under a group's options."""
         if torch.is_inference_mode_enabled():
             raise RecipeError(
-                "Cannot make states in torch.inference_mode() because they could not change outside of it.",
+                "Cannot make states in torch.inference_mode() because they could not change "
+                "outside of it.",
                 "Take torch.no_grad().",
             )
         states: dict[Tensor, ParameterState] = {}
@@ -378,7 +409,8 @@ class Optimizer(torch.optim.Optimizer):
         return is_worth_compiling(num_elements, device.type)
 
     def ran_compiled(self) -> dict[str, str]:
-        """Return which code the last step ran, by rule and storage: ``"C++"``, ``"Triton"``, or why its definition.
+        """Return which code the last step ran, by rule and storage: ``"C++"``, ``"Triton"``, or why
+        its definition.
 
         Nothing runs in a step that a CPU skips.
 
@@ -401,20 +433,24 @@ class Optimizer(torch.optim.Optimizer):
         values: Mapping[Tensor, Tensor],
         states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None,
     ) -> None:
-        """Store weights, and perhaps states. Parameters become the visible part of the weights. Refused values change nothing.
+        """Store weights, and perhaps states.
+
+        Parameters become the visible part of the weights. Refused values change nothing.
 
         Args:
             values: the float32 weight of each parameter, of its shape, rounded to nearest.
-            states: the float32 states of each parameter by name, and ``step``, the number of steps taken. A stochastic code
-                rounds stochastically: to the nearest, many equal values would have the same error.
+            states: the float32 states of each parameter by name, and ``step``, the number of steps
+                taken. A stochastic code rounds stochastically: to the nearest, many equal values
+                would have the same error.
         Raises:
-            RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an unknown name, or a value
-                has another shape.
+            RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an
+                unknown name, or a value has another shape.
         """
         known, states = values.keys() & set(self._parameters()), states or {}
         if unknown := {*values, *states} - known:
             raise RecipeError(
-                f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the optimizer does not step it, or it "
+                f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the "
+                "optimizer does not step it, or it "
                 "has states and no weight.",
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
@@ -441,7 +477,9 @@ class Optimizer(torch.optim.Optimizer):
     def _without_low_bits(
         self, parameters: Sequence[Tensor], values: Mapping[Tensor, Tensor]
     ) -> list[Tensor]:
-        """Return the parameters whose values all lie on the grid of their format: of these low bits are not known."""
+        """Return the parameters whose values all lie on the grid of their format: of these low bits
+        are not known.
+        """
         result = []
         for dtype in {p.dtype for p in parameters} - {torch.float32}:
             alike = [p for p in parameters if p.dtype is dtype]
@@ -458,7 +496,9 @@ class Optimizer(torch.optim.Optimizer):
     def _check_adopted(
         self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
     ) -> None:
-        """Refuse states of unknown names, and values of another shape than the parameter and its states here."""
+        """Refuse states of unknown names, and values of another shape than the parameter and its
+        states here.
+        """
         rule = self.rule_in(group, parameter)
         names = shapes_of_states(rule, parameter.shape, group)
         if strange := sorted({*states} - {"step", *names}):
@@ -469,7 +509,8 @@ class Optimizer(torch.optim.Optimizer):
             needed = tuple(extras[name].shape if name in extras else shape)
             if isinstance(value, Tensor) and name != "step" and local_of(value).shape != needed:
                 raise RecipeError(
-                    f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}."
+                    f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of "
+                    f"shape {tuple(parameter.shape)}."
                 )
 
     def make_missing(
@@ -488,7 +529,9 @@ class Optimizer(torch.optim.Optimizer):
                 self._fill(group, missing)
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Note that this optimizer knows the low bits of parameters: one that is made later takes them."""
+        """Note that this optimizer knows the low bits of parameters: one that is made later takes
+        them.
+        """
         _KEEPERS.update({p: weakref.ref(self) for p in parameters})
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
@@ -498,8 +541,10 @@ class Optimizer(torch.optim.Optimizer):
             parameter: one of the optimizer's parameters.
             name: ``"weight"``, or a state such as ``"exp_avg"`` or ``"exp_avg_sq"``.
         Returns:
-            A copy in the parameter's shape, a DTensor if the parameter is one. States of a matrix rule may have other shapes,
-            and are whole on every rank. Before the first step the weight is the parameter itself and states are zero.
+            A copy in the parameter's shape, a DTensor if the parameter is one. States of a matrix
+                rule may have other shapes,
+            and are whole on every rank. Before the first step the weight is the parameter itself
+                and states are zero.
         Raises:
             KeyError: the parameter or the name is unknown.
         """
@@ -529,7 +574,9 @@ class Optimizer(torch.optim.Optimizer):
         return 0 if state is None else state.step
 
     def bytes_per_param(self) -> float:
-        """Return bytes per parameter of live weights, gradients (in the parameters' format) and states."""
+        """Return bytes per parameter of live weights, gradients (in the parameters' format) and
+        states.
+        """
         parameters = [local_of(p) for p in self._parameters()]
         states = [
             t
@@ -540,7 +587,7 @@ class Optimizer(torch.optim.Optimizer):
         total = sum(t.nbytes for t in [*parameters, *parameters, *states])
         return total / max(1, sum(p.numel() for p in parameters))
 
-    # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
@@ -550,8 +597,9 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The closure's loss, if there is one.
         Raises:
-            RecipeError: a gradient is sparse. A parameter's storage, shape or format has changed since
-                its state was made. In a first step: parameters were replaced since then, or the model lacks them.
+            RecipeError: a gradient is sparse. A parameter's storage, shape or format has changed
+                since its state was made. In a first step: parameters were replaced since then, or
+                the model lacks them.
 
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
             largest parameter: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.
@@ -616,7 +664,8 @@ class Optimizer(torch.optim.Optimizer):
             state.step += 1
         may_skip = norm is not None or found_inf is not None
         self._pending = (HostCopy(control[1]) if may_skip else None, states, finite)
-        # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank may ask for it alone.
+        # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank
+        # may ask for it alone.
         if control.is_cpu or (self.auditor.join is not None and self._is_audited(states)):
             self.settle()
         for state in states:
@@ -643,7 +692,10 @@ class Optimizer(torch.optim.Optimizer):
         work: list[tuple[Group, list[ParameterState]]],
         gradients: Mapping[Tensor, Tensor],
     ) -> None:
-        """Record the kernels of a step in a CUDA graph. They take their numbers from :meth:`advance`."""
+        """Record the kernels of a step in a CUDA graph.
+
+        They take their numbers from :meth:`advance`.
+        """
         states = [state for _, members in work for state in members]
         step_control, launches = StepControl(self._is_worth_compiling), Launches({})
         placed = [gradients[state.owner] for state in states]
@@ -662,14 +714,17 @@ class Optimizer(torch.optim.Optimizer):
             state.gradient = NO_GRADIENT
 
     def advance(self) -> None:
-        """Prepare the next replay of the CUDA graph that has captured :meth:`step`. The replay is then the next step.
+        """Prepare the next replay of the CUDA graph that has captured :meth:`step`.
 
-        The numbers of the step, such as learning rates and seed, are copied to the device. Steps in a graph are not audited. With
-        clipping this waits for the last replay, since a skipped step does not count. Read the optimizer after the replay.
+        The replay is then the next step.
+
+        The numbers of the step, such as learning rates and seed, are copied to the device. Steps in
+        a graph are not audited. With clipping this waits for the last replay, since a skipped step
+        does not count. Read the optimizer after the replay.
 
         Raises:
-            RecipeError: no graph has captured a step since states were loaded. An option is out of range. A limit is set, and the
-                graph computes no norm.
+            RecipeError: no graph has captured a step since states were loaded. An option is out of
+                range. A limit is set, and the graph computes no norm.
 
         Example:
             >>> graph = torch.cuda.CUDAGraph()  # doctest: +SKIP
@@ -692,7 +747,8 @@ class Optimizer(torch.optim.Optimizer):
         control, norm, finite = captured.decision
         if norm is None and not (self.max_grad_norm is None and self.skip_above == math.inf):
             raise RecipeError(
-                "Cannot advance with max_grad_norm or skip_above because the graph has captured a step without a norm.",
+                "Cannot advance with max_grad_norm or skip_above because the graph has captured a "
+                "step without a norm.",
                 "Set them before the capture.",
             )
         states, launches = (
@@ -712,7 +768,10 @@ class Optimizer(torch.optim.Optimizer):
         self._pending = (None if norm is None else control[1], states, finite)
 
     def _gradients(self) -> dict[Tensor, Tensor]:
-        """Return the gradients of all parameters that have one, in the parameters' formats. Make missing states."""
+        """Return the gradients of all parameters that have one, in the parameters' formats.
+
+        Make missing states.
+        """
         gradients: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -745,7 +804,9 @@ class Optimizer(torch.optim.Optimizer):
         return states
 
     def settle(self) -> None:
-        """Finish the last step: read the skip decision and the audit from the device, and raise alarms."""
+        """Finish the last step: read the skip decision and the audit from the device, and raise
+        alarms.
+        """
         if self._pending is None:
             return
         (skip, states, finite), self._pending, self.last_audit = self._pending, None, None
@@ -777,13 +838,15 @@ class Optimizer(torch.optim.Optimizer):
     def _is_audited(self, states: list[ParameterState]) -> bool:
         return any(self.audit_every and state.step % self.audit_every == 0 for state in states)
 
-    # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── saving and loading ────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as in ``torch.optim``, lossless and packed: a copy of each buffer in the parameter's shape.
+        """Return the state as in ``torch.optim``, lossless and packed: a copy of each buffer in the
+        parameter's shape.
 
-        A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master`` (float32 or float64), ``weight_low`` and
-        ``packed``. ``…_bound`` is the scale of each row. ``step`` is 0-d float32. Values are DTensors if the parameter is one.
+        A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master`` (float32 or
+        float64), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is
+        0-d float32. Values are DTensors if the parameter is one.
         """
         self.settle()  # a step skipped on a device has not yet reverted its count
         result: dict[str, Any] = super().state_dict()
@@ -792,7 +855,8 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict` without casts. A refused state changes nothing.
 
-        The state of another library's Adam or AdamW is taken too, with its rate, betas, eps and decay.
+        The state of another library's Adam or AdamW is taken too, with its rate, betas, eps and
+        decay.
 
         Raises:
             RecipeError: the state was saved from another storage or shape.
@@ -813,7 +877,10 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def load_states(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Replace all states by saved ones, each parameter's part of :meth:`state_dict`. A refused state changes nothing."""
+        """Replace all states by saved ones, each parameter's part of :meth:`state_dict`.
+
+        A refused state changes nothing.
+        """
         states = make_loaded_states(self, entries, self.param_groups)
         state: dict[Any, Any] = self.state
         notes = {
@@ -847,7 +914,9 @@ class Optimizer(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """Hold what a captured step reads: its states and gradients, the tables that its kernels read, and its decision."""
+    """Hold what a captured step reads: its states and gradients, the tables that its kernels read,
+    and its decision.
+    """
 
     work: list[tuple[Group, list[ParameterState]]]
     gradients: list[Tensor]

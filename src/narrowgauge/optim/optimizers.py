@@ -1,12 +1,14 @@
 """The named optimizers: a rule, its options, and their defaults.
 
-:class:`Muon`, :class:`Adafactor`, :class:`GaLore` and :class:`GradNormLoRP` step matrices. A parameter of three dims is a stack
-of matrices, such as the experts of a mixture: each matrix steps as if it were a parameter of its own, one after the other. More
-dims (``nn.Conv2d``) are flattened to columns. AdamW steps parameters of fewer than two dims, with the same learning rate and the
+:class:`Muon`, :class:`Adafactor`, :class:`GaLore` and :class:`GradNormLoRP` step matrices. A
+parameter of three dims is a stack of matrices, such as the experts of a mixture: each matrix steps
+as if it were a parameter of its own, one after the other. More dims (``nn.Conv2d``) are flattened
+to columns. AdamW steps parameters of fewer than two dims, with the same learning rate and the
 group's ``betas`` and ``eps``.
 
-Put embeddings and output heads into a group with ``"rule": "adamw"``: each of their rows is a token, and a batch contains few
-tokens. Put ``nn.Conv1d`` there too: its weight ``[out, in, kernel]`` is no stack of matrices.
+Put embeddings and output heads into a group with ``"rule": "adamw"``: each of their rows is a
+token, and a batch contains few tokens. Put ``nn.Conv1d`` there too: its weight ``[out, in,
+kernel]`` is no stack of matrices.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ class AdamW(Optimizer):
         betas: decay rates of the two moments.
         eps: added to the denominator; 0 is allowed.
         weight_decay: decoupled decay, multiplied by ``lr``.
-        options: as in :class:`Optimizer`: ``storage``, ``max_grad_norm``, ``seed``, ``audit_every``, ``compile`` …
+        options: as in :class:`Optimizer`: ``storage``, ``max_grad_norm``, ``seed``,
+            ``audit_every``, ``compile`` …
 
     Raises:
-        RecipeError: an option is out of range, the storage is unknown, or parameters are not in its visible format.
+        RecipeError: an option is out of range, the storage is unknown, or parameters are not in its
+            visible format.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -98,7 +102,8 @@ class SGD(Optimizer):
 
     Args:
         params, lr, options: as in :class:`AdamW`.
-        momentum: decay rate of the ``momentum_buffer``; a param group may set its own. If all are 0, nothing is stored.
+        momentum: decay rate of the ``momentum_buffer``; a param group may set its own. If all are
+            0, nothing is stored.
         dampening: fraction of each gradient, except the first, that does not enter the buffer.
         weight_decay: factor of the L2 penalty.
         nesterov: step along the gradient plus the next buffer. It needs momentum and no dampening.
@@ -141,7 +146,8 @@ class Lion(Optimizer):
     """Lion: the sign of an interpolated momentum, with decoupled weight decay.
 
     Args:
-        params, lr, weight_decay, options: as in :class:`AdamW`. Use a 3 to 10 times smaller learning rate.
+        params, lr, weight_decay, options: as in :class:`AdamW`. Use a 3 to 10 times smaller
+            learning rate.
         betas: decay rates of the interpolation and of the stored momentum.
 
     Example:
@@ -171,13 +177,16 @@ class Muon(Optimizer):
     Scaling or clipping all gradients changes nothing. The iteration starts in float32.
 
     Args:
-        params: as in :class:`AdamW`. Three dims are a stack of matrices; more are flattened to columns.
-        lr, weight_decay, options: as in :class:`AdamW`. The momentum uses the storage's code for first moments.
+        params: as in :class:`AdamW`. Three dims are a stack of matrices; more are flattened to
+            columns.
+        lr, weight_decay, options: as in :class:`AdamW`. The momentum uses the storage's code for
+            first moments.
         momentum: decay rate of the average of gradients.
         nesterov: look one step ahead of that average.
         ns_steps: iterations of the orthogonalisation.
-        adjust_lr_fn: as in ``torch.optim.Muon``. ``None`` or ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / cols))``,
-            ``"match_rms_adamw"`` by ``0.2 · sqrt(max(rows, cols))``: steps as large as AdamW's, which can share the rate.
+        adjust_lr_fn: as in ``torch.optim.Muon``. ``None`` or ``"original"`` multiplies ``lr`` by
+            ``sqrt(max(1, rows / cols))``, ``"match_rms_adamw"`` by ``0.2 · sqrt(max(rows, cols))``:
+            steps as large as AdamW's, which can share the rate.
         ns_dtype: format of the products' operands: ``"bfloat16"``, as published, or ``"float32"``.
         betas, eps: AdamW's, for parameters of fewer than two dims.
 
@@ -195,7 +204,8 @@ class Muon(Optimizer):
         True
 
     Source:
-        Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025 (2502.16982).
+        Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al.
+        2025 (2502.16982).
     """
 
     def __init__(
@@ -211,7 +221,10 @@ class Muon(Optimizer):
         del self.defaults["betas"]  # or OneCycleLR would cycle them, and leave the momentum
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, as in :class:`Optimizer`. A later group takes the ``betas`` of the first."""
+        """Add parameters, as in :class:`Optimizer`.
+
+        A later group takes the ``betas`` of the first.
+        """
         if not {"betas"} & {*self.defaults, *param_group}:
             param_group["betas"] = self.param_groups[0]["betas"]
         super().add_param_group(param_group)
@@ -220,21 +233,24 @@ class Muon(Optimizer):
 class Adafactor(Optimizer):
     """Adafactor: store second moments as one value per row and one per column.
 
-    By default ``lr`` bounds a relative step, as in the paper and in ``torch.optim.Adafactor``. To use an AdamW's rate and
-    schedule, set ``scale_parameter=False, relative_step=False``. Vectors take AdamW steps of ``lr`` itself, 1e-2 by default.
+    By default ``lr`` bounds a relative step, as in the paper and in ``torch.optim.Adafactor``. To
+    use an AdamW's rate and schedule, set ``scale_parameter=False, relative_step=False``. Vectors
+    take AdamW steps of ``lr`` itself, 1e-2 by default.
 
     Args:
-        params, weight_decay, options: as in :class:`Muon`. Row and column values are float32 in every storage.
+        params, weight_decay, options: as in :class:`Muon`. Row and column values are float32 in
+            every storage.
         lr: learning rate, or its bound with ``relative_step``.
         beta2_decay: the second moments' decay rate at step ``t`` is ``1 - t^beta2_decay``; below 0.
-        eps: a pair, as in transformers. The first is added to every squared gradient. The second is the
-            smallest root mean square of a weight with ``scale_parameter``.
+        eps: a pair, as in transformers. The first is added to every squared gradient. The second is
+            the smallest root mean square of a weight with ``scale_parameter``.
         clip_threshold: largest root mean square of a step; torch's ``d``.
         scale_parameter: multiply ``lr`` by the weight's root mean square.
         relative_step: bound ``lr`` by ``1 / sqrt(t)``.
         betas, adam_eps: AdamW's ``betas`` and ``eps``, for parameters of fewer than two dims.
 
-    Cost: ``4 · (rows + cols)`` bytes of second moments. Transient memory holds two float32 copies of the matrix.
+    Cost: ``4 · (rows + cols)`` bytes of second moments. Transient memory holds two float32 copies
+    of the matrix.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -265,7 +281,8 @@ class Adafactor(Optimizer):
 class GaLore(Optimizer):
     """GaLore: AdamW on the coordinates of each gradient in a low-rank subspace.
 
-    Gradients are projected on the ``rank`` leading singular vectors of the shorter side. Weight decay acts on the whole weight.
+    Gradients are projected on the ``rank`` leading singular vectors of the shorter side. Weight
+    decay acts on the whole weight.
 
     Args:
         params, lr, weight_decay: as in :class:`Muon`.
@@ -273,7 +290,8 @@ class GaLore(Optimizer):
         update_proj_gap: steps between two subspaces.
         scale: factor of the step, but not of the decay.
         betas, eps: as in :class:`AdamW`.
-        options: as in :class:`AdamW`. Bases and moments use the storage's codes for moments, of 8 bits in ``states8``.
+        options: as in :class:`AdamW`. Bases and moments use the storage's codes for moments, of 8
+            bits in ``states8``.
 
     Cost: ``rank · (shorter + 2 · longer side)`` values of states. Transient memory holds four float32 copies of the matrix, and
         every ``update_proj_gap`` steps eight of the square of the shorter side.
@@ -305,17 +323,20 @@ class GaLore(Optimizer):
 
 
 class GradNormLoRP(GaLore):
-    """After GradNormLoRP: train column lengths and directions of a weight separately, directions in a low-rank subspace.
+    """After GradNormLoRP: train column lengths and directions of a weight separately, directions in
+    a low-rank subspace.
 
-    The paper trains ``W = M (W0 + I J) / ‖W0 + I J‖_col`` with thin factors ``I``, ``J``, and projects gradients from both sides.
-    Here the direction is the weight itself, projected from one side, and weight decay acts on lengths alone.
+    The paper trains ``W = M (W0 + I J) / ‖W0 + I J‖_col`` with thin factors ``I``, ``J``, and
+    projects gradients from both sides. Here the direction is the weight itself, projected from one
+    side, and weight decay acts on lengths alone.
 
     Args:
         params, lr, weight_decay, betas, eps, options: as in :class:`GaLore`.
         rank, update_proj_gap: for the directions' subspace, as in :class:`GaLore`.
         scale: factor of the directions' step.
 
-    Cost: as :class:`GaLore`, and ``8 · cols`` bytes. Transient memory holds eight float32 copies of the matrix.
+    Cost: as :class:`GaLore`, and ``8 · cols`` bytes. Transient memory holds eight float32 copies of
+    the matrix.
 
     Example:
         >>> import torch, narrowgauge as ng

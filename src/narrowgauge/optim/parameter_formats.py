@@ -1,7 +1,8 @@
-"""The formats of a model's parameters: cast them, or round them to a visible format and return what they were.
+"""The formats of a model's parameters: cast them, or round them to a visible format and return what
+they were.
 
-An optimizer whose storage holds 16 bits rounds float32 parameters in place when it is made, by ``parameter.data = …``: parameters
-stay the same objects. It keeps the bits that this cuts.
+An optimizer whose storage holds 16 bits rounds float32 parameters in place when it is made, by
+``parameter.data = …``: parameters stay the same objects. It keeps the bits that this cuts.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from narrowgauge.torch_support.torch_names import was_taken_by_fsdp
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast the floating-point parameters of a model in place, and leave its buffers.
 
-    ``model.bfloat16()`` and ``model.half()`` round buffers too. Rotary frequencies in bfloat16 turn position 2,048 by up to 2
-    radians.
+    ``model.bfloat16()`` and ``model.half()`` round buffers too. Rotary frequencies in bfloat16 turn
+    position 2,048 by up to 2 radians.
 
     Args:
-        model: any module. Tied parameters stay tied. An optimizer's parameters stay the same objects.
-        dtype: such as ``torch.bfloat16``. The running statistics of batch norms get it too: PyTorch multiplies one format only.
+        model: any module. Tied parameters stay tied. An optimizer's parameters stay the same
+            objects.
+        dtype: such as ``torch.bfloat16``. The running statistics of batch norms get it too: PyTorch
+            multiplies one format only.
     Returns:
         The same model.
     Raises:
@@ -79,7 +82,10 @@ def rounded(values: Tensor, visible: str) -> Tensor:
 
 
 def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, Tensor]:
-    """Give parameters and their gradients a visible format, as :func:`rounded`. Return the earlier values in float32."""
+    """Give parameters and their gradients a visible format, as :func:`rounded`.
+
+    Return the earlier values in float32.
+    """
     values = {}
     for parameter in parameters:
         values[parameter], new = parameter.data.float(), rounded(parameter.data, visible)
@@ -94,7 +100,9 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
 def rounding_note(
     names: Mapping[Tensor, str], values: Mapping[Tensor, Tensor], storages: Iterable[Storage]
 ) -> str:
-    """Tell what :func:`round_in_place` did to the named parameters of an optimizer, and what else to do."""
+    """Tell what :func:`round_in_place` did to the named parameters of an optimizer, and what else
+    to do.
+    """
     total = on_grid = 0
     partly: list[str] = []
     for parameter, value in values.items():
@@ -109,8 +117,10 @@ def rounding_note(
         bits = min(lacking, math.log2(row.weight.spacings) - (23 - lacking))
         kept.append(f"'{row.name}' keeps {max(0, int(bits))} of the {lacking} bits cut")
     note = (
-        f"Rounded {total:,} float32 weights in place: {', '.join(kept)}. To keep some in float32, pass keep_float32=, or a param "
-        "group with storage='float32'. Train under autocast. For averages take ng.AveragedModel; round reference models too, by "
+        f"Rounded {total:,} float32 weights in place: {', '.join(kept)}. To keep some in float32, "
+        "pass keep_float32=, or a param "
+        "group with storage='float32'. Train under autocast. For averages take ng.AveragedModel; "
+        "round reference models too, by "
         "ng.cast_parameters."
     )
     if on_grid > total / 2:  # new biases and gains are on the grid too
@@ -119,7 +129,9 @@ def rounding_note(
 
 
 def is_any_taken(parameters: Iterable[Tensor]) -> bool:
-    """Return whether DistributedDataParallel, FSDP or parallelize_module holds a parameter, whose format then must stay."""
+    """Return whether DistributedDataParallel, FSDP or parallelize_module holds a parameter, whose
+    format then must stay.
+    """
     replicated = {p for sharer in _sharers() for p in _parameters_of(sharer)}
     for parameter in parameters:
         is_flat = getattr(parameter, "_fsdp_flattened", False) or was_taken_by_fsdp(parameter)
@@ -129,7 +141,8 @@ def is_any_taken(parameters: Iterable[Tensor]) -> bool:
 
 
 def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
-    """Return the storage for float32 weights that must stay: with moments in 8 bits, unless those of ``storage`` have 32.
+    """Return the storage for float32 weights that must stay: with moments in 8 bits, unless those
+    of ``storage`` have 32.
 
     A matrix rule takes no moments in 8 bits.
 
@@ -142,23 +155,31 @@ def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
 
 
 def wide_note(before: Storage, now: Storage) -> str:
-    """Tell that weights stay in float32, what it costs, and how to have the storage that was asked for."""
+    """Tell that weights stay in float32, what it costs, and how to have the storage that was asked
+    for.
+    """
     return (
-        "Kept float32 weights as they are, because DistributedDataParallel, FSDP or parallelize_module has taken them: "
-        f"'{now.name}' takes {now.bytes_per_param:g} bytes a parameter with its gradient, '{before.name}' "
+        "Kept float32 weights as they are, because DistributedDataParallel, FSDP or "
+        "parallelize_module has taken them: "
+        f"'{now.name}' takes {now.bytes_per_param:g} bytes a parameter with its gradient, "
+        f"'{before.name}' "
         f"{before.bytes_per_param:g}. For '{before.name}', make the optimizer before, or call "
         f"ng.cast_parameters(model, torch.{before.visible}) before."
     )
 
 
 def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> None:
-    """Refuse parameters that cannot change their format, since others hold their memory. ``others`` are of the same optimizer."""
+    """Refuse parameters that cannot change their format, since others hold their memory.
+
+    ``others`` are of the same optimizer.
+    """
     refuse_expanded(parameters)
     keep = "or keep them in float32: keep_float32=, or a param group with storage='float32'."
     for before, after in _neighbours({*parameters, *others} if parameters else ()):
         if not {*parameters}.isdisjoint((before, after)):
             raise RecipeError(
-                f"Cannot round float32 parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} because they share "
+                f"Cannot round float32 parameters of shapes {tuple(before.shape)} and "
+                f"{tuple(after.shape)} because they share "
                 "their memory.",
                 f"Tie modules by one Parameter (output.weight = embedding.weight), {keep}",
             )
@@ -172,7 +193,8 @@ def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
         spans = [_span(before), _span(after)]
         if all(end - start == p.numel() * p.element_size() for start, end, p in spans):
             raise RecipeError(
-                f"Cannot step parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} because they share their "
+                f"Cannot step parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} "
+                "because they share their "
                 "memory.",
                 "Tie modules by one Parameter: output.weight = embedding.weight.",
             )
@@ -184,7 +206,8 @@ def refuse_expanded(parameters: Iterable[Tensor]) -> None:
         pairs = zip(parameter.shape, parameter.stride(), strict=True)
         if parameter.numel() and any(size > 1 and stride == 0 for size, stride in pairs):
             raise RecipeError(
-                f"Cannot step a parameter of shape {tuple(parameter.shape)} because its elements share their memory.",
+                f"Cannot step a parameter of shape {tuple(parameter.shape)} because its elements "
+                "share their memory.",
                 "Make the smaller tensor the parameter, and expand it in the forward pass.",
             )
 
@@ -198,7 +221,10 @@ def _neighbours(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def _span(parameter: Tensor) -> tuple[int, int, Tensor]:
-    """Return the first address of a parameter and the address after its last element. Nothing of a sharded one counts."""
+    """Return the first address of a parameter and the address after its last element.
+
+    Nothing of a sharded one counts.
+    """
     if local_of(parameter) is not parameter or not parameter.numel():
         return 0, 0, parameter
     last = sum(
@@ -213,9 +239,12 @@ def _span(parameter: Tensor) -> tuple[int, int, Tensor]:
 
 
 def _sharers() -> list[Any]:
-    """Return all objects that share parameters among ranks. They mark no parameter, and lose what changes silently.
+    """Return all objects that share parameters among ranks.
 
-    ZeroRedundancyOptimizer makes an optimizer on each rank for a part of the parameters, and sends them as they are.
+    They mark no parameter, and lose what changes silently.
+
+    ZeroRedundancyOptimizer makes an optimizer on each rank for a part of the parameters, and sends
+    them as they are.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []

@@ -18,7 +18,8 @@ def printed_step(storage: str, rule: str = "adamw", language: str = "cpp") -> st
     """Return the text of a step, with the functions of its definition as comments.
 
     Raises:
-        RecipeError: the storage or the rule is unknown, the rule does not support the storage, or nothing is printed for it.
+        RecipeError: the storage or the rule is unknown, the rule does not support the storage, or
+            nothing is printed for it.
     """
     row = known_row(storage)
     if rule not in RULES:

@@ -105,7 +105,7 @@ class ParameterState:
                 masters = [codes.write_weight(self.storage, *pair, None)[1] for pair in pairs]
                 torch._foreach_copy_(words, self.layout.with_fields(lanes, masters))
 
-    # ── the parameter's memory ──────────────────────────────────────────────────────────────────────────────────────
+    # ── the parameter's memory ────────────────────────────────────────────────────────────────────
 
     def memory_order(self) -> tuple[int, ...] | None:
         """Return the parameter's dimensions in memory order, or ``None`` if they are in order, or
@@ -175,7 +175,7 @@ class ParameterState:
         self.words = self.layout.allocate(self.extent, device)
         self.bounds = self.layout.allocate_bounds(self.extent[0], device)
 
-    # ── what a checkpoint holds ─────────────────────────────────────────────────────────────────────────────────────
+    # ── what a checkpoint holds ───────────────────────────────────────────────────────────────────
 
     def saved(self) -> dict[str, Tensor]:
         """Return ``step`` and copies of all tensors in the parameter's shape.
@@ -260,7 +260,8 @@ class ParameterState:
             value = value.to(dtype)  # the dtype in which DTensors are saved
         if tuple(value.shape) != shape or value.dtype != dtype:
             raise RecipeError(
-                f"Cannot load the state because its '{name}' is {value.dtype} of shape {tuple(value.shape)}, not {dtype} of "
+                f"Cannot load the state because its '{name}' is {value.dtype} of shape "
+                f"{tuple(value.shape)}, not {dtype} of "
                 f"shape {shape}, as storage '{self.storage.name}' needs.",
                 "Load the state of this model and storage.",
             )
@@ -309,7 +310,7 @@ class ParameterState:
             (f"{name} bound", bound) for name, bound in self.row_bounds.items() if name == "weight"
         )
 
-    # ── values ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── values ────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
     def shapes_of_states(self) -> dict[str, tuple[int, ...]]:
@@ -399,7 +400,9 @@ class ParameterState:
         self.layout.set_fields(self.words, self.form, fields)
 
     def put_low_bits(self, random: Tensor) -> None:
-        """Fill the weight's low bits of a new state from 32 random bits for each element, int32 in the parameter's shape."""
+        """Fill the weight's low bits of a new state from 32 random bits for each element, int32 in
+        the parameter's shape.
+        """
         if not random.numel():
             return
         _, random_lanes = self.layout.lanes(self.in_form(random))
@@ -459,7 +462,7 @@ class ParameterState:
             return []
         return split_groups(self.owner, columns=self.row_dims)
 
-    # ── as the definition takes it ──────────────────────────────────────────────────────────────────────────────────
+    # ── as the definition takes it ────────────────────────────────────────────────────────────────
 
     def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
         """Return parameter, gradient and states as words: in place, or else as copies.

@@ -1,4 +1,6 @@
-"""What every printed step has in common: the tensors that it reads, the traced definitions, and the walk over them."""
+"""What every printed step has in common: the tensors that it reads, the traced definitions, and the
+walk over them.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +169,7 @@ def scales_graph(rule: Rule, storage: Storage, language: Language) -> Graph:
     return trace(scales, language.device, (torch.float32, (num_values(rule),)), *rows)
 
 
-# ── the walk ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the walk ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class StepText:
@@ -175,9 +177,10 @@ class StepText:
 
     Attributes:
         language: of operations.
-        texts: of statements: ``bound`` is the place of a row's bound, by column and part. ``load`` and ``store`` are its value
-            and a new one. ``found`` names a row's record, ``read`` is a number there. ``new`` and ``set`` give a number a
-            name, and another value. ``sum`` adds a term of the audit. ``if``, ``else``, ``end`` choose.
+        texts: of statements: ``bound`` is the place of a row's bound, by column and part. ``load``
+            and ``store`` are its value and a new one. ``found`` names a row's record, ``read`` is a
+            number there. ``new`` and ``set`` give a number a name, and another value. ``sum`` adds
+            a term of the audit. ``if``, ``else``, ``end`` choose.
         loads, stores: of each word of the streams, and of each lane of a change.
         peaks: the tensors and parts whose largest magnitudes bound a row.
     """
@@ -241,7 +244,9 @@ class StepText:
         return []
 
     def record_size(self) -> int:
-        """Return the floats of a row that is bounded before the step: its largest magnitudes and old bounds."""
+        """Return the floats of a row that is bounded before the step: its largest magnitudes and
+        old bounds.
+        """
         return len(self.peaks) + len(self.storage.scaled) * self.layout.num_parts
 
     def old_bounds(self) -> list[str]:
@@ -254,7 +259,9 @@ class StepText:
         return places
 
     def bounds(self) -> list[str]:
-        """Return lines that bound the rows of a program, and define the multipliers of each code and part."""
+        """Return lines that bound the rows of a program, and define the multipliers of each code
+        and part.
+        """
         if not self.peaks:
             return []
         assert isinstance(self.rule, Rule)

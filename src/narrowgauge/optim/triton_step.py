@@ -162,7 +162,7 @@ class _Text(StepText):
             self.loads[d] = f"tl.load({name} + {at}, {mask}, other=0.0)"
             self.stores[d] = f"tl.store({name} + {at}, {{}}, {mask})"
 
-    # ── functions ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── functions ─────────────────────────────────────────────────────────────────────────────────
 
     def whole(self) -> str:
         """Return the text of all functions."""
@@ -193,7 +193,9 @@ class _Text(StepText):
         return "\n".join([*begin, _over_span(body), *ends])
 
     def peak_lines(self) -> list[str]:
-        """Return lines that find the largest magnitudes of a program's rows, in which a NaN is the largest."""
+        """Return lines that find the largest magnitudes of a program's rows, in which a NaN is the
+        largest.
+        """
         graph = magnitude_graph(self.storage, TRITON)
         begin, body, ends = [], [], []
         for name, part in self.peaks:

@@ -1,6 +1,7 @@
 """Checks of the optimizer: options out of range, parameters and gradients in the wrong format.
 
-The table ``LAWS`` has one row per option of a rule. It is checked when a param group is added, loaded and stepped.
+The table ``LAWS`` has one row per option of a rule. It is checked when a param group is added,
+loaded and stepped.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def check_options(options: Mapping[str, Any], rule: AnyRule) -> None:
             if name == "max_grad_norm":
                 advice += " With ZeroRedundancyOptimizer call torch.nn.utils.clip_grad_norm_."
             raise RecipeError(
-                f"Cannot set {name} = {options[name]} in a param group because it applies to all groups.",
+                f"Cannot set {name} = {options[name]} in a param group because it applies to all "
+                "groups.",
                 advice,
             )
     if options.get("low_bits", "random") not in LOW_BITS:
@@ -61,7 +63,10 @@ def check_options(options: Mapping[str, Any], rule: AnyRule) -> None:
 
 
 def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
-    """Refuse options out of range, before every step. A negative ``lr`` passes: a schedule may end slightly below 0."""
+    """Refuse options out of range, before every step.
+
+    A negative ``lr`` passes: a schedule may end slightly below 0.
+    """
     for name in FLAGS:
         if options.get(name):
             raise RecipeError(
@@ -71,7 +76,8 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
     allowed = [rule.name, *([ADAMW.name] if isinstance(rule, MatrixRule) else [])]
     if options.get("rule", rule.name) not in allowed:
         raise RecipeError(
-            f"rule = {options['rule']!r} was requested in a param group of an optimizer whose rule is '{rule.name}'; it may "
+            f"rule = {options['rule']!r} was requested in a param group of an optimizer whose rule "
+            f"is '{rule.name}'; it may "
             f"be {' or '.join(map(repr, allowed))}.",
             suggestion(str(options["rule"]).lower(), allowed)
             or "Build another optimizer for these parameters.",
@@ -96,13 +102,15 @@ def check_captured(*, is_possible: bool) -> None:
     """Refuse a step that a CUDA graph cannot repeat."""
     if not is_possible:
         raise RecipeError(
-            "Cannot capture a parameter's first step, or a step that is more than one launch: of a matrix rule, of a scaled "
+            "Cannot capture a parameter's first step, or a step that is more than one launch: of a "
+            "matrix rule, of a scaled "
             "loss, of columns that ranks split, or uncompiled.",
-            "Take a step before. Else capture the forward and backward passes alone, and call step() after each replay.",
+            "Take a step before. Else capture the forward and backward passes alone, and call "
+            "step() after each replay.",
         )
 
 
-# ── storages, parameters and gradients ──────────────────────────────────────────────────────────────────────────────
+# ── storages, parameters and gradients ────────────────────────────────────────────────────────────
 
 
 def known_row(storage: object) -> Storage:
@@ -121,13 +129,17 @@ def known_row(storage: object) -> Storage:
 
 
 def check_bounded(rule: AnyRule, storage: Storage) -> None:
-    """Refuse a rule whose new states the largest magnitudes of a row do not bound, where states have scales by row."""
+    """Refuse a rule whose new states the largest magnitudes of a row do not bound, where states
+    have scales by row.
+    """
     states = set(storage.scaled) - {"weight"}
     if states and not isinstance(rule, MatrixRule) and not rule.monotone:
         raise RecipeError(
-            f"Cannot step rule '{rule.name}' in storage '{storage.name}' because its states have scales by row, and the rule "
+            f"Cannot step rule '{rule.name}' in storage '{storage.name}' because its states have "
+            "scales by row, and the rule "
             "does not say that it is monotone.",
-            "Take a storage such as 'word' or 'exact', or Rule(…, monotone=True) if larger gradients and states always give "
+            "Take a storage such as 'word' or 'exact', or Rule(…, monotone=True) if larger "
+            "gradients and states always give "
             "larger new states.",
         )
 
@@ -158,7 +170,8 @@ def check_real(parameter: Tensor) -> None:
         )
     if parameter.is_meta:
         raise RecipeError(
-            f"Cannot store a parameter of shape {tuple(parameter.shape)} because it is on the meta device.",
+            f"Cannot store a parameter of shape {tuple(parameter.shape)} because it is on the meta "
+            "device.",
             "Give the model its memory (to_empty) and values first, and build the optimizer after.",
         )
 
@@ -171,27 +184,31 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
         )
     if is_sharded(gradient) != is_sharded(parameter):
         raise RecipeError(
-            f"Cannot step because a parameter of shape {tuple(parameter.shape)} or its gradient is a DTensor, and the other "
+            f"Cannot step because a parameter of shape {tuple(parameter.shape)} or its gradient is "
+            "a DTensor, and the other "
             "is not.",
             "Give both the same mesh and placements: parallelize_module or distribute_tensor.",
         )
     if gradient.shape != parameter.shape:  # autograd keeps both equal until .data is another tensor
         raise RecipeError(
-            f"Cannot step because a gradient has the shape {tuple(gradient.shape)}, and its parameter "
+            f"Cannot step because a gradient has the shape {tuple(gradient.shape)}, and its "
+            "parameter "
             f"{tuple(parameter.shape)}.",
             "Drop the gradients (zero_grad) when a parameter is resized.",
         )
 
 
-# ── states and their parameters ─────────────────────────────────────────────────────────────────────────────────────
+# ── states and their parameters ───────────────────────────────────────────────────────────────────
 
 
 def check_fits(state: ParameterState, storage: str, parameter: Tensor) -> None:
     """Refuse a local parameter whose storage, shape or dtype differs from its state's."""
     if state.requested != storage:
         raise RecipeError(
-            f"Cannot step because a group's storage was changed to '{storage}', and its states are in '{state.requested}'.",
-            "Build a new optimizer with that storage. Its adopt(weights, moments) takes the old one's stored() values.",
+            f"Cannot step because a group's storage was changed to '{storage}', and its states are "
+            f"in '{state.requested}'.",
+            "Build a new optimizer with that storage. Its adopt(weights, moments) takes the old "
+            "one's stored() values.",
         )
     present, earlier = (parameter.shape, parameter.dtype), state.made_for[:2]
     if present != earlier:
@@ -214,9 +231,11 @@ def check_same_rule(
     }
     if missing or (isinstance(state.kernel.rule, MatrixRule) and rule != name):
         raise RecipeError(
-            f"Cannot step because an option now asks for rule '{rule}' with states {missing or dict(shapes)}, and the "
+            f"Cannot step because an option now asks for rule '{rule}' with states "
+            f"{missing or dict(shapes)}, and the "
             f"parameter has those of '{name}': {present}.",
-            "Set such options (rank, rule, momentum) before the first step, or build a new optimizer.",
+            "Set such options (rank, rule, momentum) before the first step, or build a new "
+            "optimizer.",
         )
 
 
@@ -227,8 +246,10 @@ def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -
         p in states for p in parameters
     ):
         raise RecipeError(
-            "Cannot step because parameters were replaced after the optimizer stored the bits of their weights.",
-            "Call narrowgauge.integrations.accelerate.pass_states_on(optimizer) after accelerator.prepare, or prepare the model "
+            "Cannot step because parameters were replaced after the optimizer stored the bits of "
+            "their weights.",
+            "Call narrowgauge.integrations.accelerate.pass_states_on(optimizer) after "
+            "accelerator.prepare, or prepare the model "
             "after it was changed.",
         )
 
@@ -236,7 +257,8 @@ def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -
 def check_in_use(
     names: Mapping[Tensor, str], model: nn.Module | None, members: set[Tensor]
 ) -> None:
-    """Refuse parameters that never get a gradient, since other parameters have replaced them in the model.
+    """Refuse parameters that never get a gradient, since other parameters have replaced them in the
+    model.
 
     ``members`` are the parameters that the model had when it was named.
     """
@@ -255,10 +277,13 @@ def check_in_use(
         is_expected = name in model_params or (model is not None and parameter in members)
         if (is_expected and parameter not in present) or was_taken_by_fsdp(parameter):
             raise RecipeError(
-                f"parameter '{name}' of the optimizer has no gradient and never gets one: another has taken its place in the "
+                f"parameter '{name}' of the optimizer has no gradient and never gets one: another "
+                "has taken its place in the "
                 "model.",
-                "Change the model first (fully_shard, resize_token_embeddings), and make the optimizer or call "
-                "narrowgauge.prepare then; model.reshard() puts back what FSDP2 has gathered in a forward pass.",
+                "Change the model first (fully_shard, resize_token_embeddings), and make the "
+                "optimizer or call "
+                "narrowgauge.prepare then; model.reshard() puts back what FSDP2 has gathered in a "
+                "forward pass.",
             )
 
 
@@ -271,8 +296,10 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
     for mine, theirs in zip(groups, saved, strict=True):
         if theirs["storage"] != mine["storage"]:
             raise RecipeError(
-                f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of storage '{mine['storage']}'.",
-                "Build the optimizer with the storage of the state, or convert it: ng.load_states(optimizer, state).",
+                f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of "
+                f"storage '{mine['storage']}'.",
+                "Build the optimizer with the storage of the state, or convert it: "
+                "ng.load_states(optimizer, state).",
             )
         if missing := sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys()):
             raise RecipeError(

@@ -1,13 +1,15 @@
 """Activations: the tensors that decoder layers save for backward.
 
-A published constant (34 bytes per token and feature: Korthikanti et al.) holds for one implementation. Hugging Face's modules
-save half as much again as fused kernels. So a layer is a list of saved tensors, each with its bytes per token. ``"eager"``
-kernels run the Hugging Face modules one operation after the other. Norms and activation functions of ``"compiled"`` layers and
-``"fused"`` kernels (Megatron-LM, TransformerEngine, Liger) save only their input and recompute the rest.
+A published constant (34 bytes per token and feature: Korthikanti et al.) holds for one
+implementation. Hugging Face's modules save half as much again as fused kernels. So a layer is a
+list of saved tensors, each with its bytes per token. ``"eager"`` kernels run the Hugging Face
+modules one operation after the other. Norms and activation functions of ``"compiled"`` layers and
+``"fused"`` kernels (Megatron-LM, TransformerEngine, Liger) save only their input and recompute the
+rest.
 
-Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, section 4, for
-tensors saved by each operation. The eager columns are counts of ``torch.autograd.graph.saved_tensors_hooks``
-(tests/planner/test_activations.py).
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv
+2205.05198, section 4, for tensors saved by each operation. The eager columns are counts of
+``torch.autograd.graph.saved_tensors_hooks`` (tests/planner/test_activations.py).
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from narrowgauge.spec.computes import BLOCKS, Compute
 from narrowgauge.spec.recipes import Recipe
 
 EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
-"""Tensors of the MLP's width that an activation function saves in eager mode, where it is several operations."""
+"""Tensors of the MLP's width that an activation function saves in eager mode, where it is several
+operations.
+"""
 SCORE_BYTES = 5
-"""Bytes of a score that unfused attention saves: the softmax, the dropout mask and its result (Korthikanti et al.)."""
+"""Bytes of a score that unfused attention saves: the softmax, the dropout mask and its result
+(Korthikanti et al.).
+"""
 _STATISTIC = 4  # bytes of a float32 per token: the scale of a norm or a row
 
 
@@ -35,7 +41,8 @@ class SavedTensor(NamedTuple):
 
     Args:
         bytes_per_token: in one layer.
-        is_stream: part of the residual stream. Tensor ranks shard it only with sequence parallelism.
+        is_stream: part of the residual stream. Tensor ranks shard it only with sequence
+            parallelism.
         is_repeated: recomputed with norms, gates and up-projections (``selective = "modules"``).
     """
 
@@ -58,12 +65,17 @@ class Widths(NamedTuple):
 
     @property
     def is_cast(self) -> bool:
-        """Tell whether matmuls cast the stream (autocast). Each matmul saves its own cast of input and weight."""
+        """Tell whether matmuls cast the stream (autocast).
+
+        Each matmul saves its own cast of input and weight.
+        """
         return self.stream != self.matmul
 
 
 def widths_of(recipe: Recipe, gathered: str = "", program: Program = DEFAULT) -> Widths:
-    """Return the widths of a recipe. FSDP's mixed precision casts ``gathered`` float32 weights, instead of autocast.
+    """Return the widths of a recipe.
+
+    FSDP's mixed precision casts ``gathered`` float32 weights, instead of autocast.
 
     Frozen embeddings in float32 make the stream float32.
 
@@ -89,7 +101,8 @@ class LayerBytes(NamedTuple):
     Args:
         per_token: bytes of all saved tensors per token.
         stream: the part of them in the residual stream.
-        casts: bytes of autocast's weight casts. A low-precision compute saves none beyond its matmul.
+        casts: bytes of autocast's weight casts. A low-precision compute saves none beyond its
+            matmul.
     """
 
     per_token: float
@@ -108,8 +121,9 @@ def layer_bytes(
 ) -> LayerBytes:
     """Return the bytes that a mean layer saves.
 
-    The recipe's main compute and storage set the width of each tensor. Overrides by layer do not count. ``repeated`` is what
-    backward recomputes (``Program.selective``). ``sequence_length`` is for the scores of unfused attention.
+    The recipe's main compute and storage set the width of each tensor. Overrides by layer do not
+    count. ``repeated`` is what backward recomputes (``Program.selective``). ``sequence_length`` is
+    for the scores of unfused attention.
     """
     widths = widths_of(recipe, gathered, program)
     layer = _Layer(a, recipe.compute, widths, program)
@@ -151,7 +165,9 @@ class _Layer:
     program: Program
 
     def norm_bytes(self, size: int, groups: int = 1, stream: float | None = None) -> float:
-        """Return the bytes that a norm saves per token, with ``groups`` statistics and ``stream`` bytes per element."""
+        """Return the bytes that a norm saves per token, with ``groups`` statistics and ``stream``
+        bytes per element.
+        """
         stream, kind = stream or self.widths.stream, self.architecture.norm
         if kind == "layer":
             # Mean and scale, in the input's dtype on a CPU.
@@ -204,7 +220,8 @@ class _Layer:
             yield SavedTensor(
                 "norms of queries and keys", self.norm_bytes(queries + keys, groups, e)
             )
-        # Values that are views of one result keep all of it, in addition to the rotated queries and keys.
+        # Values that are views of one result keep all of it, in addition to the rotated queries and
+        # keys.
         rotated = queries + keys if a.has_fused_inputs and not a.positions else 0
         values_of_all = e * (queries + keys + saved_values + rotated)
         yield SavedTensor(
@@ -242,7 +259,9 @@ class _Layer:
         yield SavedTensor(f"product of the {name}", copies * self.inputs(size), is_repeated=True)
 
     def every_second_matmul(self, *, is_mixture: bool) -> Iterator[SavedTensor]:
-        """Yield what torchtitan saves with per-operation checkpointing: a layer's input, attention, and every second matmul."""
+        """Yield what torchtitan saves with per-operation checkpointing: a layer's input, attention,
+        and every second matmul.
+        """
         a, e = self.architecture, self.widths.matmul
 
         def is_here(m: Matmul) -> bool:
@@ -270,7 +289,8 @@ class _Layer:
         a, mixture, e = self.architecture, self.architecture.mixture, self.widths.matmul
         assert mixture is not None
         chosen = mixture.experts_per_token
-        # The router's input, its float32 probabilities, and the chosen experts: their weights, and three lists of indices.
+        # The router's input, its float32 probabilities, and the chosen experts: their weights, and
+        # three lists of indices.
         yield SavedTensor(
             "router",
             e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC,

@@ -27,7 +27,9 @@ def alternatives(
     program: Program,
     question: dict[str, Any],
 ) -> tuple[tuple[str, Estimate], ...]:
-    """Return up to four changes of a question that make it fit, the nearest first, each planned again."""
+    """Return up to four changes of a question that make it fit, the nearest first, each planned
+    again.
+    """
     found: list[tuple[str, Estimate]] = []
     for text, changed, where in _changes(machines, program, question):
         try:
@@ -45,7 +47,9 @@ def alternatives(
 def _changes(
     machines: Sequence[Cluster], program: Program, question: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any], list[Cluster]]]:
-    """Yield changes of a question by how little they change the training: text, arguments, and clusters."""
+    """Yield changes of a question by how little they change the training: text, arguments, and
+    clusters.
+    """
     places = list(machines)
     if program.loss == "whole":
         yield "--program loss=chunked", {"program": replace(program, loss="chunked")}, places

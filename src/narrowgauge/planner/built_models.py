@@ -1,4 +1,6 @@
-"""Read model shapes from a ``config.json``: transformers builds the model on the meta device, without memory or guesses."""
+"""Read model shapes from a ``config.json``: transformers builds the model on the meta device,
+without memory or guesses.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
         ]
         reason = (lines or [type(error).__name__])[0].partition(" Should contain")[0].rstrip(".")
         raise DataError(
-            f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: {reason}.",
+            f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: "
+            f"{reason}.",
             "Plan its number of parameters: narrowgauge plan run --params.",
         ) from error
     return _architecture(model, built.get_text_config(), name)
@@ -226,7 +229,8 @@ def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
                     has_bias=has_bias,
                 )
                 continue
-            # Count gate and up as two matmuls, as presets do, so both names of a model give one answer.
+            # Count gate and up as two matmuls, as presets do, so both names of a model give one
+            # answer.
             names = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
             sizes = hidden, width // len(names), value.shape[0]
             yield from (

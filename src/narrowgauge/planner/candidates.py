@@ -33,14 +33,17 @@ STORAGE_RECIPES = [
 """A recipe for each storage of bfloat16 weights."""
 _TUNING = ("int8-outlier", "int8-outlier-codes")
 _USUAL_GRADIENT = -20
-"""Power of two of a usual gradient: a norm of 1 over billions of values is 1e-5 each, late in training 1e-6."""
+"""Power of two of a usual gradient: a norm of 1 over billions of values is 1e-5 each, late in
+training 1e-6.
+"""
 
 
 def keeps_rate(storage: Storage) -> bool:
     """Tell whether a storage trains at the rate that was set.
 
-    It keeps small updates, and its second moments are not held above the squares of usual gradients. Second moments of float16
-    without a scale are at least 2^-24, so steps divide by roots that are too large.
+    It keeps small updates, and its second moments are not held above the squares of usual
+    gradients. Second moments of float16 without a scale are at least 2^-24, so steps divide by
+    roots that are too large.
     """
     second = storage.exp_avg_sq
     floor = second.lowest - second.mantissa_bits
@@ -49,7 +52,9 @@ def keeps_rate(storage: Storage) -> bool:
 
 def compared_recipes(recipes: Sequence[Recipe], asked: str | Recipe | Sequence[str | Recipe], chip: Chip, optimizer: str, *,
                      has_adapters: bool) -> list[Recipe]:  # fmt: skip
-    """Return the recipes of a question on a chip: those that it names, or the usual ones that the chip multiplies."""
+    """Return the recipes of a question on a chip: those that it names, or the usual ones that the
+    chip multiplies.
+    """
     if recipes:
         return list(recipes)
     names = USUAL_RECIPES if "bfloat16" in chip.peak_tflops else FLOAT16_RECIPES
@@ -65,7 +70,8 @@ def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str)
     """Return the recipes of a question. A text is one recipe, ``"all"`` is none.
 
     Raises:
-        RecipeError: the optimizer cannot be planned, or does not support a storage; or layers of a recipe differ.
+        RecipeError: the optimizer cannot be planned, or does not support a storage; or layers of a
+            recipe differ.
     """
     if optimizer not in OPTIMIZER_STATES:
         raise RecipeError(
@@ -92,7 +98,9 @@ def _refuse_storage(storage: Storage, optimizer: str) -> None:
 
 
 def _native_recipes(chip: Chip, optimizer: str) -> list[Recipe]:
-    """Return every storage of 16-bit weights, and every other compute with its storage, that a chip multiplies natively."""
+    """Return every storage of 16-bit weights, and every other compute with its storage, that a chip
+    multiplies natively.
+    """
     is_wide = "bfloat16" in chip.peak_tflops
     names = (
         STORAGE_RECIPES if is_wide else [name for name in STORAGES if name.startswith("float16/")]
@@ -107,7 +115,9 @@ def _native_recipes(chip: Chip, optimizer: str) -> list[Recipe]:
 
 
 def suited_recipes(names: Iterable[str], chip: Chip | None, optimizer: str) -> list[Recipe]:
-    """Return the recipes that a chip (None for any) multiplies natively and that an optimizer steps."""
+    """Return the recipes that a chip (None for any) multiplies natively and that an optimizer
+    steps.
+    """
     suited = []
     for recipe in map(parse, names):
         if chip is None or multiplies(recipe.compute, chip):

@@ -1,6 +1,7 @@
 """Clusters: chips in equal nodes, and the links between them.
 
-Rates are in one direction and per chip, as in the table of chips. A TOML file has the fields of :class:`Cluster`::
+Rates are in one direction and per chip, as in the table of chips. A TOML file has the fields of
+:class:`Cluster`::
 
     chip = "H100-SXM"
     chips = 32
@@ -21,7 +22,9 @@ from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
 
 HOST_GB_PER_CHIP = 256
-"""Memory of a host for each of its chips: 2 TB for the eight of a DGX A100, H100 or B200 (NVIDIA's data sheets)."""
+"""Memory of a host for each of its chips: 2 TB for the eight of a DGX A100, H100 or B200 (NVIDIA's
+data sheets).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,10 @@ class Cluster:
 
     Args:
         chips: number of all chips.
-        interconnect_gbit_per_second: of all network cards of a node; None for the usual rate of such nodes.
-        software: a row of :data:`narrowgauge.planner.efficiency.SOFTWARE`; empty for the chip's default assumption.
+        interconnect_gbit_per_second: of all network cards of a node; None for the usual rate of
+            such nodes.
+        software: a row of :data:`narrowgauge.planner.efficiency.SOFTWARE`; empty for the chip's
+            default assumption.
         host_memory_gb: of a node; None for :data:`HOST_GB_PER_CHIP` for each chip.
         name: for tables and messages.
     """
@@ -61,14 +66,16 @@ class Cluster:
         if nodes * self.chips_per_node - self.chips >= nodes:
             size, near = self.chips_per_node, self.chips - self.chips % self.chips_per_node
             raise ChipError(
-                f"Cannot place {self.chips} chips in nodes of {size} because they fill {self.chips / size:.2f} nodes.",
+                f"Cannot place {self.chips} chips in nodes of {size} because they fill "
+                f"{self.chips / size:.2f} nodes.",
                 f"Use {near} or {near + size} chips, or name the chips of a node.",
             )
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
         """Return a chip's send rate to a group of ``ranks`` that lie ``stride`` apart in its node.
 
-        In a full mesh each peer has its own link. Chips without a link, or beyond a bridge, go through the host.
+        In a full mesh each peer has its own link. Chips without a link, or beyond a bridge, go
+        through the host.
 
         Example:
             >>> [cluster_of("MI300X", 8).link_bytes_per_second(ranks) / 1e9 for ranks in (2, 8)]
@@ -115,7 +122,8 @@ def cluster_of(
     usual_size = kind.chips_per_node if chips_per_node is None else chips_per_node
     size = min(chips, usual_size)
     if chips_per_node is None:
-        # Nodes fill evenly: 128 chips in racks of 72 become twice 64, 12 in nodes of 8 twice 6, 73 become 37 and 36.
+        # Nodes fill evenly: 128 chips in racks of 72 become twice 64, 12 in nodes of 8 twice 6, 73
+        # become 37 and 36.
         size = math.ceil(chips / max(1, math.ceil(chips / usual_size)))
     return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **rates)
 
@@ -128,7 +136,10 @@ CLUSTER_KEYS: dict[str, str | float] = {
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster from a TOML file with the arguments of :func:`cluster_of`. Its stem is the name."""
+    """Read a cluster from a TOML file with the arguments of :func:`cluster_of`.
+
+    Its stem is the name.
+    """
     path = Path(path).expanduser()
     return cluster_of(
         **read_table(path, "cluster", CLUSTER_KEYS, ("chip", "chips")), name=path.stem

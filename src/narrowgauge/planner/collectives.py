@@ -1,13 +1,15 @@
 """Collectives: the time to exchange tensors between ranks, from bandwidth and latency.
 
-Take S bytes among R ranks. A ring gathers, or reduces and scatters, in R − 1 steps of S/R bytes each. An all-reduce does both.
-A group that spans nodes has two bounds: each chip sends within its node, and each node sends over its network cards. A group
-uses as many cards of a node as it has ranks there. A ring sends both at the same time, so the slower bound counts. A
-hierarchical all-reduce does them one after the other, on a part of the bytes. Its latency grows only with the number of nodes.
-A tree's latency grows with the logarithm. A switch that adds (NVLink SHARP) halves a chip's bytes within a node. We take the
-fastest, as NCCL would.
+Take S bytes among R ranks. A ring gathers, or reduces and scatters, in R − 1 steps of S/R bytes
+each. An all-reduce does both. A group that spans nodes has two bounds: each chip sends within its
+node, and each node sends over its network cards. A group uses as many cards of a node as it has
+ranks there. A ring sends both at the same time, so the slower bound counts. A hierarchical
+all-reduce does them one after the other, on a part of the bytes. Its latency grows only with the
+number of nodes. A tree's latency grows with the logarithm. A switch that adds (NVLink SHARP) halves
+a chip's bytes within a node. We take the fastest, as NCCL would.
 
-Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005; NCCL's docs.
+Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
+MPICH, 2005; NCCL's docs.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from narrowgauge.planner.job import Job
 from narrowgauge.planner.terms import Term
 
 LINK_LATENCY_SECONDS = 4e-6
-"""Latency of one step of a ring within a node. On eight H200s, 2 × 7 steps take 54 µs more than their bytes at 16 MiB
-(ml-engineering, network/benchmarks: all_reduce of 16 MiB at 256 of 482 GB/s)."""
+"""Latency of one step of a ring within a node.
+
+On eight H200s, 2 × 7 steps take 54 µs more than their bytes at 16 MiB (ml-engineering,
+network/benchmarks: all_reduce of 16 MiB at 256 of 482 GB/s).
+"""
 NETWORK_LATENCY_SECONDS = 5e-6
 """Latency of a message between nodes: an assumption."""
 
@@ -56,7 +61,9 @@ class Path:
 def path_of(
     ranks: int, stride: int, cluster: Cluster, *, link: float = 1.0, network: float = 1.0
 ) -> Path:
-    """Return the path of ranks that lie ``stride`` apart in the global numbering. Nodes hold consecutive ranks.
+    """Return the path of ranks that lie ``stride`` apart in the global numbering.
+
+    Nodes hold consecutive ranks.
 
     ``link`` and ``network`` are the fractions of printed rates that collectives reach.
     """
@@ -72,7 +79,8 @@ def path_of(
 
 
 def all_gather_seconds(num_bytes: float, path: Path) -> float:
-    """Return the seconds of a ring all-gather: each rank starts with a part of ``num_bytes`` and ends with all.
+    """Return the seconds of a ring all-gather: each rank starts with a part of ``num_bytes`` and
+    ends with all.
 
     A reduce-scatter takes as long.
 
@@ -89,7 +97,8 @@ def all_gather_seconds(num_bytes: float, path: Path) -> float:
 
 
 def all_reduce_seconds(num_bytes: float, path: Path) -> float:
-    """Return the seconds of an all-reduce of ``num_bytes``: the fastest of ring, tree, hierarchy and switch.
+    """Return the seconds of an all-reduce of ``num_bytes``: the fastest of ring, tree, hierarchy
+    and switch.
 
     Example:
         >>> round(all_reduce_seconds(8e9, Path(8, 1, 1e9, math.inf)), 2)
@@ -107,7 +116,10 @@ def ring_seconds(num_bytes: float, path: Path) -> float:
 
 
 def tree_seconds(num_bytes: float, path: Path) -> float:
-    """Return the seconds of a tree's all-reduce: 2 S/B + 2 log2(R) α. It is a tree between nodes, a chain within them."""
+    """Return the seconds of a tree's all-reduce: 2 S/B + 2 log2(R) α.
+
+    It is a tree between nodes, a chain within them.
+    """
     slowest = max(
         1 / path.link_bytes_per_second, 1 / (path.ranks_per_node * path.network_bytes_per_second)
     )
@@ -118,9 +130,11 @@ def tree_seconds(num_bytes: float, path: Path) -> float:
 
 
 def switch_seconds(num_bytes: float, path: Path) -> float:
-    """Return the seconds of an all-reduce in a node's switch: each chip sends its tensor once and receives a part and the sum.
+    """Return the seconds of an all-reduce in a node's switch: each chip sends its tensor once and
+    receives a part and the sum.
 
-    Eight H200s reach 482 GB/s of ``busbw`` with the switch, 368 without (ml-engineering, network/benchmarks).
+    Eight H200s reach 482 GB/s of ``busbw`` with the switch, 368 without (ml-engineering,
+    network/benchmarks).
     """
     return (
         num_bytes * (1 + 1 / path.ranks) / path.link_bytes_per_second
@@ -129,7 +143,9 @@ def switch_seconds(num_bytes: float, path: Path) -> float:
 
 
 def hierarchical_seconds(num_bytes: float, path: Path) -> float:
-    """Return the seconds of a three-part all-reduce: scatter within nodes, sum between them, gather within them."""
+    """Return the seconds of a three-part all-reduce: scatter within nodes, sum between them, gather
+    within them.
+    """
     k, n = path.ranks_per_node, path.nodes
     within = 2 * (
         (k - 1) / k * num_bytes / path.link_bytes_per_second + (k - 1) * LINK_LATENCY_SECONDS
@@ -139,9 +155,11 @@ def hierarchical_seconds(num_bytes: float, path: Path) -> float:
 
 
 def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) -> float:
-    """Return the seconds of an all-to-all: every rank sends ``num_bytes`` in total, an equal part to each rank.
+    """Return the seconds of an all-to-all: every rank sends ``num_bytes`` in total, an equal part
+    to each rank.
 
-    ``between`` is the fraction of bytes for other nodes that travels: equal parts for ranks of one node travel once.
+    ``between`` is the fraction of bytes for other nodes that travels: equal parts for ranks of one
+    node travel once.
 
     Example:
         >>> round(all_to_all_seconds(8e9, Path(8, 1, 1e9, math.inf)), 2)
@@ -167,11 +185,12 @@ def send_seconds(num_bytes: float, path: Path) -> float:
     return num_bytes / path.network_bytes_per_second + NETWORK_LATENCY_SECONDS
 
 
-# ── exchanges: what ranks send in a step, how long it takes, and how much of it computing hides ───────────────────────────
+# ── exchanges: what ranks send in a step, how long it takes, and how much of it computing hides ───
 
 
 def parameters_of(job: Job, layers: int) -> tuple[float, float]:
-    """Return the parameters of a stage on one rank before sharding: non-experts, and the rank's experts.
+    """Return the parameters of a stage on one rank before sharding: non-experts, and the rank's
+    experts.
 
     An embedding on the first or last stage counts.
     """
@@ -185,9 +204,11 @@ def parameters_of(job: Job, layers: int) -> tuple[float, float]:
 
 
 def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> Iterator[Term]:
-    """Yield the exchanges of a stage with ``layers`` layers in each micro-batch: the seconds that computing does not hide.
+    """Yield the exchanges of a stage with ``layers`` layers in each micro-batch: the seconds that
+    computing does not hide.
 
-    ``compute`` is the seconds of a micro-batch on the stage, forward and backward. It includes ``attention`` seconds.
+    ``compute`` is the seconds of a micro-batch on the stage, forward and backward. It includes
+    ``attention`` seconds.
     """
     layout, a, batches = job.layout, job.architecture, job.layout.micro_batches
     # Bytes of a micro-batch's residual stream, before sharding over tensor ranks.
@@ -196,7 +217,9 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     def term(
         name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float
     ) -> Term:
-        """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer and micro-batch."""
+        """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer
+        and micro-batch.
+        """
         is_expert = kind in ("expert", "interleaved")
         sending = (
             layers * a.mixture.num_layers / a.num_layers if is_expert and a.mixture else layers
@@ -206,7 +229,8 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
         return _exposed(job, name, batches * sending * count * seconds, kind, under, path, text)
 
     if layout.tensor > 1:
-        # Attention and MLP each gather and reduce the residual stream: two pairs forward, two backward.
+        # Attention and MLP each gather and reduce the residual stream: two pairs forward, two
+        # backward.
         path, count = _path(job, layout.tensor, 1), 6 if is_again else 4
         seconds, exchanges = 2 * all_gather_seconds(stream, path), "gathers and reductions"
         yield term(
@@ -269,8 +293,9 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
         seconds = 0.0
         for number, link in ((dense, path), (experts, experts_path)):
             if number:
-                # Per layer, during the next layer's compute. Or once a step, in Megatron-LM's buckets (``bucket_size``): 40
-                # million parameters, or a million per rank if that is more. Then bandwidth decides, not latency.
+                # Per layer, during the next layer's compute. Or once a step, in Megatron-LM's
+                # buckets (``bucket_size``): 40 million parameters, or a million per rank if that is
+                # more. Then bandwidth decides, not latency.
                 buckets = math.ceil(number / max(40e6, 1e6 * link.ranks))
                 parts = layers if layout.zero >= 2 else min(layers, buckets)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
@@ -339,7 +364,9 @@ def _exposed(
 
 
 def _repeated(experts_per_token: int, nodes: int) -> float:
-    """Return the fraction of a token's copies for other nodes that go to a node twice. Experts are drawn evenly.
+    """Return the fraction of a token's copies for other nodes that go to a node twice.
+
+    Experts are drawn evenly.
 
     Example:
         >>> _repeated(1, 8), round(_repeated(8, 2), 2)

@@ -1,8 +1,10 @@
-"""Efficiencies: the fractions of printed rates that chips reach in training, and the errors of plans on published runs.
+"""Efficiencies: the fractions of printed rates that chips reach in training, and the errors of
+plans on published runs.
 
-No kernel reaches the rates of the data sheet. ``data/efficiency.toml`` has published efficiencies of kernels and links, and of
-each chip's step over the sum of its kernels. A program multiplies the chip's share by its factor, and never replaces it. So an
-eager program is never planned faster than a compiled one. ``data/errors.toml`` has the errors of published runs by class.
+No kernel reaches the rates of the data sheet. ``data/efficiency.toml`` has published efficiencies
+of kernels and links, and of each chip's step over the sum of its kernels. A program multiplies the
+chip's share by its factor, and never replaces it. So an eager program is never planned faster than
+a compiled one. ``data/errors.toml`` has the errors of published runs by class.
 """
 
 from __future__ import annotations
@@ -27,15 +29,20 @@ SOFTWARE: tuple[str, ...] = tuple(_TABLES["software"])
 """Libraries and years with known speed."""
 
 RESTARTS, MOST_RESTARTS = 0.10, 0.25
-"""Extra time of a whole run over its steps, and at the high end of its interval: failures, restarts, repeated work, evaluations.
-BLOOM took 11 % more GPU-hours than its steps (arXiv 2211.05100 and the project's log). Llama 3's 405B took 8 % more than its
-steps at the printed 400 TFLOP/s (arXiv 2407.21783, table 4; 30.84 million GPU-hours). MegaScale lost less than 10 % (2402.15627).
-Llama 2's 7B and 13B took about a third more than the steps of such models (arXiv 2307.09288, table 2)."""
+"""Extra time of a whole run over its steps, and at the high end of its interval: failures,
+restarts, repeated work, evaluations. BLOOM took 11 % more GPU-hours than its steps (arXiv
+2211.05100 and the project's log). Llama 3's 405B took 8 % more than its steps at the printed 400
+TFLOP/s (arXiv 2407.21783, table 4; 30.84 million GPU-hours). MegaScale lost less than 10 %
+(2402.15627). Llama 2's 7B and 13B took about a third more than the steps of such models (arXiv
+2307.09288, table 2).
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Efficiency:
-    """Hold named fractions of one chip's printed rates: ``matmul.FORMAT``, and the keys of ``general`` in the file."""
+    """Hold named fractions of one chip's printed rates: ``matmul.FORMAT``, and the keys of
+    ``general`` in the file.
+    """
 
     values: Mapping[str, float] = field(repr=False)
     engines: str = ""
@@ -47,8 +54,8 @@ class Efficiency:
 def best_share(format: str, chip: Chip) -> float:
     """Return the fraction of its printed rate that the best published matmul reaches.
 
-    If the chip's own is not published, take the median of all chips. If its bfloat16 efficiency is published, scale the median
-    by its ratio to the other chips' bfloat16 efficiency.
+    If the chip's own is not published, take the median of all chips. If its bfloat16 efficiency is
+    published, scale the median by its ratio to the other chips' bfloat16 efficiency.
     """
     # The 16-bit formats share multipliers. Publications measure bfloat16.
     name = "bfloat16" if format == "float16" else format
@@ -82,7 +89,8 @@ def _of_architecture(table: Mapping[str, Any], chip: Chip) -> Any:
 def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
     """Return a chip's efficiencies with a library of ``SOFTWARE``; empty for the usual ones.
 
-    The chip's share of its kernels' sum is multiplied by the library's factor. The product stops at ``most``.
+    The chip's share of its kernels' sum is multiplied by the library's factor. The product stops at
+    ``most``.
     """
     if software and software not in SOFTWARE:
         raise NarrowgaugeError(
@@ -112,7 +120,9 @@ def has_share(chip: Chip) -> bool:
 
 
 def kind_of(*, has_adapters: bool, has_mixture: bool, tokens: float) -> str:
-    """Return the class of a question: the first of adapters, mixtures, long sequences and dense models."""
+    """Return the class of a question: the first of adapters, mixtures, long sequences and dense
+    models.
+    """
     if has_adapters:
         return "adapters"
     if has_mixture:
@@ -121,10 +131,12 @@ def kind_of(*, has_adapters: bool, has_mixture: bool, tokens: float) -> str:
 
 
 def error_of(what: str, kind: str) -> Ends | None:
-    """Return the 10 and 90 % quantiles of measured over planned values; None if no published run checks this class.
+    """Return the 10 and 90 % quantiles of measured over planned values; None if no published run
+    checks this class.
 
     Args:
-        what: ``"named"`` and ``"assumed"`` for seconds, with and without a named software; ``"memory"`` for bytes.
+        what: ``"named"`` and ``"assumed"`` for seconds, with and without a named software;
+            ``"memory"`` for bytes.
         kind: a class of :func:`kind_of`.
     """
     row = _ERRORS[what].get(kind)
@@ -132,7 +144,9 @@ def error_of(what: str, kind: str) -> Ends | None:
 
 
 def median_of(what: str, kind: str) -> float:
-    """Return the median of measured over planned seconds, by which plans are multiplied; 1 for most classes."""
+    """Return the median of measured over planned seconds, by which plans are multiplied; 1 for most
+    classes.
+    """
     return float(_ERRORS[what].get(kind, {}).get("median", 1.0))
 
 

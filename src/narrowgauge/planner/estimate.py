@@ -98,7 +98,10 @@ class Estimate(Job):
 
     @cached_property
     def step(self) -> Terms:
-        """Return the seconds of an optimizer step. Raise for jobs that cannot run: see :func:`step_terms`."""
+        """Return the seconds of an optimizer step.
+
+        Raise for jobs that cannot run: see :func:`step_terms`.
+        """
         return step_terms(self)
 
     @property
@@ -108,7 +111,9 @@ class Estimate(Job):
 
     @property
     def mfu(self) -> float:
-        """Return the model's operations per second over the peak of dense 16-bit matmuls (model FLOPs utilization)."""
+        """Return the model's operations per second over the peak of dense 16-bit matmuls (model
+        FLOPs utilization).
+        """
         operations = self.architecture.flops_per_token(self.sequence_length)
         if not self.program.trains_all:
             # Frozen weights have no gradients.
@@ -127,7 +132,9 @@ class Estimate(Job):
         return largest if self.fits else f"memory: {largest}"
 
     def days(self, num_tokens: float) -> float:
-        """Return the days of a whole run over ``num_tokens`` tokens: its steps, and the usual restarts."""
+        """Return the days of a whole run over ``num_tokens`` tokens: its steps, and the usual
+        restarts.
+        """
         return num_tokens / self.tokens_per_second / SECONDS_PER_DAY * (1 + RESTARTS)
 
     @property
@@ -137,7 +144,9 @@ class Estimate(Job):
 
     @property
     def _error(self) -> Ends | None:
-        """Return the ends of measured over planned seconds; None if no run of this kind was published."""
+        """Return the ends of measured over planned seconds; None if no run of this kind was
+        published.
+        """
         return error_of("named" if self.is_named else "assumed", self.kind)
 
     @property
@@ -149,7 +158,9 @@ class Estimate(Job):
         return self.tokens_per_second / high, self.tokens_per_second / low
 
     def days_interval(self, num_tokens: float) -> Ends | None:
-        """Return the 80 % interval of the days: without restarts at its low end, with most at its high end."""
+        """Return the 80 % interval of the days: without restarts at its low end, with most at its
+        high end.
+        """
         if self._error is None:
             return None
         steps = self.days(num_tokens) / (1 + RESTARTS)
@@ -157,7 +168,10 @@ class Estimate(Job):
         return steps * low, steps * high * (1 + MOST_RESTARTS)
 
     def row(self, num_tokens: float | None = None) -> Row:
-        """Return JSON values in bytes, seconds and fractions. ``num_tokens`` of the whole run add days."""
+        """Return JSON values in bytes, seconds and fractions.
+
+        ``num_tokens`` of the whole run add days.
+        """
         row = {name: getattr(self, name) for name in _ROW}
         row["recipe"] = self.recipe.title
         row["bytes_per_param"] = self.bytes_per_param
@@ -172,4 +186,6 @@ class Estimate(Job):
 
 
 UNCHECKED = 1.15
-"""Factor on the memory of a kind that no published peak checks, above which a layout is not preferred."""
+"""Factor on the memory of a kind that no published peak checks, above which a layout is not
+preferred.
+"""

@@ -1,4 +1,6 @@
-"""Jobs: a model trained in one recipe and layout on one cluster. A job is a description, and computes nothing.
+"""Jobs: a model trained in one recipe and layout on one cluster.
+
+A job is a description, and computes nothing.
 
 Its memory and time are in :mod:`narrowgauge.planner.estimate`.
 """
@@ -70,7 +72,9 @@ class Job:
 
     @cached_property
     def bytes_per_param(self) -> float:
-        """Return the bytes per parameter that trains of weight, gradient and the optimizer's states, for matrices."""
+        """Return the bytes per parameter that trains of weight, gradient and the optimizer's
+        states, for matrices.
+        """
         return self.recipe.storage.keeping(OPTIMIZER_STATES[self.optimizer]).bytes_per_param
 
     @property
@@ -94,7 +98,9 @@ class Job:
 
     @property
     def gathered(self) -> str:
-        """Return the dtype in which FSDP's mixed precision gathers float32 shards; empty for autocast and 16-bit weights."""
+        """Return the dtype in which FSDP's mixed precision gathers float32 shards; empty for
+        autocast and 16-bit weights.
+        """
         is_sharded = self.layout.zero >= 2 and self.layout.num_sharing > 1
         if is_sharded and self.recipe.storage.visible == "float32":
             return self.program.gathered

@@ -1,9 +1,10 @@
 """Layer times: the computing time of one micro-batch on one rank, for all layers and for the head.
 
-Matmuls and casts follow the roofline. Attention runs its operations at a fused kernel's rate. The rest (norms, residuals,
-rotary positions, the gate, the loss) moves bytes. Tensor parallelism divides the matrices. With sequence parallelism it also
-divides the bytes of norms and residuals. Context parallelism divides the tokens. Experts get their chosen tokens, from all
-ranks that share the experts. The experts of a rank are one grouped kernel.
+Matmuls and casts follow the roofline. Attention runs its operations at a fused kernel's rate. The
+rest (norms, residuals, rotary positions, the gate, the loss) moves bytes. Tensor parallelism
+divides the matrices. With sequence parallelism it also divides the bytes of norms and residuals.
+Context parallelism divides the tokens. Experts get their chosen tokens, from all ranks that share
+the experts. The experts of a rank are one grouped kernel.
 """
 
 from __future__ import annotations
@@ -22,16 +23,25 @@ from narrowgauge.spec.computes import COMPUTES, SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
 
 ATTENTION_PASSES = 3.5
-"""Operations of a fused attention over its forward: forward 1, backward 2.5, since it recomputes the scores."""
+"""Operations of a fused attention over its forward: forward 1, backward 2.5, since it recomputes
+the scores.
+"""
 LOGIT_BYTES = {"whole": 38, "compiled": 12, "chunked": 38}
-"""Bytes per logit that a loss moves. Compiled: bfloat16 logits are written and read, their gradient is in float32 and bfloat16.
-Eager: also float32 logits, log-softmax and its gradient, each written and read."""
+"""Bytes per logit that a loss moves.
+
+Compiled: bfloat16 logits are written and read, their gradient is in float32 and bfloat16. Eager:
+also float32 logits, log-softmax and its gradient, each written and read.
+"""
 EAGER_FACTOR = 2.2
-"""Bytes of eager elementwise operations over those of compiled layers: torchtitan's 8B on 8 and 128 H100, eager and compiled."""
-# Bytes per score of unfused attention in 16 bits. A matmul writes it, softmax and dropout (with its mask) read and write it, a
-# matmul reads it. The second number is for backward, with both gradients.
+"""Bytes of eager elementwise operations over those of compiled layers: torchtitan's 8B on 8 and 128
+H100, eager and compiled.
+"""
+# Bytes per score of unfused attention in 16 bits. A matmul writes it, softmax and dropout (with its
+# mask) read and write it, a matmul reads it. The second number is for backward, with both
+# gradients.
 _SCORE_BYTES = (13, 19)
-# Tensors of the residual stream that a layer moves, forward and backward: two norms (5 each), residuals (4), rotary (8).
+# Tensors of the residual stream that a layer moves, forward and backward: two norms (5 each),
+# residuals (4), rotary (8).
 _STREAMS, _ROTARY_STREAMS = 14, 8
 _GATED, _UNGATED = 8, 5  # tensors of the MLP's inner size: with a gate, with GELU
 _DISPATCHED = (
@@ -47,7 +57,9 @@ _PLACES = {
 
 
 class Seconds(NamedTuple):
-    """Hold the seconds of one micro-batch on one rank: forward, backward, and work once per step while weights stay."""
+    """Hold the seconds of one micro-batch on one rank: forward, backward, and work once per step
+    while weights stay.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -69,8 +81,9 @@ def linear_seconds(
 ) -> tuple[Seconds, Seconds]:
     """Return the seconds of matmuls and of the casts before them, in the head or in all layers.
 
-    ``ranks`` are the tensor ranks, the expert ranks, and the tensor ranks of an expert. Casts of weights are under ``once``.
-    Frozen weights have no gradients. Narrow bases are dequantized in each pass. Adapters multiply in bfloat16.
+    ``ranks`` are the tensor ranks, the expert ranks, and the tensor ranks of an expert. Casts of
+    weights are under ``once``. Frozen weights have no gradients. Narrow bases are dequantized in
+    each pass. Adapters multiply in bfloat16.
     """
     matmuls, casts = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]  # forward, backward and once
     mixture, start = architecture.mixture, shares["kernel_seconds"]
@@ -116,7 +129,10 @@ def linear_seconds(
 
 
 def attention_seconds(job: Job) -> Seconds:
-    """Return the seconds of scores, softmax and values in all layers. Flash kernels skip masked scores."""
+    """Return the seconds of scores, softmax and values in all layers.
+
+    Flash kernels skip masked scores.
+    """
     shape, chip, shares = job.architecture, job.chip, job.efficiency
     is_flash = job.program.attention == "flash"
     flops = (
@@ -139,7 +155,9 @@ def attention_seconds(job: Job) -> Seconds:
 
 
 def mixture_seconds(job: Job) -> Seconds:
-    """Return the waiting time of mixtures in addition to matmuls: routers, sorting, and host launches."""
+    """Return the waiting time of mixtures in addition to matmuls: routers, sorting, and host
+    launches.
+    """
     mixture, shares = job.architecture.mixture, job.efficiency
     if mixture is None:
         return Seconds()
@@ -148,7 +166,9 @@ def mixture_seconds(job: Job) -> Seconds:
 
 
 def elementwise_seconds(job: Job) -> Seconds:
-    """Return the seconds of norms, residuals, rotary positions, gates, and expert sorting in all layers."""
+    """Return the seconds of norms, residuals, rotary positions, gates, and expert sorting in all
+    layers.
+    """
     a = job.architecture
     gates = _GATED if a.is_gated else _UNGATED
     stream = a.num_layers * (_STREAMS + (0 if a.positions else _ROTARY_STREAMS)) * a.hidden_size
@@ -179,10 +199,12 @@ def _by_thirds(seconds: float) -> Seconds:
 
 
 def optimizer_seconds(job: Job, num_parameters: float) -> float:
-    """Return the seconds to read and write all stored tensors of a rank's parameters once. Gradients are only read.
+    """Return the seconds to read and write all stored tensors of a rank's parameters once.
 
-    If the host updates them, the gradients of each micro-batch go there, for the most part during backward, and weights come
-    back.
+    Gradients are only read.
+
+    If the host updates them, the gradients of each micro-batch go there, for the most part during
+    backward, and weights come back.
     """
     gradient = bytes_per_number(job.recipe.storage.visible)
     if job.program.offload:

@@ -1,9 +1,11 @@
 """Layouts: the distribution of a model, its state and a batch over chips.
 
-The ranks of a job are numbered along five axes. ``data`` replicas see different sequences. ``shard`` ranks do too, and they
-shard the replica's state (ZeRO, FSDP2; both together are HSDP). ``tensor`` ranks shard each matrix, ``pipeline`` stages the
-layers, ``context`` ranks the sequence. ``expert`` ranks shard the experts of a mixture. They add no ranks: they lie inside the
-data, shard and context axes. They also lie inside the tensor axis, unless tensor ranks shard each expert's matrices.
+The ranks of a job are numbered along five axes. ``data`` replicas see different sequences.
+``shard`` ranks do too, and they shard the replica's state (ZeRO, FSDP2; both together are HSDP).
+``tensor`` ranks shard each matrix, ``pipeline`` stages the layers, ``context`` ranks the sequence.
+``expert`` ranks shard the experts of a mixture. They add no ranks: they lie inside the data, shard
+and context axes. They also lie inside the tensor axis, unless tensor ranks shard each expert's
+matrices.
 """
 
 from __future__ import annotations
@@ -35,14 +37,19 @@ class Layout:
 
     Args:
         data: replicas of the whole state.
-        shard: ranks that shard a replica's state. Context ranks hold the same weights, so they shard it too.
-        zero: sharded state: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights (FSDP2 with resharding).
+        shard: ranks that shard a replica's state. Context ranks hold the same weights, so they
+            shard it too.
+        zero: sharded state: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights (FSDP2
+            with resharding).
         tensor, pipeline, context: ranks per matrix, stages, and ranks per sequence.
         interleave: groups of layers per stage (virtual stages).
         expert: ranks that share the experts of a layer.
-        micro_batch, micro_batches: sequences per micro-batch on a rank, and micro-batches per optimizer step.
-        recompute: recomputed in backward: nothing, attention scores (nothing with flash attention), or layers.
-        sequence_parallel: tensor ranks also shard norms and residuals. Megatron-LM before 2022 replicates them.
+        micro_batch, micro_batches: sequences per micro-batch on a rank, and micro-batches per
+            optimizer step.
+        recompute: recomputed in backward: nothing, attention scores (nothing with flash attention),
+            or layers.
+        sequence_parallel: tensor ranks also shard norms and residuals. Megatron-LM before 2022
+            replicates them.
         accumulation_dtype: dtype of the gradient sum over micro-batches.
     """
 
@@ -80,7 +87,8 @@ class Layout:
     def num_sharing(self) -> int:
         """Count the ranks that shard a replica's state under ZeRO: shard and context ranks.
 
-        Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``); Megatron-LM's distributed optimizer.
+        Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``); Megatron-LM's
+        distributed optimizer.
         """
         return self.shard * self.context
 
@@ -91,7 +99,8 @@ class Layout:
 
     @property
     def expert_tensor_ranks(self) -> int:
-        """Count the ranks that shard each expert's matrices: all tensor ranks, or one if expert ranks need the tensor axis.
+        """Count the ranks that shard each expert's matrices: all tensor ranks, or one if expert
+        ranks need the tensor axis.
 
         Source: Liu et al., MoE Parallel Folding, arXiv 2504.14960, section 3.2.
 
@@ -102,7 +111,9 @@ class Layout:
         return self.tensor if self.num_replicas * self.context % self.expert == 0 else 1
 
     def sharing_experts(self, ranks: int) -> int:
-        """Count the ranks that shard the state of one rank's experts, among ``ranks`` data ranks and their tensor ranks."""
+        """Count the ranks that shard the state of one rank's experts, among ``ranks`` data ranks
+        and their tensor ranks.
+        """
         return max(1, ranks * (self.tensor // self.expert_tensor_ranks) // self.expert)
 
     @property
@@ -121,7 +132,9 @@ class Layout:
 
     @property
     def is_fsdp(self) -> bool:
-        """Tell whether it is plain FSDP2, HSDP or data parallelism, which this project's trainer runs."""
+        """Tell whether it is plain FSDP2, HSDP or data parallelism, which this project's trainer
+        runs.
+        """
         is_whole = self.tensor == self.pipeline == self.context == self.expert == 1
         return is_whole and (self.zero in (0, 3) or self.shard == 1)
 
@@ -131,7 +144,8 @@ def unsuited(architecture: Architecture, layout: Layout, sequence_length: int) -
     if architecture.counts and layout.num_ranks > layout.num_replicas:
         return "the ranks of a counted module are data and shard ranks"
     stages = layout.pipeline * layout.interleave
-    # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8 groups.
+    # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8
+    # groups.
     if (
         stages > architecture.num_layers + (2 if stages > 1 else 0)
         or layout.pipeline > architecture.num_layers
@@ -152,7 +166,7 @@ def unsuited(architecture: Architecture, layout: Layout, sequence_length: int) -
     return ""
 
 
-# ── layouts as they are asked for: names, and fields with values ──────────────────────────────────────────────────────────
+# ── layouts as they are asked for: names, and fields with values ──────────────────────────────────
 
 _WHOLE = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
 NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -167,7 +181,10 @@ _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
 
 
 def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields of a layout: a mapping, or ``FIELD=VALUE`` and layout names between commas. Fields override names."""
+    """Read the fields of a layout: a mapping, or ``FIELD=VALUE`` and layout names between commas.
+
+    Fields override names.
+    """
     text = (
         layout
         if isinstance(layout, str)
@@ -194,7 +211,10 @@ def refuse_others(what: str, row: Any, values: Mapping[str, tuple[Any, ...]]) ->
 def read_fields(
     text: str, what: str, names: Iterable[str], fields: Sequence[str], advice: str
 ) -> tuple[str, dict[str, Any]]:
-    """Read a name of ``names`` and ``FIELD=VALUE`` between commas; ``what`` they describe. The name is empty without one."""
+    """Read a name of ``names`` and ``FIELD=VALUE`` between commas; ``what`` they describe.
+
+    The name is empty without one.
+    """
     named, values = "", dict[str, Any]()
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = (side.strip() for side in part.partition("="))

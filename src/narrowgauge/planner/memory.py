@@ -1,8 +1,9 @@
 """Memory of the worst rank at the worst moment of a step, term by term.
 
-Three moments can be the worst. At the start of backward, all activations, the logits and their gradient exist. In the last
-layer's backward, its temporary gradients replace the logits. At the end of backward, all gradients exist. Each moment is a sum
-of terms. We return the terms of the largest moment, so their sum is a peak, not a sum of peaks.
+Three moments can be the worst. At the start of backward, all activations, the logits and their
+gradient exist. In the last layer's backward, its temporary gradients replace the logits. At the end
+of backward, all gradients exist. Each moment is a sum of terms. We return the terms of the largest
+moment, so their sum is a peak, not a sum of peaks.
 """
 
 from __future__ import annotations
@@ -39,21 +40,29 @@ OVERHEAD = {
     "workspaces": 0.1e9,
     "fragmentation": 0.08,
 }
-"""Memory without a formula, in bytes: driver, collectives (with several ranks), libraries. Fragmentation is a fraction of all
-memory that changes during a step."""
+"""Memory without a formula, in bytes: driver, collectives (with several ranks), libraries.
+
+Fragmentation is a fraction of all memory that changes during a step.
+"""
 OUTSIDE = ("context", "communication buffers")
-"""Memory that a framework's allocator does not reserve. What it reserves beyond its tensors is the fragmentation."""
+"""Memory that a framework's allocator does not reserve.
+
+What it reserves beyond its tensors is the fragmentation.
+"""
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
 _IN_TRANSIT = "gradients of two layers"
 
 
 def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[float, float]]:
-    """Return the stages that can be the worst: the first, the second and the last. Each has its layers, and layers in flight.
+    """Return the stages that can be the worst: the first, the second and the last.
 
-    The first holds activations of as many micro-batches as there are stages, ``L (1 + (p - 1) / (p v))`` layers. The second can
-    have a layer more. The last has the head and the logits.
+    Each has its layers, and layers in flight.
 
-    Source: Korthikanti et al., arXiv 2205.05198, section 4.2.3; Narayanan et al., arXiv 2104.04473, figure 4, for interleaving.
+    The first holds activations of as many micro-batches as there are stages, ``L (1 + (p - 1) / (p
+    v))`` layers. The second can have a layer more. The last has the head and the logits.
+
+    Source: Korthikanti et al., arXiv 2205.05198, section 4.2.3; Narayanan et al., arXiv 2104.04473,
+    figure 4, for interleaving.
     """
     p, v, total = layout.pipeline, layout.interleave, architecture.num_layers
     even = total % (p * v) == 0 or p == 1
@@ -76,7 +85,9 @@ def memory_terms(job: Job) -> Terms:
 
 
 def host_bytes(job: Job) -> float:
-    """Return the memory that the ranks of a node need on their host: parts, states and inputs of layers that lie there."""
+    """Return the memory that the ranks of a node need on their host: parts, states and inputs of
+    layers that lie there.
+    """
     most = 0.0
     for stage, (layers, in_flight) in stages_of(job.architecture, job.layout).items():
         rank = _Rank(job, stage, layers, in_flight)
@@ -102,7 +113,8 @@ class _Rank:
         self.widths = widths_of(job.recipe, job.gathered, job.program)
         self.experts, self.rest = on_stage(job, layers, stage)  # state of the stage before ZeRO
         self.per = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[job.optimizer]))
-        # Bytes of a gathered weight, and of the gradient of a layer's mean parameter before it is sharded.
+        # Bytes of a gathered weight, and of the gradient of a layer's mean parameter before it is
+        # sharded.
         visible = bytes_per_number(job.gathered or storage.visible)
         self.gathered = job.weight_bytes
         self.gradient = visible * job.trained_parameters / self.a.num_parameters
@@ -116,7 +128,8 @@ class _Rank:
         a, layout = self.a, self.layout
         weights, gradients, optimizer = self.state_terms()
         buffers, sums = self.buffer_terms(), self.sum_terms(gradients)
-        # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during forward.
+        # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during
+        # forward.
         late = early = gradients
         if sums and not layout.is_fsdp:
             late = early = gradients._replace(
@@ -127,7 +140,8 @@ class _Rank:
                 value=0.0, formula=f"none at this moment; {gradients.formula} later"
             )
         saved, layer = self.activation_terms()
-        # Backward of a layer holds gradients of activations: of the stream, and of the MLP's inner tensors.
+        # Backward of a layer holds gradients of activations: of the stream, and of the MLP's inner
+        # tensors.
         size = (
             a.mixture.experts_per_token * a.mixture.expert_size
             if a.mixture
@@ -223,10 +237,11 @@ class _Rank:
     def sum_terms(self, gradients: Term) -> tuple[Term, ...]:
         """Return the accumulation buffers of micro-batch gradients.
 
-        Megatron-LM adds each parameter's gradient to its buffer within backward, so only the buffer exists. This project's
-        trainer adds a micro-batch's gradients after all of them exist.
+        Megatron-LM adds each parameter's gradient to its buffer within backward, so only the buffer
+        exists. This project's trainer adds a micro-batch's gradients after all of them exist.
 
-        Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``_make_backward_post_hook``.
+        Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py,
+        ``_make_backward_post_hook``.
         """
         if not self.sum_bytes:
             return ()
@@ -242,7 +257,9 @@ class _Rank:
         return (Term("gradients", kind, count * self.sum_bytes, formula, _SUMS),)
 
     def activation_terms(self) -> tuple[list[Term], Term]:
-        """Return the tensors saved by all layers in flight at the end of forward, and the memory of the layer in backward."""
+        """Return the tensors saved by all layers in flight at the end of forward, and the memory of
+        the layer in backward.
+        """
         a, layout, in_flight, tokens = self.a, self.layout, self.layers_in_flight, self.tokens
         job, length = self.job, self.job.sequence_length if self.program.attention == "eager" else 0
 
@@ -288,7 +305,9 @@ class _Rank:
         return terms, layer
 
     def buffer_terms(self) -> list[Term]:
-        """Return unsharded layers of ZeRO-3, gradients in transit, and gathered inputs of tensor ranks."""
+        """Return unsharded layers of ZeRO-3, gradients in transit, and gathered inputs of tensor
+        ranks.
+        """
         layout, per, largest = self.layout, self.per, self.largest_layer
         terms: list[Term] = []
 

@@ -1,7 +1,8 @@
 """Models: the shape of a decoder down to each matmul, from a preset or a ``config.json``.
 
-Parameters and operations are sums over one list of matmuls, so they always agree. A preset answers at once. transformers builds
-a ``config.json`` on the meta device, without memory. We read its parameters and guess none.
+Parameters and operations are sums over one list of matmuls, so they always agree. A preset answers
+at once. transformers builds a ``config.json`` on the meta device, without memory. We read its
+parameters and guess none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Norm = Literal["rms", "rms-float32", "layer"]
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Describe the experts of a mixture: a router chooses ``experts_per_token`` of ``num_experts`` in each of ``num_layers``.
+    """Describe the experts of a mixture: a router chooses ``experts_per_token`` of ``num_experts``
+    in each of ``num_layers``.
 
     ``shared_size`` is the total intermediate size of the experts that every token visits.
     """
@@ -57,7 +59,8 @@ class LatentAttention:
 
 
 class Counts(NamedTuple):
-    """Hold what a step of a user's module took: bytes of activations and gradients at its peak, and operations per token.
+    """Hold what a step of a user's module took: bytes of activations and gradients at its peak, and
+    operations per token.
 
     ``trained`` counts the parameters that train.
     """
@@ -75,7 +78,8 @@ class Matmul:
 
     Args:
         count: number of weights in the model.
-        split: dimension that tensor parallelism shards: output rows (``"column"``), the sum (``"row"``) or none.
+        split: dimension that tensor parallelism shards: output rows (``"column"``), the sum
+            (``"row"``) or none.
         tokens_share: fraction of tokens per weight, 1 outside mixtures.
     """
 
@@ -114,18 +118,21 @@ class Architecture:
     Args:
         matmuls: every multiplied weight, the head last, also if tied to the embedding.
         vectors: parameters of norms and other vectors in all layers, including biases of matmuls.
-        outer_vectors: other parameters outside the layers, without embedding, positions, head and its biases. They include
-            norms and parts that no text decoder has, such as a vision tower.
+        outer_vectors: other parameters outside the layers, without embedding, positions, head and
+            its biases. They include norms and parts that no text decoder has, such as a vision
+            tower.
         num_heads, num_kv_heads, query_dim, value_dim: of attention.
         intermediate_size: of an MLP.
         is_gated: the MLP multiplies two projections (SwiGLU, GeGLU) instead of one.
         positions: number of learned positions; 0 for rotary or other fixed positions.
-        norm: ``"rms"`` has gains, ``"rms-float32"`` applies them in float32, ``"layer"`` may have gains and biases.
+        norm: ``"rms"`` has gains, ``"rms-float32"`` applies them in float32, ``"layer"`` may have
+            gains and biases.
         norms_per_layer: norms of the residual stream's width.
         head_norms: norms of queries and keys: ``"none"``, per ``"head"``, or over ``"all"`` heads.
         activation: the MLP's function, in Hugging Face's spelling.
         has_fused_inputs: queries, keys and values are one matmul.
-        window, window_share: attended tokens per layer, None for all; and the fraction of layers with that window.
+        window, window_share: attended tokens per layer, None for all; and the fraction of layers
+            with that window.
         counts: of a step of a user's module; None for formulas.
         left_out: parts of the model without planned time and activations; empty if none.
     """
@@ -213,8 +220,8 @@ class Architecture:
     def mean_keys(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Return the attended keys per token, averaged over tokens and layers.
 
-        This is half the sequence with the mask, all of it in Megatron's convention. A window ``w`` shortens the causal mean to
-        ``w - w² / 2s``.
+        This is half the sequence with the mask, all of it in Megatron's convention. A window ``w``
+        shortens the causal mean to ``w - w² / 2s``.
         """
         all_keys = sequence_length / 2 if is_causal else float(sequence_length)
         if self.window is None or self.window >= sequence_length:
@@ -229,9 +236,11 @@ class Architecture:
     def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Count operations of scores and values per token, forward and backward, in all layers.
 
-        ``is_causal`` counts the half below the diagonal, ``6 L h s``. Megatron-LM counts the whole, ``12 L h s``.
+        ``is_causal`` counts the half below the diagonal, ``6 L h s``. Megatron-LM counts the whole,
+        ``12 L h s``.
 
-        Source: Narayanan et al., arXiv 2104.04473, appendix; Dao, FlashAttention-2, arXiv 2307.08691, section 4.1 (causal half).
+        Source: Narayanan et al., arXiv 2104.04473, appendix; Dao, FlashAttention-2, arXiv
+        2307.08691, section 4.1 (causal half).
         """
         if self.counts:  # all that no linear layer does
             beyond = self.counts.operations - 3 * sum(m.flops_per_token for m in self.matmuls)
@@ -240,7 +249,8 @@ class Architecture:
         return 3 * self.num_layers * per_key * self.mean_keys(sequence_length, is_causal=is_causal)
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Count a training step's operations per token: ``6`` per multiplied parameter that a token meets, plus attention.
+        """Count a training step's operations per token: ``6`` per multiplied parameter that a token
+        meets, plus attention.
 
         Recomputation does not count: it is in HFU, not in MFU.
         """
@@ -249,7 +259,7 @@ class Architecture:
         )
 
 
-# ── presets: a decoder from its sizes ─────────────────────────────────────────────────────────────────────────────────────
+# ── presets: a decoder from its sizes ─────────────────────────────────────────────────────────────
 
 
 def decoder(
@@ -267,11 +277,12 @@ def decoder(
     latent: LatentAttention | None = None,
     **fields: Any,
 ) -> Architecture:
-    """Return a usual decoder: layers of attention and an MLP (or a mixture) between an embedding and a head.
+    """Return a usual decoder: layers of attention and an MLP (or a mixture) between an embedding
+    and a head.
 
     Args:
-        num_kv_heads: None for the number of heads; head_dim: None for width over heads; intermediate_size: None for four
-            times the width.
+        num_kv_heads: None for the number of heads; head_dim: None for width over heads;
+            intermediate_size: None for four times the width.
         has_biases: all matmuls but the head have biases, and norms too.
         fields: further fields of :class:`Architecture`.
     """
@@ -368,7 +379,8 @@ def _of_trainer(model: Model) -> Architecture:
 
 
 def read_model(text: str) -> Architecture:
-    """Return the architecture of a preset (``narrowgauge show models``), a Hugging Face model folder or a ``config.json``.
+    """Return the architecture of a preset (``narrowgauge show models``), a Hugging Face model
+    folder or a ``config.json``.
 
     Example:
         >>> read_model("mixtral-8x7b").num_parameters
@@ -410,7 +422,8 @@ def read_model(text: str) -> Architecture:
 
 
 def _cached_config(name: str) -> Path:
-    """Return the newest ``config.json`` of a model in the hub's cache, or a path that does not exist.
+    """Return the newest ``config.json`` of a model in the hub's cache, or a path that does not
+    exist.
 
     Source: huggingface_hub, "Understand caching": ``models--org--name/snapshots/REVISION``.
     """

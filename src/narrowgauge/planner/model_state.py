@@ -1,9 +1,10 @@
 """State: bytes of weights, gradients and optimizer states that a rank holds between steps.
 
-The storage's fields (:mod:`narrowgauge.spec.storages`) give the bytes per parameter. We multiply them by a rank's number of
-parameters of each kind.
+The storage's fields (:mod:`narrowgauge.spec.storages`) give the bytes per parameter. We multiply
+them by a rank's number of parameters of each kind.
 
-Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shards optimizer states, 2 gradients, 3 weights.
+Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shards optimizer states, 2
+gradients, 3 weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from narrowgauge.spec.update_rules import UPDATE_RULES
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Hold bytes of parameters: weights as the model sees them, gradients, and the remaining optimizer state.
+    """Hold bytes of parameters: weights as the model sees them, gradients, and the remaining
+    optimizer state.
 
     ``whole`` is optimizer state that is never sharded. ``host`` lies in the host's memory.
     """
@@ -79,9 +81,11 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Hold a model's state by stage: embedding and learned positions on the first, head and last norm on the last.
+    """Hold a model's state by stage: embedding and learned positions on the first, head and last
+    norm on the last.
 
-    A tied head is on both stages if they differ. ``layers`` exclude experts. ``reference`` is a frozen copy of the model.
+    A tied head is on both stages if they differ. ``layers`` exclude experts. ``reference`` is a
+    frozen copy of the model.
     """
 
     layers: Bytes
@@ -96,10 +100,13 @@ def state_of(
     a: Architecture, storage: Storage, optimizer: str = "adamw", tensor: int = 1, expert_tensor: int = 1,
     program: Program = DEFAULT,
 ) -> ModelState:  # fmt: skip
-    """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices.
+    """Return the state of a model on each of ``tensor`` ranks.
 
-    A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head, too. The program's table of
-    parts says what is frozen, in which format, and what lies on the host.
+    ``expert_tensor`` ranks shard an expert's matrices.
+
+    A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head,
+    too. The program's table of parts says what is frozen, in which format, and what lies on the
+    host.
     """
     is_matrix = UPDATE_RULES[optimizer].is_matrix
     outer = "adamw" if is_matrix and optimizer != "adafactor" else optimizer
@@ -150,7 +157,10 @@ def _matrix_state(
     ranks: int,
     part: Part,
 ) -> Bytes:
-    """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split."""
+    """Return the state of a matmul's weights and biases.
+
+    ``ranks`` shard the weights if the matmul is split.
+    """
     biases = vectors * (matmul.count * matmul.out_features * matmul.has_bias)
     share = 1 if matmul.split == "none" else 1 / ranks
     if not part.trains:
@@ -167,9 +177,12 @@ def _matrix_state(
 
 
 def _subspace_bytes(storage: Storage, optimizer: str, matmul: Matmul) -> int:
-    """Return the bytes of a matrix's basis and of the moments of its coordinates. Every rank holds all of them.
+    """Return the bytes of a matrix's basis and of the moments of its coordinates.
 
-    Source: :mod:`narrowgauge.optim.rules.matrix`, ``rank · (shorter + 2 · longer side)`` values, and scales of their rows.
+    Every rank holds all of them.
+
+    Source: :mod:`narrowgauge.optim.rules.matrix`, ``rank · (shorter + 2 · longer side)`` values,
+    and scales of their rows.
     """
     shorter, longer = sorted((matmul.in_features, matmul.out_features))
     moments = storage.exp_avg, storage.exp_avg_sq

@@ -28,7 +28,8 @@ def published_runs() -> tuple[dict[str, Any], ...]:
 def nearest_run(job: Estimate) -> str:
     """Say what the nearest published run measured, with its source; or that none is near.
 
-    Nearness is a sum of distances: of kind, chip, precision, and of the logarithms of parameters, length and number of chips.
+    Nearness is a sum of distances: of kind, chip, precision, and of the logarithms of parameters,
+    length and number of chips.
     """
     runs = published_runs()
     nearest = min(runs, key=lambda run: _distance(run, job))
@@ -41,8 +42,10 @@ def nearest_run(job: Estimate) -> str:
         figures.append(f"{nearest['memory_gb']:g} GB")
     ours = f"{job.tokens_per_second / job.num_chips:,.0f} and {job.memory.total / 1e9:.3g} GB here"
     return (
-        f"Nearest measured run: {nearest['model']} ({count_text(nearest['parameters'])}), {nearest['kind']}, "
-        f"{nearest['precision']}, {nearest['chips']:,} × {nearest['chip']}, {nearest['length']:,} tokens: "
+        f"Nearest measured run: {nearest['model']} ({count_text(nearest['parameters'])}), "
+        f"{nearest['kind']}, "
+        f"{nearest['precision']}, {nearest['chips']:,} × {nearest['chip']}, {nearest['length']:,} "
+        "tokens: "
         f"{', '.join(figures)} ({ours}). {nearest['source']}."
     )
 

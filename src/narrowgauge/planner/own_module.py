@@ -1,4 +1,6 @@
-"""A user's own module: count parameters, matmuls, memory and operations of a step on fake tensors, which have no memory."""
+"""A user's own module: count parameters, matmuls, memory and operations of a step on fake tensors,
+which have no memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _FLASH = "_scaled_dot_product_flash_attention"
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of storages that operations make while they live, apart from gradients of ``parameters``.
+    """Count the bytes of storages that operations make while they live, apart from gradients of
+    ``parameters``.
 
     Attributes:
         activations, gradients: at the moment of the largest sum.
@@ -61,14 +64,16 @@ class LiveBytes(TorchDispatchMode):
 def of_module(
     model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None = None
 ) -> tuple[Architecture, int, int]:
-    """Return the shape of a module with counts of one step on ``batch``, the length of a sequence and their number.
+    """Return the shape of a module with counts of one step on ``batch``, the length of a sequence
+    and their number.
 
     The module is not called.
 
     Args:
-        batch: a tensor, a tuple of arguments or a mapping of them. Its first tensor has the tokens, ``[sequences, length]``, or
-            samples of another kind, which count as one token each.
-        loss: ``loss(model, batch)``; None for the output's ``loss``, or the sum of the first output.
+        batch: a tensor, a tuple of arguments or a mapping of them. Its first tensor has the tokens,
+            ``[sequences, length]``, or samples of another kind, which count as one token each.
+        loss: ``loss(model, batch)``; None for the output's ``loss``, or the sum of the first
+            output.
     Raises:
         DataError: the module has no matrices, or a step on fake tensors fails.
     """
@@ -97,7 +102,8 @@ def of_module(
                 objective.backward()
         except Exception as error:  # modules raise all kinds of errors on tensors without values
             raise DataError(
-                f"Cannot count a step of {type(model).__name__} on fake tensors: {str(error).splitlines()[0]}.",
+                f"Cannot count a step of {type(model).__name__} on fake tensors: "
+                f"{str(error).splitlines()[0]}.",
                 "Plan its config.json, or its number of parameters: narrowgauge plan run --params.",
             ) from error
     first = next(value for value in tree_leaves(batch) if isinstance(value, Tensor))
@@ -126,7 +132,10 @@ def _loss(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
 
 
 def _shape(model: nn.Module, counts: Counts) -> Architecture:
-    """Return parameters and matmuls by size. One head stands for attention, so nothing is split over tensor ranks."""
+    """Return parameters and matmuls by size.
+
+    One head stands for attention, so nothing is split over tensor ranks.
+    """
     linears = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     if not linears:
         raise DataError(
@@ -156,7 +165,9 @@ def _shape(model: nn.Module, counts: Counts) -> Architecture:
 
 
 def question_of(optimizer: Any) -> tuple[str, str]:
-    """Return the rule and the storage of an optimizer: of this project, or of PyTorch with states of the weights' dtype."""
+    """Return the rule and the storage of an optimizer: of this project, or of PyTorch with states
+    of the weights' dtype.
+    """
     rule = next(
         (name for name, row in UPDATE_RULES.items() if row.optimizer == type(optimizer).__name__),
         "adamw",

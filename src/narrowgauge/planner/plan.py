@@ -26,7 +26,8 @@ from narrowgauge.spec.chips import Chip, read_chip
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
 
-# Equal in one configuration for several clusters. Replicas and micro-batches follow from the number of chips.
+# Equal in one configuration for several clusters. Replicas and micro-batches follow from the number
+# of chips.
 _PINNED = (
     "shard",
     "zero",
@@ -43,9 +44,14 @@ _DOUBLED = [1 << power for power in range(18)]
 _LONGEST = 1 << 24
 _STEP_OF_LENGTH = 128
 EQUAL_RATES = 0.02
-"""Rates of rows within this fraction count as equal. The order then follows the risk of the storages."""
+"""Rates of rows within this fraction count as equal.
+
+The order then follows the risk of the storages.
+"""
 FINE_MOMENT = 5
-"""Mantissa bits of a second moment from which rows of equal speed are ordered by speed alone: those of ``word``."""
+"""Mantissa bits of a second moment from which rows of equal speed are ordered by speed alone: those
+of ``word``.
+"""
 
 
 def plan(
@@ -71,29 +77,39 @@ def plan(
     advise: bool = True,
     **rates: Any,
 ) -> Plan:
-    """Plan what fits, how fast, in which layout, and why. Nothing is trained, and only a ``config.json`` needs transformers.
+    """Plan what fits, how fast, in which layout, and why.
+
+    Nothing is trained, and only a ``config.json`` needs transformers.
 
     Args:
-        model: a preset's name, a Hugging Face ``config.json``, its folder or a cached ``org/name``, an architecture, or a
-            module. A step of a module is counted on fake tensors, and planned over data and shard ranks.
-        batch, loss: of a module's step on each chip: arguments, and ``loss(model, batch)``; None for the output's ``loss`` or
-            its sum. The batch is the step, unless the layout fixes ``micro_batch`` or ``micro_batches``.
-        recipes: names, files or recipes. By default the usual ones that the chips multiply natively; ``"all"`` for every
-            recipe that they multiply natively.
-        chip, chips: names (``narrowgauge show chips``) or files, and numbers, 1 by default. Several are compared.
+        model: a preset's name, a Hugging Face ``config.json``, its folder or a cached ``org/name``,
+            an architecture, or a module. A step of a module is counted on fake tensors, and planned
+            over data and shard ranks.
+        batch, loss: of a module's step on each chip: arguments, and ``loss(model, batch)``; None
+            for the output's ``loss`` or its sum. The batch is the step, unless the layout fixes
+            ``micro_batch`` or ``micro_batches``.
+        recipes: names, files or recipes. By default the usual ones that the chips multiply
+            natively; ``"all"`` for every recipe that they multiply natively.
+        chip, chips: names (``narrowgauge show chips``) or files, and numbers, 1 by default. Several
+            are compared.
         cluster: files or values, instead of ``chip`` and ``chips``.
-        sequence_length: in tokens; None for 4096, or for the positions of a preset or of learned positions if they are fewer.
+        sequence_length: in tokens; None for 4096, or for the positions of a preset or of learned
+            positions if they are fewer.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for its days.
-        optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states; or an optimizer, for its rule and storage.
-        layout: fields of the layout with fixed values: ``{"tensor": 2}``, ``"fsdp2,recompute=none"``.
-        program: the training loop: a name, fields with values, or both, as ``"hf-trainer,loss=chunked"``. See
-            :class:`~narrowgauge.planner.program.Program`. By default that of ``software``, or a loop of compiled layers that any
-            program may run.
-        lora, base: rank of adapters, and the format of the frozen weights of layers: ``bfloat16``, ``int8``, ``nf4``,
-            ``nvfp4``.
-        parts: rows of the table of parts (:data:`~narrowgauge.planner.program.PARTS`), as ``{"head": "trained"}``.
-        like: a measured run of this question's first layout: a run folder, a log, or its tokens per second of all chips.
+        optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states; or an
+            optimizer, for its rule and storage.
+        layout: fields of the layout with fixed values: ``{"tensor": 2}``,
+            ``"fsdp2,recompute=none"``.
+        program: the training loop: a name, fields with values, or both, as
+            ``"hf-trainer,loss=chunked"``. See :class:`~narrowgauge.planner.program.Program`. By
+            default that of ``software``, or a loop of compiled layers that any program may run.
+        lora, base: rank of adapters, and the format of the frozen weights of layers: ``bfloat16``,
+            ``int8``, ``nf4``, ``nvfp4``.
+        parts: rows of the table of parts (:data:`~narrowgauge.planner.program.PARTS`), as
+            ``{"head": "trained"}``.
+        like: a measured run of this question's first layout: a run folder, a log, or its tokens per
+            second of all chips.
         price: of a chip-hour, for the price of the run.
         advise: whether to look for what would fit, and for what a program's limits removed.
         rates: further fields of :class:`~narrowgauge.planner.clusters.Cluster` for ``chip``:
@@ -101,7 +117,8 @@ def plan(
     Returns:
         The jobs, the best first.
     Raises:
-        NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is unknown.
+        NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is
+            unknown.
 
     Example:
         >>> best = plan("llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8).best
@@ -132,7 +149,8 @@ def plan(
     length = _sequence_length(architecture, sequence_length)
     if tokens_per_step is not None and tokens_per_step < length:
         raise NarrowgaugeError(
-            f"Cannot plan a step of {tokens_per_step:,.0f} tokens because a sequence has {length:,}.",
+            f"Cannot plan a step of {tokens_per_step:,.0f} tokens because a sequence has "
+            f"{length:,}.",
             "Use shorter sequences, or more tokens.",
         )
     machines = _machines(cluster, chip, chips, rates)
@@ -229,7 +247,8 @@ def plan_within(
 
     Args:
         days: of the whole run, of ``tokens`` tokens.
-        chip, question: one kind of chip, and further arguments of :func:`plan`. Numbers are 1, 2, 4 or multiples of 8.
+        chip, question: one kind of chip, and further arguments of :func:`plan`. Numbers are 1, 2, 4
+            or multiples of 8.
     Raises:
         ChipError: 131,072 chips are too few.
 
@@ -240,7 +259,8 @@ def plan_within(
     kinds = [chip] if isinstance(chip, str | Path | Chip) else list(chip)
     if tokens is None or len(kinds) != 1 or chips or not days > 0:
         raise ChipError(
-            "Cannot plan for days without tokens, days above 0 and one kind of chip, or with a number of chips.",
+            "Cannot plan for days without tokens, days above 0 and one kind of chip, or with a "
+            "number of chips.",
             "Name days above 0, tokens and one kind of chip; the number of chips is the answer.",
         )
     asked = question.get("tokens_per_step")
@@ -267,7 +287,8 @@ def plan_within(
         raise refused[-1]
     if number is None:
         raise ChipError(
-            f"Cannot train within {duration_text(86400 * days)} on {_DOUBLED[-1]:,} chips or fewer.",
+            f"Cannot train within {duration_text(86400 * days)} on {_DOUBLED[-1]:,} chips or "
+            "fewer.",
             "Allow more days, more tokens a step, or faster chips.",
         )
     sizes = range(number // 2, number + 1, 8) if number > 8 else [number]
@@ -275,7 +296,9 @@ def plan_within(
 
 
 def plan_longest(**question: Any) -> Plan:
-    """Plan the longest sequence that fits, to 128 tokens. Arguments are those of :func:`plan` but ``sequence_length``.
+    """Plan the longest sequence that fits, to 128 tokens.
+
+    Arguments are those of :func:`plan` but ``sequence_length``.
 
     Raises:
         NarrowgaugeError: no length fits, or the question is wrong at every length.
@@ -348,7 +371,9 @@ def _shared(
     is_free: bool,
     searched: Callable[..., Estimate],
 ) -> tuple[Estimate, ...]:
-    """Return the first configuration that fits on every cluster: same recipe, model sharding and micro-batch."""
+    """Return the first configuration that fits on every cluster: same recipe, model sharding and
+    micro-batch.
+    """
     if len({where.chip.name for where in machines}) == 1:
         return ()
     for job in jobs:
@@ -365,7 +390,9 @@ def _shared(
 
 
 def _shared_tokens(tokens: int, length: int, machines: Sequence[Cluster]) -> int:
-    """Return the tokens near ``tokens`` that replicas of every cluster share evenly, in micro-batches of several sequences."""
+    """Return the tokens near ``tokens`` that replicas of every cluster share evenly, in
+    micro-batches of several sequences.
+    """
     unit = math.lcm(*(where.chips for where in machines))
     sequences = max(1, round(tokens / length))
     for micro_batch in (8, 4, 2, 1):
@@ -382,7 +409,8 @@ def _sequence_length(architecture: Architecture, length: int | None) -> int:
     # Rotary positions extend beyond the trained positions, learned positions do not.
     if architecture.positions and length > architecture.positions:
         raise NarrowgaugeError(
-            f"Cannot plan sequences of {length:,} tokens because {architecture.name} has {architecture.positions:,} positions.",
+            f"Cannot plan sequences of {length:,} tokens because {architecture.name} has "
+            f"{architecture.positions:,} positions.",
             "Use shorter sequences.",
         )
     return length
@@ -392,7 +420,8 @@ def _ranked(jobs: Sequence[Estimate]) -> list[Estimate]:
     """Sort jobs by safety, then speed. Jobs that do not fit come last, the closest first."""
 
     def safety(job: Estimate) -> tuple[bool, ...]:
-        # Recipes that do not train at the rate come last, however fast. Jobs that may run out of memory come after roomy ones.
+        # Recipes that do not train at the rate come last, however fast. Jobs that may run out of
+        # memory come after roomy ones.
         if not job.fits:
             return (True,)
         return False, not keeps_rate(job.recipe.storage), not job.has_room

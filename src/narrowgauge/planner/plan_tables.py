@@ -1,4 +1,6 @@
-"""A plan in tables of at most 120 columns and fixed sentences: options, what fits instead, all terms of the best option."""
+"""A plan in tables of at most 120 columns and fixed sentences: options, what fits instead, all
+terms of the best option.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Plan:
         options: best first. Jobs that do not fit come last, the nearest to fitting first.
         model: its name in the question.
         tokens, days: of the whole run, and its target; None if not asked.
-        shared: with several kinds of chips, one configuration for all: a job on each; empty if none exists.
+        shared: with several kinds of chips, one configuration for all: a job on each; empty if none
+            exists.
         left_out: rows that cannot be planned, and why.
         price: of a chip-hour.
         fixed: the layout's fixed fields.
@@ -93,19 +96,22 @@ class Plan:
             lines.append(_too_large(best))
         if self.days:
             lines.append(
-                f"{best.cluster.name} are the fewest with {self.days:g} d at the slow end of the interval."
+                f"{best.cluster.name} are the fewest with {self.days:g} d at the slow end of the "
+                "interval."
             )
         lines += _layouts(self.options)
         if best.faster:
             rival = best.faster
             lines.append(
-                f"{rival.tokens_per_second / best.tokens_per_second - 1:.0%} faster if its memory suffices: "
+                f"{rival.tokens_per_second / best.tokens_per_second - 1:.0%} faster if its memory "
+                "suffices: "
                 f"{layout_text(rival.layout)}; {bytes_text(rival.headroom_bytes)} free."
             )
         if self.removed:
             option, why = self.removed
             lines.append(
-                f"{option.tokens_per_second / best.tokens_per_second:.1f} × as fast, and it would fit: "
+                f"{option.tokens_per_second / best.tokens_per_second:.1f} × as fast, and it would "
+                "fit: "
                 f"{layout_text(option.layout)}. No known program runs it: {why}."
             )
         if best.host_bytes:
@@ -115,7 +121,8 @@ class Plan:
             )
         if best.resuming_bytes > best.chip.memory_bytes:
             lines.append(
-                f"While resuming, states exist twice, {bytes_text(best.resuming_bytes)}: load the checkpoint on the CPU."
+                f"While resuming, states exist twice, {bytes_text(best.resuming_bytes)}: load the "
+                "checkpoint on the CPU."
             )
         for row, reason in self.left_out.items():
             lines.append(f"Left out: {row}: {reason}")
@@ -130,7 +137,9 @@ class Plan:
         return [*lines, f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self)))}."]
 
     def tables(self) -> list[Table]:
-        """Return the options of each cluster, what fits instead, and the time of each group in the best option's step."""
+        """Return the options of each cluster, what fits instead, and the time of each group in the
+        best option's step.
+        """
         best, places = self.best, _places(self.options)
         states = "" if best.optimizer == "adamw" else f"states of {best.optimizer}; "
         count = count_text(best.architecture.num_parameters)
@@ -164,7 +173,7 @@ class Plan:
         ]
 
 
-# ── tables: options, terms and groups ─────────────────────────────────────────────────────────────────────────────────────
+# ── tables: options, terms and groups ─────────────────────────────────────────────────────────────
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Any], title: str) -> Table:
@@ -256,7 +265,10 @@ def _run_table(jobs: Sequence[Estimate], tokens: float, price: float | None) -> 
 
 
 def _groups_table(step: Terms, title: str) -> Table:
-    """Return the groups of a step, the largest first. Matmuls and attention are the model's own operations."""
+    """Return the groups of a step, the largest first.
+
+    Matmuls and attention are the model's own operations.
+    """
     groups = sorted(step.groups.items(), key=lambda item: -item[1])
     columns = (
         *text_columns(group=lambda item: item[0]),
@@ -276,7 +288,7 @@ def _term_lines(terms: Terms, unit: str) -> Iterator[str]:
     yield f"{terms.total / scale:12,.3f} {shown}  all {len(terms.addends)} terms"
 
 
-# ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sentences ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def _too_large(best: Estimate) -> str:
@@ -316,7 +328,9 @@ def _runs_with(job: Estimate) -> str:
 
 
 def _program_sentences(job: Estimate) -> Iterator[str]:
-    """Yield the program that is planned, and the memory of the same layout in the programs that differ."""
+    """Yield the program that is planned, and the memory of the same layout in the programs that
+    differ.
+    """
     yield f"Program: {job.program} (--program, --part)."
     if not programs_of(job):
         yield f"No known program runs {job.recipe.title} in this layout on {job.chip.name}."
@@ -354,8 +368,10 @@ def _doubling(jobs: Sequence[Estimate]) -> Iterator[str]:
     if len({job.chip.name for job in jobs}) > 1 or len(counts) < 2:
         return
     yield (
-        f"From {counts[0]:,} to {counts[-1]:,} chips: at equal tokens a step the learning rate stays; at k times the tokens "
-        "Adam's grows by about √k (arXiv 2205.10287). The bits of a run change with the chips, but for /reproducible sums."
+        f"From {counts[0]:,} to {counts[-1]:,} chips: at equal tokens a step the learning rate "
+        "stays; at k times the tokens "
+        "Adam's grows by about √k (arXiv 2205.10287). The bits of a run change with the chips, but "
+        "for /reproducible sums."
     )
 
 

@@ -1,8 +1,9 @@
 """Programs: the training loop that a plan describes. Memory and time read the same description.
 
-A named program is a row of ``data/programs.toml`` with its source, and the limits of what it runs. ``compiled`` has no limits.
-A program has a table of the model's parts: how each is stored, where, and whether it trains. Adapters, quantized bases, trained
-heads and reference models are rows of this table.
+A named program is a row of ``data/programs.toml`` with its source, and the limits of what it runs.
+``compiled`` has no limits. A program has a table of the model's parts: how each is stored, where,
+and whether it trains. Adapters, quantized bases, trained heads and reference models are rows of
+this table.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from narrowgauge.spec.toml import load_data
 
 FROZEN_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256),
                "nvfp4": 4.5}  # fmt: skip
-"""Bits of a frozen weight, scales included. NF4 has 8-bit scales of 64 weights, and float32 scales of 256 of these (QLoRA,
-arXiv 2305.14314, section 3)."""
+"""Bits of a frozen weight, scales included.
+
+NF4 has 8-bit scales of 64 weights, and float32 scales of 256 of these (QLoRA, arXiv 2305.14314,
+section 3).
+"""
 BASES = ("bfloat16", "int8", "nf4", "nvfp4")
 """Formats of ``--base``."""
 PARTS = ("attention", "mlp", "experts", "embeddings", "head", "norms", "reference")
@@ -53,7 +57,10 @@ class Part(NamedTuple):
 
 
 def read_part(text: str) -> Part:
-    """Read ``DTYPE``, ``frozen``, ``trained`` and ``host``, joined by ``+``. A dtype is that of a frozen weight."""
+    """Read ``DTYPE``, ``frozen``, ``trained`` and ``host``, joined by ``+``.
+
+    A dtype is that of a frozen weight.
+    """
     words = text.split("+")
     for word in words:
         known = (*FROZEN_BITS, "frozen", "trained", "host")
@@ -66,7 +73,8 @@ def read_part(text: str) -> Part:
     is_trained = "trained" in words
     if len(dtypes) > 1 or (dtypes and is_trained):
         raise RecipeError(
-            f"Cannot store a part of a model as {text!r}: what trains is stored as its recipe says.",
+            f"Cannot store a part of a model as {text!r}: what trains is stored as its recipe "
+            "says.",
             "Name one format of a frozen part, or 'trained'.",
         )
     dtype = dtypes[0] if dtypes else ""
@@ -79,11 +87,14 @@ class Program:
     """Describe a training loop.
 
     Args:
-        kernels: of layers: one operation after the other, compiled by layer, or fused by hand (Megatron-Core, Liger).
-        loss: over all logits in eager operations, over all logits compiled, or in chunks of the tokens.
+        kernels: of layers: one operation after the other, compiled by layer, or fused by hand
+            (Megatron-Core, Liger).
+        loss: over all logits in eager operations, over all logits compiled, or in chunks of the
+            tokens.
         head: dtype of the logits; empty for the matmuls' dtype.
-        selective: what a layout with ``recompute = "selective"`` repeats: scores of unfused attention; all but attention
-            and every second matmul (torchtitan); or norms, gates and up-projections of latents (DeepSeek-V3).
+        selective: what a layout with ``recompute = "selective"`` repeats: scores of unfused
+            attention; all but attention and every second matmul (torchtitan); or norms, gates and
+            up-projections of latents (DeepSeek-V3).
         attention: a flash kernel, which saves no scores, or matmuls around a softmax.
         gathered: dtype of gathered float32 shards under FSDP; empty for float32 under autocast.
         reduced: dtype of the gradients that FSDP reduces, if ``gathered`` is set.
@@ -92,13 +103,15 @@ class Program:
         offload: gradients, optimizer states and their update are on the host.
         saved: place of the inputs that recomputed layers keep: the chip, or ``"host"``.
         lora: rank of the adapters that train; 0 without adapters.
-        base: format of the frozen weights of layers under adapters: ``bfloat16``, ``int8``, ``nf4`` or ``nvfp4``. Experts stay
-            in bfloat16: transformers holds them in one tensor, which bitsandbytes does not quantize.
+        base: format of the frozen weights of layers under adapters: ``bfloat16``, ``int8``, ``nf4``
+            or ``nvfp4``. Experts stay in bfloat16: transformers holds them in one tensor, which
+            bitsandbytes does not quantize.
         rest: dtype of frozen embeddings, head and norms beside a narrow base.
         parts: rows that differ from what ``lora`` and ``base`` imply.
         adapted: matrices with adapters: ``"all"`` of the layers but experts, or ``"attention"``.
         text, source, limits: its name in sentences, where the fields are from, and what it runs.
-        software, softwares: its row of measured speed, and beginnings of the rows that are planned as this program.
+        software, softwares: its row of measured speed, and beginnings of the rows that are planned
+            as this program.
     """
 
     name: str
@@ -162,10 +175,12 @@ class Program:
         return all(row.trains for name, row in self.parts if name != "reference")
 
     def logit_bytes(self, width: float) -> float:
-        """Return the bytes per logit at the peak of the loss. ``width`` is that of the matmuls' dtype.
+        """Return the bytes per logit at the peak of the loss.
 
-        A compiled loss keeps the logits and their gradient. An eager loss also has float32 logits, their log-softmax and its
-        gradient, 12 bytes, while the allocator still reserves the logits.
+        ``width`` is that of the matmuls' dtype.
+
+        A compiled loss keeps the logits and their gradient. An eager loss also has float32 logits,
+        their log-softmax and its gradient, 12 bytes, while the allocator still reserves the logits.
         """
         width = 4.0 if self.head == "float32" else 2.0 if self.head else width
         return (
@@ -182,7 +197,8 @@ class Program:
                 f"float32 shards gathered in {self.gathered} and reduced in {self.reduced}"
             )
         parts.append(
-            f"micro-batches summed in {'the dtype of the weights' if self.sums == 'weight' else self.sums}"
+            "micro-batches summed in "
+            f"{'the dtype of the weights' if self.sums == 'weight' else self.sums}"
         )
         if self.release:
             parts.append("each gradient freed after its update")

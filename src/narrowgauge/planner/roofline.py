@@ -1,8 +1,10 @@
-"""The roofline: the time of linear layers and byte streams on a chip, from its data sheet and measured efficiencies.
+"""The roofline: the time of linear layers and byte streams on a chip, from its data sheet and
+measured efficiencies.
 
-A matmul takes the longer of two times: its multiply-adds at the chip's rate for the operands' format, or its bytes at the
-memory bandwidth. A cast takes its bytes. Neither reaches the printed peak, so a measured efficiency multiplies each rate
-(:mod:`narrowgauge.planner.efficiency`). Each kernel takes a few microseconds to start and to end.
+A matmul takes the longer of two times: its multiply-adds at the chip's rate for the operands'
+format, or its bytes at the memory bandwidth. A cast takes its bytes. Neither reaches the printed
+peak, so a measured efficiency multiplies each rate (:mod:`narrowgauge.planner.efficiency`). Each
+kernel takes a few microseconds to start and to end.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def operation_seconds(
     chip: Chip,
     shares: Efficiency,
 ) -> dict[str, float]:
-    """Return the seconds of a linear layer's operations on ``num_tokens`` rows: casts by slot, matmuls by name.
+    """Return the seconds of a linear layer's operations on ``num_tokens`` rows: casts by slot,
+    matmuls by name.
 
     The recipe sets the dtypes of input, output and weight.
     """
@@ -83,7 +86,9 @@ def operation_seconds(
 
 
 def _passes(cast: Cast) -> int:
-    """Count how often a cast reads its operand: once with scales per row or block, else once more for the scale."""
+    """Count how often a cast reads its operand: once with scales per row or block, else once more
+    for the scale.
+    """
     if cast.scaling == "static":
         return 1
     return 2 if cast.granularity in ("tensor", "column") or cast.scale == "float8_e4m3fn" else 1
@@ -99,7 +104,8 @@ def _written_bytes(cast: Cast, native: bool) -> float:
 def _extra_bytes(
     matmul: str, product: Product, native: bool, first: float, second: float, result: float
 ) -> float:
-    """Return the extra bytes of a matmul: to transpose low-precision floats (their kernels take only rows), and to scale.
+    """Return the extra bytes of a matmul: to transpose low-precision floats (their kernels take
+    only rows), and to scale.
 
     ``first``, ``second`` and ``result`` are the numbers of elements of its operands and its result.
     """

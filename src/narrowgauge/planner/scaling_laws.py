@@ -1,9 +1,10 @@
 """Scaling: extrapolate measured times to other numbers of chips, with honest limits.
 
-The time of a job on N chips is divided work plus a rest: T(N) = a/N + b f(N). The rest may be constant, grow with the depth of
-a message tree (log2 N), or with the number of chips (N). Two times fit any of the three, so nothing checks the choice. So we
-keep every law that the times allow. The laws agree between the measured points and differ beyond them. Their difference is the
-honest interval of an extrapolation.
+The time of a job on N chips is divided work plus a rest: T(N) = a/N + b f(N). The rest may be
+constant, grow with the depth of a message tree (log2 N), or with the number of chips (N). Two times
+fit any of the three, so nothing checks the choice. So we keep every law that the times allow. The
+laws agree between the measured points and differ beyond them. Their difference is the honest
+interval of an extrapolation.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "logarithmic": lambda chips: math.log2(chips),
     "linear": lambda chips: float(chips),
 }
-"""Dependence of a part of the time on the number of chips. Only ``divided`` shrinks with more chips."""
+"""Dependence of a part of the time on the number of chips.
+
+Only ``divided`` shrinks with more chips.
+"""
 _LAWS = (("divided",), *(("divided", rest) for rest in SHAPES if rest != "divided"))
 
 _ALLOWED = (
@@ -46,7 +50,9 @@ Points = Sequence[tuple[int, float]]
 
 
 def read_points(text: str) -> list[tuple[int, float]]:
-    """Read points from the command line: ``CHIPS:TIME`` with a unit, separated by commas. Sort by chips.
+    """Read points from the command line: ``CHIPS:TIME`` with a unit, separated by commas.
+
+    Sort by chips.
 
     Example:
         >>> read_points("256:7d, 128:240h")
@@ -63,7 +69,8 @@ def read_points(text: str) -> list[tuple[int, float]]:
         points.append((int(match[1]), float(match[2]) * _UNITS[match[3]]))
     if len(dict(points)) < 2:
         raise DataError(
-            f"Cannot fit a scaling law because {text!r} has times on {counted(points[0][0], 'chip')} only.",
+            f"Cannot fit a scaling law because {text!r} has times on "
+            f"{counted(points[0][0], 'chip')} only.",
             _EXAMPLE,
         )
     return sorted(points)
@@ -76,7 +83,8 @@ class Law:
     Args:
         parts: seconds of each shape where its function is 1, by name.
         error: relative error of one time, from the fit's residuals; 0 without residuals.
-        weights: array of each part's change per relative error of each point's time, ``[part, point]``.
+        weights: array of each part's change per relative error of each point's time, ``[part,
+            point]``.
     """
 
     parts: dict[str, float]
@@ -87,7 +95,9 @@ class Law:
         return sum(value * SHAPES[name](chips) for name, value in self.parts.items())
 
     def interval(self, chips: float) -> tuple[float, float]:
-        """Return the 80 % interval of :meth:`seconds` that follows from the error of the points' times."""
+        """Return the 80 % interval of :meth:`seconds` that follows from the error of the points'
+        times.
+        """
         # Change of the time per relative error of each point's time.
         changes = sum(
             SHAPES[name](chips) * weights
@@ -123,24 +133,30 @@ class Scaling:
         (first, slow), (last, fast), law = self.points[0], self.points[-1], self.laws[0]
         times, ratio = slow / fast, last / first
         lines = [
-            f"{last:,} chips instead of {first:,}: {duration_text(slow)} become {duration_text(fast)}, {times:.3g} × as fast "
-            f"on {ratio:.3g} × the chips, an efficiency of {times / ratio:.0%}. {first * slow / 86_400:,.4g} chip-days become "
+            f"{last:,} chips instead of {first:,}: {duration_text(slow)} become "
+            f"{duration_text(fast)}, {times:.3g} × as fast "
+            f"on {ratio:.3g} × the chips, an efficiency of {times / ratio:.0%}. "
+            f"{first * slow / 86_400:,.4g} chip-days become "
             f"{last * fast / 86_400:,.4g}, {ratio / times:.3g} × as many."
         ]
         if law.error > 2 * NOISE:
             lines.append(
-                f"No sum of parts that shrink, stay or grow with the chips fits these times: the closest law, {law}, misses them "
-                f"by {law.error:.0%}. They are not of one job, or one of them met trouble; do not extrapolate them."
+                "No sum of parts that shrink, stay or grow with the chips fits these times: the "
+                f"closest law, {law}, misses them "
+                f"by {law.error:.0%}. They are not of one job, or one of them met trouble; do not "
+                "extrapolate them."
             )
             return lines
         total, divided = law.seconds(first), law.parts["divided"] / first
         lines.append(
-            f"T(N) = {law}: of {duration_text(total)} on {counted(first, 'chip')} {duration_text(divided)} are divided among "
+            f"T(N) = {law}: of {duration_text(total)} on {counted(first, 'chip')} "
+            f"{duration_text(divided)} are divided among "
             f"them and {duration_text(total - divided)} are not."
         )
         if "constant" in law.parts:
             lines.append(
-                f"No number of chips takes less than {duration_text(law.parts['constant'])} by this law."
+                f"No number of chips takes less than {duration_text(law.parts['constant'])} by "
+                "this law."
             )
         if len(dict(self.points)) == len(law.parts):
             return [
@@ -149,11 +165,14 @@ class Scaling:
             ]
         return [
             *lines,
-            f"More sizes than unknowns were measured: the law misses their times by {law.error:.1%}.",
+            "More sizes than unknowns were measured: the law misses their times by "
+            f"{law.error:.1%}.",
         ]
 
     def row(self, at: Sequence[int] = ()) -> Row:
-        """Return plain values: the laws, times on half the least, ``at`` and twice the most chips, and possible causes."""
+        """Return plain values: the laws, times on half the least, ``at`` and twice the most chips,
+        and possible causes.
+        """
         first, last, law = self.points[0][0], self.points[-1][0], self.laws[0]
         predictions = []
         for chips in sorted({max(1, first // 2), *at, max([2 * last, *at])}):
@@ -198,7 +217,8 @@ def causes_of(row: Row) -> list[str]:
 def fit(points: Points) -> Scaling:
     """Fit the laws that the points allow, the simplest first.
 
-    An allowed law has no negative part. Keep all laws whose error is little above :data:`NOISE`, or at most twice the best law's.
+    An allowed law has no negative part. Keep all laws whose error is little above :data:`NOISE`, or
+    at most twice the best law's.
 
     Example:
         >>> print(fit(read_points("128:10d,256:7d")).laws[0])

@@ -1,8 +1,9 @@
 """Search: the layouts in which a recipe trains a model on a cluster, the best first.
 
-A layout has a shape (ranks per axis, and the sharded state) and a batch (sequences at once, recomputation). Shapes follow the
-bounds of practice. Tensor ranks share a node. Stages hold at least one layer each. Context ranks split long sequences only.
-Some program must run the shape. The search tries every shape with every batch.
+A layout has a shape (ranks per axis, and the sharded state) and a batch (sequences at once,
+recomputation). Shapes follow the bounds of practice. Tensor ranks share a node. Stages hold at
+least one layer each. Context ranks split long sequences only. Some program must run the shape. The
+search tries every shape with every batch.
 """
 
 from __future__ import annotations
@@ -26,15 +27,23 @@ from narrowgauge.runs.finding import counted
 from narrowgauge.spec.recipes import Recipe
 
 TOKENS_PER_STEP = 1 << 22
-"""Default tokens of an optimizer step: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""
+"""Default tokens of an optimizer step: four million, as Llama 3 begins with (arXiv 2407.21783,
+section 3.4.1).
+"""
 LEAST_TOKENS_PER_STEP = 1 << 19
-"""Minimum default tokens of an optimizer step, if any layout has memory for the sum of gradients: half a million. This is the
-smallest batch of GPT-3's models (arXiv 2005.14165, table 2.1)."""
+"""Minimum default tokens of an optimizer step, if any layout has memory for the sum of gradients:
+half a million. This is the smallest batch of GPT-3's models (arXiv 2005.14165, table 2.1).
+"""
 TOKENS_PER_CHIP = 1 << 10
-"""Tokens of a step per chip on many chips: 16 million on 16,384, as for Llama 3 405B (section 3.3.2)."""
+"""Tokens of a step per chip on many chips: 16 million on 16,384, as for Llama 3 405B (section
+3.3.2).
+"""
 MOST_TOKENS_PER_STEP = 1 << 26
-"""Maximum default tokens of an optimizer step on any number of chips: 67 million. The largest published steps have 63 million,
-in DeepSeek-V3 (arXiv 2412.19437, section 4.2: 15,360 sequences of 4,096)."""
+"""Maximum default tokens of an optimizer step on any number of chips: 67 million.
+
+The largest published steps have 63 million, in DeepSeek-V3 (arXiv 2412.19437, section 4.2: 15,360
+sequences of 4,096).
+"""
 ADAPTER_TOKENS_PER_STEP = 1 << 16
 """Default tokens of a step of adapters: 32 sequences of 2,048."""
 SIMPLER_STEP_FACTOR = 2
@@ -50,9 +59,13 @@ MOST_TOKENS_AT_ONCE = 1 << 16
 _MOST_STAGES = 64
 _MOST_GROUPS = 12  # of layers of a stage: published runs had up to 12
 MUCH_FASTER = 1.1
-"""Ratio of rates from which a layout that may run out of memory is named beside one that does not."""
+"""Ratio of rates from which a layout that may run out of memory is named beside one that does not.
+"""
 NOISE = 0.05
-"""Rates within this fraction count as equal. Then a layout of this project's trainer wins: the intervals are far wider."""
+"""Rates within this fraction count as equal.
+
+Then a layout of this project's trainer wins: the intervals are far wider.
+"""
 
 
 def search(
@@ -70,20 +83,23 @@ def search(
 ) -> Estimate:
     """Return the best layout of a recipe on all chips of a cluster.
 
-    That is the fastest whose memory interval fits, or a layout of this project's trainer within ``NOISE`` of it. Its ``faster``
-    is a much faster one that may run out of memory. Else it is the fastest that fits, or the closest to fitting.
+    That is the fastest whose memory interval fits, or a layout of this project's trainer within
+    ``NOISE`` of it. Its ``faster`` is a much faster one that may run out of memory. Else it is the
+    fastest that fits, or the closest to fitting.
 
     Args:
-        tokens_per_step: None for ``TOKENS_PER_STEP``, or ``TOKENS_PER_CHIP`` on many chips. It is at least
-            ``LEAST_TOKENS_PER_STEP`` unless nothing else fits. A layout takes the nearest number of sequences that its
-            ranks can share. Layouts with more replicas than sequences are skipped.
+        tokens_per_step: None for ``TOKENS_PER_STEP``, or ``TOKENS_PER_CHIP`` on many chips. It is
+            at least ``LEAST_TOKENS_PER_STEP`` unless nothing else fits. A layout takes the nearest
+            number of sequences that its ranks can share. Layouts with more replicas than sequences
+            are skipped.
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` with fixed values.
         usual_tokens: replaces the default tokens per step, so that several searches share one.
-        program: the training loop. Without limits, some named program must run the layout, unless none runs the fixed fields.
+        program: the training loop. Without limits, some named program must run the layout, unless
+            none runs the fixed fields.
         correction: planned over measured rate of a run like this one.
     Raises:
-        RecipeError: no layout has these fixed values on this cluster, the program runs none, or a step has fewer sequences
-            than replicas.
+        RecipeError: no layout has these fixed values on this cluster, the program runs none, or a
+            step has fewer sequences than replicas.
         ChipError: the chip does not multiply the recipe's dtype.
     """
     fixed = dict(fixed or {})
@@ -102,7 +118,8 @@ def search(
         fixed["micro_batches"] = 1
     if tokens_per_step is not None and "micro_batches" in fixed:
         raise RecipeError(
-            f"Cannot take {tokens_per_step:,} tokens per step and micro_batches = {fixed['micro_batches']}: one follows from "
+            f"Cannot take {tokens_per_step:,} tokens per step and micro_batches = "
+            f"{fixed['micro_batches']}: one follows from "
             "the other.",
             "Leave one open.",
         )
@@ -114,7 +131,8 @@ def search(
     least = min(LEAST_TOKENS_PER_STEP, usual_tokens) if is_batch_free else 0
     sums = _sums(job, fixed)
     tried: list[Estimate] = []
-    # Gradients are summed in fewer bits where wide sums leave no usual step. Small steps come after those.
+    # Gradients are summed in fewer bits where wide sums leave no usual step. Small steps come after
+    # those.
     for dtype in sums:
         for shape in shapes:
             layout = replace(shape, accumulation_dtype=dtype)
@@ -139,7 +157,9 @@ def _sums(job: Job, fixed: Mapping[str, Any]) -> list[str]:
 
 
 def _best(tried: Sequence[Estimate], least: float) -> Estimate | None:
-    """Return the fastest of at least ``least`` tokens that has room, else that fits; None without one."""
+    """Return the fastest of at least ``least`` tokens that has room, else that fits; None without
+    one.
+    """
     fitting = [option for option in tried if option.fits and option.tokens_per_step >= least]
     roomy = [option for option in fitting if option.has_room]
     if not fitting:
@@ -178,7 +198,10 @@ def _shapes_of_step(
     num_sequences: int,
     tokens_per_step: float | None,
 ) -> Sequence[Layout]:
-    """Return the shapes that leave each replica a sequence. If none does, return all, unless the tokens were given."""
+    """Return the shapes that leave each replica a sequence.
+
+    If none does, return all, unless the tokens were given.
+    """
     micro_batch, limit = fixed.get("micro_batch", 1), num_sequences
     if tokens_per_step is None:
         limit *= SIMPLER_STEP_FACTOR
@@ -187,7 +210,8 @@ def _shapes_of_step(
         least = micro_batch * min(shape.num_replicas for shape in shapes)
         length = job.sequence_length
         raise RecipeError(
-            f"Cannot plan a step of {num_sequences * length:,} tokens on {counted(job.cluster.chips, 'chip')} because they "
+            f"Cannot plan a step of {num_sequences * length:,} tokens on "
+            f"{counted(job.cluster.chips, 'chip')} because they "
             f"compute {least * length:,} at once.",
             "Name as many tokens, or fewer chips.",
         )
@@ -195,7 +219,9 @@ def _shapes_of_step(
 
 
 def fastest_removed(best: Estimate, fixed: Mapping[str, Any]) -> tuple[Estimate, str] | None:
-    """Return a layout that a program's limits removed although it fits and is much faster, and the reason; else None."""
+    """Return a layout that a program's limits removed although it fits and is much faster, and the
+    reason; else None.
+    """
     named = [row for row in PROGRAMS.values() if row.limits]
     programs = [best.program] if best.program.limits else named
     rate = best.step.total / best.layout.num_sequences
@@ -242,7 +268,7 @@ def usual_tokens_per_step(chips: int, program: Program = DEFAULT) -> int:
     return min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * chips), MOST_TOKENS_PER_STEP)
 
 
-# ── candidates ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── candidates ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _values(fixed: Mapping[str, Any], name: str, candidates: Iterable[Any]) -> tuple[Any, ...]:
@@ -259,7 +285,8 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
         for number in range(1, min(_MOST_STAGES, model.num_layers) + 1)
         if chips % number == 0
     ]
-    # Powers of two, and stages of equally many layers (embedding and head may count as a layer each).
+    # Powers of two, and stages of equally many layers (embedding and head may count as a layer
+    # each).
     stages = [
         n
         for n in stages
@@ -293,7 +320,8 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
         elif fixed.get("zero") == 0:
             shards = (1,)
         elif pipeline > 1 and ranks > 1:
-            # Stages hold a part of the model. Sharding their states costs no more than summing gradients.
+            # Stages hold a part of the model. Sharding their states costs no more than summing
+            # gradients.
             shards = (ranks,)
         for shard in _values(fixed, "shard", shards):
             if ranks % shard or ranks // shard != fixed.get("data", ranks // shard):
@@ -322,7 +350,9 @@ def _batches(
     fixed: Mapping[str, Any],
     is_batch_free: bool,
 ) -> Iterator[Layout]:
-    """Yield a shape with every batch that divides its replicas' part of ``num_sequences``, and one micro-batch if free."""
+    """Yield a shape with every batch that divides its replicas' part of ``num_sequences``, and one
+    micro-batch if free.
+    """
     per_replica = max(1, round(num_sequences / shape.num_replicas))
     most = max(8, MOST_TOKENS_AT_ONCE // job.sequence_length)
     sizes = [size for size in _MICRO_BATCHES if size <= most and per_replica % size == 0]

@@ -1,4 +1,6 @@
-"""The state alone: weights, gradients and optimizer states of a number of parameters, on each chip of a layout."""
+"""The state alone: weights, gradients and optimizer states of a number of parameters, on each chip
+of a layout.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
 
 SENTENCES = (
-    "Only the state is counted (weights, gradients and optimizer states). narrowgauge plan run adds activations, logits and "
+    "Only the state is counted (weights, gradients and optimizer states). narrowgauge plan run "
+    "adds activations, logits and "
     "buffers.",
-    "While resuming, optimizer states exist twice: those that were made, and those of the checkpoint.",
+    "While resuming, optimizer states exist twice: those that were made, and those of the "
+    "checkpoint.",
 )
 
 
@@ -34,7 +38,8 @@ def plan_state(
     layout: str | Mapping[str, Any] = "",
     optimizer: str = "adamw",
 ) -> list[Row]:
-    """Return the state of ``params`` parameters on a chip in bytes, the smallest first for each number of chips.
+    """Return the state of ``params`` parameters on a chip in bytes, the smallest first for each
+    number of chips.
 
     Args:
         recipes: by default every storage of bfloat16 weights.

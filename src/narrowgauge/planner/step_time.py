@@ -1,10 +1,12 @@
 """Step time: the duration of an optimizer step, term by term.
 
-We follow one rank of the slowest stage through its micro-batches: matmuls, casts, attention, element-wise work, the loss. Then
-come exchanges that computing does not hide, and the optimizer. A pipeline adds the bubble: the stage waits while the others
-fill and drain. Many chips wait for the slowest of them. Checkpoints add time.
+We follow one rank of the slowest stage through its micro-batches: matmuls, casts, attention,
+element-wise work, the loss. Then come exchanges that computing does not hide, and the optimizer. A
+pipeline adds the bubble: the stage waits while the others fill and drain. Many chips wait for the
+slowest of them. Checkpoints add time.
 
-Source: Narayanan et al., arXiv 2104.04473 (schedules, exchanges); Korthikanti et al., arXiv 2205.05198 (recomputation).
+Source: Narayanan et al., arXiv 2104.04473 (schedules, exchanges); Korthikanti et al., arXiv
+2205.05198 (recomputation).
 """
 
 from __future__ import annotations
@@ -52,12 +54,14 @@ def step_terms(job: Job) -> Terms:
     """Return the seconds of an optimizer step of the whole job, by group.
 
     Raises:
-        ChipError: the chip does not multiply the recipe's dtype, or the layout has more ranks than the cluster has chips.
+        ChipError: the chip does not multiply the recipe's dtype, or the layout has more ranks than
+            the cluster has chips.
         RecipeError: the layout does not suit the model.
     """
     check_job(job)
     layers, has_head = stage_layers(job.architecture.num_layers, job.layout.pipeline)
-    # Expert ranks are among the ranks that shard a replica's state. So fewer ranks shard each expert's state.
+    # Expert ranks are among the ranks that shard a replica's state. So fewer ranks shard each
+    # expert's state.
     dense, experts = parameters_of(job, layers)
     sharing = job.layout.num_sharing if job.layout.zero else 1
     number = dense / sharing + experts / job.layout.sharing_experts(sharing)
@@ -77,7 +81,8 @@ def check_job(job: Job) -> None:
     architecture, layout, chip = job.architecture, job.layout, job.chip
     if chip.rate_format(job.recipe.dtype) not in chip.peak_tflops:
         raise ChipError(
-            f"Cannot run {job.recipe.name} on {chip.name} because it does not multiply {job.recipe.dtype}.",
+            f"Cannot run {job.recipe.name} on {chip.name} because it does not multiply "
+            f"{job.recipe.dtype}.",
             f"It multiplies {', '.join(chip.peak_tflops)}.",
         )
     if layout.num_ranks > job.cluster.chips:
@@ -95,7 +100,8 @@ def check_job(job: Job) -> None:
 def stage_layers(num_layers: int, stages: int) -> tuple[int, bool]:
     """Return the layers of the slowest stage, and whether it is the last stage, which has the head.
 
-    Stages are equal if possible. Else the first and the last have one layer less, for embedding and head.
+    Stages are equal if possible. Else the first and the last have one layer less, for embedding and
+    head.
 
     Example:
         >>> stage_layers(32, 4), stage_layers(126, 16), stage_layers(61, 16)
@@ -143,7 +149,8 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
         for group, seconds in of_layers.items():
             body[group] += seconds.forward
     if program.saved == "host" and layout.recompute == "full":
-        # Each layer's input leaves in forward and comes back in backward; computing hides it up to the link's rate.
+        # Each layer's input leaves in forward and comes back in backward; computing hides it up to
+        # the link's rate.
         stream = job.tokens * job.architecture.hidden_size * job.width * job.architecture.num_layers
         rate = 1e9 * job.chip.host_gb_per_second * job.efficiency["host"]
         body["gaps"] += max(0.0, 2 * stream / rate - sum(body.values()))
@@ -185,7 +192,9 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
 
 
 def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
-    """Yield waiting times, in proportion to the ``seconds`` of a step; a rank has the states of ``number`` parameters."""
+    """Yield waiting times, in proportion to the ``seconds`` of a step; a rank has the states of
+    ``number`` parameters.
+    """
     chips, shares = job.layout.num_ranks, job.efficiency
     if chips > 1:
         # The expected excess of the slowest chip over the mean.

@@ -51,7 +51,9 @@ def count_text(number: float) -> str:
 
 
 def unit_of(value: float, quantity: str) -> tuple[float, str]:
-    """Return the size and name of the largest unit of ``"bytes"`` or ``"s"`` that makes a value at least one."""
+    """Return the size and name of the largest unit of ``"bytes"`` or ``"s"`` that makes a value at
+    least one.
+    """
     units = _SECONDS if quantity == "s" else _BYTES
     # 480 GB is easier to compare with a chip's memory than 0.48 TB. So terabytes begin at ten.
     return next(

@@ -1,11 +1,12 @@
 """Time the linear layers of a model, and its whole steps, on this machine in the same rounds.
 
-A machine's speed drifts by tens of percent within minutes. So each round times everything once: a real compiled training step
-in each recipe, and both passes of one layer of each kind. Ratios are taken within a round. Everything is compiled before the
-first round.
+A machine's speed drifts by tens of percent within minutes. So each round times everything once: a
+real compiled training step in each recipe, and both passes of one layer of each kind. Ratios are
+taken within a round. Everything is compiled before the first round.
 
-The layers are the model's own, on random inputs, one of each kind. They run one by one. In a step a compiler fuses them with
-their neighbours, and layers of one input (q, k and v) share its cast. The steps show that time.
+The layers are the model's own, on random inputs, one of each kind. They run one by one. In a step a
+compiler fuses them with their neighbours, and layers of one input (q, k and v) share its cast. The
+steps show that time.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def kinds_of(model: Any) -> tuple[Kind, ...]:
 
 
 def baseline_of(recipe: Recipe) -> Recipe:
-    """Return the bfloat16 recipe to compare a recipe with: with the same storage, if bfloat16 supports it.
+    """Return the bfloat16 recipe to compare a recipe with: with the same storage, if bfloat16
+    supports it.
 
     Example:
         >>> from narrowgauge.spec.notation import parse
@@ -82,7 +84,8 @@ class Times:
 
     Args:
         steps: of a whole step in each recipe.
-        layers: of the forward pass of one layer, and of both passes, by recipe and the pattern of its kind.
+        layers: of the forward pass of one layer, and of both passes, by recipe and the pattern of
+            its kind.
     """
 
     kinds: tuple[Kind, ...]
@@ -93,7 +96,10 @@ class Times:
 def measure(
     recipes: Sequence[Recipe], config: TrainConfig, say: Callable[[str], None] = lambda _: None
 ) -> Times:
-    """Time these recipes and their baselines. ``config.recipe`` is not used. ``say`` gets lines of progress."""
+    """Time these recipes and their baselines.
+
+    ``config.recipe`` is not used. ``say`` gets lines of progress.
+    """
     timed = dict.fromkeys([*map(baseline_of, recipes), *recipes])
     sessions = {recipe: training_session(replace(config, recipe=recipe)) for recipe in timed}
     kinds = kinds_of(next(iter(sessions.values())).model)
@@ -138,8 +144,9 @@ def _seconds(work: Work) -> float:
 def passes_of(session: Session, kind: Kind) -> tuple[Work, Work]:
     """Return two functions that run a layer of a kind: its forward pass, and forward and backward.
 
-    Each call takes the kind's next layer. On a GPU it also takes other inputs, so that the cache is cold. In a model, a layer's
-    weight and input come from memory, since other layers ran in between.
+    Each call takes the kind's next layer. On a GPU it also takes other inputs, so that the cache is
+    cold. In a model, a layer's weight and input come from memory, since other layers ran in
+    between.
     """
     recipe, device, num_tokens = (
         session.config.recipe,

@@ -1,6 +1,8 @@
-"""Measure what each recipe costs a model on this machine: its steps, and its layers against its baseline's layers.
+"""Measure what each recipe costs a model on this machine: its steps, and its layers against its
+baseline's layers.
 
-A machine's speed drifts. So every ratio is taken within a round, and the median over rounds is reported.
+A machine's speed drifts. So every ratio is taken within a round, and the median over rounds is
+reported.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def profile(
     sequence_length: int = 256,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """Measure what each recipe costs a model: a row for each, with times in seconds, and ratios above 1 if it is faster.
+    """Measure what each recipe costs a model: a row for each, with times in seconds, and ratios
+    above 1 if it is faster.
 
     Args:
         model: a preset's name, or a folder with a Hugging Face ``config.json``.
@@ -52,7 +55,10 @@ def profile(
 
 
 def cost_row(recipe: Recipe, times: Times) -> Row:
-    """Return a recipe's costs. Ratios are its baseline's seconds over its own, medians over rounds."""
+    """Return a recipe's costs.
+
+    Ratios are its baseline's seconds over its own, medians over rounds.
+    """
     baseline = baseline_of(recipe)
     ratios = sorted(
         base / step for base, step in zip(times.steps[baseline], times.steps[recipe], strict=True)

@@ -1,11 +1,12 @@
-"""The live page: the report of unfinished runs, rendered again when they grow, and served locally to a browser.
+"""The live page: the report of unfinished runs, rendered again when they grow, and served locally
+to a browser.
 
-``narrowgauge watch`` leaves the processor to training: it runs at the lowest priority, and waits ten times as long as the last
-rendering took. Nothing is written into the run folders.
+``narrowgauge watch`` leaves the processor to training: it runs at the lowest priority, and waits
+ten times as long as the last rendering took. Nothing is written into the run folders.
 
-Any web page in a browser may send requests to the loopback address. It cannot guess the token in the address. It may point its
-own name to 127.0.0.1 (DNS rebinding): the ``Host`` header check refuses that. A tunnel may end on another port, so ports are
-not compared.
+Any web page in a browser may send requests to the loopback address. It cannot guess the token in
+the address. It may point its own name to 127.0.0.1 (DNS rebinding): the ``Host`` header check
+refuses that. A tunnel may end on another port, so ports are not compared.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from narrowgauge.runs.record import ROW_FILES
 
 HERE = "127.0.0.1"
 HOSTS = frozenset({HERE, "localhost"})
-"""Allowed names of a ``Host`` header: the loopback address, here and at the other end of a tunnel."""
+"""Allowed names of a ``Host`` header: the loopback address, here and at the other end of a tunnel.
+"""
 FILES = ("run.toml", "summary.json", *(f"{name}.jsonl" for name in ROW_FILES))
 """Files of a run that a page shows."""
 POLL_SECONDS = 2.0
@@ -37,7 +39,7 @@ _REST = 10.0
 """Wait before the next rendering, as a multiple of the last rendering's time."""
 
 
-# ── rendering ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rendering ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def stamp_of(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
@@ -79,10 +81,13 @@ class LivePage:
         self._next = 0.0
 
     def poll(self) -> bool:
-        """Render the page if its runs have grown and enough time has passed. Return whether it was rendered.
+        """Render the page if its runs have grown and enough time has passed.
+
+        Return whether it was rendered.
 
         Raises:
-            NarrowgaugeError: the first rendering failed. After that, keep the last rendering: it is older, but correct.
+            NarrowgaugeError: the first rendering failed. After that, keep the last rendering: it is
+                older, but correct.
         """
         began, stamp = time.monotonic(), stamp_of(self.paths)
         if not stamp or stamp == self._stamp or began < self._next:
@@ -99,7 +104,7 @@ class LivePage:
         return True
 
 
-# ── serving ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── serving ───────────────────────────────────────────────────────────────────────────────────────
 
 _HEADERS = {
     "Cache-Control": "no-store",

@@ -1,8 +1,9 @@
 """A page: one HTML file that opens from disk without a network and can be sent by mail.
 
-Everything is inside: tables as plain HTML without scripts, figures as data, and compressed Plotly. A policy in the head forbids
-all requests. It allows only the two scripts of this package, by their digests. Templates escape all text from a run, so the
-name of a tensor is never markup. Data is encoded in base 64.
+Everything is inside: tables as plain HTML without scripts, figures as data, and compressed Plotly.
+A policy in the head forbids all requests. It allows only the two scripts of this package, by their
+digests. Templates escape all text from a run, so the name of a tensor is never markup. Data is
+encoded in base 64.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ def _encoded(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-# ── pages from templates ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pages from templates ──────────────────────────────────────────────────────────────────────────
 
 
 def document(data: Row, live: bool = False, **words: Any) -> str:
-    """Return a page as one HTML document. It fetches nothing. If live, it fetches only new data from its own address.
+    """Return a page as one HTML document.
+
+    It fetches nothing. If live, it fetches only new data from its own address.
 
     Args:
         data: the figures, as the page's script reads them.
@@ -93,7 +96,10 @@ def document(data: Row, live: bool = False, **words: Any) -> str:
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    """Return the environment of this package's templates. It escapes everything, and compiles each template once."""
+    """Return the environment of this package's templates.
+
+    It escapes everything, and compiles each template once.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(asset),
         autoescape=True,

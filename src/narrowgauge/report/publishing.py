@@ -19,11 +19,12 @@ def read_runs(
 ) -> list[Run]:
     """Return the runs in run folders, logs of other frameworks, and folders of runs.
 
-    Runs keep the order of ``paths``. Runs of one folder are sorted by name. No run appears twice. A damaged run beside others
-    of its folder is left out: ``say`` gets the reason.
+    Runs keep the order of ``paths``. Runs of one folder are sorted by name. No run appears twice. A
+    damaged run beside others of its folder is left out: ``say`` gets the reason.
 
     Raises:
-        RecordError: a folder holds no run, or a record is damaged, unreadable or newer than this version.
+        RecordError: a folder holds no run, or a record is damaged, unreadable or newer than this
+            version.
     """
     runs: list[Run] = []
     damaged: list[RecordError] = []

@@ -1,7 +1,9 @@
-"""The recipes of a page: groups of runs that differ only in their seed, with their diagnoses and the figures of their gauges.
+"""The recipes of a page: groups of runs that differ only in their seed, with their diagnoses and
+the figures of their gauges.
 
-A group has one label and one palette index, in every figure and table. The gauges of a long run take seven times the size of
-their file in memory. So we read each file once, draw what the page shows, and release the rows before the next file.
+A group has one label and one palette index, in every figure and table. The gauges of a long run
+take seven times the size of their file in memory. So we read each file once, draw what the page
+shows, and release the rows before the next file.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class RunDetails:
 
 @dataclass(frozen=True)
 class Group:
-    """Hold the runs of one recipe, one per seed, with their label and the index of their colour, dash and marker."""
+    """Hold the runs of one recipe, one per seed, with their label and the index of their colour,
+    dash and marker.
+    """
 
     label: str
     index: int
@@ -60,7 +64,9 @@ class Group:
 
     @property
     def named(self) -> list[tuple[Run, str]]:
-        """Return the runs, each with a unique name: the label, plus the seed if there are several runs."""
+        """Return the runs, each with a unique name: the label, plus the seed if there are several
+        runs.
+        """
         several = len(self.stats) > 1
         return [
             (stats.run, f"{self.label} · seed {stats.seed}" if several else self.label)
@@ -84,7 +90,10 @@ def groups_of(comparison: Comparison) -> list[Group]:
 
 
 def details_of(run: Run, index: int) -> RunDetails:
-    """Read the gauges of a run once, and release them unless they were loaded before. ``index`` is of its colour."""
+    """Read the gauges of a run once, and release them unless they were loaded before.
+
+    ``index`` is of its colour.
+    """
     was_held = "gauges" in vars(run)
     try:
         diagnosis, rows = diagnosed(run), rows_of(run, "gauges")

@@ -19,7 +19,9 @@ _COLUMNS = text_columns(
 
 
 def event_table(named: Iterable[tuple[Run, str]]) -> Table:
-    """Return a row per run, kind and advice: its steps, its first message, and the number of others. Each note has its own."""
+    """Return a row per run, kind and advice: its steps, its first message, and the number of
+    others. Each note has its own.
+    """
     groups: dict[tuple[str, Any, Any, Any], list[Row]] = {}
     for run, name in named:
         for event in run.events:
@@ -50,7 +52,9 @@ _NOT_SHOWN = "config.out"
 
 
 def setting_tables(named: Sequence[tuple[Run, str]]) -> tuple[Table, Table]:
-    """Return the settings that differ between runs, a row per run, and the others, a row per setting."""
+    """Return the settings that differ between runs, a row per run, and the others, a row per
+    setting.
+    """
     flat = [(name, _flat(run.run)) for run, name in named]
     keys = dict.fromkeys(key for _, settings in flat for key in settings if key != _NOT_SHOWN)
     values = {key: [settings.get(key, "–") for _, settings in flat] for key in keys}

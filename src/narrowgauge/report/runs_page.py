@@ -1,7 +1,8 @@
 """The page of runs: one recipe or many, with costs, figures, findings, events and settings.
 
-Its tables equal the terminal's. Lost updates are the audit's last values, as in the verdict: the first large steps dominate
-sums over a run, which hide losses at a small learning rate. If the diagnosis fails, its section says so.
+Its tables equal the terminal's. Lost updates are the audit's last values, as in the verdict: the
+first large steps dominate sums over a run, which hide losses at a small learning rate. If the
+diagnosis fails, its section says so.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ SECTIONS: dict[str, str] = {
 
 
 def render(comparison: Comparison, live: bool = False) -> str:
-    """Return the report on a comparison as one HTML document. Runs may be unfinished or without gauges.
+    """Return the report on a comparison as one HTML document.
 
-    Invariant: the document fetches nothing and shows every name and message as text. The same runs give the same document.
+    Runs may be unfinished or without gauges.
+
+    Invariant: the document fetches nothing and shows every name and message as text. The same runs
+    give the same document.
 
     Cost: about half a second per ten thousand steps, half of it for the diagnosis. The document is 2 MB for
         Plotly plus about 0.1 MB per run.
@@ -105,7 +109,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
     return " · ".join([*words, counted(len(runs), "run")])
 
 
-# ── readings: a row for each kind and recipe, one line for the runs without any, and marks in the figures ─────────────────
+# ── readings: a row for each kind and recipe, one line for the runs without any, and marks in the f
 
 MARKED = ("training-loss", "validation-loss", "grad-norm")
 """Figures over steps that mark each run's first reading."""
@@ -121,7 +125,8 @@ class RunReadings:
     """Hold the readings section of a page.
 
     Args:
-        table: readings beyond their bound, a row for each recipe and kind: the first step, and the numbers of the worst.
+        table: readings beyond their bound, a row for each recipe and kind: the first step, and the
+            numbers of the worst.
         first: for each run with a reading: its recipe's index, its name, and its first reading.
         lines: sentences about the other runs.
     """
@@ -141,7 +146,8 @@ def run_readings(groups: Iterable[Group]) -> RunReadings:
             diagnosis = details.diagnosis
             if isinstance(diagnosis, str):
                 lines.append(
-                    f"{name}: the diagnosis failed, which concerns nothing else on this page ({diagnosis})."
+                    f"{name}: the diagnosis failed, which concerns nothing else on this page "
+                    f"({diagnosis})."
                 )
             elif diagnosis.ok:
                 healthy.setdefault(diagnosis.verdict, []).append(name)
@@ -173,7 +179,9 @@ def _folded(recipe: str, members: Sequence[tuple[int, Reading]]) -> Row:
 
 
 def marked(figure: Figure, readings: RunReadings) -> Figure:
-    """Add an upright line at each run's first reading to a figure over steps, if it is one of :data:`MARKED`."""
+    """Add an upright line at each run's first reading to a figure over steps, if it is one of
+    :data:`MARKED`.
+    """
     if figure.name not in MARKED or not readings.first:
         return figure
     marks = [_mark(group, name, reading) for group, name, reading in readings.first]

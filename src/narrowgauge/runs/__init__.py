@@ -1,7 +1,7 @@
 """The run folder: files that a run writes to disk. A crash costs at most the line being written.
 
-``schema`` reads the columns from ``data/columns.toml``. ``record`` reads a run, ``writer`` writes it. ``events`` are the messages
-of a run. Nothing here needs torch.
+``schema`` reads the columns from ``data/columns.toml``. ``record`` reads a run, ``writer`` writes
+it. ``events`` are the messages of a run. Nothing here needs torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The measured arithmetic of a machine in ``run.toml``, and the comparison of two machines.
 
-Two correct machines may add in another order, fuse a multiplication with an addition, or round a function differently. Each row
-of ``data/probes.toml`` names one such property. :mod:`narrowgauge.gauges.arithmetic` measures it. Results are short texts::
+Two correct machines may add in another order, fuse a multiplication with an addition, or round a
+function differently. Each row of ``data/probes.toml`` names one such property.
+:mod:`narrowgauge.gauges.arithmetic` measures it. Results are short texts::
 
     [arithmetic.results]
     "sum of rows" = "bits #9ce46445"
@@ -21,7 +22,9 @@ UNAVAILABLE = "unavailable"
 def differences(
     first_run: Mapping[str, Any], second_run: Mapping[str, Any]
 ) -> dict[str, tuple[str, str]]:
-    """Return both results of each probe that differs between two ``run.toml``. Skip probes that only one has measured.
+    """Return both results of each probe that differs between two ``run.toml``.
+
+    Skip probes that only one has measured.
 
     Example:
         >>> one, other = ({TABLE: {"results": {"layer norm": text}}} for text in ("sequential", "pairwise"))

@@ -1,7 +1,8 @@
 """Atomic file operations: a file is complete or absent, whatever happens.
 
-The new bytes go to a temporary file in the same folder. It is synced to the disk and gets its final name by one atomic rename.
-An error of the operating system becomes a :class:`~narrowgauge.errors.RecordError` that names the file.
+The new bytes go to a temporary file in the same folder. It is synced to the disk and gets its final
+name by one atomic rename. An error of the operating system becomes a
+:class:`~narrowgauge.errors.RecordError` that names the file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ TEMPORARY = ".tmp-"
 
 
 def disk_error(path: Path, error: Exception) -> RecordError:
-    """Return a ``RecordError`` for an error of the operating system. On a full disk it gives the free bytes."""
+    """Return a ``RecordError`` for an error of the operating system.
+
+    On a full disk it gives the free bytes.
+    """
     error = system_error(error) or OSError(str(error))
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         status = 1 if error.errno in (errno.EIO, errno.EFBIG) else 2
@@ -41,7 +45,9 @@ def disk_error(path: Path, error: Exception) -> RecordError:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Return an error of the operating system, also one that another error's message quotes, as safetensors does."""
+    """Return an error of the operating system, also one that another error's message quotes, as
+    safetensors does.
+    """
     number = re.search(r"os error (\d+)", str(error))
     if isinstance(error, OSError):
         return error
@@ -50,7 +56,9 @@ def system_error(error: BaseException) -> OSError | None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn every error of the operating system in the block into the ``RecordError`` of :func:`disk_error`."""
+    """Turn every error of the operating system in the block into the ``RecordError`` of
+    :func:`disk_error`.
+    """
     try:
         yield
     except Exception as error:
@@ -60,7 +68,10 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Sync a file or a folder to the disk. Without the sync of its folder a power failure may undo a rename."""
+    """Sync a file or a folder to the disk.
+
+    Without the sync of its folder a power failure may undo a rename.
+    """
     if sys.platform == "win32" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -71,7 +82,9 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file in an existing folder. Any reader, also after a crash, sees the old bytes or the new ones.
+    """Replace a file in an existing folder.
+
+    Any reader, also after a crash, sees the old bytes or the new ones.
 
     Refuse a folder, a device or a pipe, because a rename would remove it.
     """
@@ -92,7 +105,10 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, renamed to ``path`` if the block succeeds. ``path`` may be empty, but not the current folder."""
+    """Yield a temporary folder, renamed to ``path`` if the block succeeds.
+
+    ``path`` may be empty, but not the current folder.
+    """
     path = path.absolute()
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):
@@ -124,7 +140,10 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def load_json(text: bytes | str) -> Any:
-    """Parse JSON. Raise ``ValueError`` also for too deep a nesting, where Python raises ``RecursionError``."""
+    """Parse JSON.
+
+    Raise ``ValueError`` also for too deep a nesting, where Python raises ``RecursionError``.
+    """
     try:
         return json.loads(text)
     except RecursionError as error:

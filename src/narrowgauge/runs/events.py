@@ -1,4 +1,7 @@
-"""Events: messages for a person about a run. Code should read the kind, the detector and the other columns instead."""
+"""Events: messages for a person about a run.
+
+Code should read the kind, the detector and the other columns instead.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ class Event:
         tensor, rank: the parameter and the rank concerned.
         value, threshold: the measured value and its limit, in the unit that the message names.
         advice: what to do.
-        detector: a detector of the monitor, a check of ``ng.check``, a reading (:mod:`narrowgauge.analysis.kinds`), ``audit``,
-            ``replicas``, ``changed-settings`` or ``changed-software``. Empty if nothing was judged.
+        detector: a detector of the monitor, a check of ``ng.check``, a reading
+            (:mod:`narrowgauge.analysis.kinds`), ``audit``, ``replicas``, ``changed-settings`` or
+            ``changed-software``. Empty if nothing was judged.
         expected, stage: of a reading: the expected value, and the stage of the step.
     Raises:
         ValueError: ``kind`` is not in the table.
@@ -65,7 +69,8 @@ class Event:
 
 
 def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
-    """Call a function with every event of every run and all gauges of this process, after it was written.
+    """Call a function with every event of every run and all gauges of this process, after it was
+    written.
 
     Args:
         callback: takes an :class:`Event`. Its exception ends the run.

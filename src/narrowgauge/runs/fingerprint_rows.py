@@ -1,6 +1,7 @@
 """The rows of ``fingerprints.jsonl``: find the rank that differs from the others.
 
-Where ranks must hold the same value, the value of the majority is right. If two ranks disagree, both are equally suspect.
+Where ranks must hold the same value, the value of the majority is right. If two ranks disagree,
+both are equally suspect.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from narrowgauge.runs.schema import Row
 
 
 def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority's value. Without a majority return none. Ignore ``None``.
+    """Return the ranks that differ from the majority's value.
+
+    Without a majority return none. Ignore ``None``.
 
     Example:
         >>> odd_ranks([7, 7, 8]), odd_ranks([7, 8]), odd_ranks([None, 7, 7, 8])
@@ -29,7 +32,8 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     """Find where the ranks of one run disagree in a step, by its row of ``fingerprints.jsonl``.
 
     Returns:
-        ``KIND:NAME`` of the difference, the ranks that differ from the others (none if unknown), and a sentence
+        ``KIND:NAME`` of the difference, the ranks that differ from the others (none if unknown),
+            and a sentence
         without its full stop. Empty if ranks agree wherever they must.
     Example:
         >>> shards = {"weight:a": [7, None, 5, None, 5, None], "weight:a of ranks 1, 3 and 5": [None, 8, None, 6, None, 6]}
@@ -58,7 +62,8 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     if not parted:
         return "", (), ""
     key = next(iter(parted))
-    # One entry for each group of ranks that hold the same shard: KIND:NAME, then KIND:NAME of ranks …
+    # One entry for each group of ranks that hold the same shard: KIND:NAME, then KIND:NAME of ranks
+    # …
     groups = [
         odd_ranks(numbers) for name, numbers in parted.items() if name.partition(" ")[0] == key
     ]

@@ -1,7 +1,7 @@
 """Runs of other frameworks, read from their logs. Values that a log does not hold stay unknown.
 
-Such a run has losses, learning rates and gradient norms at the logged steps, and is named after its folder. A metric under a name
-that is not in ``data/log_names.toml`` is not read.
+Such a run has losses, learning rates and gradient norms at the logged steps, and is named after its
+folder. A metric under a name that is not in ``data/log_names.toml`` is not read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def named(names: Iterable[str], column: str) -> str | None:
     )
 
 
-# ── readers: each raises ValueError for a damaged file ──────────────────────────────────────────────────────────────────
+# ── readers: each raises ValueError for a damaged file ────────────────────────────────────────────
 
 
 def _read_state(file: Path) -> Series:
@@ -54,7 +54,11 @@ def _read_state(file: Path) -> Series:
 
 
 def _read_csv(file: Path) -> Series:
-    """Read a table. Lightning's CSVLogger counts steps from 0: its step 9 is our step 10. Skip a last row being written."""
+    """Read a table.
+
+    Lightning's CSVLogger counts steps from 0: its step 9 is our step 10. Skip a last row being
+    written.
+    """
     text = file.read_text(encoding="utf-8-sig", errors="replace")
     table = csv.DictReader(io.StringIO(text), strict=True)
     try:
@@ -106,7 +110,10 @@ _READERS: dict[str, Callable[[Path], Series]] = {
     "metrics.csv": _read_csv,
     "*.csv": _read_csv,
 }
-"""The reader of each pattern of file names. All but tables are looked for in a folder, which then names the run."""
+"""The reader of each pattern of file names.
+
+All but tables are looked for in a folder, which then names the run.
+"""
 LOGS = "Hugging Face trainer_state.json, Lightning metrics.csv, or table (.csv)"
 """All logs, to follow "a"."""
 
@@ -137,7 +144,8 @@ def is_log(path: Path) -> bool:
 
 
 def read_log(path: Path) -> dict[str, Any] | None:
-    """Return the fields of the :class:`narrowgauge.Run` that a log describes; ``None`` without a log.
+    """Return the fields of the :class:`narrowgauge.Run` that a log describes; ``None`` without a
+    log.
 
     The summary is ``None`` if the log says that the run has not ended.
     """
@@ -162,8 +170,10 @@ def read_log(path: Path) -> dict[str, Any] | None:
             ) from error
     if not steps and not evals:
         raise RecordError(
-            f"{files[0]} holds no loss. It has {', '.join(sorted(values)[:8]) or 'no rows with a step'}.",
-            f"If one of its columns is the loss, rename it to one of {', '.join(NAMES['loss'][:3])}.",
+            f"{files[0]} holds no loss. It has "
+            f"{', '.join(sorted(values)[:8]) or 'no rows with a step'}.",
+            "If one of its columns is the loss, rename it to one of "
+            f"{', '.join(NAMES['loss'][:3])}.",
         )
     summary: Row = {"steps": max(row["step"] for row in (*steps, *evals))}
     if evals:
@@ -178,7 +188,10 @@ def read_log(path: Path) -> dict[str, Any] | None:
 
 
 def _progress(file: Path) -> tuple[Row, bool]:
-    """Return the settings in a log, and whether its run has ended. Only Hugging Face's log says so."""
+    """Return the settings in a log, and whether its run has ended.
+
+    Only Hugging Face's log says so.
+    """
     state = load_json(file.read_bytes()) if file.name == "trainer_state.json" else {}
     done, planned = state.get("global_step"), state.get("max_steps")
     if isinstance(done, int) and isinstance(planned, int) and planned > 0:

@@ -1,4 +1,5 @@
-"""The run folder: everything about a run, in files that a person can read and a crash cannot damage.
+"""The run folder: everything about a run, in files that a person can read and a crash cannot
+damage.
 
 ::
 
@@ -11,8 +12,9 @@
     summary.json        the metrics of the finished run
     checkpoints/        see checkpoints/saving.py
 
-The columns are in data/columns.toml. Rows are a log: a damaged row costs that row, and readers drop it with a note. At any moment
-the last line may be torn, which is dropped without one. What a run needs to go on is in run.toml and its checkpoint.
+The columns are in data/columns.toml. Rows are a log: a damaged row costs that row, and readers drop
+it with a note. At any moment the last line may be torn, which is dropped without one. What a run
+needs to go on is in run.toml and its checkpoint.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ class Run:
 
     @cached_property
     def gauges(self) -> list[Row]:
-        """Return the rows of ``gauges.jsonl``. Read them on first use: they are by far the largest."""
+        """Return the rows of ``gauges.jsonl``.
+
+        Read them on first use: they are by far the largest.
+        """
         return read_rows(self.path / "gauges.jsonl", self.notes)
 
     @cached_property
@@ -78,7 +83,10 @@ class Run:
 
     @property
     def data_fingerprint(self) -> str:
-        """Return the fingerprint of the tokens at the start of the run. Raise ``RecordError`` if ``run.toml`` has none."""
+        """Return the fingerprint of the tokens at the start of the run.
+
+        Raise ``RecordError`` if ``run.toml`` has none.
+        """
         data = self.run.get("data")
         fingerprint = data.get("fingerprint") if isinstance(data, dict) else None
         if not isinstance(fingerprint, str):
@@ -92,7 +100,9 @@ class Run:
 
 
 def config_of(run: Row) -> Any:
-    """Return the settings in a ``run.toml``: the ``[config]`` table, or the entries outside of tables if there is none."""
+    """Return the settings in a ``run.toml``: the ``[config]`` table, or the entries outside of
+    tables if there is none.
+    """
     return run.get(
         "config", {name: value for name, value in run.items() if not isinstance(value, dict)}
     )
@@ -107,12 +117,13 @@ def read_run(path: str | Path) -> Run:
     """Read a run folder, finished or not, even while it is being written. Drop damaged rows.
 
     Args:
-        path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv``, or their folder. Or
-            a table (CSV).
+        path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv``,
+            or their folder. Or a table (CSV).
     Returns:
         Its content. Values that a log lacks are absent.
     Raises:
-        RecordError: the run is missing, its ``run.toml`` or a log is damaged, or another version wrote it.
+        RecordError: the run is missing, its ``run.toml`` or a log is damaged, or another version
+            wrote it.
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
@@ -138,7 +149,10 @@ def read_run(path: str | Path) -> Run:
 
 
 def read_settings(path: Path) -> Row:
-    """Return ``run.toml`` of a run folder. Raise ``RecordError`` if it is missing, damaged, or of another version."""
+    """Return ``run.toml`` of a run folder.
+
+    Raise ``RecordError`` if it is missing, damaged, or of another version.
+    """
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
@@ -165,7 +179,10 @@ def read_settings(path: Path) -> Row:
 
 
 def wrong_setting(run: Row) -> str:
-    """Name a number in ``run.toml`` that readers count with and that is not whole. Empty if all are."""
+    """Name a number in ``run.toml`` that readers count with and that is not whole.
+
+    Empty if all are.
+    """
     config = run["config"] if isinstance(run.get("config"), dict) else {}
     numbers = {
         "schema_version": run["schema_version"],
@@ -177,7 +194,9 @@ def wrong_setting(run: Row) -> str:
 
 
 def latest_runs(path: Path) -> str:
-    """Return a sentence with the three newest runs in or beside a folder, or else in ``runs/`` here; empty without runs."""
+    """Return a sentence with the three newest runs in or beside a folder, or else in ``runs/``
+    here; empty without runs.
+    """
     for place in (path, path.parent, Path("runs")):
         with suppress(OSError):
             files = sorted(
@@ -199,7 +218,10 @@ def _require_known(table: Row, path: Path) -> None:
 
 
 def read_summary(file: Path, notes: list[str]) -> Row | None:
-    """Return the metrics of a finished run. Without them, or if they are damaged, the run is not finished."""
+    """Return the metrics of a finished run.
+
+    Without them, or if they are damaged, the run is not finished.
+    """
     data = read_bytes(file)
     if data is None:
         return None
@@ -216,10 +238,10 @@ def read_summary(file: Path, notes: list[str]) -> Row | None:
     return dict(summary)
 
 
-# ── the lines of a file ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the lines of a file ───────────────────────────────────────────────────────────────────────────
 #
-# One write appends a row and its newline. So a last line without a newline is torn. JSON lacks NaN and infinities, so they are
-# stored as "nan", "inf" and "-inf".
+# One write appends a row and its newline. So a last line without a newline is torn. JSON lacks NaN
+# and infinities, so they are stored as "nan", "inf" and "-inf".
 
 ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
 """The kinds of rows. Each has a file: ``steps.jsonl`` and so on."""
@@ -291,7 +313,9 @@ def restored(value: Any, key: str = "") -> Any:
 
 
 def toml_value(value: Any) -> Any:
-    """Return a value that TOML has: without ``None``, numbers of NumPy and PyTorch as Python's, all else as text."""
+    """Return a value that TOML has: without ``None``, numbers of NumPy and PyTorch as Python's, all
+    else as text.
+    """
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict):
         return {str(key): toml_value(item) for key, item in value.items() if item is not None}

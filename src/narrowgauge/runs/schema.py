@@ -1,13 +1,16 @@
-"""The schema of a run's record: every column of every file in a run folder, defined once in ``data/columns.toml``.
+"""The schema of a run's record: every column of every file in a run folder, defined once in
+``data/columns.toml``.
 
-The writer and the reader check rows against these tables. The console and the documentation print them. Rows may hold further
-columns, which are not checked.
+The writer and the reader check rows against these tables. The console and the documentation print
+them. Rows may hold further columns, which are not checked.
 
-A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the order of :data:`METRICS`::
+A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the
+order of :data:`METRICS`::
 
     {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, "updates": {...}, ...}
 
-A metric that does not apply is null. An empty table is left out. Histograms count the binary exponents of all tensors of a kind.
+A metric that does not apply is null. An empty table is left out. Histograms count the binary
+exponents of all tensors of a kind.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "l
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a record: a row of ``data/columns.toml``, which explains the fields. ``show`` formats for the console.
+    """One column of a record: a row of ``data/columns.toml``, which explains the fields.
+
+    ``show`` formats for the console.
 
     ``metrics`` are the entries of each list of a ``lists`` column, in order.
     """
@@ -59,8 +64,10 @@ EVENT_KINDS = frozenset(kind for kinds in _DATA.pop("event_kinds").values() for 
 """Every kind of event."""
 FIRST_EXPONENT = -64
 NUM_EXPONENTS = 112
-"""Bin ``k`` of a histogram counts magnitudes from ``2**(FIRST_EXPONENT + k)`` to just below twice that. Smaller magnitudes are
-in the first bin, larger ones in the last. Zeros and non-finite values are not counted."""
+"""Bin ``k`` of a histogram counts magnitudes from ``2**(FIRST_EXPONENT + k)`` to just below twice
+that. Smaller magnitudes are in the first bin, larger ones in the last. Zeros and non-finite values
+are not counted.
+"""
 
 
 def _lost_share(edq: float) -> str:
@@ -103,7 +110,9 @@ METRICS: dict[str, dict[str, Column]] = {
 
 
 def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
-    """Return one metric of a tensor, parameter or module in a row of ``gauges.jsonl``; ``None`` if it is missing."""
+    """Return one metric of a tensor, parameter or module in a row of ``gauges.jsonl``; ``None`` if
+    it is missing.
+    """
     values = row.get(table, {}).get(name)
     place = list(METRICS[table]).index(metric)
     return values[place] if values is not None and place < len(values) else None
@@ -133,7 +142,7 @@ def step_of(row: Row) -> int:
     return int(step) if isinstance(step, (int, float)) else 0
 
 
-# ── the check of a row ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the check of a row ────────────────────────────────────────────────────────────────────────────
 
 NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 """How JSON, which has no such numbers, holds them."""
@@ -153,7 +162,9 @@ _NUMERIC = {
 
 
 def wrong_value(kind: str, row: Row) -> str:
-    """Describe the first value in a row that does not have the type of its column. Empty if all have.
+    """Describe the first value in a row that does not have the type of its column.
+
+    Empty if all have.
 
     Example:
         >>> wrong_value("evals", {"step": 3, "val_loss": "low"}), wrong_value("evals", {"step": 3, "val_loss": 2.5})
@@ -209,7 +220,8 @@ def short(value: Any) -> str:
 
 
 def gauge_metrics(row: Row) -> Iterator[tuple[str, str, dict[str, float | None]]]:
-    """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by name.
+    """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by
+    name.
 
     Example:
         >>> list(gauge_metrics({"step": 1, "attention": {"w": [1.25]}}))
@@ -224,7 +236,8 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
     """Return the numbers of a row under their tags, as experiment trackers draw them.
 
     Args:
-        kind: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``. The number of an event is its value, or 1.
+        kind: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``. The number of an event is its
+            value, or 1.
     Example:
         >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "updates": {"w": [1.0]}})
         ({'validation/loss': 2.5}, {'edq/w': 1.0})

@@ -1,6 +1,7 @@
 """Write a run folder: append whole rows, and replace ``run.toml`` and ``summary.json``.
 
-The folder is locked, so a run has one writer at a time. The lock ends with the process, however the process ends.
+The folder is locked, so a run has one writer at a time. The lock ends with the process, however the
+process ends.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ _FILES = [f"{name}.jsonl" for name in ROW_FILES]
 
 
 class RunWriter:
-    """Write a run folder, which :meth:`create` makes and :meth:`open` continues. Close it, or use it in a ``with`` block.
+    """Write a run folder, which :meth:`create` makes and :meth:`open` continues.
 
-    A reader never sees half a row. A second writer is refused, and a row with a value of the wrong type.
+    Close it, or use it in a ``with`` block.
+
+    A reader never sees half a row. A second writer is refused, and a row with a value of the wrong
+    type.
 
     Args:
         path: the run folder.
@@ -63,9 +67,11 @@ class RunWriter:
         """Make a run folder, absent or empty before, and write its ``run.toml``.
 
         Args:
-            run: all settings. ``None`` values are left out, since TOML has none. ``schema_version`` is added.
+            run: all settings. ``None`` values are left out, since TOML has none. ``schema_version``
+                is added.
         Raises:
-            RecordError: the folder is not empty, another process is writing there, or the disk refuses.
+            RecordError: the folder is not empty, another process is writing there, or the disk
+                refuses.
         """
         writer = cls(path)
         require_free(writer.path)
@@ -90,7 +96,10 @@ class RunWriter:
 
     @classmethod
     def open(cls, path: str | Path) -> RunWriter:
-        """Continue a run, which no other process may be writing. Remove damaged rows, with a note for each file."""
+        """Continue a run, which no other process may be writing.
+
+        Remove damaged rows, with a note for each file.
+        """
         writer = cls(path)
         read_settings(writer.path)
         writer._lock_folder()
@@ -105,7 +114,8 @@ class RunWriter:
         return writer
 
     def rewind(self, step: int, *, first: int = 1) -> None:
-        """Delete the rows after a step, and the summary, because a resume from its checkpoint writes them again. Keep the events.
+        """Delete the rows after a step, and the summary, because a resume from its checkpoint
+        writes them again. Keep the events.
 
         Args:
             step: the last optimizer step to keep.
@@ -121,14 +131,19 @@ class RunWriter:
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def amend(self, run: Row) -> None:
-        """Replace ``run.toml``, for a resume that changes its settings. ``run`` is as for :meth:`create`."""
+        """Replace ``run.toml``, for a resume that changes its settings.
+
+        ``run`` is as for :meth:`create`.
+        """
         content = {**toml_value(run), "schema_version": VERSION}
         if wrong := wrong_setting(content):
             raise RecordError(f"Cannot write the run {self.path}: {wrong}.", "Give a whole number.")
         write_whole(self.path / "run.toml", tomli_w.dumps(content).encode())
 
     def append(self, kind: str, row: Row) -> None:
-        """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"fingerprints"``. Cost: about 20 µs."""
+        """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or
+        ``"fingerprints"``. Cost: about 20 µs.
+        """
         line = json.dumps(
             self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":")
         )
@@ -157,7 +172,10 @@ class RunWriter:
         )
 
     def sync(self) -> None:
-        """Force all rows to the disk. Call it before a checkpoint, which must not outlive the rows before it."""
+        """Force all rows to the disk.
+
+        Call it before a checkpoint, which must not outlive the rows before it.
+        """
         for name in self._descriptors:
             with disk_errors(self._file(name)):
                 sync(self._file(name))
@@ -208,7 +226,10 @@ class RunWriter:
             return os.open(self._file(name), flags, 0o644)
 
     def _keep(self, name: str, last_step: int | None = None) -> str:
-        """Remove damaged lines, a torn last one, and rows after a step. Return a note on the damaged ones."""
+        """Remove damaged lines, a torn last one, and rows after a step.
+
+        Return a note on the damaged ones.
+        """
         file = self._file(name)
         lines = read_lines(file)
         kept = []
@@ -235,7 +256,10 @@ class RunWriter:
 
 
 def require_free(path: str | Path) -> None:
-    """Refuse to create a run in a file or a non-empty folder. Files that a killed process leaves do not count."""
+    """Refuse to create a run in a file or a non-empty folder.
+
+    Files that a killed process leaves do not count.
+    """
     path, problem = Path(path), ""
     with disk_errors(path):
         if path.exists() and not path.is_dir():

@@ -1,7 +1,8 @@
 """Chips: memory, bandwidth, links, and matmul throughput by format.
 
-Vendors publish throughput for dense or "structured sparse" products, per chip or per board of two. They publish link rates in
-one direction or both. In ``data/chips.toml`` every peak is dense and per chip. Every link rate is in one direction.
+Vendors publish throughput for dense or "structured sparse" products, per chip or per board of two.
+They publish link rates in one direction or both. In ``data/chips.toml`` every peak is dense and per
+chip. Every link rate is in one direction.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ class Chip:
         memory_gb: memory as sold. The vendors' gigabytes are 2^30 bytes.
         reachable_mib: memory that the driver reports, if it is more than 3 % below ``memory_gb``.
         bandwidth_gb_per_second: of that memory, 10^9 bytes per second.
-        peak_tflops: dense operations (two per multiply-add), in 10^12 per second, by operand format. Formats without native
-            matmul or published value are missing.
+        peak_tflops: dense operations (two per multiply-add), in 10^12 per second, by operand
+            format. Formats without native matmul or published value are missing.
         measured_tflops: the best published large matmul, by format. Usually 50 to 85 % of the peak.
-        link, link_gb_per_second: the link between chips, and its rate in one direction to all peers together; None if not
-            published, 0 without a link.
+        link, link_gb_per_second: the link between chips, and its rate in one direction to all peers
+            together; None if not published, 0 without a link.
         peer_gb_per_second: to a single peer; None if one peer can get the whole rate.
         switch_adds: the link's switch sums tensors of several chips.
         host_gb_per_second: of the link to the host, in one direction.
-        peers: chips that the link joins; None for all of a node. Other pairs communicate through the host.
-        network_gbit_per_second: usual network between nodes, per chip and direction. The default is a network card on a PCIe
-            slot: 8 chips share one port of 200.
+        peers: chips that the link joins; None for all of a node. Other pairs communicate through
+            the host.
+        network_gbit_per_second: usual network between nodes, per chip and direction. The default is
+            a network card on a PCIe slot: 8 chips share one port of 200.
         chips_per_node: in usual nodes of this chip.
         official: all values are the vendor's.
         device: the name that its driver reports, if known.
@@ -72,7 +74,9 @@ class Chip:
 
     @property
     def peak_flops(self) -> float:
-        """Return the operations per second of dense 16-bit matmuls, of float32's without those: the 100 % of an MFU."""
+        """Return the operations per second of dense 16-bit matmuls, of float32's without those: the
+        100 % of an MFU.
+        """
         return (
             1e12
             * self.peak_tflops[
@@ -98,7 +102,8 @@ CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_dat
 
 
 def read_chip(name: str | Path) -> Chip:
-    """Return a chip by name, or from a TOML file: the chip that it is ``like``, and the fields that differ.
+    """Return a chip by name, or from a TOML file: the chip that it is ``like``, and the fields that
+    differ.
 
     Raises:
         ChipError, DataError: the name, the file or a field is unknown.
@@ -139,7 +144,8 @@ def get_chip(name: str) -> Chip:
         return CHIPS[matches[0]]
     if matches:
         raise ChipError(
-            f"Cannot choose a chip for {name!r} because {len(matches)} names begin with it: {', '.join(matches)}.",
+            f"Cannot choose a chip for {name!r} because {len(matches)} names begin with it: "
+            f"{', '.join(matches)}.",
             "Name one of them.",
         )
     # A100-40GB omits a part of A100-SXM4-40GB, so comparing letters alone would not match.

@@ -1,12 +1,15 @@
-"""Computes: how the operands of a linear layer's three matmuls are cast, and how products are accumulated.
+"""Computes: how the operands of a linear layer's three matmuls are cast, and how products are
+accumulated.
 
-A linear layer multiplies three times: ``output`` = x · wᵀ, ``grad_input`` = dy · w, ``grad_weight`` = dyᵀ · x. Each is a
-:class:`Product` of two operands. Each operand has a :class:`Cast`: its format, granularity (which values share a scale),
-rounding and scaling. A :class:`Slot` says which tensor an operand is, and which of its dimensions the matmul contracts.
-Kernels, profiler, tests, documentation and ``narrowgauge show`` read the same table. A new compute is a new row here.
+A linear layer multiplies three times: ``output`` = x · wᵀ, ``grad_input`` = dy · w, ``grad_weight``
+= dyᵀ · x. Each is a :class:`Product` of two operands. Each operand has a :class:`Cast`: its format,
+granularity (which values share a scale), rounding and scaling. A :class:`Slot` says which tensor an
+operand is, and which of its dimensions the matmul contracts. Kernels, profiler, tests,
+documentation and ``narrowgauge show`` read the same table. A new compute is a new row here.
 
-An operand is a matrix ``[rows, contraction]``. So ``row`` is one scale per dot product, ``1x32`` one per 32 terms of it, and
-``column`` one per term. A scale per term cannot be factored out: it multiplies the *other* operand before that operand's cast.
+An operand is a matrix ``[rows, contraction]``. So ``row`` is one scale per dot product, ``1x32``
+one per 32 terms of it, and ``column`` one per term. A scale per term cannot be factored out: it
+multiplies the *other* operand before that operand's cast.
 """
 
 from __future__ import annotations
@@ -61,27 +64,37 @@ class Cast:
     Args:
         format: of the codes.
         granularity: which values share a scale. ``"none"`` rounds values without a scale.
-        scale: format of the scale. ``float32``: amax divided by the format's largest value. ``power-of-two`` and, in a byte,
-            ``float8_e8m0fnu``: see ``scale_rounding``. ``float8_e4m3fn``: two levels, a float32 per tensor and an e4m3 per block.
-        scale_rounding: of powers of two. ``up``: the smallest at which nothing saturates. ``floor``: the OCP rule, the exponent
-            of amax minus the format's largest exponent, at which values just below the next power saturate.
-        fit: which value of the format a block's amax becomes. ``largest``: the largest. ``four-or-six``: 4 or 6, whichever gives
-            the block the smaller squared error (e2m1 with two levels only).
-        rounding: ``nearest`` (ties to even) or ``stochastic``. Stochastic casts round scales up, so that nothing saturates.
+        scale: format of the scale. ``float32``: amax divided by the format's largest value.
+            ``power-of-two`` and, in a byte, ``float8_e8m0fnu``: see ``scale_rounding``.
+            ``float8_e4m3fn``: two levels, a float32 per tensor and an e4m3 per block.
+        scale_rounding: of powers of two. ``up``: the smallest at which nothing saturates.
+            ``floor``: the OCP rule, the exponent of amax minus the format's largest exponent, at
+            which values just below the next power saturate.
+        fit: which value of the format a block's amax becomes. ``largest``: the largest.
+            ``four-or-six``: 4 or 6, whichever gives the block the smaller squared error (e2m1 with
+            two levels only).
+        rounding: ``nearest`` (ties to even) or ``stochastic``. Stochastic casts round scales up, so
+            that nothing saturates.
         scaling: ``current``: from the operand's amax; ``static``: 1.
-        rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands, after 16 fixed random signs.
-        outliers: input columns with at least this amax, compared in float32, stay in 16 bits (0: none).
-        outlier_weights: these columns multiply the weights in 16 bits, or the weights' ``codes`` widened to 16 bits.
+        rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands,
+            after 16 fixed random signs.
+        outliers: input columns with at least this amax, compared in float32, stay in 16 bits (0:
+            none).
+        outlier_weights: these columns multiply the weights in 16 bits, or the weights' ``codes``
+            widened to 16 bits.
     Attributes:
         element: the format of the codes.
         block: the shape ``(rows, contraction)`` of a block; ``None`` without block scales.
         is_wide: the operand is rounded to a 16-, 32- or 64-bit format without a scale.
         needs_bits: it needs random bits.
-        carrier: the PyTorch dtype of one byte that holds a code; empty if there is none (6 bits, and 4 bits outside kernels).
-        values_format: the format that holds ``code * block scale`` exactly, or rounded once if it is float32.
+        carrier: the PyTorch dtype of one byte that holds a code; empty if there is none (6 bits,
+            and 4 bits outside kernels).
+        values_format: the format that holds ``code * block scale`` exactly, or rounded once if it
+            is float32.
 
     Raises:
-        RecipeError: words that do not go together. A law of the suite multiplies by every cast that this accepts.
+        RecipeError: words that do not go together. A law of the suite multiplies by every cast that
+            this accepts.
     """
 
     format: str
@@ -166,7 +179,9 @@ class Cast:
         return self.element.bits + scale_bits / (self.block[0] * self.block[1])
 
     def serves(self, other: Cast) -> bool:
-        """Return whether ``other``, a cast of the transposed matrix, gives the same codes, which can then be reused."""
+        """Return whether ``other``, a cast of the transposed matrix, gives the same codes, which
+        can then be reused.
+        """
         is_paired = self.element.bits == 4 and self.scale == other.scale != "float32"
         return (
             _TURNED[self.granularity] == other.granularity
@@ -203,8 +218,9 @@ class Product:
 
     Args:
         left, right: the casts of its operands: x and w, dy and wᵀ, dyᵀ and xᵀ.
-        accumulation: ``float32``: each addition within 2^-23; ``promoted``: in the tensor core's register,
-            added to float32 every 128 terms; ``fast``: in that register only; ``int32``: exact.
+        accumulation: ``float32``: each addition within 2^-23; ``promoted``: in the tensor core's
+            register, added to float32 every 128 terms; ``fast``: in that register only; ``int32``:
+            exact.
     """
 
     left: Cast
@@ -214,7 +230,8 @@ class Product:
     def __post_init__(self) -> None:
         if self.left.granularity == "column":
             raise RecipeError(
-                f"Cannot scale the left operand of a matmul per column ({self.left}) because such a scale belongs to one term of "
+                f"Cannot scale the left operand of a matmul per column ({self.left}) because such "
+                "a scale belongs to one term of "
                 "the sum.",
                 "Scale it per row, tensor or block; the right operand may have columns.",
             )
@@ -233,16 +250,20 @@ class Compute:
         output, grad_input, grad_weight: the three matmuls.
         purpose: when to use it.
         source: the publication or library.
-        dtype: dtype outside the casts if the model's weights are float32. Otherwise it is the weights' dtype.
-        native: the hardware that multiplies the narrow operands. Other hardware emulates them with the same values.
+        dtype: dtype outside the casts if the model's weights are float32. Otherwise it is the
+            weights' dtype.
+        native: the hardware that multiplies the narrow operands. Other hardware emulates them with
+            the same values.
         keep_last: the share of the model's blocks, at its end, whose layers stay in ``dtype``.
-        keep: name patterns of linear layers that stay in ``dtype``, where there are only names. In a model, heads, routers and
-            adapters are known by their role, see ``matmul.roles``.
-        transform: the method that changes the whole model first (see :mod:`narrowgauge.transforms`), or empty.
-        fallback: the compute that an alarm recommends for more range or precision: the next one with more range or with
-            finer-grained scales.
+        keep: name patterns of linear layers that stay in ``dtype``, where there are only names. In
+            a model, heads, routers and adapters are known by their role, see ``matmul.roles``.
+        transform: the method that changes the whole model first (see
+            :mod:`narrowgauge.transforms`), or empty.
+        fallback: the compute that an alarm recommends for more range or precision: the next one
+            with more range or with finer-grained scales.
         default_storage: the storage of a recipe that names none.
-        owns_storages: it determines how weights are stored, so it supports only the storages of its own name.
+        owns_storages: it determines how weights are stored, so it supports only the storages of its
+            own name.
     """
 
     name: str
@@ -269,13 +290,15 @@ class Compute:
         for place, cast in self.casts.items():
             if cast.outliers and place != "output.left":
                 raise RecipeError(
-                    f"Cannot leave outlier columns out of {place} in compute '{self.name}' because nothing adds their product.",
+                    f"Cannot leave outlier columns out of {place} in compute '{self.name}' because "
+                    "nothing adds their product.",
                     "Only the input of output has them.",
                 )
         left, right = self.output.left, self.output.right
         if left.outliers and (right.is_wide or right.block or right.rotation != left.rotation):
             raise RecipeError(
-                f"Cannot leave outlier columns out in compute '{self.name}' because its weights have scales of blocks or none.",
+                f"Cannot leave outlier columns out in compute '{self.name}' because its weights "
+                "have scales of blocks or none.",
                 "Scale the weights per row or tensor.",
             )
 
@@ -287,9 +310,11 @@ class Compute:
         return {place: getattr(self, place) for place in PLACES}
 
     def accumulating(self, accumulation: Accumulation) -> Compute:
-        """Return this compute with one accumulation in all three matmuls, which native kernels alone follow.
+        """Return this compute with one accumulation in all three matmuls, which native kernels
+        alone follow.
 
-        torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: a sum of n products is up to n · 2^-13 off.
+        torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: a sum of n products is up to
+        n · 2^-13 off.
         """
         output, grad_input, grad_weight = (
             replace(p, accumulation=accumulation) for p in self.products.values()
@@ -312,7 +337,8 @@ class Compute:
     def cast_slots(self) -> dict[str, str]:
         """Return the slot whose cast fills each slot: the slot itself, or the slot that it reuses."""
         casts = self.casts
-        # A left operand is multiplied by a right one's scales per column before its cast: it belongs to that product alone.
+        # A left operand is multiplied by a right one's scales per column before its cast: it
+        # belongs to that product alone.
         folded = [
             f"{name}.left"
             for name, product in self.products.items()
@@ -333,7 +359,10 @@ class Compute:
 
     @property
     def scales_loss(self) -> bool:
-        """Return whether gradients need a loss scale to stay in range. Tensors with their own scales do not."""
+        """Return whether gradients need a loss scale to stay in range.
+
+        Tensors with their own scales do not.
+        """
         return not self.transform and any(cast.format == "float16" for cast in self.casts.values())
 
     @cached_property
@@ -342,7 +371,9 @@ class Compute:
 
     @cached_property
     def keeps_codes(self) -> bool:
-        """Return whether ``grad_weight`` reuses the input's codes, so that only these are saved for backward."""
+        """Return whether ``grad_weight`` reuses the input's codes, so that only these are saved for
+        backward.
+        """
         return not self.is_wide and self.output.left.serves(self.grad_weight.right)
 
     @property
@@ -367,7 +398,10 @@ def _products(
     accumulation: Accumulation = "float32",
     forward: Accumulation | None = None,
 ) -> Products:
-    """Return three matmuls whose operands are each cast in one way. ``forward`` sets the output's accumulation."""
+    """Return three matmuls whose operands are each cast in one way.
+
+    ``forward`` sets the output's accumulation.
+    """
     return (
         Product(x, weight, forward or accumulation),
         Product(gradient, weight, accumulation),
@@ -390,7 +424,10 @@ def _blocks(scale: Scale) -> Products:
 
 
 def _mxfp4() -> Products:
-    """Return e2m1 everywhere, with stochastic gradients. Both operands of grad_weight are rotated."""
+    """Return e2m1 everywhere, with stochastic gradients.
+
+    Both operands of grad_weight are rotated.
+    """
     forward = Cast("float4_e2m1fn", "1x32", "float8_e8m0fnu", scale_rounding="floor")
     gradient = replace(forward, rounding="stochastic", scale_rounding="up")
     return (
@@ -401,7 +438,10 @@ def _mxfp4() -> Products:
 
 
 def _nvfp4(fit: Fit = "largest") -> Products:
-    """Return e2m1 everywhere. Weights have blocks of 16×16, so that forward and backward multiply by the same codes."""
+    """Return e2m1 everywhere.
+
+    Weights have blocks of 16×16, so that forward and backward multiply by the same codes.
+    """
     forward = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn", fit=fit)
     weight = replace(forward, granularity="16x16")
     gradient = replace(forward, rounding="stochastic", fit="largest")
@@ -413,7 +453,9 @@ def _nvfp4(fit: Fit = "largest") -> Products:
 
 
 def _quantized_aware(x: Cast, weight: Cast) -> Products:
-    """Return a forward pass of codes, and a wide backward pass of the same codes' values: the straight-through estimator."""
+    """Return a forward pass of codes, and a wide backward pass of the same codes' values: the
+    straight-through estimator.
+    """
     gradient = Cast("bfloat16")
     turned_weight = replace(weight, granularity=_TURNED[weight.granularity])
     turned_x = replace(x, granularity=_TURNED[x.granularity])
@@ -421,7 +463,10 @@ def _quantized_aware(x: Cast, weight: Cast) -> Products:
 
 
 def _int8() -> Products:
-    """Quantize x and w once, by row, for all three matmuls. Quantize gradients twice, stochastically."""
+    """Quantize x and w once, by row, for all three matmuls.
+
+    Quantize gradients twice, stochastically.
+    """
     column, gradient = replace(_INT8, granularity="column"), replace(_INT8, rounding="stochastic")
     return (
         Product(_INT8, _INT8, "int32"),
@@ -580,9 +625,10 @@ _COMPUTES = (
 COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}
 
 
-# ── slots: the six operands ────────────────────────────────────────────────────────────────────────────────────────────
+# ── slots: the six operands ───────────────────────────────────────────────────────────────────────
 #
-# Each of a layer's three tensors enters two matmuls. Each matmul contracts a different dimension of it.
+# Each of a layer's three tensors enters two matmuls. Each matmul contracts a different dimension of
+# it.
 
 
 TENSORS = ("input", "weight", "gradient")
@@ -596,8 +642,10 @@ class Slot:
     Args:
         matmul: ``output``, ``grad_input`` or ``grad_weight``.
         tensor: the tensor to cast, one of :data:`TENSORS`.
-        dim: the tensor's dimension that the matmul contracts. A left operand that contracts 0 is transposed.
-        random_key: distinguishes the random bits of a stochastic cast. Stored results depend on it: never renumber.
+        dim: the tensor's dimension that the matmul contracts. A left operand that contracts 0 is
+            transposed.
+        random_key: distinguishes the random bits of a stochastic cast. Stored results depend on it:
+            never renumber.
         reuses: the slot whose codes of the same tensor this slot takes if they serve it.
     """
 
@@ -622,7 +670,9 @@ SLOTS: dict[str, Slot] = {
 
 
 def casts_made(compute: Compute) -> tuple[str, ...]:
-    """Return the slots that a compute casts: no reused codes, and no mere rounding to 16 or 32 bits."""
+    """Return the slots that a compute casts: no reused codes, and no mere rounding to 16 or 32
+    bits.
+    """
     slots, casts = compute.cast_slots, compute.casts
     return tuple(name for name in SLOTS if slots[name] == name and not casts[name].is_wide)
 
@@ -631,7 +681,8 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def first_of_input(layer: str) -> str:
-    """Return the first layer with the same input as a layer: the layer itself if no other layer has its input.
+    """Return the first layer with the same input as a layer: the layer itself if no other layer has
+    its input.
 
     Example:
         >>> first_of_input("layers.0.self_attn.v_proj"), first_of_input("layers.0.mlp.down_proj")
@@ -641,11 +692,12 @@ def first_of_input(layer: str) -> str:
     return parent + dot + next((names[0] for names in _SAME_INPUT if leaf in names), leaf)
 
 
-# ── weights without training: codes and scales ─────────────────────────────────────────────────────────────────────────
+# ── weights without training: codes and scales ────────────────────────────────────────────────────
 
 
 def stores_codes(compute: Compute, with_weight: bool = False) -> bool:
-    """Return whether a weight can be stored as codes of one byte with a scale per row or tensor, and the weight beside them.
+    """Return whether a weight can be stored as codes of one byte with a scale per row or tensor,
+    and the weight beside them.
 
     Example:
         >>> [name for name in ("int8-outlier-codes", "int8-outlier", "mxfp8") if stores_codes(COMPUTES[name])]

@@ -1,9 +1,11 @@
 """Number formats: bit fields, range, precision, and the value of every code.
 
-A floating-point format has a sign, ``exponent_bits`` that select a power of two, and ``mantissa_bits`` that divide the interval
-up to the next power into equal steps. ``bias`` sets the range of the powers. Below the smallest power the steps no longer
-shrink (subnormals). A convention defines which codes are infinity or NaN. Exact integer arithmetic computes everything else:
-largest and smallest value, epsilon, the value of a code, the code of a value. An integer format has equal steps everywhere.
+A floating-point format has a sign, ``exponent_bits`` that select a power of two, and
+``mantissa_bits`` that divide the interval up to the next power into equal steps. ``bias`` sets the
+range of the powers. Below the smallest power the steps no longer shrink (subnormals). A convention
+defines which codes are infinity or NaN. Exact integer arithmetic computes everything else: largest
+and smallest value, epsilon, the value of a code, the code of a value. An integer format has equal
+steps everywhere.
 
     sign  exponent  mantissa     value = ± 2^(exponent − bias) × 1.mantissa     exponent > 0
      0      0111      100              ± 2^(1 − bias)          × 0.mantissa     exponent = 0
@@ -28,10 +30,12 @@ class Format:
     Attributes:
         name: PyTorch's full spelling.
         bits: of a code.
-        exponent_bits, mantissa_bits: bits of the two fields; an integer has mantissa bits only, without the sign.
+        exponent_bits, mantissa_bits: bits of the two fields; an integer has mantissa bits only,
+            without the sign.
         bias: subtracted from the exponent field.
-        specials: codes that are not numbers. ``ieee``: the top exponent holds infinities and NaNs; ``all_ones``: the code of all
-            ones (of each sign) is NaN; ``negative_zero``: the code of −0 is NaN; ``none``: every code is a number.
+        specials: codes that are not numbers. ``ieee``: the top exponent holds infinities and NaNs;
+            ``all_ones``: the code of all ones (of each sign) is NaN; ``negative_zero``: the code of
+            −0 is NaN; ``none``: every code is a number.
         kind: ``float``, ``int`` or ``scale`` (powers of two only: no sign, no zero).
         purpose: its use, in one line.
         source: the document that defines it.
@@ -101,7 +105,10 @@ class Format:
 
     @property
     def nearest_floor(self) -> int:
-        """Return the exponent of the smallest step of rounding to nearest. A scale rounds up between its two smallest powers."""
+        """Return the exponent of the smallest step of rounding to nearest.
+
+        A scale rounds up between its two smallest powers.
+        """
         return self.finest_exponent + (0 if self.signed else 1)
 
     @property
@@ -120,7 +127,8 @@ class Format:
         return 1.0 if self.kind == "int" else math.ldexp(1.0, -self.mantissa_bits)
 
     def spacing(self, value: float) -> float:
-        """Return the ulp at ``value``: the distance between adjacent values in its power-of-two interval.
+        """Return the ulp at ``value``: the distance between adjacent values in its power-of-two
+        interval.
 
         Out of range, return the ulp at the end of the range. For NaN, return NaN.
 
@@ -146,7 +154,8 @@ class Format:
         """
         if not 0 <= code < 1 << self.bits:
             raise FormatError(
-                f"Cannot decode {code:#x} in {self.name} because its codes are 0 to {(1 << self.bits) - 1:#x}.",
+                f"Cannot decode {code:#x} in {self.name} because its codes are 0 to "
+                f"{(1 << self.bits) - 1:#x}.",
                 "Give the bits as an unsigned integer.",
             )
         negative = self.signed and bool(code >> (self.bits - 1))
@@ -166,9 +175,10 @@ class Format:
     def encode(self, value: float, *, saturate: bool = False) -> int:
         """Return the code nearest to a value, ties to the even mantissa, as an unsigned integer.
 
-        Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. With
-        ``saturate`` they become the end of the range in every format. NaN becomes NaN, or zero in a format without NaN. For a
-        scale, values at or below zero are out of range. Positive values below the smallest power become it.
+        Values out of range become infinity. Without infinities they become NaN, and without NaN the
+        end of the range. With ``saturate`` they become the end of the range in every format. NaN
+        becomes NaN, or zero in a format without NaN. For a scale, values at or below zero are out
+        of range. Positive values below the smallest power become it.
 
         Example:
             >>> hex(get_format("bfloat16").encode(0.1))

@@ -1,12 +1,13 @@
 """Kernels: which GPUs multiply which casts' own codes.
 
-A row is one of PyTorch's matmul kernels: the formats, groups and scales of its two operands, and the chips that run it. A
-matmul whose casts fit no row of its chip is emulated with the same values. The matmuls, the planner and the documentation read
-the same table. :mod:`narrowgauge.matmul.native` has the function that calls each kernel. Every GPU multiplies int8 and the 16-
-and 32-bit formats, so these need no row.
+A row is one of PyTorch's matmul kernels: the formats, groups and scales of its two operands, and
+the chips that run it. A matmul whose casts fit no row of its chip is emulated with the same values.
+The matmuls, the planner and the documentation read the same table. :mod:`narrowgauge.matmul.native`
+has the function that calls each kernel. Every GPU multiplies int8 and the 16- and 32-bit formats,
+so these need no row.
 
-Source: ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` and ``ScaledBlasUtils.cpp`` of PyTorch, which refuse all other operands;
-cuBLAS, "Narrow Precision Data Types Usage".
+Source: ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` and ``ScaledBlasUtils.cpp`` of PyTorch, which
+refuse all other operands; cuBLAS, "Narrow Precision Data Types Usage".
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Kernel:
         name: by which :mod:`narrowgauge.matmul.native` finds its function.
         formats: of the left and the right operand.
         granularities: of the left and the right operand.
-        capabilities: the first and the last compute capability of NVIDIA's chips that run it, times ten; ``None`` for none.
+        capabilities: the first and the last compute capability of NVIDIA's chips that run it, times
+            ten; ``None`` for none.
         architectures: AMD's chips that run it.
         scales: formats of the scales of blocks; empty where scales belong to rows or tensors.
     """
@@ -87,7 +89,9 @@ KERNELS = (
 
 
 def kernel_for(product: Product, architecture: str) -> Kernel | None:
-    """Return the kernel that multiplies a product's operands on a chip; ``None`` if they are emulated or need no row."""
+    """Return the kernel that multiplies a product's operands on a chip; ``None`` if they are
+    emulated or need no row.
+    """
     return next(
         (kernel for kernel in KERNELS if kernel.takes(product) and kernel.runs_on(architecture)),
         None,

@@ -1,8 +1,9 @@
 """The preset models: names, shapes, parameter counts and usual learning rates.
 
-A preset is the shape of a decoder. Its family's Hugging Face class draws the weights, so nothing is downloaded. The small
-Llamas are Narrowgauge's. They are named by size, and their matrices suit narrow formats (widths are multiples of 32, heads are
-of 32 or 64). The large models have published shapes.
+A preset is the shape of a decoder. Its family's Hugging Face class draws the weights, so nothing is
+downloaded. The small Llamas are Narrowgauge's. They are named by size, and their matrices suit
+narrow formats (widths are multiples of 32, heads are of 32 or 64). The large models have published
+shapes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Model:
     """One decoder's shape.
 
     Attributes:
-        family: ``llama`` (rotary positions, RMS norms, gated MLP, no biases) or ``gpt2`` (learned positions, layer
-            norms, biases).
+        family: ``llama`` (rotary positions, RMS norms, gated MLP, no biases) or ``gpt2`` (learned
+            positions, layer norms, biases).
         num_parameters: the exact number; a tied embedding counts once.
         vocab_size, max_positions: in tokens.
         hidden_size, intermediate_size: widths of the residual stream and of the MLP.
@@ -84,11 +85,12 @@ _BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "tr
 
 
 def weights_file(folder: Path) -> Path | None:
-    """Return the file of weights in a Hugging Face model folder; ``None`` if it holds only a configuration.
+    """Return the file of weights in a Hugging Face model folder; ``None`` if it holds only a
+    configuration.
 
     Raises:
-        DataError: it holds weights of another kind, or a broken link to weights. A model would otherwise start from random
-            weights without an error.
+        DataError: it holds weights of another kind, or a broken link to weights. A model would
+            otherwise start from random weights without an error.
     """
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for name in WEIGHTS:
@@ -102,18 +104,22 @@ def weights_file(folder: Path) -> Path | None:
     unread = [name for name in names if name.endswith(_KINDS) and not name.startswith(_BESIDE)]
     if unread:
         raise DataError(
-            f"the model folder {folder} holds weights in files that are not read here: {', '.join(unread[:3])}"
+            f"the model folder {folder} holds weights in files that are not read here: "
+            f"{', '.join(unread[:3])}"
             f"{f' and {len(unread) - 3} more' if len(unread) > 3 else ''}.",
-            f"Weights are read from {' or '.join(WEIGHTS)}, which transformers' save_pretrained writes; from a folder with only "
+            f"Weights are read from {' or '.join(WEIGHTS)}, which transformers' save_pretrained "
+            "writes; from a folder with only "
             "config.json training starts from random weights.",
         )
     return None
 
 
 def refuse_own_code(folder: Path) -> None:
-    """Refuse a model folder, or its ``config.json``, that names Python files to execute (``auto_map``).
+    """Refuse a model folder, or its ``config.json``, that names Python files to execute
+    (``auto_map``).
 
-    Invariant: no code of a model folder is executed, with or without a prompt. The file's reader reports its other errors.
+    Invariant: no code of a model folder is executed, with or without a prompt. The file's reader
+    reports its other errors.
 
     Raises:
         DataError: it names code.
@@ -126,15 +132,20 @@ def refuse_own_code(folder: Path) -> None:
     if named:
         classes = ", ".join(map(str, named.values())) if isinstance(named, dict) else str(named)
         raise DataError(
-            f"the model folder {folder} has code of its own (auto_map in config.json: {classes}), and code of a model folder "
+            f"the model folder {folder} has code of its own (auto_map in config.json: {classes}), "
+            "and code of a model folder "
             "is never executed.",
-            "If transformers has a class for its model_type, remove auto_map from a copy of config.json to use that class.",
+            "If transformers has a class for its model_type, remove auto_map from a copy of "
+            "config.json to use that class.",
         )
 
 
 LEARNING_RATES = ((4e6, 3e-3), (6e7, 1e-3), (6e8, 6e-4), (math.inf, 3e-4))
-"""The trainer's peak learning rate by number of parameters, below each bound. Up to 100 million: rates at which small Llamas on
-source text are stable with every storage; above: the published rates (GPT-3, arXiv 2005.14165, table 2.1)."""
+"""The trainer's peak learning rate by number of parameters, below each bound.
+
+Up to 100 million: rates at which small Llamas on source text are stable with every storage; above:
+the published rates (GPT-3, arXiv 2005.14165, table 2.1).
+"""
 
 
 def usual_rate(num_parameters: int) -> float:

@@ -1,8 +1,10 @@
-"""Read recipes from a name (``compute/storage/reduction``), from another library's name, or from a TOML table.
+"""Read recipes from a name (``compute/storage/reduction``), from another library's name, or from a
+TOML table.
 
-Short spellings of formats (``bf16``) are expanded, ignoring case. Another library's name is accepted if it means exactly one
-recipe. Ambiguous names are refused, with the nearest recipes: also a 16-bit format alone, by which libraries mean different
-weights and moments. Within a recipe (``bf16/word``) it is the compute.
+Short spellings of formats (``bf16``) are expanded, ignoring case. Another library's name is
+accepted if it means exactly one recipe. Ambiguous names are refused, with the nearest recipes: also
+a 16-bit format alone, by which libraries mean different weights and moments. Within a recipe
+(``bf16/word``) it is the compute.
 """
 
 from __future__ import annotations
@@ -23,12 +25,17 @@ _NAMES = load_data("aliases")
 SPELLINGS: dict[str, str] = _NAMES["spellings"]
 """Short spellings of formats at the beginning of a name, up to a dash."""
 ALIASES: dict[str, dict[str, str]] = _NAMES["aliases"]
-"""Names of other libraries, in lower case with formats in full spelling. ``recipe`` is the full name of a recipe, or a compute
-that any storage may follow; ``source`` the libraries that use the name."""
+"""Names of other libraries, in lower case with formats in full spelling.
+
+``recipe`` is the full name of a recipe, or a compute that any storage may follow; ``source`` the
+libraries that use the name.
+"""
 AMBIGUOUS: dict[str, tuple[str, ...]] = {
     name: tuple(recipes) for name, recipes in _NAMES["ambiguous"].items()
 }
-"""Names of other libraries that say too little of a recipe, or mean none, and the recipes that come nearest."""
+"""Names of other libraries that say too little of a recipe, or mean none, and the recipes that come
+nearest.
+"""
 _COMPUTES = {name: alias["recipe"] for name, alias in ALIASES.items() if "/" not in alias["recipe"]}
 _KEYS = ("recipe", "name", "override")
 _SEE = "(narrowgauge show recipes lists all.)"
@@ -80,7 +87,9 @@ def full_names() -> list[str]:
 
 
 def representative_names() -> list[str]:
-    """List each compute with its default storage, and each storage with its own compute or bfloat16."""
+    """List each compute with its default storage, and each storage with its own compute or
+    bfloat16.
+    """
     names = [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
     names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
     return list(dict.fromkeys(names))
@@ -109,15 +118,17 @@ def parse(value: Any, where: str = "") -> Recipe:
     """Read a recipe from its name, a table or a TOML file.
 
     Args:
-        value: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show aliases``), a narrow compute alone
-            (its default storage is added), the path of a ``.toml`` file, a table, or a recipe, which is returned unchanged.
-            A table has ``recipe = "bfloat16/word"``. It may have ``name`` (a label) and ``override`` (tables with ``pattern``
-            and ``compute``).
+        value: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show
+            aliases``), a narrow compute alone (its default storage is added), the path of a
+            ``.toml`` file, a table, or a recipe, which is returned unchanged. A table has ``recipe
+            = "bfloat16/word"``. It may have ``name`` (a label) and ``override`` (tables with
+            ``pattern`` and ``compute``).
         where: names the place of a value in error messages.
     Returns:
         The recipe.
     Raises:
-        RecipeError: an unknown part, parts that contradict each other, or a file that cannot be read.
+        RecipeError: an unknown part, parts that contradict each other, or a file that cannot be
+            read.
     Example:
         >>> parse("bf16-mixed").name, parse("bf16/word").name, parse("float8-row").name
         ('bfloat16/float32', 'bfloat16/word', 'float8-row/word')

@@ -1,8 +1,9 @@
 """Recipes: a compute, a storage and a reduction, with other computes for some layers.
 
-A recipe has up to three parts, ``compute/storage/reduction``: how operands enter a matmul, how weights and moments are stored,
-and how gradients are summed across ranks. Each part is an entry of a small table: N + M + K entries give N × M × K recipes.
-:mod:`narrowgauge.spec.notation` reads recipes from names and TOML tables.
+A recipe has up to three parts, ``compute/storage/reduction``: how operands enter a matmul, how
+weights and moments are stored, and how gradients are summed across ranks. Each part is an entry of
+a small table: N + M + K entries give N × M × K recipes. :mod:`narrowgauge.spec.notation` reads
+recipes from names and TOML tables.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Another compute for the linear layers whose names match ``pattern`` (shell wildcards; ``*`` also matches dots)."""
+    """Another compute for the linear layers whose names match ``pattern`` (shell wildcards; ``*``
+    also matches dots).
+    """
 
     pattern: str
     compute: Compute
@@ -66,7 +69,9 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """Return the display name: the full name, and for a recipe with exceptions its label, or "with override"."""
+        """Return the display name: the full name, and for a recipe with exceptions its label, or
+        "with override".
+        """
         if not self.overrides:
             return self.name
         return f"{self.name} ({self.label})" if self.label else f"{self.name} with override"
@@ -85,13 +90,17 @@ class Recipe:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of plain linear layers, norms and all else outside the casts, whatever the weights' format."""
+        """Return the dtype of plain linear layers, norms and all else outside the casts, whatever
+        the weights' format.
+        """
         return self.compute.dtype
 
     def compute_of(self, name: str, *, is_kept: bool = False) -> Compute:
-        """Return the compute of the linear layer of that dotted name: of the last matching override, or the recipe's.
+        """Return the compute of the linear layer of that dotted name: of the last matching
+        override, or the recipe's.
 
-        A layer that the recipe's compute keeps wide, by name or as ``is_kept`` by its role, has the plain compute of ``dtype``.
+        A layer that the recipe's compute keeps wide, by name or as ``is_kept`` by its role, has the
+        plain compute of ``dtype``.
 
         Example:
             >>> from narrowgauge.spec.notation import parse
@@ -151,7 +160,8 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
         fitting = [row.short_name for row in STORAGES.values() if is_pair(compute, row)]
         advice = f"Take storage {', '.join(map(repr, fitting))}{matmuls}."
     raise RecipeError(
-        f"Cannot use compute '{compute.name}' with storage '{storage.name}' because it does not support it.",
+        f"Cannot use compute '{compute.name}' with storage '{storage.name}' because it does not "
+        "support it.",
         advice,
     )
 
@@ -167,13 +177,15 @@ def _check_override(recipe: Recipe, override: Override) -> None:
         )
     if compute.transform != main.transform:
         raise RecipeError(
-            f"{requested}, whose transform is '{compute.transform or 'none'}', in a recipe of '{main.name}', whose transform is "
+            f"{requested}, whose transform is '{compute.transform or 'none'}', in a recipe of "
+            f"'{main.name}', whose transform is "
             f"'{main.transform or 'none'}'.",
             "A transform changes the whole model once: take computes with the same transform.",
         )
     if recipe.storage.visible == "float32" and compute.dtype != main.dtype:
         raise RecipeError(
-            f"{requested} of {compute.dtype} in a recipe of '{main.name}', which casts {recipe.storage.visible} weights to "
+            f"{requested} of {compute.dtype} in a recipe of '{main.name}', which casts "
+            f"{recipe.storage.visible} weights to "
             f"{main.dtype}.",
             "Take computes of one dtype, or a storage of narrow weights such as 'word'.",
         )

@@ -1,7 +1,7 @@
 """The tables that ``narrowgauge show`` prints, and one recipe in full.
 
-Each table is a list of dicts, derived from the same values that the rest of the package computes with. ``--json`` prints the
-same figures as a terminal and the documentation.
+Each table is a list of dicts, derived from the same values that the rest of the package computes
+with. ``--json`` prints the same figures as a terminal and the documentation.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ def _column(key: str, rows: list[Row]) -> Column:
 
 _NOWHERE = "nowhere: emulated"
 
-# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _rows(objects: Iterable[Any], keys: str, **computed: Callable[[Any], Any]) -> list[Row]:
-    """Return a row per object. A value is the attribute of that name, or what the function of that name computes."""
+    """Return a row per object.
+
+    A value is the attribute of that name, or what the function of that name computes.
+    """
     return [
         {k: computed[k](item) if k in computed else getattr(item, k) for k in keys.split()}
         for item in objects
@@ -105,7 +108,8 @@ def _alias_rows() -> list[Row]:
 TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
     "formats": ("Number formats: range and precision.", lambda: _rows(
         FORMATS.values(),
-        "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal epsilon infinities nans "
+        "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal "
+        "epsilon infinities nans "
         "purpose source",
     ), "source"),
     "recipes": ("Recipes: purpose, bytes, losses.",
@@ -138,14 +142,15 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
     ), "source"),
     "models": ("Preset models: shapes and parameter counts.", lambda: _rows(
         MODELS.values(),
-        "name num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads vocab_size max_positions "
+        "name num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads "
+        "vocab_size max_positions "
         "tie_embeddings source",
     ), "max_positions tie_embeddings"),
 }  # fmt: skip
 """By name: a line of help, what makes the rows, and the keys that only JSON has."""
 
 
-# ── one recipe in full ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one recipe in full ────────────────────────────────────────────────────────────────────────────
 
 
 def page_recipe(name: str) -> tuple[list[Row], list[Table]]:

@@ -1,4 +1,6 @@
-"""Student's t, and where updates and decay count as lost: shared by the comparison of seeds and the audit of steps."""
+"""Student's t, and where updates and decay count as lost: shared by the comparison of seeds and the
+audit of steps.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,17 @@ from functools import lru_cache
 MIN_EDQ = 0.9
 """A storage with a lower effective descent quality loses its updates."""
 FEWEST_SPACINGS = 400
-"""Ulps of decay of a tensor, over all elements and steps, from which its lost fraction is read. If decay arrives on average, the
-standard error of the fraction over ``n`` ulps is at most ``√(3 / n)`` for normally distributed weights: 0.09."""
+"""Ulps of decay of a tensor, over all elements and steps, from which its lost fraction is read.
+
+If decay arrives on average, the standard error of the fraction over ``n`` ulps is at most ``√(3 /
+n)`` for normally distributed weights: 0.09.
+"""
 
 
 @lru_cache(maxsize=256)
 def student_t(degrees: int, confidence: float = 0.95) -> float:
-    """Return the two-sided quantile of Student's t: a sample lies within ± this many standard errors with that probability.
+    """Return the two-sided quantile of Student's t: a sample lies within ± this many standard
+    errors with that probability.
 
     ``degrees`` of freedom are at least 1, ``confidence`` is from 0 to below 1.
 

@@ -1,13 +1,16 @@
-"""Storages: how a weight and its moments are stored between optimizer steps, and the codes that they are rounded to.
+"""Storages: how a weight and its moments are stored between optimizer steps, and the codes that
+they are rounded to.
 
-A :class:`Code` rounds a float32 to fewer bits. The upper bits of a weight are the bfloat16 (or float16) that the model sees.
-Its *tail* is the signed remainder: both together give the stored value back exactly. A code of a moment keeps a few exponent
-and mantissa bits of the float32, or of the float32 divided by a power of two that its row shares. The published baselines store
-a second *number* instead, the low part of an expansion. A NaN loses its sign and payload, which differ between processors. It
-is stored as the positive quiet NaN. A code without NaN stores its largest positive value (a float16 weight infinity).
+A :class:`Code` rounds a float32 to fewer bits. The upper bits of a weight are the bfloat16 (or
+float16) that the model sees. Its *tail* is the signed remainder: both together give the stored
+value back exactly. A code of a moment keeps a few exponent and mantissa bits of the float32, or of
+the float32 divided by a power of two that its row shares. The published baselines store a second
+*number* instead, the low part of an expansion. A NaN loses its sign and payload, which differ
+between processors. It is stored as the positive quiet NaN. A code without NaN stores its largest
+positive value (a float16 weight infinity).
 
-"Nearest" means ties to even. A :class:`Storage` names a code for the weight and for each moment. The optimizer, tests,
-documentation and ``narrowgauge show`` read the same table.
+"Nearest" means ties to even. A :class:`Storage` names a code for the weight and for each moment.
+The optimizer, tests, documentation and ``narrowgauge show`` read the same table.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ Rounding = Literal["nearest", "stochastic"]
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """How one float32 is rounded: which exponent and mantissa bits are stored, and the rounding mode.
+    """How one float32 is rounded: which exponent and mantissa bits are stored, and the rounding
+    mode.
 
-    Codes with 8 exponent bits are the upper ``bits`` bits of the float32 itself. Fewer exponent bits select a window of
-    binades: a small float whose smallest normal value is ``2**lowest``, with subnormals below and saturation above. The code
-    of 64 bits is a float64, which is not rounded.
+    Codes with 8 exponent bits are the upper ``bits`` bits of the float32 itself. Fewer exponent
+    bits select a window of binades: a small float whose smallest normal value is ``2**lowest``,
+    with subnormals below and saturation above. The code of 64 bits is a float64, which is not
+    rounded.
 
     Args:
         name: in tables.
@@ -34,10 +39,11 @@ class Code:
         signed: whether a sign bit is stored.
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased).
         lowest: exponent of the smallest normal value; -126 for codes that share float32's exponent.
-        hold: never round a positive value to zero, since a second moment of zero makes the next step unbounded. In an
-            expansion this holds for the leading part.
+        hold: never round a positive value to zero, since a second moment of zero makes the next
+            step unbounded. In an expansion this holds for the leading part.
         scaled: the window is relative to a power of two, one per row of a matrix.
-        parts: number of words per value, each the remainder that the previous ones leave: an expansion.
+        parts: number of words per value, each the remainder that the previous ones leave: an
+            expansion.
     """
 
     name: str
@@ -60,7 +66,10 @@ class Code:
 
     @property
     def spacings(self) -> float:
-        """Return the least number of ulps in a normal value. For an expansion, count ulps of its last part."""
+        """Return the least number of ulps in a normal value.
+
+        For an expansion, count ulps of its last part.
+        """
         return float(2 ** (self.parts * (self.mantissa_bits + 1) - 1))
 
     @property
@@ -85,14 +94,16 @@ CODES: dict[str, Code] = {
     "float16-tail": Code("float16 + 13-bit tail", 8, 23),
     "float16": Code("float16", 5, 10, lowest=-14),
     "float16-stochastic": Code("float16", 5, 10, rounding="stochastic", lowest=-14),
-    # Held: otherwise the square of a gradient under 2^-12 is zero, and the next step divides by epsilon alone.
+    # Held: otherwise the square of a gradient under 2^-12 is zero, and the next step divides by
+    # epsilon alone.
     "float16-held": Code("float16", 5, 10, signed=False, lowest=-14, hold=True),
     "float16-pair": Code("float16 + float16", 5, 10, lowest=-14, parts=2),
-    # The windows of `word`: the second moment needs twice the binades of the first, and both are centred so that gradients
-    # from 2^-54 to 2^9 survive.
+    # The windows of `word`: the second moment needs twice the binades of the first, and both are
+    # centred so that gradients from 2^-54 to 2^9 survive.
     "e6m5": Code("e6m5", 6, 5, rounding="stochastic", lowest=-54),
     "e7m5": Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-108, hold=True),
-    # Windows that end at the power of two above their row's amax. Normal values of e5 reach down to 2^-30 of it.
+    # Windows that end at the power of two above their row's amax. Normal values of e5 reach down to
+    # 2^-30 of it.
     "e4m3-row": Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
     "e5m3-row": Code(
         "e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True
@@ -118,8 +129,9 @@ VISIBLE: dict[str, tuple[int, int, int]] = {
     "bfloat16": (16, 16, 0),
     "float16": (16, 13, -112),
 }
-"""Per format that a model sees: its bits, the float32 mantissa bits that it lacks, and the exponent by which a float32 is scaled
-so that its upper bits are the format's."""
+"""Per format that a model sees: its bits, the float32 mantissa bits that it lacks, and the exponent
+by which a float32 is scaled so that its upper bits are the format's.
+"""
 
 
 def low_parts(name: str, code: Code) -> tuple[str, ...]:
@@ -128,14 +140,19 @@ def low_parts(name: str, code: Code) -> tuple[str, ...]:
 
 
 def width_of(group: Sequence[tuple[str, int]]) -> int:
-    """Return the bits of the word that holds a group of fields: 8, 16 or 32. A float64 has a word of 64."""
+    """Return the bits of the word that holds a group of fields: 8, 16 or 32.
+
+    A float64 has a word of 64.
+    """
     bits = sum(bits for _, bits in group)
     return next(width for width in (8, 16, 32, 64) if bits <= width)
 
 
 @lru_cache
 def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone, others in the fewest bits, then words."""
+    """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone, others in the
+    fewest bits, then words.
+    """
     alone = tuple((field,) for field in fields if field[1] in _ALONE)
     narrow = tuple(field for field in fields if field[1] not in _ALONE)
     ways = (
@@ -164,12 +181,13 @@ def _partitions(
             yield ((first, *group), *way[:place], *way[place + 1 :])
 
 
-# ── storages ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── storages ──────────────────────────────────────────────────────────────────────────────────────
 
 
 Arithmetic = Literal["float32", "expansion", "float64"]
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
-# A second moment with fewer mantissa bits does not move at a beta2 of 0.999, which changes it by 2^-10.
+# A second moment with fewer mantissa bits does not move at a beta2 of 0.999, which changes it by
+# 2^-10.
 _FROZEN_MANTISSA = 10
 
 
@@ -188,8 +206,8 @@ class Storage:
         loses: what is lost, in a few words.
         fallback: the storage that an alarm recommends when this one loses updates.
         source: the publication or library.
-        arithmetic: of the update: ``"float32"``, ``"float64"``, or ``"expansion"``: Collage's AdamW, with every operation
-            rounded to the weight's precision.
+        arithmetic: of the update: ``"float32"``, ``"float64"``, or ``"expansion"``: Collage's
+            AdamW, with every operation rounded to the weight's precision.
         states: the optimizer states, each with its code; every update rule has its own.
     """
 
@@ -223,7 +241,9 @@ class Storage:
 
     @property
     def tail_bits(self) -> int:
-        """Return the bits of the tail: stored weight bits outside the visible weight, master copy and low parts."""
+        """Return the bits of the tail: stored weight bits outside the visible weight, master copy
+        and low parts.
+        """
         has_no_tail = self.master or self.visible == "float32" or self.weight.parts > 1
         return (
             0
@@ -233,7 +253,9 @@ class Storage:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Return the names of the weight's fields next to the visible weight: ``master``, ``tail``, low parts or none."""
+        """Return the names of the weight's fields next to the visible weight: ``master``, ``tail``,
+        low parts or none.
+        """
         if self.master:
             return ("master",)
         return ("tail",) if self.tail_bits else low_parts("weight", self.weight)
@@ -270,9 +292,12 @@ class Storage:
 
     @property
     def keeps_updates(self) -> bool:
-        """Return whether small updates survive. They do not if few-bit weights or second moments round to nearest.
+        """Return whether small updates survive.
 
-        A tail, master copy or low part keeps small updates of the weight. It does not help second moments.
+        They do not if few-bit weights or second moments round to nearest.
+
+        A tail, master copy or low part keeps small updates of the weight. It does not help second
+        moments.
         """
         weight, moment = self.weight, self.exp_avg_sq
         is_short = self.visible != "float32" and not self.beside and weight.rounding == "nearest"
@@ -442,7 +467,8 @@ STORAGES: dict[str, Storage] = {
             loses="13 bits of the weight, stochastic: no bias, noise of 2^-11; 13 bits of each moment, relative to its row",
             source="Narrowgauge; stochastic rounding as in Ozkara et al. 2025 (2502.20566), in float16",
         ),
-        # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below relevant weights.
+        # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below
+        # relevant weights.
         _row(
             "scalify-float16/scaled16", "float16", "float16+float16-row+float16-row-held", vectors="float16/master",
             fallback="float16/split",
@@ -465,7 +491,9 @@ def for_vectors(storage: Storage) -> Storage:
 
 
 def for_format(storage: Storage, visible: str) -> Storage:
-    """Return ``storage``, or its counterpart for a parameter in another visible format. A storage of float32 has none.
+    """Return ``storage``, or its counterpart for a parameter in another visible format.
+
+    A storage of float32 has none.
 
     Example:
         >>> for_format(STORAGES["word"], "float32").name, for_format(STORAGES["word"], "float16").name

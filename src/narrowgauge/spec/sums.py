@@ -1,11 +1,13 @@
 """Sums of gradients: over the micro-batches of a rank, and across ranks (reductions).
 
-Floating-point addition is not associative. With few bits it also stalls: if autograd adds gradients of micro-batches in
-bfloat16, a sum of equal gradients stops at 256 of them. ``float32`` and ``float64`` keep the sum in a buffer of the
-parameter's shape and round it at the end (:mod:`narrowgauge.optim.accumulation`).
+Floating-point addition is not associative. With few bits it also stalls: if autograd adds gradients
+of micro-batches in bfloat16, a sum of equal gradients stops at 256 of them. ``float32`` and
+``float64`` keep the sum in a buffer of the parameter's shape and round it at the end
+(:mod:`narrowgauge.optim.accumulation`).
 
-Across ranks the sum depends on the number of ranks, on the order of arrival, and on the micro-batches that each rank added
-before. A reduction states how much a sum may lose, and whether it depends on any of these (:mod:`narrowgauge.distributed`).
+Across ranks the sum depends on the number of ranks, on the order of arrival, and on the
+micro-batches that each rank added before. A reduction states how much a sum may lose, and whether
+it depends on any of these (:mod:`narrowgauge.distributed`).
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from dataclasses import dataclass
 from narrowgauge.spec.formats import get_format
 
 SHARDINGS = ("full", "none")
-"""How ranks hold a model: ``full`` shards parameters, gradients and states over them, ``none`` keeps all on every rank."""
+"""How ranks hold a model: ``full`` shards parameters, gradients and states over them, ``none``
+keeps all on every rank.
+"""
 ACCUMULATION_DTYPES = ("float32", "bfloat16", "float64")
-"""How a rank sums gradients of micro-batches: in a buffer of this format, if it is wider than the gradient's. Otherwise autograd
-sums in the gradient itself."""
+"""How a rank sums gradients of micro-batches: in a buffer of this format, if it is wider than the
+gradient's. Otherwise autograd sums in the gradient itself.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class Reduction:
         name: as in a recipe.
         wire: the format in which gradients travel; empty: the gradient's own.
         error: the largest error of a sum, in a few words.
-        order_invariant: whether equal gradients give equal bits on any number of ranks, in any order.
+        order_invariant: whether equal gradients give equal bits on any number of ranks, in any
+            order.
         purpose: what it is for.
         source: the publication or library.
     """
@@ -42,7 +48,9 @@ class Reduction:
     order_invariant: bool = False
 
     def bytes_per_element(self, gradient: str) -> float:
-        """Return the bytes sent per element of a gradient in the format ``gradient``, each time that it is sent."""
+        """Return the bytes sent per element of a gradient in the format ``gradient``, each time
+        that it is sent.
+        """
         return get_format(self.wire or gradient).bits / 8
 
 

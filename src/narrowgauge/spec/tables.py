@@ -1,6 +1,7 @@
 """Tables with named columns, printed for a terminal, a pipe, GitHub markdown or JSON.
 
-A wide terminal gets a rich table. A pipe, a narrow terminal, or one without the package rich gets aligned text.
+A wide terminal gets a rich table. A pipe, a narrow terminal, or one without the package rich gets
+aligned text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Key = str | Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Column:
-    """One printed column: its title, the key of a row's value or a function of the row, and its style."""
+    """One printed column: its title, the key of a row's value or a function of the row, and its
+    style.
+    """
 
     title: str
     key: Key
@@ -107,7 +110,9 @@ def write(parts: Table | Sequence[Table]) -> None:
 
 
 def write_json(value: Row | Sequence[Row]) -> None:
-    """Print one JSON value; infinities and NaN, which JSON lacks, become the strings ``inf``, ``-inf`` and ``nan``."""
+    """Print one JSON value; infinities and NaN, which JSON lacks, become the strings ``inf``,
+    ``-inf`` and ``nan``.
+    """
     # JSON escapes are exact. Characters that a stream lacks would be replaced.
     is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
     print(
@@ -144,7 +149,9 @@ def cell_text(value: Any) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """Convert a value to JSON: numbers of NumPy and PyTorch to Python's, paths to text, NaN and infinities to names."""
+    """Convert a value to JSON: numbers of NumPy and PyTorch to Python's, paths to text, NaN and
+    infinities to names.
+    """
     if isinstance(value, Mapping):
         return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

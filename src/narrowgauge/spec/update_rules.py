@@ -1,7 +1,8 @@
-"""The update rules by name: each rule's optimizer, AdamW's settings that it takes, and its own options.
+"""The update rules by name: each rule's optimizer, AdamW's settings that it takes, and its own
+options.
 
-The checks of options, ``narrowgauge plan --rule`` and ``narrowgauge show rules`` read this table. A new rule is a row, and a
-class in :mod:`narrowgauge.optim.optimizers`.
+The checks of options, ``narrowgauge plan --rule`` and ``narrowgauge show rules`` read this table. A
+new rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.storages import Storage
 
-# ── what an option may be ───────────────────────────────────────────────────────────────────────────────────────────
+# ── what an option may be ─────────────────────────────────────────────────────────────────────────
 
 
 _ANY = "a number"
@@ -23,7 +24,10 @@ _ANY = "a number"
 
 @dataclass(frozen=True)
 class Range:
-    """A numeric option in ``[low, high)``, or in ``(low, high)`` if ``above``. NaN is never inside. A pair has two of them."""
+    """A numeric option in ``[low, high)``, or in ``(low, high)`` if ``above``.
+
+    NaN is never inside. A pair has two of them.
+    """
 
     low: float = 0.0
     high: float = math.inf
@@ -89,12 +93,14 @@ class Choice:
 FLAG = Choice((False, True))
 Laws = dict[str, Range | Choice]
 
-# ── the rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the rows ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of one rule: its class's default, its allowed values, and the usual value for language models if it differs."""
+    """An option of one rule: its class's default, its allowed values, and the usual value for
+    language models if it differs.
+    """
 
     name: str
     default: Any
@@ -126,12 +132,14 @@ class UpdateRule:
     Args:
         optimizer: its class in ``narrowgauge.optim.optimizers``.
         purpose: one line.
-        settings: those of ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` that it takes, as language models are trained.
+        settings: those of ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` that it takes, as
+            language models are trained.
         options: its own.
         rate: factor on AdamW's usual peak learning rates; ``None`` if they do not apply.
         is_matrix: it steps whole matrices. AdamW steps vectors, embeddings and output heads.
-        moments: its states for each element of a matrix, with the storage's code for each, if a plan needs no more; ``None``
-            if this depends on options. (Adafactor's values by row and column are extra.)
+        moments: its states for each element of a matrix, with the storage's code for each, if a
+            plan needs no more; ``None`` if this depends on options. (Adafactor's values by row and
+            column are extra.)
         source: the paper.
     """
 
@@ -161,7 +169,10 @@ class UpdateRule:
 
     @property
     def eps_option(self) -> str:
-        """Return the optimizer's option for AdamW's epsilon. It has another name if the rule has its own ``eps``."""
+        """Return the optimizer's option for AdamW's epsilon.
+
+        It has another name if the rule has its own ``eps``.
+        """
         return "adam_eps" if any(option.name == "eps" for option in self.options) else "eps"
 
 
@@ -178,7 +189,8 @@ _RULES = (
         source="Kingma & Ba, ICLR 2015 (1412.6980); Loshchilov & Hutter, ICLR 2019 (1711.05101)",
     ),
     UpdateRule(
-        # An L2 penalty of 0.1 would outweigh most gradients. The default is none, as in torch.optim.
+        # An L2 penalty of 0.1 would outweigh most gradients. The default is none, as in
+        # torch.optim.
         "adam", "Adam", "two moments, decay as a penalty in the gradient", {**_ADAM, "weight_decay": 0.0},
         moments=_MOMENTS, source="Kingma & Ba, ICLR 2015 (1412.6980)",
     ),
@@ -233,25 +245,31 @@ UPDATE_RULES: dict[str, UpdateRule] = {row.name: row for row in _RULES}
 
 
 def refuse_pair(rule: str, storage: Storage, *, is_matrix: bool, is_adamw: bool) -> None:
-    """Refuse a rule, by name, with a storage that cannot hold its states. The storage has the rule's states.
+    """Refuse a rule, by name, with a storage that cannot hold its states.
+
+    The storage has the rule's states.
 
     Raises:
-        RecipeError: Collage's arithmetic is published for AdamW alone. Matrix rules compute in float32. Scales by row beside a
-            weight must be known before the step, and a matrix rule's result is not.
+        RecipeError: Collage's arithmetic is published for AdamW alone. Matrix rules compute in
+            float32. Scales by row beside a weight must be known before the step, and a matrix
+            rule's result is not.
     """
     if is_matrix and storage.scaled:
         raise RecipeError(
-            f"Cannot step rule '{rule}' in storage '{storage.name}' because its '{storage.scaled[0]}' has scales by row, which "
+            f"Cannot step rule '{rule}' in storage '{storage.name}' because its "
+            f"'{storage.scaled[0]}' has scales by row, which "
             "a matrix rule does not know before the step.",
             "Take a storage such as 'word' or 'master'.",
         )
     if is_matrix and storage.arithmetic == "float64":
         raise RecipeError(
-            f"Cannot step rule '{rule}' in storage '{storage.name}' because matrix rules compute in float32.",
+            f"Cannot step rule '{rule}' in storage '{storage.name}' because matrix rules compute "
+            "in float32.",
             "Take a storage such as 'master'.",
         )
     if storage.arithmetic == "expansion" and not is_adamw:
         raise RecipeError(
-            f"Cannot step rule '{rule}' in storage '{storage.name}' because its arithmetic is published for AdamW alone.",
+            f"Cannot step rule '{rule}' in storage '{storage.name}' because its arithmetic is "
+            "published for AdamW alone.",
             "Take rule 'adamw', or a storage such as 'kahan' or 'split'.",
         )

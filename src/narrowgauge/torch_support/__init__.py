@@ -1,4 +1,5 @@
-"""What this package needs of PyTorch's insides and of compilers: below the arithmetic, above nothing.
+"""What this package needs of PyTorch's insides and of compilers: below the arithmetic, above
+nothing.
 
 ======================  ============================================================================
 ``torch_names``         the private names of PyTorch that we use, each with its reason and alternative

@@ -1,18 +1,21 @@
 """Compile functions of tensors into one loop, and check the result against the function before use.
 
-A function is traced with symbolic sizes and compiled by PyTorch's Inductor, without Dynamo. A call then costs 10 µs, with
-``torch.compile`` 30, and the loop is the same. Inductor caches compiled code on disk. At the first use of each pattern of
-arguments, compiled code runs on ordinary and on edge values. If its bits differ from the function's, the function runs
-uncompiled, with one warning.
+A function is traced with symbolic sizes and compiled by PyTorch's Inductor, without Dynamo. A call
+then costs 10 µs, with ``torch.compile`` 30, and the loop is the same. Inductor caches compiled code
+on disk. At the first use of each pattern of arguments, compiled code runs on ordinary and on edge
+values. If its bits differ from the function's, the function runs uncompiled, with one warning.
 
 Private names of PyTorch, why, and alternatives:
 
 ``torch._inductor.compile``, ``torch.fx.experimental.proxy_tensor.make_fx``
-    Compile a graph that Dynamo did not capture. Instead: ``torch.compile(function, dynamic=True)``, 20 µs more a call.
+    Compile a graph that Dynamo did not capture. Instead: ``torch.compile(function, dynamic=True)``,
+    20 µs more a call.
 ``torch._subclasses.FakeTensorMode``, ``FakeTensor.fake_device``, ``ShapeEnv.produce_guards_expression``
-    Trace without memory, give each size its own symbol, and find the sizes that the graph supports. Instead: as above.
+    Trace without memory, give each size its own symbol, and find the sizes that the graph supports.
+    Instead: as above.
 Options of ``torch._inductor.config``
-    One loop for each function; the roundings of eager mode. Options that a release lacks are omitted.
+    One loop for each function; the roundings of eager mode. Options that a release lacks are
+    omitted.
 """
 
 from __future__ import annotations
@@ -39,9 +42,15 @@ from narrowgauge.torch_support.machine import (
 from narrowgauge.torch_support.torch_names import is_traced
 
 COMPILE_ELEMENTS = 1 << 18
-"""On a CPU, compile for at least this many elements. Fewer do not win back the seconds of compiling."""
+"""On a CPU, compile for at least this many elements.
+
+Fewer do not win back the seconds of compiling.
+"""
 MOST_VERSIONS = 8
-"""Compiled versions of one function for one pattern of arguments, each for other sizes. With more, it runs uncompiled."""
+"""Compiled versions of one function for one pattern of arguments, each for other sizes.
+
+With more, it runs uncompiled.
+"""
 SMALL_SIDE = 256
 """Shorten longer sides to about this to compare compiled code with its function."""
 
@@ -66,7 +75,10 @@ _ON_GPU: dict[str, Any] = {
     "coordinate_descent_tuning": False,
 }
 _VECTOR_BITS = {"DEFAULT": 1, "AVX2": 256, "AVX512": 512}
-"""By PyTorch's name of the instructions it uses here, which ``ATEN_CPU_CAPABILITY`` may limit. Part of Inductor's cache key."""
+"""By PyTorch's name of the instructions it uses here, which ``ATEN_CPU_CAPABILITY`` may limit.
+
+Part of Inductor's cache key.
+"""
 
 
 class Compiled:
@@ -103,7 +115,10 @@ _lock = threading.RLock()  # Inductor compiles in one thread at a time
 
 
 class Outcome(NamedTuple):
-    """Hold compiled code, or ``None``. An error may pass, so it ``is_final`` only if the code was compared."""
+    """Hold compiled code, or ``None``.
+
+    An error may pass, so it ``is_final`` only if the code was compared.
+    """
 
     code: Compiled | None
     is_final: bool
@@ -112,7 +127,8 @@ class Outcome(NamedTuple):
 def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) -> Any:
     """Call a function, compiled if ``size`` elements are enough to pay for it.
 
-    Each function is compiled once for a pattern. So pass the same function object for the same lines and constants.
+    Each function is compiled once for a pattern. So pass the same function object for the same
+    lines and constants.
     """
     place = place_of(arguments)
     if not is_worth_compiling(size, place) or is_traced() or not can_compile(place):
@@ -121,7 +137,9 @@ def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) ->
 
 
 def is_worth_compiling(num_elements: int, place: str) -> bool:
-    """Return whether compiled code wins back its seconds: on a GPU always, since uncompiled steps are some 150 launches."""
+    """Return whether compiled code wins back its seconds: on a GPU always, since uncompiled steps
+    are some 150 launches.
+    """
     return place != "cpu" or num_elements >= COMPILE_ELEMENTS
 
 
@@ -143,9 +161,11 @@ def compiled(
 
     Args:
         function: pure except for writing into its arguments, without Python branches on values.
-        arguments: arguments of the first call. A compiled function takes those that are not ``None``.
-        exact: compare returned floats bit for bit. ``False``: sums of ordinary values may round differently, and those of edge
-            values are not compared. Values written into arguments are always compared bit for bit.
+        arguments: arguments of the first call. A compiled function takes those that are not
+            ``None``.
+        exact: compare returned floats bit for bit. ``False``: sums of ordinary values may round
+            differently, and those of edge values are not compared. Values written into arguments
+            are always compared bit for bit.
     Cost: 5 to 15 s the first time on a machine, under a second from Inductor's cache.
     """
     tensors = [argument for argument in arguments if argument is not None]
@@ -168,7 +188,10 @@ def compiled(
 
 
 def can_compile(place: Literal["cpu", "gpu", "printed"]) -> bool:
-    """Return whether functions for a CPU or GPU can be compiled here, or printed C++. Warn once if not."""
+    """Return whether functions for a CPU or GPU can be compiled here, or printed C++.
+
+    Warn once if not.
+    """
     if place == "gpu":
         missing = gpu_compiler_missing()
     else:
@@ -182,7 +205,8 @@ def can_compile(place: Literal["cpu", "gpu", "printed"]) -> bool:
 @lru_cache
 def _warn_once(reason: str) -> None:
     warnings.warn(
-        f"{reason}: steps and casts run uncompiled. They are slower and give the same bits; an audit's sums may differ in "
+        f"{reason}: steps and casts run uncompiled. They are slower and give the same bits; an "
+        "audit's sums may differ in "
         "their last digits.",
         stacklevel=4,
     )
@@ -234,7 +258,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_stopped(error: BaseException) -> bool:
-    """Return whether a signal ended the compiler's process: an interruption of the run reaches it too."""
+    """Return whether a signal ended the compiler's process: an interruption of the run reaches it
+    too.
+    """
     is_signal = isinstance(error, subprocess.CalledProcessError) and error.returncode < 0
     return is_signal or (error.__cause__ is not None and _is_stopped(error.__cause__))
 
@@ -242,8 +268,8 @@ def _is_stopped(error: BaseException) -> bool:
 def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor]) -> Compiled:
     """Trace a function with symbolic sizes and compile the graph.
 
-    Trace tensors without memory, of the arguments' sizes and strides. Compiled code reads a tensor at its own address, so guards
-    on the offset in a storage say nothing.
+    Trace tensors without memory, of the arguments' sizes and strides. Compiled code reads a tensor
+    at its own address, so guards on the offset in a storage say nothing.
     """
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -290,10 +316,12 @@ def options(device: torch.device) -> dict[str, Any]:
 
 @lru_cache
 def _machine_flags(bits: int | None) -> str:
-    """Return the value of ``-march=``, with flags for g++ 12 and later that loops of many constants need.
+    """Return the value of ``-march=``, with flags for g++ 12 and later that loops of many constants
+    need.
 
-    Copy a vector by one move: g++ may copy two halves, and a load of the whole waits for both (4 times the time of a step).
-    Keep constants in memory, since g++ rebuilds them in each iteration. Schedule, since independent chains follow one another.
+    Copy a vector by one move: g++ may copy two halves, and a load of the whole waits for both (4
+    times the time of a step). Keep constants in memory, since g++ rebuilds them in each iteration.
+    Schedule, since independent chains follow one another.
     """
     if not bits or bits < 256:
         return ""
@@ -311,7 +339,7 @@ def _machine_flags(bits: int | None) -> str:
     return ""
 
 
-# ── the comparison ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the comparison ────────────────────────────────────────────────────────────────────────────────
 
 
 def matches(
@@ -322,7 +350,9 @@ def matches(
     exact: bool,
     results: bool,
 ) -> bool:
-    """Return whether compiled code writes the same bits as its function. With ``results``, compare the results too.
+    """Return whether compiled code writes the same bits as its function.
+
+    With ``results``, compare the results too.
 
     NaN bits of a float may differ. The arguments of the case do not change.
     """
@@ -336,7 +366,10 @@ def matches(
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    """Return the tensors of a result. A function that only writes into its arguments returns ``None``."""
+    """Return the tensors of a result.
+
+    A function that only writes into its arguments returns ``None``.
+    """
     return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if leaf is not None]
 
 
@@ -348,7 +381,10 @@ def _same(actual: Tensor, expected: Tensor, *, exact: bool) -> bool:
 
 
 def _cases(run: Compiled, arguments: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Draw ordinary and edge values of the arguments' dtypes. Shorten sides if the trace supports it."""
+    """Draw ordinary and edge values of the arguments' dtypes.
+
+    Shorten sides if the trace supports it.
+    """
     for edges in (False, True):
         case = [
             _drawn_like(x, [_cut(side) for side in x.shape], edges, seed)
@@ -364,7 +400,10 @@ def _cut(side: int) -> int:
 
 
 def _drawn_like(like: Tensor, shape: Sequence[int], edges: bool, seed: int) -> Tensor:
-    """Draw a tensor with another's memory order. Keep tensors with few values, such as scales and seeds."""
+    """Draw a tensor with another's memory order.
+
+    Keep tensors with few values, such as scales and seeds.
+    """
     if like.numel() <= 16:
         return like.clone()
     order = sorted(range(like.ndim), key=like.stride, reverse=True)
@@ -372,7 +411,7 @@ def _drawn_like(like: Tensor, shape: Sequence[int], edges: bool, seed: int) -> T
     return values.to(like.device).permute([order.index(dim) for dim in range(like.ndim)])
 
 
-# ── patterns and surroundings ───────────────────────────────────────────────────────────────────────────────────────────
+# ── patterns and surroundings ─────────────────────────────────────────────────────────────────────
 
 
 def _pattern(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -396,7 +435,9 @@ def _name(function: Callable[..., Any]) -> str:
 
 @contextlib.contextmanager
 def usual_defaults() -> Iterator[None]:
-    """Hide the user's default dtype, which the compiler gives to some constants, and default device, where no case is drawn."""
+    """Hide the user's default dtype, which the compiler gives to some constants, and default
+    device, where no case is drawn.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

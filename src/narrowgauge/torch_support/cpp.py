@@ -180,7 +180,7 @@ INLINE int32_t largest_of(Ints x) {
 """
 """The vector types, and the functions that :data:`CPP` names."""
 
-# ── building ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── building ──────────────────────────────────────────────────────────────────────────────────────
 
 _FLAGS = [
     "-std=c++20",
@@ -193,7 +193,8 @@ _FLAGS = [
     "-fno-math-errno",
     "-fno-trapping-math",
 ]
-# For g++ on x86: load constants instead of building them in each iteration, and run independent chains side by side.
+# For g++ on x86: load constants instead of building them in each iteration, and run independent
+# chains side by side.
 _TUNING = [
     "-fno-ipa-cp",  # or each body is compiled twice
     "-mprefer-vector-width=512",
@@ -258,7 +259,10 @@ def cache_folder() -> Path:
 
 
 def _allows_programs(folder: Path) -> bool:
-    """Return whether a library may run from a folder. Administrators often mount homes and ``/tmp`` without."""
+    """Return whether a library may run from a folder.
+
+    Administrators often mount homes and ``/tmp`` without.
+    """
     if not hasattr(os, "statvfs"):  # Windows
         return True
     return not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
@@ -280,7 +284,8 @@ def build(text: str) -> ctypes.CDLL:
     folder = cache_folder()
     if not _allows_programs(folder):
         raise OSError(
-            f"no library may run from {folder}, which is mounted noexec: set NARROWGAUGE_CACHE to another folder"
+            f"no library may run from {folder}, which is mounted noexec: set NARROWGAUGE_CACHE to "
+            "another folder"
         )
     command = _command(compiler_name())
     machine = [processor_name(), *sorted(instruction_sets()), _version(compiler_name())]
@@ -294,7 +299,10 @@ def build(text: str) -> ctypes.CDLL:
 
 
 def _token() -> str:
-    """Return a name that no other process takes. Machines and containers that share a folder have equal process ids."""
+    """Return a name that no other process takes.
+
+    Machines and containers that share a folder have equal process ids.
+    """
     return secrets.token_hex(8)
 
 

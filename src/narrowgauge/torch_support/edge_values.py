@@ -1,8 +1,11 @@
-"""Values on which two computations of one function differ first, if they differ. Compiled code is checked on them.
+"""Values on which two computations of one function differ first, if they differ.
 
-A compiler may flush subnormals, drop a rounding, fuse a multiplication with an addition, divide approximately or reorder a
-comparison. On most values this changes at most the last bit. These values expose it: zeros of both signs, subnormals, ties
-between two values of a format, the ends of its range, infinities, NaN, and values of every magnitude.
+Compiled code is checked on them.
+
+A compiler may flush subnormals, drop a rounding, fuse a multiplication with an addition, divide
+approximately or reorder a comparison. On most values this changes at most the last bit. These
+values expose it: zeros of both signs, subnormals, ties between two values of a format, the ends of
+its range, infinities, NaN, and values of every magnitude.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ _TIES = (
 def draw(dtype: torch.dtype, shape: Sequence[int], *, edges: bool, seed: int = 0) -> Tensor:
     """Draw normal values of a float dtype, or with ``edges`` finite edge values.
 
-    An int32 holds two bfloat16: positive normal values, since a second moment is not negative, or edge values with infinities
-    and NaN. Draw random bits for other dtypes.
+    An int32 holds two bfloat16: positive normal values, since a second moment is not negative, or
+    edge values with infinities and NaN. Draw random bits for other dtypes.
     """
     if dtype is torch.int32:
         pairs = (*shape[:-1], 2 * shape[-1])
@@ -57,7 +60,8 @@ def normal_values(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> Te
 def edge_values(
     dtype: torch.dtype, shape: Sequence[int], *, seed: int = 0, finite: bool = False
 ) -> Tensor:
-    """Draw one third edge values of both signs, one third values of every magnitude, one third normal ones. No NaN.
+    """Draw one third edge values of both signs, one third values of every magnitude, one third
+    normal ones. No NaN.
 
     ``seed`` chooses among them. ``finite`` omits infinities.
     """
@@ -96,7 +100,8 @@ def edge_values(
 def with_nan(values: Tensor, seed: int = 0) -> Tensor:
     """Copy 16- or 32-bit floats and make every seventeenth, counted from ``seed``, a NaN.
 
-    NaNs have both signs and several payloads: the quiet one, the smallest (signaling), and all ones.
+    NaNs have both signs and several payloads: the quiet one, the smallest (signaling), and all
+    ones.
     """
     kind, width = INTEGERS[values.dtype.itemsize], 8 * values.dtype.itemsize
     infinity = int(torch.tensor(torch.inf, dtype=values.dtype).view(kind))

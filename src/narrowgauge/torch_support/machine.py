@@ -1,7 +1,9 @@
-"""The machine: the number formats that its processor multiplies, its compilers, devices, and installed packages.
+"""The machine: the number formats that its processor multiplies, its compilers, devices, and
+installed packages.
 
-AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16. VNNI, AMX and I8MM multiply int8. All processors multiply
-float32. PyTorch multiplies other formats in scalar loops, many times slower than float32. So callers multiply them as float32.
+AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16. VNNI, AMX and I8MM multiply int8.
+All processors multiply float32. PyTorch multiplies other formats in scalar loops, many times slower
+than float32. So callers multiply them as float32.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _MULTIPLYING = {
 
 
 def multiplies(format: str) -> bool:
-    """Return whether PyTorch multiplies a format, such as ``"bfloat16"``, with native instructions of this processor."""
+    """Return whether PyTorch multiplies a format, such as ``"bfloat16"``, with native instructions
+    of this processor.
+    """
     return format in ("float32", "float64") or bool(_usable & _MULTIPLYING.get(format, set()))
 
 
@@ -63,8 +67,10 @@ def require_float64(tensors: Iterable[Any]) -> None:
     """
     if any(tensor is not None and tensor.device.type == "mps" for tensor in tensors):
         raise ChipError(
-            "Cannot use device 'mps', a Mac's GPU: it has no float64, in which norms of gradients and audits are summed.",
-            "Train on the Mac's CPU: model.to('cpu'); use_cpu=True in Hugging Face's TrainingArguments, accelerator='cpu' in "
+            "Cannot use device 'mps', a Mac's GPU: it has no float64, in which norms of gradients "
+            "and audits are summed.",
+            "Train on the Mac's CPU: model.to('cpu'); use_cpu=True in Hugging Face's "
+            "TrainingArguments, accelerator='cpu' in "
             "Lightning.",
         )
 
@@ -79,10 +85,10 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-# ── compilers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── compilers ─────────────────────────────────────────────────────────────────────────────────────
 #
-# PyTorch's compiler writes C++, and Triton for a GPU. Without a compiler it fails in the first training step, with 150 lines of
-# error.
+# PyTorch's compiler writes C++, and Triton for a GPU. Without a compiler it fails in the first
+# training step, with 150 lines of error.
 
 
 def compiler_name() -> str:
@@ -91,7 +97,9 @@ def compiler_name() -> str:
 
 
 def switched_off() -> str:
-    """Return a sentence with the environment variable that disables ``torch.compile``, or an empty string."""
+    """Return a sentence with the environment variable that disables ``torch.compile``, or an empty
+    string.
+    """
     names = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
     return next(
         (
@@ -119,7 +127,9 @@ def compiler_missing(*, by_pytorch: bool = True) -> str:
 
 
 def gpu_compiler_missing() -> str:
-    """Return why no kernel for a GPU can be compiled here, or an empty string. No CUDA toolkit is needed.
+    """Return why no kernel for a GPU can be compiled here, or an empty string.
+
+    No CUDA toolkit is needed.
 
     Source: triton.runtime.build (the C compiler that builds a kernel's launcher).
     """

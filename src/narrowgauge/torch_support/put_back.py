@@ -21,7 +21,8 @@ _PLAIN = (type, FunctionType, MethodType, ModuleType, str, bytes, int, float, co
 
 
 def objects_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield each object that a model holds, with its name: also what lies in plain attributes, such as modules in a list.
+    """Yield each object that a model holds, with its name: also what lies in plain attributes, such
+    as modules in a list.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -79,7 +80,9 @@ def put_back(
     parameters: Iterable[Tensor] = (),
     optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> Iterator[dict[str, str]]:
-    """Start without gradients. Restore gradients, buffers, modes, attributes and random generators at the end, bit for bit.
+    """Start without gradients.
+
+    Restore gradients, buffers, modes, attributes and random generators at the end, bit for bit.
 
     Args:
         parameters: others whose gradients are restored.
@@ -128,7 +131,10 @@ def _write_back(tensor: Tensor, values: Tensor) -> None:
 
 
 def _restores(value: Any) -> Iterator[Callable[[], object]]:
-    """Yield calls that restore an object, but not the objects that it holds. Clear a tensor's gradient."""
+    """Yield calls that restore an object, but not the objects that it holds.
+
+    Clear a tensor's gradient.
+    """
     kind = type(value)
     if isinstance(value, nn.Module):
         yield from (

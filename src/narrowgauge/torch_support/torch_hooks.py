@@ -1,6 +1,7 @@
 """Hooks on modules and optimizers of other libraries, which copy and pickle their hooks.
 
-PyTorch's own hooks on an optimizer's step break a loop in two ways, which a :class:`Follower` avoids:
+PyTorch's own hooks on an optimizer's step break a loop in two ways, which a :class:`Follower`
+avoids:
 
 * PyTorch hooks ``step`` of each class. A subclass that calls ``super().step()`` runs its hooks twice for one step, the inner
   pair within the outer one. Only the outer pair counts here.
@@ -29,7 +30,9 @@ _LISTENERS: list[Callable[[torch.optim.Optimizer], object]] = []
 
 
 def announce(optimizer: torch.optim.Optimizer) -> None:
-    """Tell the listeners of :func:`hear_of_optimizers` of a Narrowgauge optimizer that was just made."""
+    """Tell the listeners of :func:`hear_of_optimizers` of a Narrowgauge optimizer that was just
+    made.
+    """
     _OPTIMIZERS.add(optimizer)
     for listener in _LISTENERS:
         listener(optimizer)
@@ -81,11 +84,13 @@ Listener = Callable[[torch.optim.Optimizer], object]
 
 
 class Follower:
-    """Call a function before and one after each step of an optimizer, until :meth:`remove`, in the order of adding.
+    """Call a function before and one after each step of an optimizer, until :meth:`remove`, in the
+    order of adding.
 
     Args:
         optimizer: without wrappers. All its followers share one pair of hooks.
-        before: called once the step has its gradients. In a step with a closure, called after the closure's first call.
+        before: called once the step has its gradients. In a step with a closure, called after the
+            closure's first call.
         after: called when the step is done.
     """
 

@@ -1,51 +1,64 @@
-"""List the private names of PyTorch that we use, with the reason and the alternative. (``compile.py`` lists the compiler's.)
+"""List the private names of PyTorch that we use, with the reason and the alternative.
+(``compile.py`` lists the compiler's.)
 
 ``torch._higher_order_ops.effects._register_effectful_op``
-    Gauges mark tensors inside compiled code. The operator returns nothing, but must not be removed as dead code.
-    Alternative: ``torch.library.Library.register_effect`` once it is public, or marking in eager mode only.
+    Gauges mark tensors inside compiled code. The operator returns nothing, but must not be removed
+    as dead code. Alternative: ``torch.library.Library.register_effect`` once it is public, or
+    marking in eager mode only.
 ``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
-    Find the module of a backward operation, in the search for the first bad value. Alternative: naming only the node.
+    Find the module of a backward operation, in the search for the first bad value. Alternative:
+    naming only the node.
 ``Node._input_metadata``
     The formats of a model's computed outputs. Alternative: a record without them.
 ``DTensor._local_tensor``
-    FSDP2 looks there for ``fsdp_pre_all_gather``. ``to_local`` of a parameter returns another object. Alternative: gathering
-    weights in their own format.
+    FSDP2 looks there for ``fsdp_pre_all_gather``. ``to_local`` of a parameter returns another
+    object. Alternative: gathering weights in their own format.
 ``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``, ``Library._destroy``
-    Run fused attention of 16-bit operands as float32 within a context, on a CPU that does not multiply them. Alternative:
-    PyTorch's slow kernel.
+    Run fused attention of 16-bit operands as float32 within a context, on a CPU that does not
+    multiply them. Alternative: PyTorch's slow kernel.
 ``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``,
 ``reduce_grads``, ``all_reduce_grads``), ``FSDPParam._unsharded_param``
-    Find which parameters travel together, their order, dtypes and ranks, and what is not sent now. An all-reduce over replicas
-    with nothing left to sum goes to a group of one rank. Alternative: the mesh as an argument.
+    Find which parameters travel together, their order, dtypes and ranks, and what is not sent now.
+    An all-reduce over replicas with nothing left to sum goes to a group of one rank. Alternative:
+    the mesh as an argument.
 ``FSDPParam`` (``sharded_param``, ``_unsharded_param``, ``all_gather_outputs``, ``reset_sharded_param``, ``_init_extensions``),
 ``FSDPParamGroup._init_mp_dtypes``
-    Weights gathered as codes, and parameters replaced after ``fully_shard``, as by ``to_empty``. FSDP2 looks for such changes
-    only in its first forward pass. Alternative: refusing them.
+    Weights gathered as codes, and parameters replaced after ``fully_shard``, as by ``to_empty``.
+    FSDP2 looks for such changes only in its first forward pass. Alternative: refusing them.
 ``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has replaced (PyTorch 2.11 leaves no such mark)
-    An optimizer made earlier steps such parameters, which never get a gradient. Alternative: torch's silence.
+    An optimizer made earlier steps such parameters, which never get a gradient. Alternative:
+    torch's silence.
 ``torch.nn.utils.clip_grad._get_total_norm``
-    ``clip_grad_norm_`` calls it. Its sum depends on the number of ranks, so it is refused for exact sums. Alternative: silence.
+    ``clip_grad_norm_`` calls it. Its sum depends on the number of ranks, so it is refused for exact
+    sums. Alternative: silence.
 ``DistributedDataParallel._ddp_params_and_buffers_to_ignore`` (read in PyTorch 2.13 only from the model that it wraps)
-    It sends rank 0's buffers to all before each forward pass. A narrow layer's buffers say which sequences of the batch are on
-    this rank. Alternative: ``broadcast_buffers=False``, which a user must pass.
+    It sends rank 0's buffers to all before each forward pass. A narrow layer's buffers say which
+    sequences of the batch are on this rank. Alternative: ``broadcast_buffers=False``, which a user
+    must pass.
 ``_orig_mod`` and ``_checkpoint_wrapped_module`` in names of modules
     Parameters are named without these prefixes. Alternative: longer names.
 Frames of ``Optimizer.profile_hook_step``
-    Detect a step within a step of the same optimizer, as by ``super().step()``. Alternative: it counts twice.
+    Detect a step within a step of the same optimizer, as by ``super().step()``. Alternative: it
+    counts twice.
 ``torch._C._get_dispatch_mode``
-    Notice that operations are being traced. PyTorch 2.11 traces the backward pass of a compiled function without setting
-    ``torch.compiler.is_compiling()``. Alternative: 2.13 as the oldest release.
+    Notice that operations are being traced. PyTorch 2.11 traces the backward pass of a compiled
+    function without setting ``torch.compiler.is_compiling()``. Alternative: 2.13 as the oldest
+    release.
 ``torch._C._are_functorch_transforms_active``
-    Choose the autograd function of narrow layers that ``torch.func`` takes. Alternative: its 40 µs in every call.
+    Choose the autograd function of narrow layers that ``torch.func`` takes. Alternative: its 40 µs
+    in every call.
 ``torch.utils._python_dispatch._disable_current_modes``
-    Try a kernel with real tensors while the compiler traces with fake ones. Alternative: trying all kernels when a model is
-    prepared.
+    Try a kernel with real tensors while the compiler traces with fake ones. Alternative: trying all
+    kernels when a model is prepared.
 ``torch._subclasses.fake_tensor.FakeTensorMode``
-    Count a step of a user's module without its memory. Alternative: the meta device, which has no fused attention.
+    Count a step of a user's module without its memory. Alternative: the meta device, which has no
+    fused attention.
 ``torch.utils._pytree.tree_map_only``
-    Find tensors in module inputs and outputs, also in named tuples and transformers' outputs. Alternative: 15 lines.
+    Find tensors in module inputs and outputs, also in named tuples and transformers' outputs.
+    Alternative: 15 lines.
 
-A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
+A release that renames one of these fails here, with a plain ImportError or AttributeError, and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -61,7 +74,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# ── public PyTorch, in few words ────────────────────────────────────────────────────────────────────────────────────────
+# ── public PyTorch, in few words ──────────────────────────────────────────────────────────────────
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -112,7 +125,9 @@ IS_RECORDED: ContextVar[bool] = ContextVar("IS_RECORDED", default=False)
 
 
 def is_traced() -> bool:
-    """Return whether a function is traced or recorded: the tensors of its operations may have no values."""
+    """Return whether a function is traced or recorded: the tensors of its operations may have no
+    values.
+    """
     mode, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
     return (
         torch.compiler.is_compiling()
@@ -133,7 +148,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return tree_map_only(Tensor, function, value)
 
 
-# ── autograd, hooks, modules ────────────────────────────────────────────────────────────────────────────────────────────
+# ── autograd, hooks, modules ──────────────────────────────────────────────────────────────────────
 
 
 def autograd_node() -> Any:
@@ -147,7 +162,9 @@ def runs_backward() -> bool:
 
 
 def local_shard(parameter: Any) -> Tensor:
-    """Return this rank's shard of a DTensor, the object that FSDP2 shards, gathers and asks for its extensions."""
+    """Return this rank's shard of a DTensor, the object that FSDP2 shards, gathers and asks for its
+    extensions.
+    """
     shard: Tensor = parameter._local_tensor
     return shard
 
@@ -177,7 +194,10 @@ def no_modes() -> AbstractContextManager[Any]:
 
 @contextmanager
 def cpu_kernel_wrapped(name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Replace an operator's CPU kernel within a context. ``wrapper`` gets the old kernel, then the arguments."""
+    """Replace an operator's CPU kernel within a context.
+
+    ``wrapper`` gets the old kernel, then the arguments.
+    """
     kernel = torch.library.get_kernel(name, "CPU")
     library = torch.library.Library("aten", "IMPL")
 
@@ -217,11 +237,13 @@ def leave_out_of_ddp(model: Any, names: Iterable[str]) -> None:
     }
 
 
-# ── FSDP2 ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── FSDP2 ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
-    """Return FSDP2's parameter groups in a model as pairs: a module that the group belongs to, and the group."""
+    """Return FSDP2's parameter groups in a model as pairs: a module that the group belongs to, and
+    the group.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     by_id: dict[int, tuple[Any, Any]] = {}
@@ -247,7 +269,8 @@ def fsdp_gathered(group: Any) -> list[Tensor]:
 def renew_fsdp_group(group: Any) -> None:
     """Make a parameter group of FSDP2 use its modules' current parameters. None may be gathered.
 
-    FSDP2 does so only in its first forward pass. Later passes gather into buffers of the old dtype, so these are remade.
+    FSDP2 does so only in its first forward pass. Later passes gather into buffers of the old dtype,
+    so these are remade.
     """
     for parameter in group.fsdp_params:
         parameter.reset_sharded_param()
@@ -261,7 +284,8 @@ def renew_fsdp_group(group: Any) -> None:
 def was_taken_by_fsdp(parameter: Tensor) -> bool:
     """Return whether FSDP2 has replaced this whole parameter, so that it never gets a gradient.
 
-    ``fully_shard`` replaces parameters, in some versions of PyTorch without a mark. A forward pass replaces gathered ones.
+    ``fully_shard`` replaces parameters, in some versions of PyTorch without a mark. A forward pass
+    replaces gathered ones.
     """
     is_plain = type(parameter) is torch.nn.Parameter and parameter.numel() > 0
     return hasattr(parameter, "_fsdp_orig_uid") or (
@@ -270,7 +294,9 @@ def was_taken_by_fsdp(parameter: Tensor) -> bool:
 
 
 def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which FSDP2 sums a parameter's gradients: ``reduce_dtype``, else their computed dtype."""
+    """Return the dtype in which FSDP2 sums a parameter's gradients: ``reduce_dtype``, else their
+    computed dtype.
+    """
     policy = getattr(group, "mp_policy", None)  # from PyTorch 2.15 on each parameter has its own
     policy = policy or next(p.mp_policy for p in group.fsdp_params if p.sharded_param is parameter)
     dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
@@ -285,7 +311,10 @@ def fsdp_keeps_gradients(group: Any) -> bool:
 def replace_total_norm(
     wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
 ) -> Callable[[], None]:
-    """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``. Return a function that restores them."""
+    """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``.
+
+    Return a function that restores them.
+    """
     from torch.nn import utils
     from torch.nn.utils import clip_grad
 
@@ -305,7 +334,8 @@ def fsdp_mesh(group: Any) -> tuple[Any, int | None, int | None]:
 
 
 def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[], None]:
-    """Use ``comm`` to sum the gradients of an FSDP2 parameter group: reduce-scatter, all-reduce and division.
+    """Use ``comm`` to sum the gradients of an FSDP2 parameter group: reduce-scatter, all-reduce and
+    division.
 
     Args:
         comm: an object with the methods of FSDP2's ``ReduceScatter``.
@@ -352,7 +382,9 @@ def graph_nodes(outputs: Any) -> Iterator[Any]:
 
 
 def graph_dtypes(outputs: Any) -> set[torch.dtype]:
-    """Return the floating-point dtypes of the operations that computed some tensors, but for custom autograd functions."""
+    """Return the floating-point dtypes of the operations that computed some tensors, but for custom
+    autograd functions.
+    """
     nodes = (
         n
         for n in graph_nodes(outputs)
@@ -382,7 +414,9 @@ def unwrapped_model(model: Any) -> Any:
 
 
 def calls_of_step(optimizer: Any) -> int:
-    """Return the number of nested ``step`` calls of an optimizer in this thread: two if a subclass calls ``super().step()``."""
+    """Return the number of nested ``step`` calls of an optimizer in this thread: two if a subclass
+    calls ``super().step()``.
+    """
     count, frame = 0, sys._getframe()
     while frame is not None:
         code = frame.f_code

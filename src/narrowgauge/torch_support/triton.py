@@ -116,7 +116,8 @@ def load(source: str, *, interpret: bool = False) -> dict[str, Any]:
         triton.knobs.runtime.interpret = interpret
         exec(compile(source, file, "exec"), names)
     if interpret:
-        # Private names, which the interpreter reduces by NumPy. Instead: the functions of the text, a thousand times as slow.
+        # Private names, which the interpreter reduces by NumPy. Instead: the functions of the text,
+        # a thousand times as slow.
         names["larger_of"] = triton.language.standard._elementwise_max
         names["sum_of"] = triton.language.standard._sum_combine
     return names

@@ -1,8 +1,10 @@
-"""Compare recipes: ``ng.compare`` in a loop of your own, ``narrowgauge compare`` with the built-in trainer.
+"""Compare recipes: ``ng.compare`` in a loop of your own, ``narrowgauge compare`` with the built-in
+trainer.
 
-A comparison is a folder. It holds a run folder for each recipe and seed, and at the end ``compare.json`` and ``report.html``.
-Runs go seed by seed, so complete pairs exist whenever a comparison stops. A run that diverges is a result like any other. The
-same ``narrowgauge compare`` continues a stopped comparison. Recipes and seeds may be added.
+A comparison is a folder. It holds a run folder for each recipe and seed, and at the end
+``compare.json`` and ``report.html``. Runs go seed by seed, so complete pairs exist whenever a
+comparison stops. A run that diverges is a result like any other. The same ``narrowgauge compare``
+continues a stopped comparison. Recipes and seeds may be added.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 
 
 def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[Any, int, str]]:
-    """Return each recipe and seed with the name of the run's folder, seed by seed. Refuse none, and one that comes twice.
+    """Return each recipe and seed with the name of the run's folder, seed by seed.
+
+    Refuse none, and one that comes twice.
 
     Args:
         seeds: how many, counted from 0, or the seeds themselves.
@@ -62,7 +66,7 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[An
     ]
 
 
-# ── in a loop of your own ───────────────────────────────────────────────────────────────────────────────────────────
+# ── in a loop of your own ─────────────────────────────────────────────────────────────────────────
 
 
 def compare(
@@ -74,24 +78,28 @@ def compare(
 ) -> Comparison:
     """Compare recipes in your own training loop.
 
-    Runs of one seed are paired, so let only the seed decide the initial weights and the batches. A comparison needs just the
-    last validation loss of each run. Every other logged metric adds a curve or a column.
+    Runs of one seed are paired, so let only the seed decide the initial weights and the batches. A
+    comparison needs just the last validation loss of each run. Every other logged metric adds a
+    curve or a column.
 
     Args:
-        train_function: called as ``train_function(recipe, seed, log)``. It trains once and returns the last validation
-            loss, or a dict of summary metrics (``val_loss``, ``bytes_per_param``, ``tokens_per_second``,
-            ``step_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``), or nothing if it called
-            ``log.eval({"val_loss": …})``. ``log.step({"loss": …})`` logs a step, ``log.eval`` a validation;
-            ``log.watch(model, optimizer)`` adds gauges and the audit.
+        train_function: called as ``train_function(recipe, seed, log)``. It trains once and returns
+            the last validation loss, or a dict of summary metrics (``val_loss``,
+            ``bytes_per_param``, ``tokens_per_second``, ``step_memory_bytes``, ``edq``, ``noise``,
+            ``lost_fraction``), or nothing if it called ``log.eval({"val_loss": …})``.
+            ``log.step({"loss": …})`` logs a step, ``log.eval`` a validation; ``log.watch(model,
+            optimizer)`` adds gauges and the audit.
         recipes: the function's arguments: names of recipes or any other names.
         seeds: how many, from 0 on, or a sequence of seeds.
-        out: a new or empty folder for the runs, ``compare.json`` and ``report.html``; ``None`` keeps nothing. If the function
-            raises, the finished runs stay there for ``narrowgauge report``.
+        out: a new or empty folder for the runs, ``compare.json`` and ``report.html``; ``None``
+            keeps nothing. If the function raises, the finished runs stay there for ``narrowgauge
+            report``.
 
     Returns:
         The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
     Raises:
-        NarrowgaugeError: no recipe or seed, duplicates, a function without a loss, or a row with values that are not numbers.
+        NarrowgaugeError: no recipe or seed, duplicates, a function without a loss, or a row with
+            values that are not numbers.
         RecordError: ``out`` is not empty.
     Example:
         >>> def train_function(recipe, seed, log):
@@ -136,7 +144,8 @@ def _record(
             summary = {**record.summary(recipe=label), **metrics}
             if not isinstance(summary.get("val_loss"), int | float):
                 raise NarrowgaugeError(
-                    f"the training function gave no validation loss for {label}, val_loss is {summary.get('val_loss')!r}.",
+                    f"the training function gave no validation loss for {label}, val_loss is "
+                    f"{summary.get('val_loss')!r}.",
                     'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
                 )
         except BaseException:
@@ -146,7 +155,7 @@ def _record(
     return record.here.of_first(lambda: read_run(record.folder))
 
 
-# ── with the built-in trainer ───────────────────────────────────────────────────────────────────────────────────────
+# ── with the built-in trainer ─────────────────────────────────────────────────────────────────────
 
 
 def define(
@@ -159,8 +168,10 @@ def define(
     """Return the checked settings of each run of a comparison, seed by seed.
 
     Args:
-        settings: fields of ``TrainConfig`` that all runs share. In a folder with runs, the omitted ones are as in these runs.
-        out: the folder: new, or with runs of the same settings. ``None`` takes ``comparisons/MODEL-N``, the first free N.
+        settings: fields of ``TrainConfig`` that all runs share. In a folder with runs, the omitted
+            ones are as in these runs.
+        out: the folder: new, or with runs of the same settings. ``None`` takes
+            ``comparisons/MODEL-N``, the first free N.
     Raises:
         NarrowgaugeError: an invalid setting, or one that a run in the folder has otherwise.
     """
@@ -205,8 +216,8 @@ def run_comparison(
 ) -> tuple[Comparison, Path]:
     """Make the unfinished runs of a comparison, compare them, and write the page.
 
-    The same settings give the same numbers except times, resumed or not. Finished runs of the folder that were not requested
-    are compared, too.
+    The same settings give the same numbers except times, resumed or not. Finished runs of the
+    folder that were not requested are compared, too.
 
     Args:
         configs: from :func:`define`.
@@ -233,7 +244,8 @@ def run_comparison(
                 _train(config, stream)
         except KeyboardInterrupt as interruption:
             raise type(interruption)(
-                f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to continue."
+                f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out "
+                f"{folder} to continue."
             ) from None
         run = read_run(path)
         runs.append(run)

@@ -1,8 +1,10 @@
-"""The configuration of a training run: one frozen dataclass that defines the flags, the TOML keys and ``run.toml``.
+"""The configuration of a training run: one frozen dataclass that defines the flags, the TOML keys
+and ``run.toml``.
 
-A field has its default, one line of help and a constraint on its value. It is a flag of the command line and a key of a
-``--config`` file. ``filled`` derives fields left at None when the model is there, so that the record of a run does not depend on
-rules that may change. Nothing here needs PyTorch.
+A field has its default, one line of help and a constraint on its value. It is a flag of the command
+line and a key of a ``--config`` file. ``filled`` derives fields left at None when the model is
+there, so that the record of a run does not depend on rules that may change. Nothing here needs
+PyTorch.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def count(default: int | None, help: str, least: int = 1) -> Any:
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
-    """Return the type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or ``Recipe``."""
+    """Return the type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or
+    ``Recipe``.
+    """
     return next(kind for kind in _KINDS if kind.__name__ == str(field.type).split(" ")[0])
 
 
@@ -69,7 +73,9 @@ def require(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def known_model(name: str) -> str:
-    """Return the full name of a preset, or the path of a model folder, which may be given by its ``config.json``."""
+    """Return the full name of a preset, or the path of a model folder, which may be given by its
+    ``config.json``.
+    """
     path = Path(name).expanduser()
     if name.strip().lower() in MODELS or not (path.exists() or "/" in name or "\\" in name):
         return get_model(name).name
@@ -209,15 +215,19 @@ class TrainConfig:
         elif self.compile and (missing := _compiler_missing()):
             raise ChipError(
                 f"Cannot compile the model because {missing}.",
-                "Name a compiler that works with the variable CXX, or train without: --no-compile (compile = false).",
+                "Name a compiler that works with the variable CXX, or train without: --no-compile "
+                "(compile = false).",
             )
         return replace(self, **values)
 
     def validated(self) -> TrainConfig:
-        """Check every setting, alone and against the others. Checks that need the model happen when it is built.
+        """Check every setting, alone and against the others.
+
+        Checks that need the model happen when it is built.
 
         Returns:
-            The settings with full names and paths, so that the run can be resumed from any folder; with ``out`` chosen.
+            The settings with full names and paths, so that the run can be resumed from any folder;
+                with ``out`` chosen.
         Raises:
             NarrowgaugeError: an invalid value.
         """
@@ -231,7 +241,8 @@ class TrainConfig:
             Range(above=True).check("max_grad_norm", self.max_grad_norm)
         if parse(self.recipe.to_value()) != self.recipe:
             raise RecipeError(
-                f"recipe '{self.recipe.title}' has a compute or storage that differs from the table's of that name.",
+                f"recipe '{self.recipe.title}' has a compute or storage that differs from the "
+                "table's of that name.",
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
             )
         config = replace(self, model=known_model(self.model))
@@ -257,7 +268,9 @@ class TrainConfig:
         return config
 
     def require_agreement(self, num_ranks: int = 1, positions: int | None = None) -> None:
-        """Refuse settings that contradict each other, the number of ranks or the model's ``positions``."""
+        """Refuse settings that contradict each other, the number of ranks or the model's
+        ``positions``.
+        """
         parts, warmup = self.gradient_accumulation_steps, self.warmup_steps or 0
         most = (
             MODELS[self.model].max_positions
@@ -271,7 +284,8 @@ class TrainConfig:
             ),
             (
                 self.batch_size % parts != 0, NarrowgaugeError,
-                f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches",
+                f"a batch of {self.batch_size} sequences cannot be split into {parts} equal "
+                "micro-batches",
                 "Choose a --gradient-accumulation-steps that divides --batch-size.",
             ),
             (
@@ -280,7 +294,8 @@ class TrainConfig:
             ),
             (
                 self.sequence_length > most, RecipeError,
-                f"{self.model} has {most} positions, and sequences have {self.sequence_length} tokens",
+                f"{self.model} has {most} positions, and sequences have {self.sequence_length} "
+                "tokens",
                 f"Use --sequence-length {most} or less, or another --model.",
             ),
             (
@@ -301,7 +316,9 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "the settings") -> TrainConfig:
-        """Read a table from :meth:`to_dict`. Missing keys get their defaults. Values are not checked against each other.
+        """Read a table from :meth:`to_dict`.
+
+        Missing keys get their defaults. Values are not checked against each other.
 
         ``where`` names the table in error messages.
         """
@@ -324,7 +341,9 @@ class TrainConfig:
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Return the settings that a UTF-8 TOML file names, or a ``run.toml``, of which the folder is left out. Check each."""
+    """Return the settings that a UTF-8 TOML file names, or a ``run.toml``, of which the folder is
+    left out. Check each.
+    """
     try:
         table = load_toml(Path(path).read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -339,7 +358,10 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 
 
 def _compiler_missing() -> str:
-    """Return why a model cannot be compiled here, or an empty string. GPU kernels do not need C++."""
+    """Return why a model cannot be compiled here, or an empty string.
+
+    GPU kernels do not need C++.
+    """
     torch = sys.modules.get("torch")
     on_gpu = Path("/dev/nvidiactl").exists() if torch is None else torch.cuda.is_available()
     return switched_off() or (gpu_compiler_missing() if on_gpu else compiler_missing())

@@ -12,10 +12,13 @@ _LINE = ("loss", "tokens_per_second", "lr", "edq")
 
 
 class Console:
-    """Print the progress of one run: a line every ``log_every`` steps; with 0 only notes. ``is_quiet`` prints nothing.
+    """Print the progress of one run: a line every ``log_every`` steps; with 0 only notes.
+
+    ``is_quiet`` prints nothing.
 
     Attributes:
-        failure: why a line could not be written: its reader has left, or the disk is full. No line follows.
+        failure: why a line could not be written: its reader has left, or the disk is full. No line
+            follows.
     """
 
     def __init__(
@@ -38,7 +41,10 @@ class Console:
             self.failure = error
 
     def event(self, kind: str, sentence: str) -> None:
-        """Print an event. Notes say how a run differs from what was asked for: print them always."""
+        """Print an event.
+
+        Notes say how a run differs from what was asked for: print them always.
+        """
         self.say(f"{kind}: {sentence}.", always=kind == "note")
 
     def row(self, kind: str, row: Row) -> None:

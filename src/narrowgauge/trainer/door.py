@@ -1,7 +1,8 @@
 """The one door into a run: its own settings, overlaid with the settings that are given.
 
-``train --out RUN`` and ``resume RUN`` come through here. Omitted settings change nothing. Settings that decide the numbers of a
-run from its start are refused, all others hold from its checkpoint on. Nothing here needs PyTorch.
+``train --out RUN`` and ``resume RUN`` come through here. Omitted settings change nothing. Settings
+that decide the numbers of a run from its start are refused, all others hold from its checkpoint on.
+Nothing here needs PyTorch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def enter(given: Mapping[str, Any], num_ranks: int = 1) -> tuple[TrainConfig, Ru
     Args:
         given: the settings that were named. For a new run, others have their defaults.
     Raises:
-        NarrowgaugeError: an invalid setting, a folder with something else, or a setting that this run cannot change.
+        NarrowgaugeError: an invalid setting, a folder with something else, or a setting that this
+            run cannot change.
     """
     out = given.get("out")
     if out is None or not is_run(Path(out)):
@@ -53,7 +55,8 @@ def enter(given: Mapping[str, Any], num_ranks: int = 1) -> tuple[TrainConfig, Ru
     tokens = read_tokens(str(config.data))
     if data_fingerprint(tokens, config.held_out, config.seed) != run.data_fingerprint:
         raise RecordError(
-            f"Cannot continue {run.path} because the tokens in {config.data} are not those that it started with.",
+            f"Cannot continue {run.path} because the tokens in {config.data} are not those that it "
+            "started with.",
             "Restore its token map, or name its new place with --data.",
         )
     return config, run
@@ -81,7 +84,8 @@ def changed_settings(
 
 
 def require_same_run(run: Run, before: Mapping[str, Any], config: TrainConfig) -> None:
-    """Refuse settings that decide a run's numbers from the start: model, storage, seed, split and length of sequences.
+    """Refuse settings that decide a run's numbers from the start: model, storage, seed, split and
+    length of sequences.
 
     ``before`` are the settings with which it began.
     """
@@ -99,7 +103,10 @@ def require_same_run(run: Run, before: Mapping[str, Any], config: TrainConfig) -
 
 
 def nothing_left(run: Run, config: TrainConfig) -> str:
-    """Return a sentence if a run is finished and its settings ask for no further step. Refuse other changes of it."""
+    """Return a sentence if a run is finished and its settings ask for no further step.
+
+    Refuse other changes of it.
+    """
     if run.summary is None or config.steps > run.summary["steps"]:
         return ""
     for name, old, new in changed_settings(run.config, config.to_dict()):
@@ -111,14 +118,18 @@ def nothing_left(run: Run, config: TrainConfig) -> str:
 
 
 def require_no_checkpoint(run: Run, damaged: Sequence[str]) -> None:
-    """Refuse to begin a run again that had a checkpoint. ``damaged`` says what is wrong with those that are there."""
+    """Refuse to begin a run again that had a checkpoint.
+
+    ``damaged`` says what is wrong with those that are there.
+    """
     if damaged or any(event["kind"] == "checkpoint" for event in run.events):
         reasons = f": {'; '.join(damaged)}" if damaged else ""
         num_steps = run.steps[-1]["step"] if run.steps else 0
         raise RecordError(
             f"Cannot resume {run.path} because it holds no good checkpoint{reasons}. "
             f"Its record has {counted(num_steps, 'step')}.",
-            f"Restore its checkpoints, or begin again at step 0: narrowgauge resume {run.path} --restart.",
+            f"Restore its checkpoints, or begin again at step 0: narrowgauge resume {run.path} "
+            "--restart.",
         )
 
 
@@ -139,6 +150,7 @@ def run_of_trainer(folder: Path) -> Run:
         program = run.run.get("recorder", {}).get("program") or "another program"
         raise RecordError(
             f"{folder} records a loop of its own, in {program}, which has the model and its data.",
-            "Name a run of narrowgauge train. A loop with RunRecorder(resume=True) continues when its program starts again.",
+            "Name a run of narrowgauge train. A loop with RunRecorder(resume=True) continues when "
+            "its program starts again.",
         )
     return run

@@ -1,4 +1,6 @@
-"""Export a run as a Hugging Face folder, through ``save_pretrained``: the model as trained and evaluated."""
+"""Export a run as a Hugging Face folder, through ``save_pretrained``: the model as trained and
+evaluated.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from narrowgauge.trainer.session import Session, load
 
 
 def export(folder: Path, out: Path) -> Path:
-    """Write the model of a run's newest good checkpoint as a Hugging Face folder, complete or absent.
+    """Write the model of a run's newest good checkpoint as a Hugging Face folder, complete or
+    absent.
 
-    ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` load it. The weights have the bits that the model sees.
-    A run on a token map without a tokenizer exports only the model. Missing parents of ``out`` are made.
+    ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` load it. The weights have
+    the bits that the model sees. A run on a token map without a tokenizer exports only the model.
+    Missing parents of ``out`` are made.
 
     Raises:
         RecordError: the run has no good checkpoint, ``out`` is not empty, or the disk is full.

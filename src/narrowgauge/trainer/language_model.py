@@ -1,10 +1,11 @@
 """Language models built from a configuration and a seed, and their loss.
 
-The models are Hugging Face classes, so a trained model is a folder that other tools can read. A preset is a configuration in
-``narrowgauge.spec.models``. Its weights are drawn in float32 from the seed only, so that every recipe starts from the same
-weights. Nothing is downloaded.
+The models are Hugging Face classes, so a trained model is a folder that other tools can read. A
+preset is a configuration in ``narrowgauge.spec.models``. Its weights are drawn in float32 from the
+seed only, so that every recipe starts from the same weights. Nothing is downloaded.
 
-The loss is a *sum* over tokens. Sums of micro-batches of any size add up to the sum of the batch, which is divided once.
+The loss is a *sum* over tokens. Sums of micro-batches of any size add up to the sum of the batch,
+which is divided once.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ if TYPE_CHECKING:  # transformers takes seconds to import: each function below i
 def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
     """Return a causal language model in float32 on the CPU, in training mode, without dropout.
 
-    Initial weights depend on ``seed`` and the configuration only, and the caller's generator is unchanged.
+    Initial weights depend on ``seed`` and the configuration only, and the caller's generator is
+    unchanged.
 
     Args:
-        model: the name of a preset (``narrowgauge show models``), or a folder with ``config.json``. Weights in it are loaded
-            and upcast to float32; no code in them is run.
-        vocab_size: number of token embeddings, instead of the configuration's. Loaded weights keep their own number, which
-            must be at least this.
+        model: the name of a preset (``narrowgauge show models``), or a folder with ``config.json``.
+            Weights in it are loaded and upcast to float32; no code in them is run.
+        vocab_size: number of token embeddings, instead of the configuration's. Loaded weights keep
+            their own number, which must be at least this.
 
     Raises:
         RecipeError: no preset has that name.
@@ -83,13 +85,16 @@ def _require_causal(model: PreTrainedModel, folder: Path) -> None:
     change = (logits[0] - logits[1]).abs()
     if change[:-1].max() > 1e-3 * change.max():  # of others only the order of a sum
         raise DataError(
-            f"Cannot train the {type(model).__name__} in {folder} because its outputs depend on later tokens.",
+            f"Cannot train the {type(model).__name__} in {folder} because its outputs depend on "
+            "later tokens.",
             "Take a causal language model. BERT and its like need is_decoder in config.json.",
         )
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the summed cross entropy of ``[..., vocabulary]``, in float32, or float64 for float64 logits."""
+    """Return the summed cross entropy of ``[..., vocabulary]``, in float32, or float64 for float64
+    logits.
+    """
     return F.cross_entropy(at_least_float32(logits.flatten(0, -2)), targets, reduction="sum")
 
 
@@ -98,10 +103,12 @@ def loss_sum(
     tokens: Tensor,
     loss_of: Callable[[Tensor, Tensor], Tensor] = _cross_entropy,
 ) -> Tensor:
-    """Return the summed cross entropy of predicting each next token, a float32 or float64 scalar in nats.
+    """Return the summed cross entropy of predicting each next token, a float32 or float64 scalar in
+    nats.
 
     Args:
-        tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
+        tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets
+            all but the first.
         loss_of: of the logits and targets; by default the summed cross entropy.
     """
     return loss_of(
@@ -110,7 +117,9 @@ def loss_sum(
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
-    """Save only the input of each decoder layer for backward and recompute the rest there, with the same bits."""
+    """Save only the input of each decoder layer for backward and recompute the rest there, with the
+    same bits.
+    """
     if not model.supports_gradient_checkpointing:
         raise DataError(
             f"Cannot recompute activations because {type(model).__name__} does not support it."
@@ -119,15 +128,17 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-    # It hooks the embedding to give reentrant checkpoints an input that requires a gradient. These are not reentrant.
+    # It hooks the embedding to give reentrant checkpoints an input that requires a gradient. These
+    # are not reentrant.
     model.disable_input_require_grads()
 
 
 def compiled_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return :func:`loss_sum` of this model as a compiled function of the tokens alone.
 
-    Each ``GradientCheckpointingLayer`` of transformers is compiled in place, which changes no name, parameter or ``state_dict``,
-    and the cross entropy is compiled too. Everything else runs eagerly. All layers share one graph.
+    Each ``GradientCheckpointingLayer`` of transformers is compiled in place, which changes no name,
+    parameter or ``state_dict``, and the cross entropy is compiled too. Everything else runs
+    eagerly. All layers share one graph.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -214,14 +225,17 @@ def _loaded(
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise DataError(
-            f"The weights in {weights} lack {len(missing)} of those of the {type(model).__name__} in config.json, such as "
+            f"The weights in {weights} lack {len(missing)} of those of the {type(model).__name__} "
+            "in config.json, such as "
             f"'{missing[0]}'.",
-            "Give the config.json that belongs to them, or a folder with only config.json to start from random weights.",
+            "Give the config.json that belongs to them, or a folder with only config.json to start "
+            "from random weights.",
         )
     rows = len(cast(Tensor, model.get_input_embeddings().weight))
     if vocab_size is not None and vocab_size > rows:
         raise DataError(
-            f"The weights in {folder} have {rows:,} token embeddings; the text has {vocab_size:,} different tokens.",
+            f"The weights in {folder} have {rows:,} token embeddings; the text has {vocab_size:,} "
+            "different tokens.",
             "Use the tokenizer of these weights, or a folder with only config.json.",
         )
     return cast("PreTrainedModel", model.train())

@@ -1,10 +1,11 @@
 """The training loop. It can be interrupted at any moment and resumed with the same bits.
 
-Each step is recorded before the next begins, and checkpoints are written atomically. So a killed run loses only the steps since
-its last checkpoint and repeats them with the same bits.
+Each step is recorded before the next begins, and checkpoints are written atomically. So a killed
+run loses only the steps since its last checkpoint and repeats them with the same bits.
 
-Several ranks run this loop side by side. Rank 0 decides everything that depends on files, on the clock or on a signal, or the
-ranks agree, so that all take the same branches. Only rank 0 writes the run folder and prints.
+Several ranks run this loop side by side. Rank 0 decides everything that depends on files, on the
+clock or on a signal, or the ranks agree, so that all take the same branches. Only rank 0 writes the
+run folder and prints.
 """
 
 from __future__ import annotations
@@ -48,10 +49,13 @@ def train(
     restart: bool = False,
     console: Console | None = None,
 ) -> Path:
-    """Train a model, and return the run folder. If the folder ``out`` holds a run, continue it with these settings.
+    """Train a model, and return the run folder.
 
-    A run continues from its latest good checkpoint with its own settings, overlaid with those given here. Events record the
-    changes. A run that was killed before its first checkpoint begins again at step 0.
+    If the folder ``out`` holds a run, continue it with these settings.
+
+    A run continues from its latest good checkpoint with its own settings, overlaid with those given
+    here. Events record the changes. A run that was killed before its first checkpoint begins again
+    at step 0.
 
     Args:
         settings: those that are named; a ``TrainConfig`` names all but those at ``None``.
@@ -59,8 +63,8 @@ def train(
         console: displays the progress; ``None`` for standard output.
     Raises:
         NarrowgaugeError: an invalid setting. Nothing is written then.
-        RecordError: the run is being written, has no good checkpoint left, or cannot change a setting; or the model or data
-            has changed.
+        RecordError: the run is being written, has no good checkpoint left, or cannot change a
+            setting; or the model or data has changed.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM and SIGHUP
             :class:`~narrowgauge.errors.Terminated`.
         OSError: progress could not be printed; the checkpoint is saved.
@@ -155,7 +159,10 @@ def _go_on(run: Run, config: TrainConfig, console: Console, restart: bool) -> No
 
 
 def _watch(session: Session, record: Record, console: Console) -> None:
-    """Record the optimizer and the gauges. Must precede the first step, whose compiled code calls the gauges."""
+    """Record the optimizer and the gauges.
+
+    Must precede the first step, whose compiled code calls the gauges.
+    """
     session.optimizer.on_alarm = lambda alarms: console.say(
         f"warning: {min(alarms, key=lambda alarm: alarm.reading.edq).message}"
     )
@@ -188,7 +195,8 @@ def _run(session: Session, record: Record, console: Console) -> None:
             record.fingerprint(session.fingerprints)
             if _is_due(session.step, config.eval_every) and session.step < config.steps:
                 record.eval({"val_loss": evaluate(session)})
-            # A signal, or the end of a save, may reach the ranks in different steps. All act after the same step.
+            # A signal, or the end of a save, may reach the ranks in different steps. All act after
+            # the same step.
             state = _MUST_STOP if signals or console.failure is not None else 0
             state = session.here.largest(state or int(session.saver.has_ended))
             if session.step >= config.steps:
@@ -206,7 +214,8 @@ def _run(session: Session, record: Record, console: Console) -> None:
 
 
 def _finish(end: _End, session: Session, record: Record, console: Console, number: int) -> None:
-    """End a run whose last checkpoint is being written: write what its record lacks, and say how to continue.
+    """End a run whose last checkpoint is being written: write what its record lacks, and say how to
+    continue.
 
     ``number`` is the signal that interrupted it, 0 if it was the console.
     """
@@ -279,7 +288,10 @@ def _ended(session: Session, record: Record, console: Console) -> Iterator[None]
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Yield a list that receives the first SIGINT, SIGTERM or SIGHUP. A second signal ends the process at once."""
+    """Yield a list that receives the first SIGINT, SIGTERM or SIGHUP.
+
+    A second signal ends the process at once.
+    """
     received: list[int] = []
 
     def receive(number: int, frame: Any) -> None:

@@ -1,7 +1,8 @@
 """A session: a model, its optimizer and its data at some step. Build, save and load it.
 
-Its state is a function of its settings and its checkpoint. The seed gives the initial weights and the order of the data, (seed,
-step) the random bits of rounding. So a restored session continues with the bits of an uninterrupted one.
+Its state is a function of its settings and its checkpoint. The seed gives the initial weights and
+the order of the data, (seed, step) the random bits of rounding. So a restored session continues
+with the bits of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -52,9 +53,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One round of a rank in a step. Micro-batch m holds the same sequences for any number of ranks, and runs on rank m % ranks.
+    """One round of a rank in a step.
 
-    A rank that has none left repeats its first and contributes nothing, since every rank takes part in every exchange.
+    Micro-batch m holds the same sequences for any number of ranks, and runs on rank m % ranks.
+
+    A rank that has none left repeats its first and contributes nothing, since every rank takes part
+    in every exchange.
     """
 
     number: int  # in the step, over all ranks
@@ -81,7 +85,9 @@ def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) 
 
 
 def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1) -> Tensor:
-    """Sum the 0-d ``shares`` of all ranks' rounds in the order of the micro-batches: the same bits for any number of ranks."""
+    """Sum the 0-d ``shares`` of all ranks' rounds in the order of the micro-batches: the same bits
+    for any number of ranks.
+    """
     table = torch.stack([share.detach() for share in shares])
     if size > 1:
         gathered = torch.empty(size * len(shares), dtype=table.dtype, device=table.device)
@@ -101,8 +107,10 @@ class Session:
 
     Args:
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
-        accumulator: sums the gradients of micro-batches, if this process has several and the reduction does not.
-        reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with nothing to sum.
+        accumulator: sums the gradients of micro-batches, if this process has several and the
+            reduction does not.
+        reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with
+            nothing to sum.
         step: optimizer steps done.
         sequences: sequences read by these steps, whatever their batch sizes were.
         batch_crc: checksum of the last step's tokens, of all ranks together.
@@ -155,7 +163,9 @@ class Session:
         )
 
     def batch(self) -> list[Tensor]:
-        """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` each."""
+        """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size,
+        sequence_length + 1]`` each.
+        """
         c, batch, sums, began = self.config, [], [], time.perf_counter()
         for part in self.micro_batches:
             first = self.sequences + part.number * c.micro_batch_size
@@ -180,14 +190,19 @@ class Session:
             verify_replicas(kept_tensors(self.optimizer), self.step)
 
     def bytes_per_param(self) -> float:
-        """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per parameter of this rank."""
+        """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per
+        parameter of this rank.
+        """
         sums = (self.accumulator, self.reduction)
         return self.optimizer.bytes_per_param() + sum(
             part.bytes_per_param() for part in sums if part is not None
         )
 
     def save(self) -> None:
-        """Write a checkpoint; the previous one stays until it is complete. On ranks, all call it at the same step."""
+        """Write a checkpoint; the previous one stays until it is complete.
+
+        On ranks, all call it at the same step.
+        """
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
         state = {
             "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
@@ -221,8 +236,10 @@ class Session:
         self.sequences = state.get("sequences", self.step * self.config.batch_size)
         if state["fingerprint"] != (fingerprint := self.weights_fingerprint()):
             raise RecordError(
-                f"{checkpoint.path} gives weights {fingerprint}, and {state['fingerprint']} was saved.",
-                "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
+                f"{checkpoint.path} gives weights {fingerprint}, and {state['fingerprint']} was "
+                "saved.",
+                "The checkpoint is intact, so the code of the storage has changed: resume with the "
+                "version that wrote it.",
             )
 
 
@@ -272,7 +289,9 @@ def _optimizer(model: PreTrainedModel, config: TrainConfig, here: Ranks) -> Opti
 def _sums(
     model: PreTrainedModel, optimizer: Optimizer, config: TrainConfig, here: Ranks
 ) -> tuple[GradientAccumulator | None, GradientReduction | None]:
-    """Return what sums the gradients of this rank's micro-batches, and what sums them over ranks, where needed."""
+    """Return what sums the gradients of this rank's micro-batches, and what sums them over ranks,
+    where needed.
+    """
     is_order_invariant = config.recipe.reduction.order_invariant
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None
@@ -299,7 +318,8 @@ def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
         != load_json(other.read_bytes())["model"]["vocab"]
     ):
         raise DataError(
-            f"Cannot train the weights in {config.model} because the tokens in {config.data} have another vocabulary.",
+            f"Cannot train the weights in {config.model} because the tokens in {config.data} have "
+            "another vocabulary.",
             f"Make them again: narrowgauge tokenize TEXT OUT --tokenizer {config.model}.",
         )
 
@@ -317,7 +337,7 @@ def describe(session: Session) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ── data and checkpoints on the disk ────────────────────────────────────────────────────────────────────────────────
+# ── data and checkpoints on the disk ──────────────────────────────────────────────────────────────
 
 
 def open_on_ranks(config: TrainConfig) -> Dataset:
@@ -336,7 +356,10 @@ def open_on_ranks(config: TrainConfig) -> Dataset:
 
 
 def load(folder: str | Path) -> Session:
-    """Load a run folder's session at its newest good checkpoint, for export or sampling. Not compiled, no gauges, no data."""
+    """Load a run folder's session at its newest good checkpoint, for export or sampling.
+
+    Not compiled, no gauges, no data.
+    """
     folder = Path(folder)
     run = run_of_trainer(folder)
     config = dataclasses.replace(

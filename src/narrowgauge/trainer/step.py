@@ -1,9 +1,10 @@
 """One optimizer step and its record, and one evaluation.
 
-The step contains no arithmetic and no format. It uses the results of ``prepare`` like any training loop.
+The step contains no arithmetic and no format. It uses the results of ``prepare`` like any training
+loop.
 
-On several ranks, every ``verify_every`` steps, the states of all ranks are compared. They are also compared before a checkpoint
-is written. So the last checkpoint is always from before the damage.
+On several ranks, every ``verify_every`` steps, the states of all ranks are compared. They are also
+compared before a checkpoint is written. So the last checkpoint is always from before the damage.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from narrowgauge.trainer.session import Session, micro_batches_of_rank, sum_in_o
 
 
 def train_step(session: Session) -> Row:
-    """Take one optimizer step, and return the columns of its row that the record does not read itself."""
+    """Take one optimizer step, and return the columns of its row that the record does not read
+    itself.
+    """
     config = session.config
     optimizer = session.optimizer
     rate = config.learning_rate(session.step + 1)
@@ -41,7 +44,8 @@ def train_step(session: Session) -> Row:
     session.fingerprints.gradients()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record of this step.
+    # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record
+    # of this step.
     optimizer.settle()
     session.step += 1
     session.sequences += config.batch_size
@@ -57,7 +61,9 @@ def train_step(session: Session) -> Row:
 
 
 def differentiate(session: Session) -> Tensor:
-    """Compute the step's loss. Leave the sum of all its micro-batches' gradients in ``p.grad``, over all ranks.
+    """Compute the step's loss.
+
+    Leave the sum of all its micro-batches' gradients in ``p.grad``, over all ranks.
 
     Returns:
         The loss, 0-d, with the same bits on every rank and for every number of ranks.
@@ -96,10 +102,12 @@ def differentiate(session: Session) -> Tensor:
 
 @contextmanager
 def random_numbers(seed: int, step: int, micro_batch: int) -> Iterator[None]:
-    """Make the random numbers of a forward pass, such as dropout and router jitter, a function of these three.
+    """Make the random numbers of a forward pass, such as dropout and router jitter, a function of
+    these three.
 
-    No generator state is saved. A resumed, repeated or replayed step draws the same numbers again, on any number of ranks.
-    A backward pass draws nothing: masks are saved, and activation checkpointing saves the forward pass's state.
+    No generator state is saved. A resumed, repeated or replayed step draws the same numbers again,
+    on any number of ranks. A backward pass draws nothing: masks are saved, and activation
+    checkpointing saves the forward pass's state.
     """
     key = hashlib.blake2b(f"{seed} {step} {micro_batch}".encode(), digest_size=8).digest()
     with generators_put_back():
@@ -111,7 +119,8 @@ def random_numbers(seed: int, step: int, micro_batch: int) -> Iterator[None]:
 
 @torch.no_grad()
 def evaluate(session: Session) -> float:
-    """Return the mean loss in nats per token over the validation sequences, of the model in evaluation mode.
+    """Return the mean loss in nats per token over the validation sequences, of the model in
+    evaluation mode.
 
     They are the same for every number of micro-batches and ranks.
     """
@@ -125,7 +134,8 @@ def evaluate(session: Session) -> float:
         for part in micro_batches_of_rank(num_batches, here.rank % num_batches, here.size):
             rows = slice(part.number * size, (part.number + 1) * size)
             batch = session.data.validation(config.eval_sequences, config.sequence_length, rows)
-            # Without float32_attention(): the kernel's forward in bfloat16 is fast, only its backward is slow.
+            # Without float32_attention(): the kernel's forward in bfloat16 is fast, only its
+            # backward is slow.
             with random_numbers(
                 config.seed, session.step, part.number
             ):  # some models draw here too

@@ -1,15 +1,18 @@
 """A tensor that carries a power-of-two scale, and the rules for the scale of an operation's result.
 
-A :class:`Scaled` tensor stands for ``data * scale``. ``data`` is a plain tensor with a mean square near one, ``scale`` one
-power of two. Each operation guesses the size of its result from the scales of its operands, as for independent random numbers.
-A product gets the product of the scales, a sum of n numbers the root of n times their scale. This file measures nothing.
-:mod:`narrowgauge.transforms.scalify` measures at few places. A guess only decides where ``data`` is in its format's range. The
-value stays: a power of two rounds nothing until a number leaves the range.
+A :class:`Scaled` tensor stands for ``data * scale``. ``data`` is a plain tensor with a mean square
+near one, ``scale`` one power of two. Each operation guesses the size of its result from the scales
+of its operands, as for independent random numbers. A product gets the product of the scales, a sum
+of n numbers the root of n times their scale. This file measures nothing.
+:mod:`narrowgauge.transforms.scalify` measures at few places. A guess only decides where ``data`` is
+in its format's range. The value stays: a power of two rounds nothing until a number leaves the
+range.
 
-The rules apply below autograd. A backward pass uses the same table, so gradients are scaled tensors too. An operation without a
-rule is an error.
+The rules apply below autograd. A backward pass uses the same table, so gradients are scaled tensors
+too. An operation without a rule is an error.
 
-Source: Balança et al., Scalify, arXiv 2407.17353, and graphcore-research/jax-scalify. As its default does, scales round down.
+Source: Balança et al., Scalify, arXiv 2407.17353, and graphcore-research/jax-scalify. As its
+default does, scales round down.
 """
 
 from __future__ import annotations
@@ -29,12 +32,14 @@ aten = torch.ops.aten
 
 
 class Scaled(Tensor):
-    """Hold a tensor as ``data * scale``. Results of operations are rounded as in the format of ``data``.
+    """Hold a tensor as ``data * scale``.
+
+    Results of operations are rounded as in the format of ``data``.
 
     Args:
         data: a plain floating-point tensor.
-        scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. A check would synchronize with
-            the device, so there is none.
+        scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. A
+            check would synchronize with the device, so there is none.
     """
 
     _data: Tensor
@@ -140,9 +145,11 @@ def _number(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def root_below(count: int) -> float:
-    """Return the largest power of two not above ``sqrt(count)``: the size of a sum of ``count`` numbers of size one.
+    """Return the largest power of two not above ``sqrt(count)``: the size of a sum of ``count``
+    numbers of size one.
 
-    It uses comparisons only, so that a compiled graph of dynamic shape is valid for all counts between two powers of four.
+    It uses comparisons only, so that a compiled graph of dynamic shape is valid for all counts
+    between two powers of four.
     """
     power = 1
     while 4 * power * power <= count:
@@ -151,7 +158,9 @@ def root_below(count: int) -> float:
 
 
 def times(x: Tensor, power: Tensor) -> Tensor:
-    """Return ``x * power`` for a 0-d float32 power of two, rounded once. The power may be out of float16's range.
+    """Return ``x * power`` for a 0-d float32 power of two, rounded once.
+
+    The power may be out of float16's range.
 
     Example:
         >>> times(torch.tensor([64.0], dtype=torch.float16), torch.tensor(2.0**-28))
@@ -161,7 +170,8 @@ def times(x: Tensor, power: Tensor) -> Tensor:
 
 
 def rescaled(x: Tensor) -> Scaled:
-    """Return ``x``, plain or scaled, with a new scale from its measured root mean square: the *dynamic rescale*.
+    """Return ``x``, plain or scaled, with a new scale from its measured root mean square: the
+    *dynamic rescale*.
 
     Example:
         >>> rescaled(Scaled(torch.tensor([0.25, -0.5]), 2.0))
@@ -172,7 +182,7 @@ def rescaled(x: Tensor) -> Scaled:
     return Scaled(data / size, size if scale is None else scale * size)
 
 
-# ── arithmetic ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +194,10 @@ def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
 
 
 def _multiply(func: Any, a: Any, b: Any) -> Scaled:
-    """Multiply scales. A number is split into a mantissa and a power of two. A plain tensor has scale 1."""
+    """Multiply scales.
+
+    A number is split into a mantissa and a power of two. A plain tensor has scale 1.
+    """
     if not isinstance(a, Scaled):
         a, b = b, a
     if isinstance(b, Scaled):
@@ -196,7 +209,10 @@ def _multiply(func: Any, a: Any, b: Any) -> Scaled:
 
 
 def _split(number: float) -> tuple[float, float]:
-    """Split into a mantissa of magnitude 1 to 2 and a power of two. Zero and non-finite numbers have power 1."""
+    """Split into a mantissa of magnitude 1 to 2 and a power of two.
+
+    Zero and non-finite numbers have power 1.
+    """
     mantissa, exponent = math.frexp(number)
     if not math.isfinite(number) or number == 0:
         return number, 1.0
@@ -216,7 +232,9 @@ def _constant(func: Any, x: Any) -> Any:
 
 
 def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
-    """Add at the larger scale: the root of the sum of the squared scales, rounded down to a power of two."""
+    """Add at the larger scale: the root of the sum of the squared scales, rounded down to a power
+    of two.
+    """
     if alpha != 1:
         raise unknown(f"{func} of a scaled tensor with alpha = {alpha}")
     lhs, rhs, scale = _aligned(func, [a, b])
@@ -229,7 +247,10 @@ def _concatenate(func: Any, tensors: Sequence[Any], dim: int = 0) -> Scaled:
 
 
 def _aligned(func: Any, operands: Sequence[Any]) -> list[Tensor]:
-    """Return the data of all operands at their largest scale, and that scale. A plain tensor's scale is measured."""
+    """Return the data of all operands at their largest scale, and that scale.
+
+    A plain tensor's scale is measured.
+    """
     first = operands[0]
     if all(isinstance(x, Scaled) and x._scale is first._scale for x in operands):
         return [*(x._data for x in operands), first._scale]

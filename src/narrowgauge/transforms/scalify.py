@@ -1,24 +1,30 @@
-"""Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its matmuls are near one.
+"""Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its
+matmuls are near one.
 
-A tensor is ``data * scale``, and a rule for each operation gives its result a scale, forward and backward
-(docs/scaled-models.md). Most sizes are guessed. Outputs of activations, gradients behind a norm, and weights are measured, since
-errors of guesses would accumulate there. A float8 matmul then needs no scale and no amax: it casts ``data`` directly.
+A tensor is ``data * scale``, and a rule for each operation gives its result a scale, forward and
+backward (docs/scaled-models.md). Most sizes are guessed. Outputs of activations, gradients behind a
+norm, and weights are measured, since errors of guesses would accumulate there. A float8 matmul then
+needs no scale and no amax: it casts ``data`` directly.
 
-Only modules with parameters, and activations, compute by a rule. The rest is the model's own code, run on scaled tensors.
-Tensors are scaled from the embedding to the last norm. Logits and the parameters' gradients are plain tensors.
+Only modules with parameters, and activations, compute by a rule. The rest is the model's own code,
+run on scaled tensors. Tensors are scaled from the embedding to the last norm. Logits and the
+parameters' gradients are plain tensors.
 
-**Functions.** A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides each operand by its unit, the
-function returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule fixes the backward pass.
-Let ``dy`` be the gradient of ``y``. Then ``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own
-backward of the plain function. A gradient's data pass unchanged through the plain backward, with a size near one. Its scale
-bypasses it from ``leave`` to ``enter``, as the gradient of a *token* without other use. So values are right for all units,
-scales and sizes of a rule. These only decide where data are in the format's range. A *size* is the root mean square of ``raw``
-or of a ``vjp``. Data are divided by it and the scale is multiplied by it. Guesses assume independent operands. Training makes
-them less independent. E4m3 tolerates a factor of about ten upwards. E5m2, the format of gradients, tolerates ten thousand.
+**Functions.** A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides
+each operand by its unit, the function returns ``raw``, and :func:`leave` returns the scaled tensor
+``raw * scale``. The chain rule fixes the backward pass. Let ``dy`` be the gradient of ``y``. Then
+``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own backward of the
+plain function. A gradient's data pass unchanged through the plain backward, with a size near one.
+Its scale bypasses it from ``leave`` to ``enter``, as the gradient of a *token* without other use.
+So values are right for all units, scales and sizes of a rule. These only decide where data are in
+the format's range. A *size* is the root mean square of ``raw`` or of a ``vjp``. Data are divided by
+it and the scale is multiplied by it. Guesses assume independent operands. Training makes them less
+independent. E4m3 tolerates a factor of about ten upwards. E5m2, the format of gradients, tolerates
+ten thousand.
 
-Source: Balança et al., arXiv 2407.17353; graphcore-research/jax-scalify. Measuring the output of activations is an addition,
-since the source's model has no gated MLP. In a Llama the product of gate and up reaches a root mean square of 140 within 40
-steps.
+Source: Balança et al., arXiv 2407.17353; graphcore-research/jax-scalify. Measuring the output of
+activations is an addition, since the source's model has no gated MLP. In a Llama the product of
+gate and up reaches a root mean square of 140 within 40 steps.
 """
 
 from __future__ import annotations
@@ -45,12 +51,16 @@ from narrowgauge.transforms.scaled_tensor import (
 
 
 class Held(NamedTuple):
-    """Hold the unit of an operand that enters unchanged. The function divides by the unit itself."""
+    """Hold the unit of an operand that enters unchanged.
+
+    The function divides by the unit itself.
+    """
 
     power: Tensor
 
 
-# The unit of an operand: its own scale, 1 (the real value), 1 with float16 widened to float32, or this number.
+# The unit of an operand: its own scale, 1 (the real value), 1 with float16 widened to float32, or
+# this number.
 Unit = Tensor | Held | Literal["own", "real", "wide"]
 # A guess of the root mean square of the result; None: measure it.
 Size = float | None
@@ -59,7 +69,7 @@ OWN: Final = "own"
 REAL: Final = "real"
 WIDE: Final = "wide"
 
-# ── strip and restore scales ───────────────────────────────────────────────────────────────────────────────────────────
+# ── strip and restore scales ──────────────────────────────────────────────────────────────────────
 
 
 class _Enter(torch.autograd.Function):
@@ -162,7 +172,8 @@ def enter(
 
     Args:
         units: unit of each operand. A plain one has scale 1.
-        sizes: size of each operand's ``vjp``. Ignored for a plain operand, whose gradient is a plain value.
+        sizes: size of each operand's ``vjp``. Ignored for a plain operand, whose gradient is a
+            plain value.
     """
     return cast(tuple[Tensor, ...], _Enter.apply(units, sizes, *operands))  # type: ignore[no-untyped-call]
 
@@ -185,7 +196,7 @@ def scale_of(x: Tensor) -> Tensor:
     return x._scale if isinstance(x, Scaled) else _unit(x)
 
 
-# ── rules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rules ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def linear(
@@ -196,17 +207,20 @@ def linear(
     features: tuple[int, int],
     takes_unit: bool = False,
 ) -> Tensor:
-    """Apply a linear layer by the rule for dot products: the operands of its three matmuls are near one.
+    """Apply a linear layer by the rule for dot products: the operands of its three matmuls are near
+    one.
 
-    The output sums over the inputs, ``grad_input`` over the outputs. Their sizes are the roots of these numbers, rounded down.
-    The weight's scale is measured, and its gradient is a plain value. The bias is added at the scale of the product.
+    The output sums over the inputs, ``grad_input`` over the outputs. Their sizes are the roots of
+    these numbers, rounded down. The weight's scale is measured, and its gradient is a plain value.
+    The bias is added at the scale of the product.
 
     Args:
         x: plain or scaled, ``[..., inputs]``.
         weight, bias: plain. The weight has the layout of ``multiply``.
         multiply: the linear function of plain tensors, low-precision or not.
         features: numbers of inputs and outputs.
-        takes_unit: ``multiply`` gets the weight's size as a fourth argument and divides by it itself, in a cacheable cast.
+        takes_unit: ``multiply`` gets the weight's size as a fourth argument and divides by it
+            itself, in a cacheable cast.
     """
     inputs, outputs = features
     size = power_of_rms(weight)
@@ -228,10 +242,12 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Apply scaled dot product attention: scores from real queries and keys, the mean from the data of the values.
+    """Apply scaled dot product attention: scores from real queries and keys, the mean from the data
+    of the values.
 
-    The source has no rule for batched matmuls. A mean of values is at most as large as the values. Queries and keys enter as
-    real values near one. Their gradients are small relative to the output's at first, and large later.
+    The source has no rule for batched matmuls. A mean of values is at most as large as the values.
+    Queries and keys enter as real values near one. Their gradients are small relative to the
+    output's at first, and large later.
     """
     token, q, k, v = enter((REAL, REAL, OWN), (1.0,) * 3, query, key, value)
     raw = F.scaled_dot_product_attention(
@@ -243,19 +259,20 @@ def attention(
 FUNCTIONS[unwrap(F.scaled_dot_product_attention)] = attention  # attached gauges wrap it
 
 
-# ── modules that compute by a rule ─────────────────────────────────────────────────────────────────────────────────────
+# ── modules that compute by a rule ────────────────────────────────────────────────────────────────
 
 
 def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Make a model compute with scaled tensors from its inputs to its outputs.
 
-    Logits and gradients have the plain model's values. Every operand of a linear layer's three matmuls has a root mean square of
-    the order of one. Parameters, ``state_dict`` and gradients are plain tensors under the same names. A linear layer with a
-    method ``multiply(x, weight, bias)``, such as a narrow layer, multiplies its plain data with it.
+    Logits and gradients have the plain model's values. Every operand of a linear layer's three
+    matmuls has a root mean square of the order of one. Parameters, ``state_dict`` and gradients are
+    plain tensors under the same names. A linear layer with a method ``multiply(x, weight, bias)``,
+    such as a narrow layer, multiplies its plain data with it.
 
     Args:
-        model: changed in place. Each module with parameters, and each activation, gets its own class. Swap narrow layers
-            before. A second call changes nothing.
+        model: changed in place. Each module with parameters, and each activation, gets its own
+            class. Swap narrow layers before. A second call changes nothing.
         dtype: dtype of the scaled tensors, if not the parameters' own.
     Raises:
         RecipeError: a module's class has no rule; or, when the model runs, an operation has none.
@@ -299,14 +316,15 @@ def _leave_values(_: nn.Module, __: Any, result: Any) -> Any:
 class _Ruled:
     """Mix into the class of a module that computes by a rule.
 
-    The class changes, not the object's forward. So the module can be copied and pickled, and a compiler reuses one graph for
-    all layers of the class.
+    The class changes, not the object's forward. So the module can be copied and pickled, and a
+    compiler reuses one graph for all layers of the class.
     """
 
     origin: ClassVar[type[nn.Module]]
     leaves_plain = False
-    # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters itself. After a separate cast
-    # their gradients would leave scaled arithmetic in the smaller range of the two.
+    # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters
+    # itself. After a separate cast their gradients would leave scaled arithmetic in the smaller
+    # range of the two.
     computes_in: torch.dtype | None = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -350,7 +368,10 @@ class _Embedding(_Ruled):
 
 
 class _Activation(_Ruled):
-    """Apply it to the real value. Its output is measured. Its gradient has about the output gradient's size."""
+    """Apply it to the real value.
+
+    Its output is measured. Its gradient has about the output gradient's size.
+    """
 
     def forward(self: Any, x: Tensor) -> Tensor:
         token, real = enter((REAL,), (1.0,), x)
@@ -358,10 +379,12 @@ class _Activation(_Ruled):
 
 
 class _Norm(_Ruled):
-    """Apply a norm to the real value. The result has scale 1, since its size is one. Its gradient is measured.
+    """Apply a norm to the real value.
 
-    ``_normalized`` gets the real value, and the gain and bias that the module has. It computes float16 in float32, since the
-    gradient of a small input is large.
+    The result has scale 1, since its size is one. Its gradient is measured.
+
+    ``_normalized`` gets the real value, and the gain and bias that the module has. It computes
+    float16 in float32, since the gradient of a small input is large.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -418,7 +441,8 @@ def _ruled_class(origin: Any) -> Any:
     """Return a subclass with the rule's forward, or ``origin`` itself if there is no rule."""
     for kind in origin.__mro__:
         rule = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
-        # A subclass may compute anything, unless its `multiply` shows that only its product differs.
+        # A subclass may compute anything, unless its `multiply` shows that only its product
+        # differs.
         if rule is not None and (kind is origin or hasattr(origin, "multiply")):
             return type(
                 f"Scaled{origin.__name__}",

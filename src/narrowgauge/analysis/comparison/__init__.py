@@ -1,1 +1,3 @@
-"""Compare runs: statistics of each run, a classification of each recipe, and a verdict in sentences."""
+"""Compare runs: statistics of each run, a classification of each recipe, and a verdict in
+sentences.
+"""

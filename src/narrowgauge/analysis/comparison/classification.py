@@ -1,8 +1,9 @@
 """Classify each recipe of a comparison. The verdict, the tables and the page read the result.
 
-A *rank* compares a recipe's final losses with the baseline's. A *fault* is a reason not to use a recipe, at any rank: it
-diverged, loses its updates, skipped steps, or ends worse by more than 1 %. A recipe that loses its updates falls behind late, at
-small learning rates. The large first steps dominate sums over a run, so we read the audit's last values.
+A *rank* compares a recipe's final losses with the baseline's. A *fault* is a reason not to use a
+recipe, at any rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %.
+A recipe that loses its updates falls behind late, at small learning rates. The large first steps
+dominate sums over a run, so we read the audit's last values.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from narrowgauge.spec.significance import MIN_EDQ
 
 
 class Rank(Enum):
-    """Compare a recipe's loss with the baseline's. ``BETTER`` and ``WORSE`` are statistically significant."""
+    """Compare a recipe's loss with the baseline's.
+
+    ``BETTER`` and ``WORSE`` are statistically significant.
+    """
 
     BASELINE = "the baseline"
     BETTER = "better"
@@ -45,7 +49,7 @@ class Rank(Enum):
     NO_LOSS = "no loss"
 
 
-# ── one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one run ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def divergence(run: Run) -> str:
@@ -70,9 +74,11 @@ def divergence(run: Run) -> str:
 
 
 def has_zero(losses: Sequence[float]) -> bool:
-    """Return whether a loss has a size of its own, as a likelihood has: it begins well above zero, and stays above.
+    """Return whether a loss has a size of its own, as a likelihood has: it begins well above zero,
+    and stays above.
 
-    A loss of GRPO begins at zero, and those of PPO, ELBOs and densities pass it: their shares say nothing.
+    A loss of GRPO begins at zero, and those of PPO, ELBOs and densities pass it: their shares say
+    nothing.
     """
     finite = [x for x in losses if math.isfinite(x)]
     return bool(finite) and min(finite) > 0 and statistics.median(finite[:5]) >= LEAST_LOSS
@@ -85,7 +91,8 @@ class RunStats:
     Args:
         label: label of its recipe, as printed.
         divergence: how the run diverged; empty if it did not.
-        late_edq: median of the last tenth of audited values (at least three), else the summary's value.
+        late_edq: median of the last tenth of audited values (at least three), else the summary's
+            value.
     """
 
     label: str
@@ -122,7 +129,7 @@ class RunStats:
         return float(self.run.summary["val_loss"])
 
 
-# ── one recipe ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one recipe ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,10 @@ class Classification:
 
     @property
     def is_fit(self) -> bool:
-        """Return whether it is known to be usable and acceptably good. A baseline without faults is."""
+        """Return whether it is known to be usable and acceptably good.
+
+        A baseline without faults is.
+        """
         return self.usable_rank in (Rank.BASELINE, Rank.BETTER, Rank.WITHIN_NOISE)
 
     @property
@@ -170,7 +180,10 @@ class Classification:
 def classify(
     groups: Mapping[str, Sequence[RunStats]], rows: Mapping[str, Row]
 ) -> tuple[dict[str, Classification], str | None]:
-    """Classify every recipe by its label, and choose the baseline. ``rows`` are the rows of ``compare.json``."""
+    """Classify every recipe by its label, and choose the baseline.
+
+    ``rows`` are the rows of ``compare.json``.
+    """
     baseline = _widest(groups, rows)
     loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
     classes = {}
@@ -224,7 +237,9 @@ def _widest(groups: Mapping[str, Sequence[RunStats]], rows: Mapping[str, Row]) -
 
 
 def rank(difference: PairedDifference | None, loss: float) -> Rank:
-    """Return the rank of a recipe, from its difference to the baseline's loss; ``None`` without a common seed."""
+    """Return the rank of a recipe, from its difference to the baseline's loss; ``None`` without a
+    common seed.
+    """
     negligible = NEGLIGIBLE * abs(loss)
     if difference is None or not math.isfinite(difference.half):
         return Rank.NO_INTERVAL
@@ -238,7 +253,9 @@ def rank(difference: PairedDifference | None, loss: float) -> Rank:
 def _paired_difference(
     label: str, group: Sequence[RunStats], baseline: Sequence[RunStats]
 ) -> PairedDifference | None:
-    """Return a recipe's loss minus the baseline's over common seeds on the same data; ``None`` without any."""
+    """Return a recipe's loss minus the baseline's over common seeds on the same data; ``None``
+    without any.
+    """
     base = {run.seed: run for run in baseline if run.counts}
     paired = [(run, base[run.seed]) for run in group if run.counts and run.seed in base]
     pairs = [
@@ -256,7 +273,10 @@ def _late_edq(group: Sequence[RunStats]) -> float | None:
 
 
 def run_faults(group: Sequence[RunStats]) -> list[str]:
-    """Return the reasons not to use a recipe, from its own runs alone. Each continues a sentence after the recipe's label."""
+    """Return the reasons not to use a recipe, from its own runs alone.
+
+    Each continues a sentence after the recipe's label.
+    """
     faults = []
     if diverged := [run for run in group if run.divergence]:
         words = diverged[0].divergence.strip().rstrip(".")

@@ -1,13 +1,16 @@
-"""Compare recipes: a row of metrics for each, and a verdict in words that a statistician would sign.
+"""Compare recipes: a row of metrics for each, and a verdict in words that a statistician would
+sign.
 
-Runs of one seed start from the same weights and read the same batches. So their *paired* difference of final validation losses
-contains little of the seed's effect. Its mean over the seeds gets an interval (``intervals.py``). Each recipe is compared with
-one baseline. The baseline is chosen by its cost, never by its loss. The best of several equal recipes is the luckiest. Relative
-to it, the others would look worse than they are.
+Runs of one seed start from the same weights and read the same batches. So their *paired* difference
+of final validation losses contains little of the seed's effect. Its mean over the seeds gets an
+interval (``intervals.py``). Each recipe is compared with one baseline. The baseline is chosen by
+its cost, never by its loss. The best of several equal recipes is the luckiest. Relative to it, the
+others would look worse than they are.
 
-Diverged and unfinished runs are named and enter no average. A recipe wins only if its interval rules out a loss worse by more
-than 1 %. Each interval is for one recipe: of twenty harmless recipes, expect one outside.
-Only runs of one seed are paired, so only their settings must agree. Another seed always has another validation text.
+Diverged and unfinished runs are named and enter no average. A recipe wins only if its interval
+rules out a loss worse by more than 1 %. Each interval is for one recipe: of twenty harmless
+recipes, expect one outside. Only runs of one seed are paired, so only their settings must agree.
+Another seed always has another validation text.
 """
 
 from __future__ import annotations
@@ -59,10 +62,10 @@ class Comparison:
     def rows(self) -> tuple[Row, ...]:
         """Return a row per recipe.
 
-        Columns: ``recipe``, ``val_loss`` (mean over the seeds that count), ``val_loss_std`` (between seeds),
-        ``tokens_per_second`` (median), ``bytes_per_param``, ``step_seconds`` (median),
-        ``step_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``, ``diverged`` (whether any seed did), ``num_seeds``.
-        Unknown values are ``None``.
+        Columns: ``recipe``, ``val_loss`` (mean over the seeds that count), ``val_loss_std``
+        (between seeds), ``tokens_per_second`` (median), ``bytes_per_param``, ``step_seconds``
+        (median), ``step_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``, ``diverged``
+        (whether any seed did), ``num_seeds``. Unknown values are ``None``.
         """
         return tuple(recipe.row for recipe in self.classes.values())
 
@@ -92,7 +95,10 @@ class Comparison:
 
     @property
     def cheapest(self) -> Classification | None:
-        """Return the cheapest recipe that is fit for use. With one seed each, all compared ones without faults are."""
+        """Return the cheapest recipe that is fit for use.
+
+        With one seed each, all compared ones without faults are.
+        """
         sized = [
             recipe for recipe in self.classes.values() if recipe.row["bytes_per_param"] is not None
         ]
@@ -139,8 +145,8 @@ class Comparison:
     def json(self) -> bytes:
         """Return ``compare.json``: a list of rows, valid JSON for all values.
 
-        Columns beside those of :attr:`rows`: ``late_edq``, ``difference`` from the baseline's loss with its 95 %
-        ``difference_interval`` (``None`` with one pair), ``verdict`` and ``faults``.
+        Columns beside those of :attr:`rows`: ``late_edq``, ``difference`` from the baseline's loss
+        with its 95 % ``difference_interval`` (``None`` with one pair), ``verdict`` and ``faults``.
         """
         rows = []
         for recipe in self.classes.values():
@@ -172,10 +178,11 @@ def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
 def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Compare runs by recipe and seed.
 
-    The baseline is the most precise recipe with a finished run, no divergence and no lost updates. Recipes without
-    low-precision matmuls come first. Then more bytes per parameter, then the wider compute, then the order decide. Losses
-    never decide, or the intervals would not hold (see the module). A recipe is as good as the baseline only if its interval
-    ends below 1 % of the loss. Otherwise the verdict gives the number of seeds needed.
+    The baseline is the most precise recipe with a finished run, no divergence and no lost updates.
+    Recipes without low-precision matmuls come first. Then more bytes per parameter, then the wider
+    compute, then the order decide. Losses never decide, or the intervals would not hold (see the
+    module). A recipe is as good as the baseline only if its interval ends below 1 % of the loss.
+    Otherwise the verdict gives the number of seeds needed.
 
     Args:
         runs: finished or not, in any order.
@@ -235,7 +242,7 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
     }
 
 
-# ── the verdict ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the verdict ───────────────────────────────────────────────────────────────────────────────────
 
 
 def _cheapest(comparison: Comparison) -> str:
@@ -337,7 +344,10 @@ _ALIKE = (("data", "fingerprint"), ("machine", "device"), ("machine", "num_threa
 
 
 def _of_runs(runs: Sequence[RunStats]) -> Iterator[str]:
-    """Name the runs left out, and the settings that differ between runs of one seed. Skip settings that one run lacks."""
+    """Name the runs left out, and the settings that differ between runs of one seed.
+
+    Skip settings that one run lacks.
+    """
     unfinished = []
     for run in runs:
         if not run.counts and not run.divergence:

@@ -1,8 +1,10 @@
-"""The 95 % interval of paired differences over a few seeds, its printed form, and the seeds that a difference needs.
+"""The 95 % interval of paired differences over a few seeds, its printed form, and the seeds that a
+difference needs.
 
-Two runs of one seed share initial weights and batches, so most of a seed's effect cancels in their difference. The rest varies
-between seeds, and its mean gets an interval by Student's t. The half width shrinks with the square root of the number of seeds.
-With two seeds it is 12.7 standard errors, since two values estimate their spread poorly.
+Two runs of one seed share initial weights and batches, so most of a seed's effect cancels in their
+difference. The rest varies between seeds, and its mean gets an interval by Student's t. The half
+width shrinks with the square root of the number of seeds. With two seeds it is 12.7 standard
+errors, since two values estimate their spread poorly.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from narrowgauge.spec.significance import student_t
 MINUS = "\N{MINUS SIGN}"
 MOST_SEEDS = 1000
 NONCENTRALITY = {1: 16.334, 2: 5.653, 3: 4.256, 4: 3.761}
-"""Noncentrality by degrees of freedom: noncentral t exceeds the 97.5 % quantile of Student's t with 80 % probability."""
+"""Noncentrality by degrees of freedom: noncentral t exceeds the 97.5 % quantile of Student's t with
+80 % probability.
+"""
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of one difference per seed, and the half width of its 95 % interval; infinite for one seed."""
+    """Return the mean of one difference per seed, and the half width of its 95 % interval; infinite
+    for one seed.
+    """
     mean = statistics.fmean(differences)
     number = len(differences)
     if number < 2 or not math.isfinite(mean):
@@ -32,7 +38,8 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Hold a recipe's validation loss minus the baseline's: the mean over ``num_pairs`` common seeds.
+    """Hold a recipe's validation loss minus the baseline's: the mean over ``num_pairs`` common
+    seeds.
 
     ``half`` is half the width of the 95 % interval; infinite for fewer than two seeds.
     """
@@ -61,13 +68,16 @@ class PairedDifference:
 
 
 def seeds_needed(spread: float, difference: float) -> int | None:
-    """Return the fewest seeds (at least 2) that resolve a difference; ``None`` above :data:`MOST_SEEDS`.
+    """Return the fewest seeds (at least 2) that resolve a difference; ``None`` above
+    :data:`MOST_SEEDS`.
 
-    In four of five cases the interval of a recipe worse by ``d`` lies above zero, and of one as good as the baseline below ``d``.
-    Both need ``d √n / spread`` at the noncentrality where a t test has this power. From 6 seeds on it is, within 1 %, the sum
-    of two quantiles of Student's t. For fewer seeds it is tabulated.
+    In four of five cases the interval of a recipe worse by ``d`` lies above zero, and of one as
+    good as the baseline below ``d``. Both need ``d √n / spread`` at the noncentrality where a t
+    test has this power. From 6 seeds on it is, within 1 %, the sum of two quantiles of Student's t.
+    For fewer seeds it is tabulated.
 
-    Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), 2.2; Schuirmann 1987 for the second claim.
+    Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), 2.2; Schuirmann
+    1987 for the second claim.
     """
     if not _resolves(MOST_SEEDS, spread, difference):
         return None
@@ -82,7 +92,8 @@ def _resolves(seeds: int, spread: float, difference: float) -> bool:
 
 
 def shown_loss(loss: float) -> str:
-    """Format a loss or a standard deviation: four decimals, three digits if small, an exponent if huge.
+    """Format a loss or a standard deviation: four decimals, three digits if small, an exponent if
+    huge.
 
     Example:
         >>> shown_loss(4.1), shown_loss(0.0012345), shown_loss(1.5e30)
@@ -92,7 +103,8 @@ def shown_loss(loss: float) -> str:
 
 
 def shown_difference(mean: float, half: float) -> str:
-    """Format a difference and its half interval: four decimals, or exponents if both are tiny or one is huge.
+    """Format a difference and its half interval: four decimals, or exponents if both are tiny or
+    one is huge.
 
     Example:
         >>> shown_difference(0.0024, 0.0021).replace("\N{NO-BREAK SPACE}", " ")

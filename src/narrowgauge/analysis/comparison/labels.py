@@ -1,7 +1,9 @@
-"""Labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the page.
+"""Labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the
+page.
 
-Runs that differ only in their seed share a label. If one recipe ran twice with one seed, the differing settings join the label;
-if no setting differs, the folder does. A label is for people: no code parses it.
+Runs that differ only in their seed share a label. If one recipe ran twice with one seed, the
+differing settings join the label; if no setting differs, the folder does. A label is for people: no
+code parses it.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _by_settings(runs: Sequence[Run]) -> list[str]:
-    """Return the differing settings that all runs record, as one text per run; empty texts if too many differ."""
+    """Return the differing settings that all runs record, as one text per run; empty texts if too
+    many differ.
+    """
     shared = {key for key in runs[0].config if all(key in run.config for run in runs)} - {
         "recipe",
         "seed",

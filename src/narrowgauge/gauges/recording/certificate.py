@@ -1,4 +1,6 @@
-"""The certificate of a checkpoint: hashes of every state of a loop, compared after a resume, causes first."""
+"""The certificate of a checkpoint: hashes of every state of a loop, compared after a resume, causes
+first.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ SAVED = "the loop saved "
 
 
 class Certificate:
-    """Write hashes of a loop's states beside a checkpoint, and compare the loop with them after the load.
+    """Write hashes of a loop's states beside a checkpoint, and compare the loop with them after the
+    load.
 
     Args:
         model: its state_dict is the weights.

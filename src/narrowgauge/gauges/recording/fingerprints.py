@@ -1,12 +1,14 @@
 """Fingerprints of a training step: the tensors that two runs computed, in 64 bits each.
 
-A step can record a hash and the norm of each of its tensors, in the order of computation: weights that changed since the last
-step, the tokens, the output of each module with parameters, the gradients from the last parameter to the first, and after the
-update the stored weights and moments. ``narrowgauge diagnose RUN OTHER`` compares from the first different entry on.
+A step can record a hash and the norm of each of its tensors, in the order of computation: weights
+that changed since the last step, the tokens, the output of each module with parameters, the
+gradients from the last parameter to the first, and after the update the stored weights and moments.
+``narrowgauge diagnose RUN OTHER`` compares from the first different entry on.
 
-A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So it depends neither on
-sharding nor on which rank computed which micro-batch. To show the rank on which two runs diverge, each rank also hashes its own
-tensors, in one number for each kind. Values that ranks must share are compared at once.
+A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So
+it depends neither on sharding nor on which rank computed which micro-batch. To show the rank on
+which two runs diverge, each rank also hashes its own tensors, in one number for each kind. Values
+that ranks must share are compared at once.
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ class Fingerprints:
     """Record the fingerprints of a run's steps. All ranks make all calls.
 
     Args:
-        optimizer: ours, or any other. Another optimizer's states are the plain tensors in ``optimizer.state``.
+        optimizer: ours, or any other. Another optimizer's states are the plain tensors in
+            ``optimizer.state``.
         every: steps between two records; 0 never.
-        sees_outputs: the model runs eagerly, so that its modules' outputs exist. A compiled model is not hooked, since hooks
-            would change the compiled code.
+        sees_outputs: the model runs eagerly, so that its modules' outputs exist. A compiled model
+            is not hooked, since hooks would change the compiled code.
         first: another step to record; 0 for none.
 
     Attributes:
@@ -69,7 +72,8 @@ class Fingerprints:
     _entries: dict[str, list[float]] = field(default_factory=dict)
     _changed: dict[str, list[float]] = field(default_factory=dict)
     _recorded: Row = field(default_factory=dict)
-    # Of this rank alone: a hash of its part of each kind, and hashes of tensors that other ranks hold alike.
+    # Of this rank alone: a hash of its part of each kind, and hashes of tensors that other ranks
+    # hold alike.
     _own: dict[str, int] = field(default_factory=dict)
     _alike: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
     _num_sent: int = 0
@@ -78,7 +82,8 @@ class Fingerprints:
     def begin(self, step: int) -> None:
         """Begin the step that ends as number ``step``.
 
-        If the last step was recorded, the first entries are weights and moments that changed since without an update.
+        If the last step was recorded, the first entries are weights and moments that changed since
+        without an update.
         """
         self.is_on = self.every > 0 and (step % self.every == 0 or step == self.first)
         self._entries = {}
@@ -108,7 +113,10 @@ class Fingerprints:
         )
 
     def sent(self, gradient: Tensor) -> None:
-        """Record a gradient that this rank adds to the sum. Equal runs have them in the same order."""
+        """Record a gradient that this rank adds to the sum.
+
+        Equal runs have them in the same order.
+        """
         self._num_sent += 1
         number = fingerprint(gradient, offset=self._num_sent * GOLDEN % (1 << 62))
         self._own["sent"] = combine([self._own.get("sent", 0), number])
@@ -199,7 +207,9 @@ class Fingerprints:
         return row | ({"parted": parted} if parted else {})
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
-        """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped, its states, kind by kind."""
+        """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped,
+        its states, kind by kind.
+        """
         by_kind: dict[str, dict[str, Tensor]] = {}
         stepped = {*members_of(self.optimizer)}
         for name, parameter in self.model.named_parameters():
@@ -246,7 +256,9 @@ class Fingerprints:
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a plain tensor, possibly sharded, and not a subclass that decodes its elements."""
+    """Return whether a value is a plain tensor, possibly sharded, and not a subclass that decodes
+    its elements.
+    """
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_complex():
         return False
     return type(x) in (Tensor, nn.Parameter) or is_sharded(x)
@@ -268,7 +280,10 @@ def _joined(entries: list[list[float]]) -> list[float]:
 
 
 def _sum_of_squares(x: Tensor) -> float:
-    """Sum squares in float64, in any order: norms have a tolerance, fingerprints not. Sum the whole of a DTensor."""
+    """Sum squares in float64, in any order: norms have a tolerance, fingerprints not.
+
+    Sum the whole of a DTensor.
+    """
     if is_sharded(x):
         total: Any = x.detach().to(torch.float64).square().sum()
         return float(total.full_tensor())
@@ -276,14 +291,17 @@ def _sum_of_squares(x: Tensor) -> float:
     return float(torch.stack(chunks).sum()) if chunks else 0.0
 
 
-# ── by rank ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── by rank ───────────────────────────────────────────────────────────────────────────────────────
 
 _SHOWN = 8
 """Tensors that are named where ranks differ; in the next step all do."""
 
 
 def _parted(of_all: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> Row:
-    """Return the first tensors with different replicas, with each rank's number. ``None`` for a rank without it."""
+    """Return the first tensors with different replicas, with each rank's number.
+
+    ``None`` for a rank without it.
+    """
     parted: Row = {}
     for key, ranks in dict.fromkeys(place for numbers in of_all for place in numbers):
         if len({of_all[rank].get((key, ranks)) for rank in ranks}) > 1:
@@ -300,22 +318,25 @@ def _digest(numbers: Mapping[str, int]) -> int:
     return int(fingerprint_all(numbers), 16)
 
 
-# ── a loop of the user's ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── a loop of the user's ──────────────────────────────────────────────────────────────────────────
 
 
 class LoopFingerprints(Fingerprints):
-    """Fingerprints of a user's loop, where the recorder's hooks make the calls that the trainer makes itself.
+    """Fingerprints of a user's loop, where the recorder's hooks make the calls that the trainer
+    makes itself.
 
-    A forward pass with gradients is a micro-batch. The optimizer's step has the gradients before it and the states after it.
-    On several ranks, hooks on the parameters read this rank's gradients before ``DistributedDataParallel`` sums them.
+    A forward pass with gradients is a micro-batch. The optimizer's step has the gradients before it
+    and the states after it. On several ranks, hooks on the parameters read this rank's gradients
+    before ``DistributedDataParallel`` sums them.
 
     Args:
         model: its tensors are recorded.
         optimizer: the model's, without wrappers.
-        every: steps between fingerprints. The start and the first step have fingerprints too. 0 for none.
+        every: steps between fingerprints. The start and the first step have fingerprints too. 0 for
+            none.
         here: the ranks. All ranks make all calls.
-        on_failure: called with a sentence if recording must end. On several ranks, which wait for each other, the
-            error is raised instead.
+        on_failure: called with a sentence if recording must end. On several ranks, which wait for
+            each other, the error is raised instead.
     """
 
     def __init__(
@@ -335,7 +356,10 @@ class LoopFingerprints(Fingerprints):
         self._backward = ExitStack()
 
     def expect(self, step: int) -> None:
-        """Expect the step that ends as number ``step``. Changes before its first pass count as between steps."""
+        """Expect the step that ends as number ``step``.
+
+        Changes before its first pass count as between steps.
+        """
         self.close()
         self._step = step
         self._num_sequences = 0
@@ -363,7 +387,10 @@ class LoopFingerprints(Fingerprints):
             self.guarded(self.sent, gradient.detach())
 
     def before_pass(self, inputs: tuple[Any, ...]) -> None:
-        """Begin a micro-batch. Later computations than the backward pass are not part of the step."""
+        """Begin a micro-batch.
+
+        Later computations than the backward pass are not part of the step.
+        """
         if self._is_past_backward:
             return
         self._begin_once()

@@ -1,8 +1,9 @@
 """The updates that an optimizer intends, for any class: repeat its step on a copy in float64.
 
-A copy of the optimizer holds the parameters, gradients and states in float64: whole tensors, or evenly spread elements of large
-ones. Its step gives the intended change. A second copy in the stored formats must take the step that the run takes. If it does
-not, the update of the tensor depends on something else, and is unseen.
+A copy of the optimizer holds the parameters, gradients and states in float64: whole tensors, or
+evenly spread elements of large ones. Its step gives the intended change. A second copy in the
+stored formats must take the step that the run takes. If it does not, the update of the tensor
+depends on something else, and is unseen.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from narrowgauge.checks.step_samples import evenly_spread, plain
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 
 WHOLE = 1 << 16
-"""Largest number of elements of a tensor that is copied whole. Rules for matrices need whole matrices."""
+"""Largest number of elements of a tensor that is copied whole.
+
+Rules for matrices need whole matrices.
+"""
 _PLAIN = (int, float, str, bool, bytes, tuple, type(None))
 
 
@@ -65,7 +69,8 @@ class IntendedStep:
             self.why_not = f"its step cannot be repeated on a copy ({type(error).__name__})"
 
     def sums(self) -> tuple[dict[Tensor, list[float]], list[Tensor]]:
-        """Return ⟨D,D⟩, ⟨D,E⟩ and the latter's variance for each tensor, and the tensors whose step the copy does not take.
+        """Return ⟨D,D⟩, ⟨D,E⟩ and the latter's variance for each tensor, and the tensors whose step
+        the copy does not take.
 
         E is the stored change.
 
@@ -79,7 +84,8 @@ class IntendedStep:
             change = now.double() - before
             noise = intended.new_zeros(())
             if self._is_stochastic:
-                # The variance of ⟨D,E⟩: an element that is rounded up or down by chance has |d| · ulp.
+                # The variance of ⟨D,E⟩: an element that is rounded up or down by chance has |d| ·
+                # ulp.
                 ulp = torch.finfo(p.dtype).eps * torch.exp2(
                     before.abs().clamp(min=1e-30).log2().floor()
                 )
@@ -108,7 +114,10 @@ def on_host(values: list[Tensor]) -> list[Any]:
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
-    """Return why a step on a copy could change the run; empty if it cannot. Code of other libraries may reach other objects."""
+    """Return why a step on a copy could change the run; empty if it cannot.
+
+    Code of other libraries may reach other objects.
+    """
     if _is_torchs(optimizer):
         return ""
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -127,7 +136,9 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _keeps_visible(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> bool:
-    """Return whether the visible weight is all that is kept: no master copy, no compensation, no sharded tensor."""
+    """Return whether the visible weight is all that is kept: no master copy, no compensation, no
+    sharded tensor.
+    """
     state = optimizer.state.get(p, {})
     if any(isinstance(x, Tensor) and plain(x) is not x for x in state.values()):
         return False  # states that hold codes
@@ -166,7 +177,9 @@ def _exactly_stepped(
 def _stepped(
     optimizer: torch.optim.Optimizer, members: list[Tensor], dtype: torch.dtype | None
 ) -> dict[Tensor, Tensor]:
-    """Return each parameter's values after the step of a copy, whose tensors have a dtype, or their own for ``None``."""
+    """Return each parameter's values after the step of a copy, whose tensors have a dtype, or their
+    own for ``None``.
+    """
 
     def cast(x: Tensor) -> Tensor:
         is_cast = (

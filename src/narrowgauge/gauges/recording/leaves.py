@@ -1,4 +1,6 @@
-"""Tensors that no optimizer steps: names of tensors with a gradient, and copies of a model, such as an average of its weights."""
+"""Tensors that no optimizer steps: names of tensors with a gradient, and copies of a model, such as
+an average of its weights.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from narrowgauge.torch_support.put_back import objects_of
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
-    """Name tensors by their parameter, or by the attribute that holds them or their module, or by their shape."""
+    """Name tensors by their parameter, or by the attribute that holds them or their module, or by
+    their shape.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     for name, value in objects_of(model):
         if isinstance(value, Tensor):
@@ -20,7 +24,9 @@ def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
 
 
 def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return the parameters of each other module of this process that has parameters of the same names and shapes."""
+    """Return the parameters of each other module of this process that has parameters of the same
+    names and shapes.
+    """
     tensors = dict(model.named_parameters())
     copies = list[dict[str, Tensor]]()
     for other in gc.get_objects():

@@ -1,7 +1,8 @@
-"""Describe and compare everything on which the bits of a run may depend: versions, the machine and its arithmetic.
+"""Describe and compare everything on which the bits of a run may depend: versions, the machine and
+its arithmetic.
 
-``run.toml`` holds them as they were at the start of the run. Other versions or another machine may change bits. A resume
-notes the differences and continues.
+``run.toml`` holds them as they were at the start of the run. Other versions or another machine may
+change bits. A resume notes the differences and continues.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
 def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]:
-    """Return the tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``. Leave out missing packages.
+    """Return the tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``.
+
+    Leave out missing packages.
 
     Cost: about 10 ms.
     Example:
@@ -55,7 +58,8 @@ def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return the table ``model`` of ``run.toml``: its class, its number of parameters, and their dtypes.
+    """Return the table ``model`` of ``run.toml``: its class, its number of parameters, and their
+    dtypes.
 
     Example:
         >>> describe_model(nn.Linear(4, 2))
@@ -71,8 +75,8 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 def formats_of(output: Any) -> Row:
     """Return the formats in which a forward pass computed. Empty if no output has a graph.
 
-    Dtypes of parameters do not show these formats: autocast, a wrapper or a cast in the model's code may use others.
-    The graph that autograd builds has the dtype of every result.
+    Dtypes of parameters do not show these formats: autocast, a wrapper or a cast in the model's
+    code may use others. The graph that autograd builds has the dtype of every result.
 
     Args:
         output: of a model: a tensor, or tensors in a tuple or a mapping.
@@ -91,9 +95,11 @@ _BITS_DEPEND_ON = ("narrowgauge", "torch", "transformers", "device", "capability
 
 
 def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """Describe changes since a run began that may change its bits: a sentence each, without a full stop.
+    """Describe changes since a run began that may change its bits: a sentence each, without a full
+    stop.
 
-    ``recorded`` is the run's ``run.toml``. Its missing entries are not compared. ``present`` is :func:`describe_process` here.
+    ``recorded`` is the run's ``run.toml``. Its missing entries are not compared. ``present`` is
+    :func:`describe_process` here.
 
     Example:
         >>> differences({"versions": {"torch": "2.12.1"}}, {"versions": {"torch": "2.13.0"}})

@@ -1,8 +1,10 @@
-"""The record of a loop: pass every row once, in order, to the run folder, the callback ``on_row`` and the detectors.
+"""The record of a loop: pass every row once, in order, to the run folder, the callback ``on_row``
+and the detectors.
 
-The trainer, :class:`narrowgauge.RunRecorder` and :func:`narrowgauge.compare` use it. The run folder comes first, so everything
-shown was written before. The detectors read only written rows. So a resumed run restores them from its own folder. On several
-ranks all ranks make all calls. Rank 0 writes and shows.
+The trainer, :class:`narrowgauge.RunRecorder` and :func:`narrowgauge.compare` use it. The run folder
+comes first, so everything shown was written before. The detectors read only written rows. So a
+resumed run restores them from its own folder. On several ranks all ranks make all calls. Rank 0
+writes and shows.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
 
 OnRow = Callable[[str, Row], object]
-"""Takes each written row: the kind, named as its file (steps, evals, gauges, events), and the row."""
+"""Takes each written row: the kind, named as its file (steps, evals, gauges, events), and the row.
+"""
 
 GO_BACK = "Lower the learning rate or look at the data of that step, and continue from the last good checkpoint."
 
@@ -47,14 +50,15 @@ GO_BACK = "Lower the learning rate or look at the data of that step, and continu
 class Record(AbstractContextManager["Record"]):
     """The record of one loop.
 
-    A step *fails* if its loss or its gradient norm is not finite. A run that fails for long has diverged. An overflow is not a
-    failure as long as the loss scaler can lower the scale.
+    A step *fails* if its loss or its gradient norm is not finite. A run that fails for long has
+    diverged. An overflow is not a failure as long as the loss scaler can lower the scale.
 
     Args:
         open_folder: creates or opens the run folder, on rank 0. Its error is raised on all ranks.
         say: shows an event, its kind and a sentence, on rank 0.
-        on_row: called with the kind and the row after each row of steps, evaluations, gauges and events was written, on
-            rank 0. After a rollback the steps since the checkpoint are repeated.
+        on_row: called with the kind and the row after each row of steps, evaluations, gauges and
+            events was written, on rank 0. After a rollback the steps since the checkpoint are
+            repeated.
 
     Attributes:
         num_steps, tokens, seconds: of all steps so far.
@@ -154,13 +158,14 @@ class Record(AbstractContextManager["Record"]):
         self.alarms.read(run.steps, run.gauges)
         return run
 
-    # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── rows ──────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, columns: Mapping[str, Any]) -> Row:
         """Record an optimizer step, and return its row. Call it before the schedule's step.
 
         Args:
-            columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, … They replace those read here.
+            columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, …
+                They replace those read here.
         """
         reader = self.reader
         scaler = None if self.reader.ours is None else self.reader.ours.loss_scaler
@@ -197,7 +202,10 @@ class Record(AbstractContextManager["Record"]):
         return row
 
     def eval(self, columns: Mapping[str, Any]) -> None:
-        """Record a validation: ``val_loss``, and any other metric. Its time does not count as a step's."""
+        """Record a validation: ``val_loss``, and any other metric.
+
+        Its time does not count as a step's.
+        """
         tokens = {"tokens": self.tokens} if self.tokens else {}
         row = {
             "step": self.num_steps,
@@ -240,7 +248,7 @@ class Record(AbstractContextManager["Record"]):
             self.writer.append(kind, row)
             self._on_row(kind, row)
 
-    # ── start and end ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── start and end ─────────────────────────────────────────────────────────────────────────────
 
     def go_back(self, step: int, *, first: int = 1) -> None:
         """Continue after ``step``. Delete later rows, since the loop repeats these steps.
@@ -272,7 +280,10 @@ class Record(AbstractContextManager["Record"]):
         self.reader.begin()
 
     def summary(self, **columns: Any) -> Row:
-        """Return ``summary.json`` with these ``columns``, from the folder's rows. So resuming does not change it."""
+        """Return ``summary.json`` with these ``columns``, from the folder's rows.
+
+        So resuming does not change it.
+        """
         run = self.here.of_first(lambda: read_run(self.folder))
         total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
         for row in run.steps:
@@ -314,7 +325,8 @@ class Record(AbstractContextManager["Record"]):
             else f"validation loss {loss:.4f}"
         )
         self.event(Event("finish", summary["steps"], message))
-        # Write the summary last: it makes the run finished. A finished run is not resumed to add missing parts.
+        # Write the summary last: it makes the run finished. A finished run is not resumed to add
+        # missing parts.
         if self.writer is not None:
             self.writer.summary(summary)
 

@@ -1,7 +1,7 @@
 """A run folder for any training loop, as ``narrowgauge train`` writes for its own runs.
 
-:class:`RunRecorder` opens the folder, describes the run, checks it, and goes back in it. A resumed loop needs only the rows.
-Nothing of the recorder belongs in a checkpoint.
+:class:`RunRecorder` opens the folder, describes the run, checks it, and goes back in it. A resumed
+loop needs only the rows. Nothing of the recorder belongs in a checkpoint.
 """
 
 from __future__ import annotations
@@ -62,49 +62,61 @@ atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))
 
 
 class RunRecorder(Watch):
-    """Watch a training loop of your own, and record it in a run folder, as ``narrowgauge train`` records its runs.
+    """Watch a training loop of your own, and record it in a run folder, as ``narrowgauge train``
+    records its runs.
 
-    It is an :func:`narrowgauge.watch` with a folder. ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the
-    folder like the trainer's. A loop computes the same bits with and without a recorder. Each finding of the watch and of the
-    detectors becomes an event, a :class:`RunNotice` and a call of ``ng.on_event``'s callbacks.
+    It is an :func:`narrowgauge.watch` with a folder. ``narrowgauge report``, ``ng.compare_runs``
+    and ``ng.read_run`` read the folder like the trainer's. A loop computes the same bits with and
+    without a recorder. Each finding of the watch and of the detectors becomes an event, a
+    :class:`RunNotice` and a call of ``ng.on_event``'s callbacks.
 
-    On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A process that ends without
-    :meth:`close` closes the record.
+    On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A
+    process that ends without :meth:`close` closes the record.
 
     Args:
         folder: the run folder; absent or empty, unless ``resume``.
         model: the trained model, before ``torch.compile`` if gauges are to see it.
-        optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper. Only ours has an audit.
-        recipe: the recipe with which the model was prepared. ``None``: read it from the model and the optimizer, if possible.
-        settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the settings in which runs differ, and
-            pair runs of one ``seed``.
-        every: steps between sampled steps of the watch, as in :func:`narrowgauge.watch`; 0 for none.
+        optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper.
+            Only ours has an audit.
+        recipe: the recipe with which the model was prepared. ``None``: read it from the model and
+            the optimizer, if possible.
+        settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
+            settings in which runs differ, and pair runs of one ``seed``.
+        every: steps between sampled steps of the watch, as in :func:`narrowgauge.watch`; 0 for
+            none.
         gauges_every: steps between samples of the gauges; 0 for none.
-        audit_every: steps between comparisons of an update with the optimizer's rule. The second step is compared too. 0 for
-            none. Differences become events, and the step's row says which tensors were compared.
+        audit_every: steps between comparisons of an update with the optimizer's rule. The second
+            step is compared too. 0 for none. Differences become events, and the step's row says
+            which tensors were compared.
         max_grad_norm: the limit to which the loop clips gradients, for these comparisons.
-        ignore: kinds of intended readings of a step, such as ``"weights-written"`` if the loop averages weights.
-        fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge diagnose RUN OTHER`` finds
-            the first different tensor. The start and the first step have fingerprints too. 0 for none.
-        called: the part of the model whose forward pass the loop calls, if not the model itself; for fingerprints.
-        on_row: called as ``on_row(kind, row)`` after each row is written, on rank 0; ``kind`` is ``"steps"``,
-            ``"evals"``, ``"gauges"`` or ``"events"``, and ``row`` a dict. With :func:`narrowgauge.runs.schema.numbers_of`, for
-            Weights & Biases: ``lambda kind, row: wandb.log(numbers_of(kind, row), step=row["step"])``. For TensorBoard:
-            ``lambda kind, row: [board.add_scalar(tag, x, row["step"]) for tag, x in numbers_of(kind, row).items()]``.
-            Its exceptions end the loop.
-        resume: continue the run in the folder, if there is one; then call :meth:`go_back` before the first step.
+        ignore: kinds of intended readings of a step, such as ``"weights-written"`` if the loop
+            averages weights.
+        fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge
+            diagnose RUN OTHER`` finds the first different tensor. The start and the first step have
+            fingerprints too. 0 for none.
+        called: the part of the model whose forward pass the loop calls, if not the model itself;
+            for fingerprints.
+        on_row: called as ``on_row(kind, row)`` after each row is written, on rank 0; ``kind`` is
+            ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``, and ``row`` a dict. With
+            :func:`narrowgauge.runs.schema.numbers_of`, for Weights & Biases: ``lambda kind, row:
+            wandb.log(numbers_of(kind, row), step=row["step"])``. For TensorBoard: ``lambda kind,
+            row: [board.add_scalar(tag, x, row["step"]) for tag, x in numbers_of(kind,
+            row).items()]``. Its exceptions end the loop.
+        resume: continue the run in the folder, if there is one; then call :meth:`go_back` before
+            the first step.
 
     Attributes:
         gauges: the gauges, if there are any.
 
     Raises:
         RecordError: the folder is in use.
-        RecipeError: the optimizer's storage is not the recipe's, there are several optimizers, or ``ignore`` has an unknown
-            kind of reading.
+        RecipeError: the optimizer's storage is not the recipe's, there are several optimizers, or
+            ``ignore`` has an unknown kind of reading.
 
     Cost: about 0.1 ms per step, reading the loss from the device, and with a reduction one gather over its ranks. Fingerprints
-        take 3 ns an element on one CPU thread, for weights, gradients, states and the outputs of modules. An audited step copies
-        4,096 elements of each tensor to the host and recomputes their update there.
+        take 3 ns an element on one CPU thread, for weights, gradients, states and the outputs of
+        modules. An audited step copies 4,096 elements of each tensor to the host and recomputes
+        their update there.
 
     Example:
         >>> import tempfile, torch, narrowgauge as ng
@@ -207,7 +219,7 @@ class RunRecorder(Watch):
         """Steps recorded so far."""
         return self._record.num_steps
 
-    # ── the loop calls these ────────────────────────────────────────────────────────────────────────────────────────
+    # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
     def step(
         self,
@@ -220,18 +232,23 @@ class RunRecorder(Watch):
         """Record an optimizer step. Call it after ``optimizer.step()`` and before the schedule's.
 
         Args:
-            loss: of the step, in nats per token; ``None`` if it is unknown. Reading a tensor waits for its device.
+            loss: of the step, in nats per token; ``None`` if it is unknown. Reading a tensor waits
+                for its device.
             tokens: trained on in this step; the row holds their sum so far.
-            batch: the step's tokens or inputs, copied to the host. Their checksum reveals repeated batches.
-            columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds`` replace those read here, which are
-                the rate of the optimizer's first group, our optimizer's norm, if it clips, and the time since the last call.
+            batch: the step's tokens or inputs, copied to the host. Their checksum reveals repeated
+                batches.
+            columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds``
+                replace those read here, which are the rate of the optimizer's first group, our
+                optimizer's norm, if it clips, and the time since the last call.
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
         """
         if self._must_go_back:
             raise RecordError(
-                f"{self.folder} holds steps already, and the step from which the loop continues is unknown.",
-                "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
+                f"{self.folder} holds steps already, and the step from which the loop continues is "
+                "unknown.",
+                "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or "
+                "0.",
             )
         if batch is not None:  # of floats, the bits
             batch = batch.detach().cpu()
@@ -281,12 +298,14 @@ class RunRecorder(Watch):
     def saved(self, path: str | Path, **objects: Any) -> None:
         """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
 
-        After a resume, :meth:`go_back` warns of each kind of state that differs from them, causes first.
+        After a resume, :meth:`go_back` warns of each kind of state that differs from them, causes
+        first.
 
         Args:
             path: the file or folder of the checkpoint.
-            objects: what decides the next step besides model, optimizer and the process's random generators: ``scheduler``,
-                ``scaler``, ``loader``, a ``torch.Generator``, and ``batch``, the next one.
+            objects: what decides the next step besides model, optimizer and the process's random
+                generators: ``scheduler``, ``scaler``, ``loader``, a ``torch.Generator``, and
+                ``batch``, the next one.
         Cost: one read of every state, and a second for its norm.
         """
         self._certificate.write(path, objects)
@@ -295,8 +314,8 @@ class RunRecorder(Watch):
     def go_back(self, step: int, **objects: Any) -> None:
         """Continue after ``step``. Delete rows of later steps, since the loop repeats these steps.
 
-        Call it after loading a checkpoint, in a resumed loop or after a rollback. Call it in an empty folder too, if a loop
-        continues from another run's checkpoint.
+        Call it after loading a checkpoint, in a resumed loop or after a rollback. Call it in an
+        empty folder too, if a loop continues from another run's checkpoint.
 
         Args:
             step: steps that the loaded checkpoint has done.
@@ -332,10 +351,14 @@ class RunRecorder(Watch):
             )
 
     def close(self, finished: bool = True) -> None:
-        """End the record. A second call does nothing. Without a call, the end of the process or of the recorder is one.
+        """End the record.
+
+        A second call does nothing. Without a call, the end of the process or of the recorder is
+        one.
 
         Args:
-            finished: the loop has done its last step, so write ``summary.json``. Otherwise the run can be resumed.
+            finished: the loop has done its last step, so write ``summary.json``. Otherwise the run
+                can be resumed.
         """
         if not self._is_open:
             return
@@ -360,7 +383,10 @@ class RunRecorder(Watch):
         self.close(finished=kind is None)
 
     def _was_skipped(self) -> bool | None:
-        """Return whether the step was left out. Our optimizers tell it; where another one steps the weights, it is unknown."""
+        """Return whether the step was left out.
+
+        Our optimizers tell it; where another one steps the weights, it is unknown.
+        """
         if isinstance(self.optimizer, Optimizer) or self.is_ended:
             return None
         is_taken = self._num_taken > 0
@@ -369,10 +395,13 @@ class RunRecorder(Watch):
             return None
         return not is_taken
 
-    # ── the checks ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the checks ────────────────────────────────────────────────────────────────────────────────
 
     def _check(self, step: int) -> None:
-        """Check the set-up. Missing parameters may have another optimizer. Report each kind once."""
+        """Check the set-up.
+
+        Missing parameters may have another optimizer. Report each kind once.
+        """
         try:
             found = static_readings(set_up_of(self.model, self.optimizer))
         except Exception as error:  # states of another library
@@ -432,7 +461,7 @@ class RunRecorder(Watch):
                 name: x for name, x in self.numbers().items() if name.startswith("effective_lr")
             }
 
-    # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
@@ -456,7 +485,10 @@ class RunRecorder(Watch):
         super()._after_step(optimizer)
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Record the formats of the first forward pass too. After a resume, note changed formats."""
+        """Record the formats of the first forward pass too.
+
+        After a resume, note changed formats.
+        """
         super()._after_pass(module, args, output)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
@@ -517,7 +549,10 @@ def _is_plain(value: object) -> bool:
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
-    """Return the compute and storage of a model in a user's loop, for the alarms. ``None`` if unknown."""
+    """Return the compute and storage of a model in a user's loop, for the alarms.
+
+    ``None`` if unknown.
+    """
     narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
     storage = (
         STORAGES.get(optimizer.param_groups[0]["storage"])
@@ -533,7 +568,10 @@ def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe
 
 
 def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
-    """Refuse anything but one optimizer, and a recipe with another storage. The record would describe another run."""
+    """Refuse anything but one optimizer, and a recipe with another storage.
+
+    The record would describe another run.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RecipeError(
             f"RunRecorder follows one optimizer, and got a {type(optimizer).__name__}.",
@@ -545,7 +583,8 @@ def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
     storage = recipe.storage.name.rpartition("/")[2]
     if storage not in names:
         raise RecipeError(
-            f"a record of recipe '{recipe.name}' was requested, and the optimizer's storage is '{names[0]}'.",
+            f"a record of recipe '{recipe.name}' was requested, and the optimizer's storage is "
+            f"'{names[0]}'.",
             "Name the recipe that was given to prepare, or leave it out.",
         )
 
@@ -556,9 +595,12 @@ def warn(kind: str, sentence: str) -> None:
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:
-    """Return the first free folder of ``folder``, ``folder-2`` …. To continue from a checkpoint, return the last used one.
+    """Return the first free folder of ``folder``, ``folder-2`` ….
 
-    All ranks call it, and get rank 0's result. Rank 0 may create the folder before another rank looks.
+    To continue from a checkpoint, return the last used one.
+
+    All ranks call it, and get rank 0's result. Rank 0 may create the folder before another rank
+    looks.
     """
 
     def first_free() -> Path:

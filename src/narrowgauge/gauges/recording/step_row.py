@@ -1,7 +1,8 @@
-"""The row of a step: the loop's values, and readings of the clock, the optimizer and the low-precision layers.
+"""The row of a step: the loop's values, and readings of the clock, the optimizer and the
+low-precision layers.
 
-:class:`StepReader` makes every row of ``steps.jsonl``, for every loop. A loop says when a step begins and passes its values. All
-else is read here.
+:class:`StepReader` makes every row of ``steps.jsonl``, for every loop. A loop says when a step
+begins and passes its values. All else is read here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class StepReader:
 
     Args:
         model: the optimizer's.
-        optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper. Only ours has an audit.
+        optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper.
+            Only ours has an audit.
 
     Attributes:
         ours: the optimizer, if it is one of Narrowgauge's.
@@ -66,8 +68,8 @@ class StepReader:
     def row(self, step: int, columns: Row, tokens_before: int = 0) -> Row:
         """Return the row of ``steps.jsonl`` for the last step.
 
-        The ``columns`` replace columns read here. Known columns come first. ``tokens`` and ``tokens_before`` count from the
-        start of the run.
+        The ``columns`` replace columns read here. Known columns come first. ``tokens`` and
+        ``tokens_before`` count from the start of the run.
         """
         seconds = time.perf_counter() - self._began
         row: Row = {"step": step, "seconds": seconds, **self._read(), **columns}
@@ -113,7 +115,9 @@ class StepReader:
         return row
 
     def bytes_per_param(self) -> float | None:
-        """Return the bytes of weights, gradients and states per parameter, as our optimizers count them."""
+        """Return the bytes of weights, gradients and states per parameter, as our optimizers count
+        them.
+        """
         if self.optimizer is None or self.ours is not None:
             return None if self.ours is None else self.ours.bytes_per_param()
         parameters = members_of(self.optimizer)
@@ -143,11 +147,14 @@ def batch_checksum(batch: np.ndarray) -> str:
     return f"{sum(int.from_bytes(number, 'big') for number in hashes) % 2**64:016x}"
 
 
-# ── messages about a step ───────────────────────────────────────────────────────────────────────────────────────────
+# ── messages about a step ─────────────────────────────────────────────────────────────────────────
 
 
 def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
-    """Return which gradient overflowed in the last step, and the new loss scale. All ranks call it."""
+    """Return which gradient overflowed in the last step, and the new loss scale.
+
+    All ranks call it.
+    """
     # A rank knows of the rows that it holds.
     names = list(
         dict.fromkeys(

@@ -1,8 +1,9 @@
 """``narrowgauge.watch``: watch a training loop, and say nothing while all is well.
 
-Hooks on the model and on the optimizer's step only read. The numbers of a step go to the host in one vector: the norm of each
-gradient, the sum of each block's outputs, and some flags. A GPU's vector is read one step later, so that nothing waits for it.
-On some *sampled* steps the intended update is computed too (:mod:`narrowgauge.gauges.recording.intended_updates`).
+Hooks on the model and on the optimizer's step only read. The numbers of a step go to the host in
+one vector: the norm of each gradient, the sum of each block's outputs, and some flags. A GPU's
+vector is read one step later, so that nothing waits for it. On some *sampled* steps the intended
+update is computed too (:mod:`narrowgauge.gauges.recording.intended_updates`).
 """
 
 from __future__ import annotations
@@ -54,17 +55,24 @@ from narrowgauge.torch_support.torch_names import (
 )  # fmt: skip
 
 _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
-"""Names of the modules whose outputs are summed: blocks and their parts, not the layers in these parts."""
+"""Names of the modules whose outputs are summed: blocks and their parts, not the layers in these
+parts.
+"""
 _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """All optimizers that have stepped since the first watch of this process."""
 
 
 class RunNotice(UserWarning):
-    """Warn about a watched or recorded loop. A recorder writes the warning to ``events.jsonl`` too."""
+    """Warn about a watched or recorded loop.
+
+    A recorder writes the warning to ``events.jsonl`` too.
+    """
 
 
 class _Interval(NamedTuple):
-    """Counts of passes and of backward passes up to an optimizer's last step, and the first gradient of that step."""
+    """Counts of passes and of backward passes up to an optimizer's last step, and the first
+    gradient of that step.
+    """
 
     num_passes: int = 0
     num_backward: int = 0
@@ -149,7 +157,9 @@ class Watch:
             self._moved[name] = torch.zeros_like(self._start[name], dtype=torch.bool)
 
     def _take_up(self) -> None:
-        """Watch what the optimizers step now: parameters may be added, or thawed, while the loop runs."""
+        """Watch what the optimizers step now: parameters may be added, or thawed, while the loop
+        runs.
+        """
         self._set_up = SetUp(self._set_up.model, self.optimizers)
         self._num_members = len(members_of(*self.optimizers))
         for stepped in self._set_up.stepped:
@@ -203,7 +213,10 @@ class Watch:
     def _guarded(
         self, function: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer
     ) -> None:
-        """End the watch instead of the loop. Ranks wait for each other, so there the error ends the loop."""
+        """End the watch instead of the loop.
+
+        Ranks wait for each other, so there the error ends the loop.
+        """
         try:
             function(optimizer)
         except Exception as error:
@@ -220,14 +233,17 @@ class Watch:
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
 
-        ``lr/groupN`` and ``effective_lr/groupN`` are of the last sampled step, ``grad_norm`` is of this rank's gradients that
-        reached the last step. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer. On
-        several ranks, ``/min`` and ``/max`` of ``rank_loss``, and of ``rank_grad_norm``, the smallest tensor's before the sum.
+        ``lr/groupN`` and ``effective_lr/groupN`` are of the last sampled step, ``grad_norm`` is of
+        this rank's gradients that reached the last step. ``frozen_tensors`` never moved, and
+        ``untrained_tensors`` have a gradient and no optimizer. On several ranks, ``/min`` and
+        ``/max`` of ``rank_loss``, and of ``rank_grad_norm``, the smallest tensor's before the sum.
         """
         return dict(self._numbers)
 
     def step(self, loss: float | Tensor | None = None) -> None:
-        """Watch the loss of a step too, after the optimizer's step. The call is optional. On several ranks, all of them make it.
+        """Watch the loss of a step too, after the optimizer's step.
+
+        The call is optional. On several ranks, all of them make it.
 
         Args:
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
@@ -238,7 +254,7 @@ class Watch:
                 self._loss_readings(float(loss.detach() if isinstance(loss, Tensor) else loss))
             )
 
-    # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
     def _report(self, readings: Iterable[Reading]) -> None:
         """Say what is new: each kind once, and again when it is twice as far beyond its bound."""
@@ -263,7 +279,7 @@ class Watch:
             readings[0].step,
         )
 
-    # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
+    # ── forward and backward ──────────────────────────────────────────────────────────────────────
 
     def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or is_transformed():
@@ -289,7 +305,9 @@ class Watch:
             )
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Walk the graph of the first two steps to its leaves, and remember those that the optimizers do not step."""
+        """Walk the graph of the first two steps to its leaves, and remember those that the
+        optimizers do not step.
+        """
         is_seen = (
             torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
         )
@@ -333,7 +351,7 @@ class Watch:
             True if last is None or last.layout is not torch.strided else ~last.any()
         )
 
-    # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -375,7 +393,9 @@ class Watch:
             self._intended = None if isinstance(optimizer, Optimizer) else IntendedStep(optimizer)
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the values."""
+        """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the
+        values.
+        """
         members = members_of(optimizer)
         placed = {p: gradient_of(p) for p in members}  # the ranks' common order
         named = {
@@ -438,7 +458,9 @@ class Watch:
         return self.every > 0 and (step == 2 or step % self.every == 0)
 
     def _pass_readings(self, step: int) -> Iterator[Reading]:
-        """Read the modes of the passes since the last step, and once the leaves that no optimizer steps."""
+        """Read the modes of the passes since the last step, and once the leaves that no optimizer
+        steps.
+        """
         things = of_all(f"dropout {m.p:g}" for m in self._dropouts) or "batch statistics"
         self._was_evaluated = bool(self._evaluations)
         self._num_evaluated += self._was_evaluated
@@ -457,7 +479,10 @@ class Watch:
             yield from self._leaf_readings(step)
 
     def _stepped_by_others(self) -> Iterator[list[str]]:
-        """Yield the names of the parameters that each other optimizer steps too. Wrappers are left out."""
+        """Yield the names of the parameters that each other optimizer steps too.
+
+        Wrappers are left out.
+        """
         groups = [group for o in self.optimizers for group in o.param_groups]
         for other in _STEPPED.difference(self.optimizers):
             is_same = any(group is g for group in other.param_groups for g in groups)
@@ -527,7 +552,7 @@ class Watch:
             yield kind.reading("", self._num_zero, step=step)
         self._numbers["grad_norm"] = math.hypot(*norms.values())
 
-    # ── sampled steps ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── sampled steps ─────────────────────────────────────────────────────────────────────────────
 
     def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         first = sum(
@@ -580,7 +605,8 @@ class Watch:
         written = list[tuple[str, int, Tensor]]()
         norms = list[Tensor]()
         for name, first, reference, version, start in self._copies:
-            # An average is written in every step. A copy of the best weights is not, and another model has an optimizer.
+            # An average is written in every step. A copy of the best weights is not, and another
+            # model has an optimizer.
             if (
                 (p := reference()) is not None
                 and p._version - version >= SETTLED
@@ -671,7 +697,7 @@ class Watch:
         cause = f"{formats} rounds the updates away"
         yield from KINDS["never-moved"].of(rounded, step, count=count, cause=cause)
 
-    # ── losses and ranks ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── losses and ranks ──────────────────────────────────────────────────────────────────────────
 
     def _loss_readings(self, loss: float) -> Iterator[Reading]:
         expected = math.log(self._vocabulary) if self._vocabulary > 1 else math.nan
@@ -706,7 +732,9 @@ class Watch:
             yield KINDS["rank-loss"].reading("", worst, middle, bound, self._step, rank=rank)
 
     def _rank_readings(self, step: int) -> Iterator[Reading]:
-        """Compare the batches and the random generators of the ranks, where each trains on its own data."""
+        """Compare the batches and the random generators of the ranks, where each trains on its own
+        data.
+        """
         batches, states = zip(*self._here.gather(self._hashes or ("", "")), strict=True)
         if len({*batches}) == 1 and batches[0]:
             yield from self._same_batch(step)
@@ -727,7 +755,10 @@ class Watch:
 
 
 def _nonfinite_weights(model: nn.Module, name: str) -> str:
-    """Return the first weight of a module that is not finite; empty if all are. It waits for the device."""
+    """Return the first weight of a module that is not finite; empty if all are.
+
+    It waits for the device.
+    """
     for inner, module in model.named_modules():
         if plain_name(inner) == name:
             for parameter, p in module.named_parameters():
@@ -743,7 +774,10 @@ def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def watch(
     model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None
 ) -> Watch:
-    """Watch a training loop. Print at the third step what is watched and what is not, and a sentence at a step that is not well.
+    """Watch a training loop.
+
+    Print at the third step what is watched and what is not, and a sentence at a step that is not
+    well.
 
     Each kind of fault is told once, and again when it is twice as large:
 
@@ -759,11 +793,14 @@ def watch(
 
     Args:
         model: the trained model, before ``torch.compile`` or not.
-        optimizer: any ``torch.optim.Optimizer``, possibly wrapped; or a list of several, the last to step at the end.
-        every: steps between sampled steps, on which the intended update is computed; the second step is sampled too.
+        optimizer: any ``torch.optim.Optimizer``, possibly wrapped; or a list of several, the last
+            to step at the end.
+        every: steps between sampled steps, on which the intended update is computed; the second
+            step is sampled too.
         called: the module whose forward pass the loop calls, if not the model itself.
     Returns:
-        The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` watches the loss too; ``remove()`` ends it.
+        The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` watches the
+            loss too; ``remove()`` ends it.
     Raises:
         RecipeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
 

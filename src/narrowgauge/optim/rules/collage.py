@@ -1,12 +1,14 @@
 """Collage: AdamW in the arithmetic of narrow parts.
 
-A float32 optimizer keeps narrow words and computes wide. Collage rounds every operation to the narrow format. What must not be
-lost is an expansion, an exact sum of parts. *Light* keeps the weight as a pair, so that no update is lost however small. *Plus*
-keeps the second moment as a pair too, and splits beta2 with it: 0.999 is 1 in bfloat16, and a single word would never decay.
+A float32 optimizer keeps narrow words and computes wide. Collage rounds every operation to the
+narrow format. What must not be lost is an expansion, an exact sum of parts. *Light* keeps the
+weight as a pair, so that no update is lost however small. *Plus* keeps the second moment as a pair
+too, and splits beta2 with it: 0.999 is 1 in bfloat16, and a single word would never decay.
 
-``RN(x + c * g)`` is a float32 product, a float32 sum and one rounding. A fused multiply-add, as in torch's own kernels, gives a
-neighbouring value about once in 100,000 times. The authors' released code has two errors, in its product of expansions and in the
-low word of beta2. With both corrected it has our bits (``tests/optim/rules/test_collage.py``).
+``RN(x + c * g)`` is a float32 product, a float32 sum and one rounding. A fused multiply-add, as in
+torch's own kernels, gives a neighbouring value about once in 100,000 times. The authors' released
+code has two errors, in its product of expansions and in the low word of beta2. With both corrected
+it has our bits (``tests/optim/rules/test_collage.py``).
 
 Source: Yu et al. 2024, Collage, arXiv:2405.03637.
 """
@@ -29,11 +31,13 @@ def collage_adamw(
     s: Mapping[str, Tensor],
     rn: NearestEven,
 ) -> tuple[Tensor, Parts, Parts, Parts]:
-    """Take one step of Collage's AdamW; return the intended change, a part, and the new weight and moments.
+    """Take one step of Collage's AdamW; return the intended change, a part, and the new weight and
+    moments.
 
-    ``rn`` rounds to the parts' format. As published, the step itself reads only the leading parts of weight and moments, and
-    weight decay is part of the one update, which rounds some of it away. Bias correction and eps are torch's. ``weight`` is a
-    pair for light and plus, ``exp_avg_sq`` for plus. ``s`` are the scalars of :data:`narrowgauge.optim.rules.elementwise.ADAMW`.
+    ``rn`` rounds to the parts' format. As published, the step itself reads only the leading parts
+    of weight and moments, and weight decay is part of the one update, which rounds some of it away.
+    Bias correction and eps are torch's. ``weight`` is a pair for light and plus, ``exp_avg_sq`` for
+    plus. ``s`` are the scalars of :data:`narrowgauge.optim.rules.elementwise.ADAMW`.
     """
     gradient = rn(gradient)
     exp_avg = _average(exp_avg, s["one_minus_beta1"], gradient, rn=rn)
@@ -45,7 +49,10 @@ def collage_adamw(
 
 
 def _average(average: Parts, one_minus_beta: Tensor, *factors: Tensor, rn: NearestEven) -> Parts:
-    """Return ``beta * average + (1 - beta) * product of the factors``. Beta has as many parts as the average."""
+    """Return ``beta * average + (1 - beta) * product of the factors``.
+
+    Beta has as many parts as the average.
+    """
     beta, increment = 1 - one_minus_beta, one_minus_beta
     for factor in factors:
         increment = increment * factor

@@ -1,8 +1,9 @@
 """Elementwise rules: the step that an optimizer intends, as pure functions of float32 values.
 
-A rule sees one weight, its gradient and its states, and returns the intended change and the new states. It knows
-nothing of formats, layouts or devices. A state of either sign takes the storage's code for first moments. One that is never
-negative (an average of squares) takes the code for second moments.
+A rule sees one weight, its gradient and its states, and returns the intended change and the new
+states. It knows nothing of formats, layouts or devices. A state of either sign takes the storage's
+code for first moments. One that is never negative (an average of squares) takes the code for second
+moments.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ class Rule:
     Args:
         states: names of the states, in the order in which ``update`` takes and returns them.
         scalars: names of the per-step float32 scalars that ``update`` reads.
-        prepare: ``(options of a param group, number of this step from 1) -> scalars``; called at every step, so that a
-            schedule may change any option.
-        update: ``(weight, gradient, *states, scalars) -> (change, *new states)``, in float32 tensors.
-            :func:`narrowgauge.numerics.rounding.sqrt` is correctly rounded on every device.
+        prepare: ``(options of a param group, number of this step from 1) -> scalars``; called at
+            every step, so that a schedule may change any option.
+        update: ``(weight, gradient, *states, scalars) -> (change, *new states)``, in float32
+            tensors. :func:`narrowgauge.numerics.rounding.sqrt` is correctly rounded on every
+            device.
         squares: the states that are never negative.
         coupled: whether new states depend on the weight (an L2 penalty).
-        monotone: whether larger magnitudes of gradient, weight and old states give larger magnitudes of new states. Then
-            the largest of a row bound its new states: storages with a scale for each row of a state need it.
-        decay: name of the scalar −lr · weight_decay of decoupled weight decay; the audit steps again with 0 in its place. Empty
-            without one.
+        monotone: whether larger magnitudes of gradient, weight and old states give larger
+            magnitudes of new states. Then the largest of a row bound its new states: storages with
+            a scale for each row of a state need it.
+        decay: name of the scalar −lr · weight_decay of decoupled weight decay; the audit steps
+            again with 0 in its place. Empty without one.
 
     Example:
         >>> import torch
@@ -71,14 +74,18 @@ class Rule:
         )
 
 
-# Replaces eps = 0: where every gradient was zero, 0/0 must be no step; the smallest normal float32 changes no other step.
+# Replaces eps = 0: where every gradient was zero, 0/0 must be no step; the smallest normal float32
+# changes no other step.
 TINY = 2.0**-126
 
 
 def moving_average(average: Any, value: Any, share: Any) -> Any:
-    """Return an average after it has taken in a ``share`` of a value. A share of 1, of a beta of 0, gives the value itself.
+    """Return an average after it has taken in a ``share`` of a value.
 
-    In float32 ``average + (value - average)`` is not the value: a large average absorbs a small one.
+    A share of 1, of a beta of 0, gives the value itself.
+
+    In float32 ``average + (value - average)`` is not the value: a large average absorbs a small
+    one.
     """
     return torch.where(share != 1, average + (value - average) * share, value)
 

@@ -1,8 +1,9 @@
 """Matrix rules: update rules that read the whole matrix, as pure functions of float32 tensors.
 
-One rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`). A parameter of three dims is a stack of
-matrices, such as a mixture's experts. Each is stepped as if it were a parameter of its own. A parameter of more dims, such as a
-convolution, is the matrix of its first dim against all others. A parameter of fewer than two is stepped by AdamW.
+One rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`). A
+parameter of three dims is a stack of matrices, such as a mixture's experts. Each is stepped as if
+it were a parameter of its own. A parameter of more dims, such as a convolution, is the matrix of
+its first dim against all others. A parameter of fewer than two is stepped by AdamW.
 
 | rule | states of a weight of ``rows × cols`` | reads |
 |---|---|---|
@@ -38,9 +39,12 @@ NEGATIVE_DECAY = "negative_decay"
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
-    """One state tensor of a matrix rule, of a shape of its own. Every rank has the whole of it. A stack has one per matrix.
+    """One state tensor of a matrix rule, of a shape of its own.
 
-    It is stored in the storage's code for the moment ``role`` (``"exp_avg"`` or ``"exp_avg_sq"``), or in float32 for ``None``.
+    Every rank has the whole of it. A stack has one per matrix.
+
+    It is stored in the storage's code for the moment ``role`` (``"exp_avg"`` or ``"exp_avg_sq"``),
+    or in float32 for ``None``.
     """
 
     shape: tuple[int, ...]
@@ -52,8 +56,10 @@ class MatrixRule:
     """An update rule for whole matrices; all tensors are float32, all states begin as zeros.
 
     Args:
-        states: ``((rows, cols), options) -> states by name``; ``None`` if all are beside the weight.
-        direction: ``(gradient [rows, cols], measure, states, options, step) -> (step to take, new states)``; steps count from
+        states: ``((rows, cols), options) -> states by name``; ``None`` if all are beside the
+            weight.
+        direction: ``(gradient [rows, cols], measure, states, options, step) -> (step to take, new
+            states)``; steps count from
             1. The gradient may be overwritten, states may not.
         scalars, prepare: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`, of ``average`` and of the decay.
         decay: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`. With it, ``lr · weight_decay · weight`` is subtracted
@@ -86,7 +92,9 @@ AnyRule = Rule | MatrixRule
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape in which a parameter is stepped: ``(number, rows, cols)`` for three dims, else ``(rows, cols)``."""
+    """Return the shape in which a parameter is stepped: ``(number, rows, cols)`` for three dims,
+    else ``(rows, cols)``.
+    """
     return tuple(shape) if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
 
 
@@ -116,7 +124,9 @@ def decay_of(options: Options) -> float:
 
 
 def _lengths(matrices: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norms of equal shapes in float64, where squares of float32 values neither overflow nor vanish."""
+    """Return the L2 norms of equal shapes in float64, where squares of float32 values neither
+    overflow nor vanish.
+    """
     # The sum of a tensor in such a list does not depend on the others.
     norms = torch._foreach_norm(
         [rows for matrix in matrices for rows in row_pieces(matrix)], dtype=torch.float64
@@ -133,28 +143,37 @@ def _root_mean_square(matrix: Tensor) -> Tensor:
     return _lengths([matrix])[0] / math.sqrt(matrix.numel())
 
 
-# ── Muon ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Muon ──────────────────────────────────────────────────────────────────────────────────────────
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of an odd quintic that lifts small singular values fast; it ends in a band around 1 (0.68 … 1.21), not at 1 itself."""
+"""Of an odd quintic that lifts small singular values fast; it ends in a band around 1 (0.68 …
+1.21), not at 1 itself.
+"""
 
 LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # Every step of the same spectral norm, wider ones not counted.
     "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
-    # Entries of rms about 0.2, as AdamW's: learning rates and decays tuned for it carry over, and one rate serves both.
+    # Entries of rms about 0.2, as AdamW's: learning rates and decays tuned for it carry over, and
+    # one rate serves both.
     "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
 }
-"""The factor of the learning rate for a matrix of ``(rows, cols)``; names as in ``torch.optim.Muon``."""
+"""The factor of the learning rate for a matrix of ``(rows, cols)``; names as in
+``torch.optim.Muon``.
+"""
 
 
 def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
-    """Return a matrix with the same singular vectors, and all singular values moved towards 1. Overwrite the argument.
+    """Return a matrix with the same singular vectors, and all singular values moved towards 1.
 
-    It may be a stack ``[number, rows, cols]``, whose matrices share each product on a GPU that gives both the same bits.
+    Overwrite the argument.
 
-    A Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius norm. The norm is taken
-    before anything is rounded, without the usual 1e-7 added: scaling by a power of two changes no bit. Zeros stay zeros.
-    ``dtype`` is of the products' operands; bfloat16 is as published, off by 1.2 % (rms).
+    It may be a stack ``[number, rows, cols]``, whose matrices share each product on a GPU that
+    gives both the same bits.
+
+    A Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius
+    norm. The norm is taken before anything is rounded, without the usual 1e-7 added: scaling by a
+    power of two changes no bit. Zeros stay zeros. ``dtype`` is of the products' operands; bfloat16
+    is as published, off by 1.2 % (rms).
 
     Example:
         >>> x = orthogonalise(torch.diag(torch.tensor([3.0, -1e-9])), 5, torch.float32)
@@ -182,7 +201,10 @@ def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
 
 @functools.lru_cache(None)
 def _multiplies_stacks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a stack has the bits of its matrices, tried once. Libraries choose a kernel by the number of matrices."""
+    """Return whether a stack has the bits of its matrices, tried once.
+
+    Libraries choose a kernel by the number of matrices.
+    """
     if not runs_on(device):
         return False  # nothing waits for launches
     generator = torch.Generator(device).manual_seed(0)
@@ -212,7 +234,7 @@ def _muon(g: Tensor, measure: Tensor | None, states: States, options: Options, s
     ), {}
 
 
-# ── Adafactor ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Adafactor ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def _adafactor_states(shape: tuple[int, int], options: Options) -> dict[str, MatrixState]:
@@ -255,7 +277,7 @@ def _adafactor(
     }
 
 
-# ── Low rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Low rank ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def adam_step(
@@ -306,9 +328,10 @@ def _gradnorm_lorp(
 ) -> Result:
     """Step the lengths of a weight's columns and, within a subspace, their directions.
 
-    Every step begins with ``V = W``, which keeps a direction's rate at ``lr / M``. A separate ``V`` would grow, since its
-    gradient is at right angles to it, and the rate would fall. The gradients of lengths and directions are
-    ``dM_j = ⟨G_j, V_j⟩ / ‖V_j‖`` and ``dV = (M / ‖V‖) (G - V dM / ‖V‖)``. Decay acts on lengths alone.
+    Every step begins with ``V = W``, which keeps a direction's rate at ``lr / M``. A separate ``V``
+    would grow, since its gradient is at right angles to it, and the rate would fall. The gradients
+    of lengths and directions are ``dM_j = ⟨G_j, V_j⟩ / ‖V_j‖`` and ``dV = (M / ‖V‖) (G - V dM /
+    ‖V‖)``. Decay acts on lengths alone.
     """
     assert w is not None
     norms = _column_lengths(w)
@@ -319,7 +342,8 @@ def _gradnorm_lorp(
         along, states["magnitude_exp_avg"], states["magnitude_exp_avg_sq"], options, step
     )
     longer = stretch.double() - norms * decay_of(options)
-    # A length that passes through zero comes out on the other side as a turned direction, whose slope has the other sign.
+    # A length that passes through zero comes out on the other side as a turned direction, whose
+    # slope has the other sign.
     m = torch.where(norms + longer < 0, -m, m)
     scale = _scale_minus_one(w, turn, norms, longer).float()
     return w * scale + turn * (scale + 1), {
@@ -334,9 +358,11 @@ def _column_lengths(x: Tensor) -> Tensor:
 
 
 def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> Tensor:
-    """Return the factor, less 1, that gives each column of ``w + turn`` the length ``norms + longer``; float64.
+    """Return the factor, less 1, that gives each column of ``w + turn`` the length ``norms +
+    longer``; float64.
 
-    Subtracting the old weight from the new one would leave two digits. Adding only differences keeps float32's precision.
+    Subtracting the old weight from the new one would leave two digits. Adding only differences
+    keeps float32's precision.
     """
     grown = ((2 * w + turn) * turn).sum(0, dtype=torch.float64)  # ‖w + turn‖² - ‖w‖²
     turned = _column_lengths(w + turn)
@@ -345,7 +371,7 @@ def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> 
     return torch.where(norms == 0, 0.0, torch.where(turned == 0, -1.0, scale))
 
 
-# ── The table ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The table ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def _weight_itself(options: Options) -> Callable[[Tensor], Tensor]:

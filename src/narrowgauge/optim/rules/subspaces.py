@@ -1,9 +1,11 @@
-"""Low-rank subspaces of a matrix: an orthonormal basis of its leading directions, and coordinates in it.
+"""Low-rank subspaces of a matrix: an orthonormal basis of its leading directions, and coordinates
+in it.
 
-The basis ``P`` has ``rank`` directions of the shorter side. A gradient ``G`` has the coordinates ``P^T G`` ``[rank, cols]``
-where ``rows < cols``, else ``G P`` ``[rows, rank]``. The basis consists of singular vectors, computed as the eigenvectors of
-the Gram matrix in float64. The sign of each vector is fixed: moments outlive a basis, and would push backwards along a vector
-whose sign changed.
+The basis ``P`` has ``rank`` directions of the shorter side. A gradient ``G`` has the coordinates
+``P^T G`` ``[rank, cols]`` where ``rows < cols``, else ``G P`` ``[rows, rank]``. The basis consists
+of singular vectors, computed as the eigenvectors of the Gram matrix in float64. The sign of each
+vector is fixed: moments outlive a basis, and would push backwards along a vector whose sign
+changed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ def is_tall(rows: int, cols: int) -> bool:
 
 
 def refreshed(basis: Tensor, gradient: Tensor, step: int, gap: int) -> Tensor:
-    """Return the basis for this step: recomputed at steps 1, gap + 1, 2 gap + 1 …, and while it is zero.
+    """Return the basis for this step: recomputed at steps 1, gap + 1, 2 gap + 1 …, and while it is
+    zero.
 
     A gradient of zeros leaves the basis unchanged. Infinities and NaN count as zeros.
     """
@@ -32,10 +35,12 @@ def refreshed(basis: Tensor, gradient: Tensor, step: int, gap: int) -> Tensor:
 
 
 def leading_basis(matrix: Tensor, rank: int) -> Tensor:
-    """Return the ``rank`` leading singular vectors of a finite matrix on its shorter side, float32 ``[min(rows, cols), rank]``.
+    """Return the ``rank`` leading singular vectors of a finite matrix on its shorter side, float32
+    ``[min(rows, cols), rank]``.
 
-    Columns are orthonormal, the largest singular value first. The entry of largest magnitude in each is positive.
-    Scaling the matrix by a power of two changes no bit. The eigenvectors take four float64 squares of the shorter side.
+    Columns are orthonormal, the largest singular value first. The entry of largest magnitude in
+    each is positive. Scaling the matrix by a power of two changes no bit. The eigenvectors take
+    four float64 squares of the shorter side.
     """
     wide = matrix.mT if is_tall(*matrix.shape) else matrix
     # Squares of small gradients leave float32's range, never float64's.

@@ -1,4 +1,6 @@
-"""Figures over steps that compare recipes: losses, their differences, gradient norms and loss scales."""
+"""Figures over steps that compare recipes: losses, their differences, gradient norms and loss
+scales.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ SMALLEST_SPAN = 0.001
 """Minimum span of an axis of differences, as a fraction of the loss."""
 _LOSS = "loss (nats per token)"
 _BAND = (
-    " A line is the mean over a recipe's seeds, its band the range from the lowest to the highest. In a long run both are over "
+    " A line is the mean over a recipe's seeds, its band the range from the lowest to the highest. "
+    "In a long run both are over "
     "the steps of a column, too. A cross marks a value that is not finite."
 )
 
@@ -29,7 +32,10 @@ _BAND = (
 def comparison_figures(
     groups: Sequence[Group], baseline: str | None = None
 ) -> dict[str, list[Figure]]:
-    """Return all figures with data, by section. ``baseline`` is the label of the group to compare with (None: the first)."""
+    """Return all figures with data, by section.
+
+    ``baseline`` is the label of the group to compare with (None: the first).
+    """
     sections: dict[str, list[Figure | None]] = {
         "loss": [training_loss(groups), validation_loss(groups), difference(groups, baseline)],
         "history": [gradient_norm(groups), loss_scale(groups)],
@@ -44,7 +50,7 @@ def _curves(groups: Sequence[Group], table: str, name: str) -> list[Curve]:
     return [curve_of(group, group.lines(table, name)) for group in groups]
 
 
-# ── loss ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── loss ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def training_loss(groups: Sequence[Group]) -> Figure | None:
@@ -98,9 +104,12 @@ def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure |
         autorangeoptions={"include": [-least, least]},
     )
     how = (
-        f"Above zero a recipe is worse than {first.label}, below zero better. Each run is compared with the run of the same "
-        "seed, which has the same initial weights and the same batches, so most of the variation between seeds cancels. "
-        "A line is the mean of these differences, its band the range from the lowest seed to the highest. The band is not "
+        f"Above zero a recipe is worse than {first.label}, below zero better. Each run is compared "
+        "with the run of the same "
+        "seed, which has the same initial weights and the same batches, so most of the variation "
+        "between seeds cancels. "
+        "A line is the mean of these differences, its band the range from the lowest seed to the "
+        "highest. The band is not "
         f"a confidence interval; the cost table has one."
     )
     data = traces_of(curves, "difference")
@@ -112,13 +121,14 @@ def _minus(line: Series, baseline: Series) -> Series:
     return Series(x, line.y[mine] - baseline.y[theirs])
 
 
-# ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── gradients ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def gradient_norm(groups: Sequence[Group]) -> Figure | None:
     """Draw the norm of all gradients over steps."""
     how = (
-        "Norm of all gradients before clipping. A norm that rises steadily, or jumps tenfold, often precedes a loss spike by a "
+        "Norm of all gradients before clipping. A norm that rises steadily, or jumps tenfold, "
+        "often precedes a loss spike by a "
         f"few steps.{_BAND}"
     )
     return _over_decades(groups, "grad_norm", "Gradient norm", how)
@@ -127,14 +137,17 @@ def gradient_norm(groups: Sequence[Group]) -> Figure | None:
 def loss_scale(groups: Sequence[Group]) -> Figure | None:
     """Draw the loss scale over steps."""
     how = (
-        "Each halving is an overflow that skipped a step; each doubling follows many steps without one. A scale that keeps "
+        "Each halving is an overflow that skipped a step; each doubling follows many steps without "
+        "one. A scale that keeps "
         "falling often precedes divergence, long before the loss shows it."
     )
     return _over_decades(groups, "loss_scale", "Loss scale", how)
 
 
 def _over_decades(groups: Sequence[Group], name: str, title: str, how: str) -> Figure | None:
-    """Draw a column of the steps, over a logarithmic axis if its values are positive and span decades."""
+    """Draw a column of the steps, over a logarithmic axis if its values are positive and span
+    decades.
+    """
     curves = _curves(groups, "steps", name)
     means = np.concatenate([curve.means for curve in curves] or [np.empty(0)])
     is_log = bool(means.size and 0 < 3 * means.min() < means.max())

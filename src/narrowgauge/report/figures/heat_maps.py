@@ -1,7 +1,8 @@
 """Heat maps of gauge metrics: a row per tensor, a column per sampled step, for one run.
 
-A page cannot hold every cell of a large model's long run. So a cell joins steps and keeps their *worst* value. If there are too
-many tensors, we show the tensors that ever were farthest from health, in the model's order.
+A page cannot hold every cell of a large model's long run. So a cell joins steps and keeps their
+*worst* value. If there are too many tensors, we show the tensors that ever were farthest from
+health, in the model's order.
 """
 
 from __future__ import annotations
@@ -53,45 +54,58 @@ class Metric:
 HEAT_MAPS: dict[str, Metric] = {
     "edq": Metric(
         "updates", "edq", "EDQ: fraction of the update that was applied",
-        "A row is a parameter, a column a sampled step. The middle colour is 1: the whole update was applied. Towards 0 the "
-        "update was rounded away and the parameter stalls; above 1 the storage moved it farther than intended.",
+        "A row is a parameter, a column a sampled step. The middle colour is 1: the whole update "
+        "was applied. Towards 0 the "
+        "update was rounded away and the parameter stalls; above 1 the storage moved it farther "
+        "than intended.",
         0.0, 2.0, good=1.0,
     ),
     "noise": Metric(
         "updates", "noise", "Noise relative to the update",
-        "The rounding error that the storage adds to the intended update, relative to the update. 1 means as much noise as "
-        "update. Stochastic rounding tolerates that, because its noise averages out; round to nearest does not.",
+        "The rounding error that the storage adds to the intended update, relative to the update. "
+        "1 means as much noise as "
+        "update. Stochastic rounding tolerates that, because its noise averages out; round to "
+        "nearest does not.",
         1e-3, 30.0, is_log=True,
     ),
     "lost": Metric(
         "updates", "lost_fraction", "Fraction of lost updates",
-        "The fraction of intended changes that left the stored value unchanged. A high fraction in embeddings is normal, because "
-        "most tokens are rare. A high fraction in every row late in training means that updates are too small for the storage.",
+        "The fraction of intended changes that left the stored value unchanged. A high fraction in "
+        "embeddings is normal, because "
+        "most tokens are rare. A high fraction in every row late in training means that updates "
+        "are too small for the storage.",
         0.0, 1.0,
     ),
     "decay": Metric(
         "updates", "lost_decay", "Fraction of weight decay that is lost",
-        "The fraction of the intended weight decay that the storage did not take. A row near 1 does not decay at all, and its "
-        "weights grow; this happens in bfloat16 while EDQ is still near 1, since decay is far smaller than an update.",
+        "The fraction of the intended weight decay that the storage did not take. A row near 1 "
+        "does not decay at all, and its "
+        "weights grow; this happens in bfloat16 while EDQ is still near 1, since decay is far "
+        "smaller than an update.",
         0.0, 1.0,
     ),
     "underflow": Metric(
         "tensors", "underflow", "Underflow of the cast",
-        "The fraction of nonzero values that the cast into the matmul rounds to zero. A row is an operand. A row that brightens "
+        "The fraction of nonzero values that the cast into the matmul rounds to zero. A row is an "
+        "operand. A row that brightens "
         "over time is a tensor whose values become too small for their format.",
         1e-6, 1.0, is_log=True,
     ),
     "overflow": Metric(
         "tensors", "overflow", "Overflow of the cast",
-        "The fraction of values beyond the range of their format. Most rows should stay dark. Formats with power-of-two block "
-        "scales saturate a few of the largest values by design; with any other scale, a row that stays bright has a scale "
+        "The fraction of values beyond the range of their format. Most rows should stay dark. "
+        "Formats with power-of-two block "
+        "scales saturate a few of the largest values by design; with any other scale, a row that "
+        "stays bright has a scale "
         "that is too large or stale.",
         1e-6, 1.0, is_log=True,
     ),
     "max_logit": Metric(
         "attention", "max_logit", "Bound of attention logits",
-        "A row is an attention layer: the largest norms of a query and a key, and the factor of their products. "
-        "Logits that rise through the hundreds lead to attention on a single token and to gradient spikes.",
+        "A row is an attention layer: the largest norms of a query and a key, and the factor of "
+        "their products. "
+        "Logits that rise through the hundreds lead to attention on a single token and to gradient "
+        "spikes.",
         1.0, 1e4, is_log=True,
     ),
 }  # fmt: skip
@@ -99,7 +113,8 @@ HEAT_MAPS: dict[str, Metric] = {
 
 
 def heat_maps(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return the heat maps of a run by metric, as Plotly figures, in the order of :data:`HEAT_MAPS`.
+    """Return the heat maps of a run by metric, as Plotly figures, in the order of
+    :data:`HEAT_MAPS`.
 
     Cost: about 1 s per thousand samples of 400 tensors.
     """

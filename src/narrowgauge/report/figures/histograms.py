@@ -1,4 +1,5 @@
-"""Histograms of binary exponents over the ranges of number formats, for a slider over a run's sampled steps.
+"""Histograms of binary exponents over the ranges of number formats, for a slider over a run's
+sampled steps.
 
 Left of a format's range values round to zero, right of it they overflow.
 """
@@ -35,7 +36,8 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
         rows: of ``gauges.jsonl``.
         index: palette index of the run.
     Returns:
-        A Plotly figure with a slider over at most :data:`MOST_STEPS` steps, including the first and the last. Its ``frames``
+        A Plotly figure with a slider over at most :data:`MOST_STEPS` steps, including the first and
+            the last. Its ``frames``
         hold the heights of the bars, per step and panel.
     """
     counted = [(step_of(row), counts) for row in rows if (counts := _counts(row))]
@@ -104,7 +106,8 @@ def format_ranges() -> list[Row]:
     """Return the formats above the histograms, their ends as powers of two.
 
     Returns:
-        Rows ``name, subnormal, normal, max`` in binary exponents, and ``zero_below`` and ``last``. Bins below ``zero_below``
+        Rows ``name, subnormal, normal, max`` in binary exponents, and ``zero_below`` and ``last``.
+            Bins below ``zero_below``
         round to zero in the format. Bins above ``last`` overflow.
     """
     return [

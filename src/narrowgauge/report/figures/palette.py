@@ -1,7 +1,8 @@
 """The colour, dash and marker of each recipe, the same in figures, legend and tables.
 
-Colours are names. ``@c2`` is the third of the palette, ``@c2/0.2`` the same at 20 % opacity. The page resolves them for its
-light or dark theme. The first recipes differ by colour and marker, later ones by their dash too.
+Colours are names. ``@c2`` is the third of the palette, ``@c2/0.2`` the same at 20 % opacity. The
+page resolves them for its light or dark theme. The first recipes differ by colour and marker, later
+ones by their dash too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Lines of a page as numpy arrays: joined across seeds, and drawn in columns that hide no extreme.
 
-Each column joins its steps: a line through their means, and a band from the lowest to the highest, where a spike of one step
-keeps its height. A non-finite value is NaN: a gap in the line. Seeds of one recipe become a mean and a band too. If a seed
-ends, the line breaks, because the means before and after cover different runs.
+Each column joins its steps: a line through their means, and a band from the lowest to the highest,
+where a spike of one step keeps its height. A non-finite value is NaN: a gap in the line. Seeds of
+one recipe become a mean and a band too. If a seed ends, the line breaks, because the means before
+and after cover different runs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def json_list(values: npt.ArrayLike, digits: int = 6) -> list[float | None]:
 def band(lines: Sequence[Series]) -> Band:
     """Join several runs into their mean and span.
 
-    Keep a step if every active run has a row for it. Insert a gap where the set of runs with a finite value changes.
+    Keep a step if every active run has a row for it. Insert a gap where the set of runs with a
+    finite value changes.
     """
     x = np.unique(np.concatenate([np.empty(0), *(line.x for line in lines)]))
     values, lacks = np.full((len(lines), len(x)), np.nan), np.zeros((len(lines), len(x)), bool)
@@ -76,7 +78,8 @@ def band(lines: Sequence[Series]) -> Band:
 def in_columns(joined: Band, num_columns: int = NUM_COLUMNS) -> Band:
     """Join neighbouring steps into at most ``num_columns`` columns, each at its last step.
 
-    Invariant: a column holds the mean of its finite values, their lowest and their highest. A gap follows it if it has one.
+    Invariant: a column holds the mean of its finite values, their lowest and their highest. A gap
+    follows it if it has one.
 
     Example:
         >>> y = np.array([1.0, 9.0, np.nan, 3.0])
@@ -102,7 +105,9 @@ def in_columns(joined: Band, num_columns: int = NUM_COLUMNS) -> Band:
 
 
 def outline(joined: Band) -> Series:
-    """Return the span of a band as closed shapes, one for each stretch without a gap, with gaps between them."""
+    """Return the span of a band as closed shapes, one for each stretch without a gap, with gaps
+    between them.
+    """
     x: list[float] = []
     y: list[float] = []
     is_known = np.concatenate([[False], ~np.isnan(joined.mean), [False]])

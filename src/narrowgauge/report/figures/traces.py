@@ -58,7 +58,10 @@ def curve_of(group: Group, lines: Sequence[Series]) -> Curve:
 
 
 def traces_of(curves: Iterable[Curve], name: str) -> list[Row]:
-    """Return each curve's band, its crosses at non-finite values, and its mean. Bands lie lowest."""
+    """Return each curve's band, its crosses at non-finite values, and its mean.
+
+    Bands lie lowest.
+    """
     curves = list(curves)
     spans = [_span(curve) for curve in curves if (curve.joined.high > curve.joined.low).any()]
     crosses = [_crosses(curve) for curve in curves if curve.not_finite]
@@ -106,7 +109,10 @@ def _scatter(line: Series, group: Group) -> Row:
 def layout_of(
     x: str, y: str, *, log_y: bool = False, can_log_x: bool = False, **yaxis: object
 ) -> Row:
-    """Return axes with titles. ``can_log_x`` adds a button that toggles a log scale on the horizontal axis."""
+    """Return axes with titles.
+
+    ``can_log_x`` adds a button that toggles a log scale on the horizontal axis.
+    """
     layout: Row = {
         "xaxis": {"title": {"text": x}},
         "yaxis": {"title": {"text": plain(y)}, "type": "log" if log_y else "linear", **yaxis},
@@ -129,7 +135,8 @@ _LOG_X: Row = {
 
 
 def fit_axis(curves: Sequence[Curve], layout: Row) -> str:
-    """End the axis of losses at the lines, so that neither a spike nor a diverged recipe flattens the others.
+    """End the axis of losses at the lines, so that neither a spike nor a diverged recipe flattens
+    the others.
 
     Return sentences on what may lie beyond; empty if the ``yaxis`` of ``layout`` needs no range.
     """

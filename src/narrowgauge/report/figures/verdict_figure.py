@@ -1,4 +1,6 @@
-"""The figure of the verdict: each recipe's loss difference from the baseline, with its interval and the threshold."""
+"""The figure of the verdict: each recipe's loss difference from the baseline, with its interval and
+the threshold.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,16 @@ from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
 FAR = 10.0
-"""Do not draw a recipe if its difference exceeds this multiple of the threshold. Else the others would overlap."""
+"""Do not draw a recipe if its difference exceeds this multiple of the threshold.
+
+Else the others would overlap.
+"""
 
 
 def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | None:
-    """Return each recipe's paired difference from the baseline, with its 95 % interval; ``None`` if there is none."""
+    """Return each recipe's paired difference from the baseline, with its 95 % interval; ``None`` if
+    there is none.
+    """
     pairs = [(group, comparison.classes[group.label].difference) for group in groups]
     finite = [
         (group, paired)
@@ -48,8 +55,10 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
         "fillcolor": "@band", "line": {"width": 0}, "layer": "below",
     }]  # fmt: skip
     how = (
-        f"Left of zero is better than {comparison.baseline}, right of it worse. A bar is the 95 % interval of the mean over "
-        f"seeds, of runs with the same seed. The band is the threshold, ± {threshold:.2g} nats: inside it a recipe is as good; "
+        f"Left of zero is better than {comparison.baseline}, right of it worse. A bar is the 95 % "
+        "interval of the mean over "
+        f"seeds, of runs with the same seed. The band is the threshold, ± {threshold:.2g} nats: "
+        "inside it a recipe is as good; "
         "a bar over its edge is not resolved by these seeds."
     )
     if any(not math.isfinite(paired.half) for _, paired in drawn):

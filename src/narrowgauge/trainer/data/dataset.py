@@ -1,13 +1,15 @@
 """Serve batches whose order is a function of (seed, step).
 
-Training divides the token stream into windows that do not overlap. It reads all of them in a new order every epoch. The order
-comes from a Feistel network, a permutation given by a formula. It splits a number into two halves and scrambles each in turn with
-a hash of the other, keyed by (seed, epoch). This is invertible. On a range that is not a power of two it is repeated until the
-result is in range. So no generator state is saved, batch 7,000 needs none of the batches before it, and no library changes the
-order of an old run.
+Training divides the token stream into windows that do not overlap. It reads all of them in a new
+order every epoch. The order comes from a Feistel network, a permutation given by a formula. It
+splits a number into two halves and scrambles each in turn with a hash of the other, keyed by (seed,
+epoch). This is invertible. On a range that is not a power of two it is repeated until the result is
+in range. So no generator state is saved, batch 7,000 needs none of the batches before it, and no
+library changes the order of an old run.
 
-The seed and a document's name decide whether the document is held out. So adding a file moves no other document. Tokens
-are not copied at the start of a run: ``run.toml`` names the token map and its fingerprint.
+The seed and a document's name decide whether the document is held out. So adding a file moves no
+other document. Tokens are not copied at the start of a run: ``run.toml`` names the token map and
+its fingerprint.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Stream:
 class Dataset:
     """Tokens for training and validation; a ``Stream`` or an array each.
 
-    ``batch`` and ``validation`` are pure functions of their arguments and the tokens. ``folder`` holds the token map.
+    ``batch`` and ``validation`` are pure functions of their arguments and the tokens. ``folder``
+    holds the token map.
     """
 
     train: Stream | np.ndarray
@@ -68,9 +71,12 @@ class Dataset:
         return file if file is not None and file.is_file() else None
 
     def unigram_loss(self) -> float:
-        """Return the loss in nats per token of guessing by the frequencies of training tokens. A model must beat it.
+        """Return the loss in nats per token of guessing by the frequencies of training tokens.
 
-        Both frequencies are of the first ten million tokens, and one is added to each training count.
+        A model must beat it.
+
+        Both frequencies are of the first ten million tokens, and one is added to each training
+        count.
         """
         train, held_out = (
             np.bincount(tokens[np.arange(min(len(tokens), 10_000_000))], minlength=self.vocab_size)
@@ -84,15 +90,17 @@ class Dataset:
         for name, tokens in {"the data": self.train, "the held-out part": self.valid}.items():
             if len(tokens) <= sequence_length:
                 raise DataError(
-                    f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; {name} has {len(tokens)}.",
+                    f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; {name} "
+                    f"has {len(tokens)}.",
                     "Give more text, or a smaller --sequence-length.",
                 )
 
     def batch(self, first: int, num_sequences: int, sequence_length: int, seed: int) -> np.ndarray:
-        """Return sequences ``first`` and following of an infinite stream: int64 ``[num_sequences, sequence_length + 1]``.
+        """Return sequences ``first`` and following of an infinite stream: int64 ``[num_sequences,
+        sequence_length + 1]``.
 
-        Inputs are ``[:, :-1]``, targets ``[:, 1:]``. The stream depends on (seed, sequence_length) only. Each epoch of the
-        stream holds every window once.
+        Inputs are ``[:, :-1]``, targets ``[:, 1:]``. The stream depends on (seed, sequence_length)
+        only. Each epoch of the stream holds every window once.
         """
         self.require(sequence_length)
         num_windows = (self.num_tokens - 1) // sequence_length
@@ -104,7 +112,8 @@ class Dataset:
         return min(limit, (len(self.valid) - 1) // sequence_length)
 
     def validation(self, limit: int, sequence_length: int, rows: slice | None = None) -> np.ndarray:
-        """Return some or all of at most ``limit`` validation sequences, int64 ``[rows, sequence_length + 1]``.
+        """Return some or all of at most ``limit`` validation sequences, int64 ``[rows,
+        sequence_length + 1]``.
 
         They are always the same, and spread evenly over the validation data.
         """
@@ -128,7 +137,9 @@ class Dataset:
 
 
 def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
-    """Open a token map, and split it by document. If one side would be empty, hold out the end of the text instead.
+    """Open a token map, and split it by document.
+
+    If one side would be empty, hold out the end of the text instead.
 
     Args:
         held_out: fraction of the documents held out for validation, above 0 and below 1.
@@ -151,7 +162,8 @@ def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
         )
         documents = "1 document" if len(segments) == 1 else f"{len(segments)} documents"
         notes = (
-            f"The data has {documents}, too few to hold one out; the last {num_tail} tokens are held out.",
+            f"The data has {documents}, too few to hold one out; the last {num_tail} tokens are "
+            "held out.",
         )
     fingerprint = data_fingerprint(tokens, held_out, seed)
     return Dataset(
@@ -175,7 +187,7 @@ def _is_held_out(name_hash: int, held_out: float, seed: int) -> bool:
     return int.from_bytes(bits, "little") < held_out * 2**64
 
 
-# ── the order ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the order ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
@@ -184,8 +196,10 @@ def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
     Args:
         items: positions in the stream, uint64.
     Returns:
-        int64 of the same shape, values below ``num_windows``: over each epoch (as many consecutive positions) a permutation.
-    Source: Luby and Rackoff 1988 (Feistel networks); Black and Rogaway 2002 (walking the cycle to any size).
+        int64 of the same shape, values below ``num_windows``: over each epoch (as many consecutive
+            positions) a permutation.
+    Source: Luby and Rackoff 1988 (Feistel networks); Black and Rogaway 2002 (walking the cycle to
+    any size).
     """
     items = np.asarray(items, dtype=np.uint64)
     epochs, places = items // np.uint64(num_windows), items % np.uint64(num_windows)

@@ -1,11 +1,13 @@
 """Tokenize text into a *token map*, the one format of training data, which runs memory-map.
 
-A token map is a folder: ``tokens.bin`` (uint16 or uint32, little endian), ``documents.bin`` (pairs of uint64: the hash of a
-document's name, and where the document ends), ``tokens.json`` (dtype, vocabulary, end-of-text token), and ``tokenizer.json``
-where the tokenizer is known. Every document ends with the end-of-text token.
+A token map is a folder: ``tokens.bin`` (uint16 or uint32, little endian), ``documents.bin`` (pairs
+of uint64: the hash of a document's name, and where the document ends), ``tokens.json`` (dtype,
+vocabulary, end-of-text token), and ``tokenizer.json`` where the tokenizer is known. Every document
+ends with the end-of-text token.
 
-A document's name decides whether the document is held out. So a name never depends on other documents. A file is named by its
-path within the source. A line of ``.jsonl`` is named by a hash of its text.
+A document's name decides whether the document is held out. So a name never depends on other
+documents. A file is named by its path within the source. A line of ``.jsonl`` is named by a hash of
+its text.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _PAGE_BYTES, _MAX_PAGES = 1 << 12, 1 << 10
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 
-# ── text ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Document(NamedTuple):
@@ -49,9 +51,11 @@ class Document(NamedTuple):
 
 
 def read_documents(source: str | Path) -> Iterator[Document]:
-    """Yield the documents of a text or ``.jsonl`` file (``text`` in each line), or of a folder of such files, by name.
+    """Yield the documents of a text or ``.jsonl`` file (``text`` in each line), or of a folder of
+    such files, by name.
 
-    Hidden files and empty documents are left out. A source or file that cannot be read, or is not UTF-8 text, is a ``DataError``.
+    Hidden files and empty documents are left out. A source or file that cannot be read, or is not
+    UTF-8 text, is a ``DataError``.
     """
     path = Path(source)
     if not (path.is_dir() or path.is_file()):
@@ -100,19 +104,21 @@ def _read_file(path: Path, name: str) -> Iterator[Document]:
                     )
     except UnicodeDecodeError as error:
         raise DataError(
-            f"The file {path} is not UTF-8 text: byte {error.object[error.start]:#04x} ({error.reason}).",
+            f"The file {path} is not UTF-8 text: byte {error.object[error.start]:#04x} "
+            f"({error.reason}).",
             "Convert it, or leave it out.",
         ) from error
     except OSError as error:
         _refuse(error)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path}, line {number} has no text in a field 'text' ({type(error).__name__}: {error}).",
+            f"{path}, line {number} has no text in a field 'text' ({type(error).__name__}: "
+            f"{error}).",
             'A .jsonl file has one object per line, such as {"text": "…"}.',
         ) from error
 
 
-# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -121,9 +127,11 @@ class TokenMap:
 
     Args:
         ids: all tokens, ``[num_tokens]``.
-        documents: uint64 ``[num_documents, 2]``: the hash of each document's name, and where the document ends.
-        fingerprint: equal for equal tokens with the same dtype, vocabulary and end-of-text token. It covers all documents, and
-            1,024 pages of 4 KiB of ``tokens.bin``, spread evenly: all of it up to 4 MiB.
+        documents: uint64 ``[num_documents, 2]``: the hash of each document's name, and where the
+            document ends.
+        fingerprint: equal for equal tokens with the same dtype, vocabulary and end-of-text token.
+            It covers all documents, and 1,024 pages of 4 KiB of ``tokens.bin``, spread evenly: all
+            of it up to 4 MiB.
     """
 
     folder: Path
@@ -135,7 +143,9 @@ class TokenMap:
 
 
 def read_tokens(path: str | Path) -> TokenMap:
-    """Open a token map, its folder or the ``tokens.bin`` in it. Without ``documents.bin`` it is one document.
+    """Open a token map, its folder or the ``tokens.bin`` in it.
+
+    Without ``documents.bin`` it is one document.
 
     Raises:
         DataError: the map is missing, damaged, or from a newer version.
@@ -176,16 +186,19 @@ def read_tokens(path: str | Path) -> TokenMap:
     return TokenMap(folder, ids, documents, identity[2], identity[3], state.hexdigest())
 
 
-# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_tokens(
     documents: Iterable[Document], tokenizer: Tokenizer, end_of_text: int, out: Path
 ) -> Path:
-    """Tokenize documents into a new token map, complete or absent. The token ``end_of_text`` ends each document.
+    """Tokenize documents into a new token map, complete or absent.
 
-    Text that spells a special token is encoded like other text. A document of more than 2^18 characters is encoded in pieces,
-    each up to its last newline if it has one, and a word of more than 4,096 in pieces of 4,096.
+    The token ``end_of_text`` ends each document.
+
+    Text that spells a special token is encoded like other text. A document of more than 2^18
+    characters is encoded in pieces, each up to its last newline if it has one, and a word of more
+    than 4,096 in pieces of 4,096.
 
     Cost: about 0.5 s per MB on two cores.
     """
@@ -212,7 +225,9 @@ def write_tokens(
 
 
 def load_tokenizer(path: str | Path | None) -> tuple[Tokenizer, int]:
-    """Read a ``tokenizer.json``, or the one in a Hugging Face folder. Return it with its end-of-text token.
+    """Read a ``tokenizer.json``, or the one in a Hugging Face folder.
+
+    Return it with its end-of-text token.
 
     ``None`` makes a tokenizer of 257 tokens: the bytes and the end of text.
     """
@@ -280,7 +295,10 @@ def pieces(text: str) -> Iterator[str]:
 def _encoded(
     documents: Iterable[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield the hash of each document's name, and its tokens. Some millions of characters are encoded at once."""
+    """Yield the hash of each document's name, and its tokens.
+
+    Some millions of characters are encoded at once.
+    """
     batch: list[Document] = []
     size = 0
     for document in chain(documents, [None]):
