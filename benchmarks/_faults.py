@@ -1,9 +1,11 @@
-"""Faults that a training run should notice: each put into a running session, and the event that must report it.
+"""Faults that a training run should notice: each put into a running session, and the event that
+must report it.
 
-A row says how the fault gets in, what is expected (kinds of event, any of which will do, and the tensor they must name) and how
-soon. Spikes and values that are not finite are judged on every step; all else is seen in samples of the gauges only, so
-there the time is counted in samples. The faults are put into the session that the trainer has built, between two
-steps, as a broken memory, data file or setting would: no part of the trainer knows of them.
+A row says how the fault gets in, what is expected (kinds of event, any of which will do, and the
+tensor they must name) and how soon. Spikes and values that are not finite are judged on every step;
+all else is seen in samples of the gauges only, so there the time is counted in samples. The faults
+are put into the session that the trainer has built, between two steps, as a broken memory, data
+file or setting would: no part of the trainer knows of them.
 
 Claim: none of its own; ``alarms.py`` measures every row at full size.
 Baseline: the undisturbed run. ``chaos.py`` disturbs runs from outside.
@@ -43,11 +45,13 @@ class Fault:
         name: of the row.
         strike: puts it in.
         kinds: of events, any of which reports it.
-        names: shell pattern of the tensor that such an event must name; empty where the fault is of no tensor.
+        names: shell pattern of the tensor that such an event must name; empty where the fault is of
+            no tensor.
         steps: from the struck step on, within which it must come.
         samples: of the gauges, the same.
         settings: the trainer's, where the fault needs other ones than usual.
-        earliest: the first step at which it can be detected: some detectors leave out a run's beginning.
+        earliest: the first step at which it can be detected: some detectors leave out a run's
+            beginning.
         from_start: whether the settings are the fault, so that it is there from the first step on.
     """
 
@@ -99,7 +103,7 @@ def struck(fault: Fault, at: int) -> Iterator[None]:
         loop.train_step = before
 
 
-# ── how faults get in ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── how faults get in ─────────────────────────────────────────────────────────────────────────────
 
 
 def once(strike: Callable[[Session], None]) -> Strike:
@@ -129,7 +133,9 @@ def nan_batch(session: Session) -> None:
 
 def random_batch(session: Session) -> None:
     """One batch of tokens that mean nothing."""
-    spoiled, true_batch, size = session.step, session.batch, session.data.vocab_size
+    spoiled = session.step
+    true_batch = session.batch
+    size = session.data.vocab_size
 
     def batch() -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -144,7 +150,9 @@ def random_batch(session: Session) -> None:
 
 
 def rows_without_gradient(session: Session) -> None:
-    """Seven of eight rows have no gradient, as those of tokens or experts that no batch meets: decay alone moves them."""
+    """Seven of eight rows have no gradient, as those of tokens or experts that no batch meets:
+    decay alone moves them.
+    """
     weight = session.model.get_parameter(WEIGHT)
     is_met = (torch.arange(len(weight), device=weight.device) % 8 == 0)[:, None]
     weight.register_hook(lambda gradient: gradient * is_met.to(gradient.dtype))
@@ -167,7 +175,8 @@ def flipped_bit(session: Session) -> None:
 def flipped_lower_bit(session: Session) -> None:
     """An exponent bit that stands for 2^4, of the largest weight that has it not set: times 16."""
     weight = session.model.get_parameter(WEIGHT).view(-1)
-    bits, bit = weight.view(torch.int16), 1 << 9
+    bits = weight.view(torch.int16)
+    bit = 1 << 9
     bits[int(torch.where((bits & bit) == 0, weight.abs(), 0.0).argmax())] |= bit
 
 
@@ -191,8 +200,11 @@ def scale_gradients(session: Session, factor: float) -> None:
 
 
 def unscaled(gradients: str) -> Compute:
-    """float8-row whose gradients enter as they are, in that format: most are below the smallest float8."""
-    row, static = COMPUTES["float8-row"], Cast(gradients, "tensor", scaling="static")
+    """float8-row whose gradients enter as they are, in that format: most are below the smallest
+    float8.
+    """
+    row = COMPUTES["float8-row"]
+    static = Cast(gradients, "tensor", scaling="static")
     products = {
         place: Product(static, getattr(row, place).right, row.grad_input.accumulation)
         for place in ("grad_input", "grad_weight")
@@ -239,7 +251,7 @@ def growing_weight(session: Session, since: int) -> None:
     session.model.get_parameter(WEIGHT).mul_(1.05)
 
 
-# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the table ─────────────────────────────────────────────────────────────────────────────────────
 
 _ROWS = (
     Fault(

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 
 def in_processes(function: Callable[..., Any], number: int, *arguments: Any) -> Any:
-    """What ``function(rank, folder, *arguments)`` returns in the first of so many processes, which share an empty folder."""
+    """What ``function(rank, folder, *arguments)`` returns in the first of so many processes, which
+    share an empty folder.
+    """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
         ranks = [

@@ -1,8 +1,10 @@
-"""Train with optimizers that are not ours, in the trainer's loop: peers of ``peers.py``, and published 8-bit states by formula.
+"""Train with optimizers that are not ours, in the trainer's loop: peers of ``peers.py``, and
+published 8-bit states by formula.
 
-A peer steps the parameters of ``bfloat16/naive``. Published states run over ``bfloat16/master``: after each step, what a formula
-keeps of weight and moments replaces them, so the next step begins with the values that the published optimizer would decode.
-Only matrices are replaced; vectors keep ``master``, as ours do. Formulas: ``benchmarks/_published_states.py``.
+A peer steps the parameters of ``bfloat16/naive``. Published states run over ``bfloat16/master``:
+after each step, what a formula keeps of weight and moments replaces them, so the next step begins
+with the values that the published optimizer would decode. Only matrices are replaced; vectors keep
+``master``, as ours do. Formulas: ``benchmarks/_published_states.py``.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def peer_step(session: Session, optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def cut(formula: PublishedStates, optimizer: ng.AdamW) -> None:
-    """Replace the matrices of an optimizer with storage ``master``, and their moments, by what the formulas keep of them."""
+    """Replace the matrices of an optimizer with storage ``master``, and their moments, by what the
+    formulas keep of them.
+    """
     matrices = [
         p
         for group in optimizer.param_groups

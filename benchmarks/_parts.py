@@ -1,7 +1,8 @@
-"""Resume a benchmark: append each finished part to a file of JSON lines, and skip the parts that the file holds.
+"""Resume a benchmark: append each finished part to a file of JSON lines, and skip the parts that
+the file holds.
 
-A part is a row or a table that can be measured alone. The file does not know which code measured a part: remove it to measure
-again. Claim and baseline: none of its own.
+A part is a row or a table that can be measured alone. The file does not know which code measured a
+part: remove it to measure again. Claim and baseline: none of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Reads the published training runs, and brings what each source printed to one number: tokens per second per chip.
+"""Reads the published training runs, and brings what each source printed to one number: tokens per
+second per chip.
 
-The runs are in ``published_runs.toml`` and, set aside for one use at the end, in ``published_runs_held_out.toml``; a second round
-is in ``published_runs_later.toml`` and ``published_runs_later_held_out.toml``. The heads of the first files say what the fields
-are, and how each source counts FLOPs.
+The runs are in ``published_runs.toml`` and, set aside for one use at the end, in
+``published_runs_held_out.toml``; a second round is in ``published_runs_later.toml`` and
+``published_runs_later_held_out.toml``. The heads of the first files say what the fields are, and
+how each source counts FLOPs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ else:
     import tomli as tomllib
 
 HERE = Path(__file__).parent
-SECONDS_PER_HOUR, SECONDS_PER_DAY = 3600.0, 86_400.0
+SECONDS_PER_HOUR = 3600.0
+SECONDS_PER_DAY = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Shape:
     """A dense decoder: what the FLOP conventions and the other planners ask of a model.
 
     Attributes:
-        layers, hidden, intermediate, heads, kv_heads, vocabulary, positions: counts; 0 positions are rotary or ALiBi.
+        layers, hidden, intermediate, heads, kv_heads, vocabulary, positions: counts; 0 positions
+            are rotary or ALiBi.
         gated: three matrices in the MLP instead of two.
         biases: biases in the linear layers and in the norms.
         tied: the input embedding is also the output head.
@@ -81,7 +85,8 @@ class Run:
         model: the model's name; config: its Hugging Face config.
         machine, layout, step, measured: the tables of the file.
         held_out: belongs to what is used once.
-        software: the row of ``narrowgauge.planner.efficiency.SOFTWARE`` that the source's words suggest; empty if none.
+        software: the row of ``narrowgauge.planner.efficiency.SOFTWARE`` that the source's words
+            suggest; empty if none.
     """
 
     name: str
@@ -135,7 +140,9 @@ def _software_of(name: str) -> str:
 
 
 def is_held_out(name: str, later: bool = False) -> bool:
-    """The rule that sets a third aside, of the second round a half: it looks at the name and at nothing else."""
+    """The rule that sets a third aside, of the second round a half: it looks at the name and at
+    nothing else.
+    """
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % (2 if later else 3) == 0
 
 
@@ -145,7 +152,8 @@ def shape(run: Run) -> Shape:
     Raises:
         KeyError: the model is a mixture of experts, which these formulas do not cover.
     """
-    config, kind = run.config, run.config["model_type"]
+    config = run.config
+    kind = run.config["model_type"]
     if kind == "llama":
         keys = (
             "num_hidden_layers",
@@ -178,12 +186,14 @@ def shape(run: Run) -> Shape:
 
 
 def _megatron_2021(s: Shape, length: int) -> float:
-    attention, head = length / (6 * s.hidden), s.vocabulary / (16 * s.layers * s.hidden)
+    attention = length / (6 * s.hidden)
+    head = s.vocabulary / (16 * s.layers * s.hidden)
     return 96 * s.layers * s.hidden**2 * (1 + attention + head)
 
 
 def _megatron_2022(s: Shape, length: int) -> float:
-    attention, head = length / (6 * s.hidden), s.vocabulary / (12 * s.layers * s.hidden)
+    attention = length / (6 * s.hidden)
+    head = s.vocabulary / (12 * s.layers * s.hidden)
     return 72 * s.layers * s.hidden**2 * (1 + attention + head)
 
 
@@ -215,7 +225,8 @@ def flops_per_token(run: Run) -> float:
 
 def rates(run: Run) -> dict[str, float]:
     """Tokens per second per chip by every quantity that the source printed, the most direct first."""
-    printed, found = run.measured, {}
+    printed = run.measured
+    found = {}
     if "tokens_per_second_per_chip" in printed:
         found["tokens_per_second_per_chip"] = float(printed["tokens_per_second_per_chip"])
     if "iteration_seconds" in printed:

@@ -1,4 +1,5 @@
-"""Optimizer states in 8 bits as others publish them, by their formulas, in float32: rows of benchmarks to stand beside ours.
+"""Optimizer states in 8 bits as others publish them, by their formulas, in float32: rows of
+benchmarks to stand beside ours.
 
 =============  ===========================================================  =====================================
 row            moments                                                      weight beside the bfloat16 one
@@ -10,8 +11,9 @@ flashoptim     companded int8 and uint8 of the root, in groups of 32        8 bi
 bitsandbytes   the dynamic map of 256 values, in blocks of 256              float32
 =============  ===========================================================  =====================================
 
-Every scale comes from the largest of the *new* values, so a step needs two passes: one to find it, one to write. Groups are
-consecutive elements of the flattened tensor. Formulas only; nothing of anybody's code is taken.
+Every scale comes from the largest of the *new* values, so a step needs two passes: one to find it,
+one to write. Groups are consecutive elements of the flattened tensor. Formulas only; nothing of
+anybody's code is taken.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ Parts = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Kept:
-    """How one tensor is kept: ``encode`` gives the tensors that are held, ``decode`` the float32 values they stand for."""
+    """How one tensor is kept: ``encode`` gives the tensors that are held, ``decode`` the float32
+    values they stand for.
+    """
 
     encode: Callable[[Tensor], Parts]
     decode: Callable[[Parts, torch.Size], Tensor]
@@ -41,7 +45,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class PublishedStates:
-    """One published way to keep a weight and its moments. Tensors of fewer than ``least`` values keep float32 moments.
+    """One published way to keep a weight and its moments.
+
+    Tensors of fewer than ``least`` values keep float32 moments.
 
     The first tensor held of a weight is the bfloat16 one that the model sees.
     """
@@ -58,7 +64,9 @@ class PublishedStates:
         return (FLOAT32, FLOAT32) if count < self.least else (self.exp_avg, self.exp_avg_sq)
 
     def bytes_per_param(self, *shape: int) -> float:
-        """Bytes per parameter of a matrix: weight, bfloat16 gradient and states, counted from tensors."""
+        """Bytes per parameter of a matrix: weight, bfloat16 gradient and states, counted from
+        tensors.
+        """
         zeros = torch.zeros(shape)
         parts = [
             part
@@ -68,19 +76,23 @@ class PublishedStates:
         return 2 + sum(part.numel() * part.element_size() for part in parts) / zeros.numel()
 
 
-# ── one scale for a tensor ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── one scale for a tensor ────────────────────────────────────────────────────────────────────────
 
 
 def by_amax(x: Tensor, dtype: torch.dtype) -> Parts:
-    """Codes to the nearest even, and the float32 scale that takes the largest of all to the largest of the format."""
+    """Codes to the nearest even, and the float32 scale that takes the largest of all to the largest
+    of the format.
+    """
     scale = x.abs().amax().clamp(min=1e-30) / torch.finfo(dtype).max
     return (x / scale).to(dtype), scale
 
 
 def by_power_of_two(x: Tensor, dtype: torch.dtype) -> Parts:
-    """Codes to the nearest even, and the largest power of two by which no value overflows; of zeros, 1.
+    """Codes to the nearest even, and the largest power of two by which no value overflows; of
+    zeros, 1.
 
-    Source: MS-AMP at 0367bdc, ``common/tensor/meta.py``, ``compute_scaling_factor`` with a margin of 0.
+    Source: MS-AMP at 0367bdc, ``common/tensor/meta.py``, ``compute_scaling_factor`` with a margin
+    of 0.
     """
     amax = x.abs().amax().double()
     exponent = (
@@ -102,7 +114,7 @@ def encode_half_master(x: Tensor) -> Parts:
     return times_scale(master, x.shape).bfloat16(), *master
 
 
-# ── groups of neighbours in the flattened tensor ────────────────────────────────────────────────────────────────────────
+# ── groups of neighbours in the flattened tensor ──────────────────────────────────────────────────
 
 
 def grouped(x: Tensor, size: int) -> Tensor:
@@ -116,22 +128,28 @@ def ungrouped(groups: Tensor, shape: torch.Size) -> Tensor:
 
 
 def encode_expanded(x: Tensor) -> Parts:
-    """COAT's dynamic range expansion: ``sign(x) |x / c|^k`` in e4m3, with scale, ``k`` and ``c`` of each group in float32.
+    """COAT's dynamic range expansion: ``sign(x) |x / c|^k`` in e4m3, with scale, ``k`` and ``c`` of
+    each group in float32.
 
-    ``c`` is the geometric mean of the group's largest and smallest magnitude that is not zero, and ``k``, a multiple of a
-    sixteenth, widens (or narrows) their ratio to half the square of 448, about what e4m3 spans. Where all magnitudes of a group
-    are equal there is nothing to widen, and ``k`` is 1 here; the formula would divide by zero.
+    ``c`` is the geometric mean of the group's largest and smallest magnitude that is not zero, and
+    ``k``, a multiple of a sixteenth, widens (or narrows) their ratio to half the square of 448,
+    about what e4m3 spans. Where all magnitudes of a group are equal there is nothing to widen, and
+    ``k`` is 1 here; the formula would divide by zero.
 
-    Source: COAT (2410.19313); its release at 80ec99f, ``fp8_adamw_expand_cuda_kernel.cu`` and ``_fp8_quantization_config.py``.
+    Source: COAT (2410.19313); its release at 80ec99f, ``fp8_adamw_expand_cuda_kernel.cu`` and
+    ``_fp8_quantization_config.py``.
     """
-    groups, top = grouped(x, 128), torch.finfo(torch.float8_e4m3fn).max
+    groups = grouped(x, 128)
+    top = torch.finfo(torch.float8_e4m3fn).max
     magnitude = groups.abs()
     highest = magnitude.amax(1, keepdim=True)
     lowest = (
         torch.where(magnitude > 0, magnitude, math.inf).amin(1, keepdim=True).clamp(max=highest)
     )
-    highest, lowest = highest + 1e-30, lowest + 1e-30
-    ratio, centre = highest / lowest, highest.sqrt() * lowest.sqrt()
+    highest = highest + 1e-30
+    lowest = lowest + 1e-30
+    ratio = highest / lowest
+    centre = highest.sqrt() * lowest.sqrt()
     power = torch.where(
         ratio > 1, torch.floor(math.log2(top * top / 2) / torch.log2(ratio) * 16) / 16, 1.0
     )
@@ -154,8 +172,9 @@ def decode_expanded(parts: Parts, shape: torch.Size) -> Tensor:
 def dynamic_map(signed: bool) -> Tensor:
     """The 256 values of the dynamic tree code, ascending, float32: 0, 1, and seven decades below 1.
 
-    A decade ``10^-d`` holds the middles of equal pieces of ``[0.1, 1] · 10^-d``: as many as bits are left when ``d`` of seven
-    tell the decade, so that each decade has half the values of the one above. Without a sign there is one bit more.
+    A decade ``10^-d`` holds the middles of equal pieces of ``[0.1, 1] · 10^-d``: as many as bits
+    are left when ``d`` of seven tell the decade, so that each decade has half the values of the one
+    above. Without a sign there is one bit more.
 
     Source: Dettmers et al. 2022 (2110.02861), after Dettmers 2016 (1511.04561).
     """
@@ -168,11 +187,14 @@ def dynamic_map(signed: bool) -> Tensor:
 
 
 def encode_mapped(x: Tensor, *, signed: bool) -> Parts:
-    """For each value, divided by its block's largest, the place of the nearest in the map; and that largest, float32.
+    """For each value, divided by its block's largest, the place of the nearest in the map; and that
+    largest, float32.
 
-    A value in the middle of two takes the lower. Source: bitsandbytes 0.50.2, ``backends/default/ops.py``.
+    A value in the middle of two takes the lower. Source: bitsandbytes 0.50.2,
+    ``backends/default/ops.py``.
     """
-    blocks, values = grouped(x, 256), dynamic_map(signed)
+    blocks = grouped(x, 256)
+    values = dynamic_map(signed)
     scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-38)
     places = torch.bucketize((blocks * (1 / scale)).clamp(-1, 1), (values[:-1] + values[1:]) / 2)
     return places.to(torch.uint8).flatten()[: x.numel()], scale
@@ -183,7 +205,7 @@ def decode_mapped(parts: Parts, shape: torch.Size, *, signed: bool) -> Tensor:
     return ungrouped(grouped(dynamic_map(signed)[codes.long()], 256) * scale, shape)
 
 
-# ── FlashOptim ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── FlashOptim ────────────────────────────────────────────────────────────────────────────────────
 
 
 def half_spacing(seen: Tensor) -> Tensor:
@@ -194,7 +216,9 @@ def half_spacing(seen: Tensor) -> Tensor:
 
 
 def split_weight(weight: Tensor) -> Parts:
-    """A float32 weight as bfloat16 and an int8 tail, the rest in 127ths of half the bfloat16's spacing."""
+    """A float32 weight as bfloat16 and an int8 tail, the rest in 127ths of half the bfloat16's
+    spacing.
+    """
     seen = weight.to(torch.bfloat16)
     share = ((weight - seen.float()).double() / half_spacing(seen)).clamp(-1, 1)
     return seen, (share.sign() * (share.abs() * 127 + 0.5).floor()).to(torch.int8)
@@ -232,7 +256,7 @@ def decode_second(parts: Parts, shape: torch.Size) -> Tensor:
     return ungrouped((parts[0].float() / 255 * parts[1].float()).square(), shape)
 
 
-# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 FLOAT32 = Kept(lambda x: (x.clone(),), lambda parts, shape: parts[0])
 MASTER = Kept(lambda x: (x.bfloat16(), x.clone()), lambda parts, shape: parts[1])
@@ -263,7 +287,8 @@ PUBLISHED: Mapping[str, PublishedStates] = {row.name: row for row in ROWS}
 class CodedAdamW:
     """One weight, kept and stepped as a row says: decoded, computed in float32, and encoded again.
 
-    The weight moves by moments that are not rounded yet. ``lr`` … ``weight_decay`` are as in ``torch.optim.AdamW``.
+    The weight moves by moments that are not rounded yet. ``lr`` … ``weight_decay`` are as in
+    ``torch.optim.AdamW``.
     """
 
     def __init__(
@@ -275,14 +300,13 @@ class CodedAdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        self.row, self.lr, self.betas, self.eps, self.weight_decay = (
-            row,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-        )
-        self.shape, self.steps = weight.shape, 0
+        self.row = row
+        self.lr = lr
+        self.betas = betas
+        self.eps = eps
+        self.weight_decay = weight_decay
+        self.shape = weight.shape
+        self.steps = 0
         self._codes = row.codes(weight.numel())
         self._weight = row.weight.encode(weight.float())
         self._moments = tuple(kept.encode(torch.zeros(self.shape)) for kept in self._codes)
@@ -301,7 +325,8 @@ class CodedAdamW:
             for kept, part in zip(self._codes, self._moments, strict=True)
         )
         moments = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
-        first, second = moments[0] / (1 - beta1**self.steps), moments[1] / (1 - beta2**self.steps)
+        first = moments[0] / (1 - beta1**self.steps)
+        second = moments[1] / (1 - beta2**self.steps)
         weight = self.weight * (1 - self.lr * self.weight_decay)
         self._weight = self.row.weight.encode(weight - self.lr * first / (second.sqrt() + self.eps))
         self._moments = tuple(

@@ -1,16 +1,21 @@
-"""What a run notices by itself: faults that must raise an event, and healthy runs that must raise none.
+"""What a run notices by itself: faults that must raise an event, and healthy runs that must raise
+none.
 
-Claim: every fault of ``_faults.py`` is reported within the stated steps or samples of the gauges, by an event of the expected
-kind that names the right tensor; and of at least 20 healthy runs across recipes none raises a serious alarm
-(:data:`SERIOUS`). Other alarms of healthy runs are counted beside.
+Claim: every fault of ``_faults.py`` is reported within the stated steps or samples of the gauges,
+by an event of the expected kind that names the right tensor; and of at least 20 healthy runs across
+recipes none raises a serious alarm (:data:`SERIOUS`). Other alarms of healthy runs are counted
+beside.
 
-Baseline: the table of faults, made before the runs. Each fault strikes a run of its own, at a step at which gauges have been
-read a few times; it is in time when the event comes no later than the column *by*. The last column has every other
-alarm of that run since: a fault has consequences, so they are not false. Gauges are sampled more often than by default, so
-that a short run has as many samples as a longer one; what is due in samples then comes as much later in steps.
-Healthy runs have the trainer's own rates and schedule; ``naive``, which loses updates at those, has a larger constant one.
+Baseline: the table of faults, made before the runs. Each fault strikes a run of its own, at a step
+at which gauges have been read a few times; it is in time when the event comes no later than the
+column *by*. The last column has every other alarm of that run since: a fault has consequences, so
+they are not false. Gauges are sampled more often than by default, so that a short run has as many
+samples as a longer one; what is due in samples then comes as much later in steps. Healthy runs have
+the trainer's own rates and schedule; ``naive``, which loses updates at those, has a larger constant
+one.
 
-Run: ``./dev bench alarms [--faults …] [--recipes …] [--quick]``. No times are taken, so ``--rounds`` has no effect.
+Run: ``./dev bench alarms [--faults …] [--recipes …] [--quick]``. No times are taken, so
+``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -54,8 +59,13 @@ ALARMS = {row.kind for row in DETECTORS.values()} | {"warning", "divergence"}
 SERIOUS = frozenset({
     "lost_updates", "underflow", "overflow", "attention", "loss_scale", "loss_spike", "nonfinite",
 })  # fmt: skip
-"""Kinds of event that no healthy run may raise. Healthy runs with small batches have gradient spikes."""
-STRUCK_AT, EVERY_STRUCK, EVERY_HEALTHY = 41, 10, 5
+"""Kinds of event that no healthy run may raise.
+
+Healthy runs with small batches have gradient spikes.
+"""
+STRUCK_AT = 41
+EVERY_STRUCK = 10
+EVERY_HEALTHY = 5
 
 
 def run_of(
@@ -89,7 +99,8 @@ def counted(events: Sequence[Mapping[str, Any]]) -> str:
 
 def fault_row(fault: Fault, folder: Path, options: argparse.Namespace) -> Row:
     """The table's row of a fault."""
-    every, at = fault.settings.get("gauges_every", EVERY_STRUCK), fault.at(STRUCK_AT)
+    every = fault.settings.get("gauges_every", EVERY_STRUCK)
+    at = fault.at(STRUCK_AT)
     by = fault.deadline(at, every)
     settings = {"gauges_every": every, "schedule": "constant", "steps": by + 1, **fault.settings}
     run = run_of(folder, options, struck(fault, at), **settings)
@@ -149,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", EmulationNotice)
     if options.quick:
         vars(options).update({"batch_size": 2, "sequence_length": 32, "steps": 20})
-        options.faults, options.recipes = options.faults[:2], options.recipes[:2]
+        options.faults = options.faults[:2]
+        options.recipes = options.recipes[:2]
     emit(report, options)
     return report.end()
 
@@ -180,7 +192,8 @@ def emit(report: Report, options: argparse.Namespace) -> None:
     other = sum(row["others"] != "none" for row in healthy)
     report.note(f"{noticed} of {len(rows)} faults raised in time")
     report.note(
-        f"{cried} of {len(healthy)} healthy runs raised a serious alarm, {other} one of another kind"
+        f"{cried} of {len(healthy)} healthy runs raised a serious alarm, {other} one of another "
+        "kind"
     )
 
 

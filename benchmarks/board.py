@@ -1,13 +1,14 @@
-"""Measure what each storage, compute and optimizer costs in validation loss, on models that learned.
+"""Measure what each storage, compute and optimizer costs in validation loss, on models that
+learned.
 
-Claim: every row has its cost written down, with an interval and the number of seeds, by runs that anybody can repeat. A run
-is a line of ``benchmarks/board.jsonl``; ``docs/board.md`` holds the tables. Seeds fix initial weights, batches and held-out
-text, so runs of one seed are compared in pairs. The learning rate falls to 1e-6: the last updates are small and decide what is
-lost.
+Claim: every row has its cost written down, with an interval and the number of seeds, by runs that
+anybody can repeat. A run is a line of ``benchmarks/board.jsonl``; ``docs/board.md`` holds the
+tables. Seeds fix initial weights, batches and held-out text, so runs of one seed are compared in
+pairs. The learning rate falls to 1e-6: the last updates are small and decide what is lost.
 
-Baseline: ``master`` with the same learning rate, beta2 and seed; ``word`` for a compute over ``word``; ``float32/float32`` for
-16 bits. A cell (a learning rate and a beta2) is not shown if its baseline ends above the unigram level less 1 nat. Three rows
-are controls, which must lose.
+Baseline: ``master`` with the same learning rate, beta2 and seed; ``word`` for a compute over
+``word``; ``float32/float32`` for 16 bits. A cell (a learning rate and a beta2) is not shown if its
+baseline ends above the unigram level less 1 nat. Three rows are controls, which must lose.
 
 Run: ``./dev bench board`` with one of
 
@@ -17,7 +18,8 @@ Run: ``./dev bench board`` with one of
   about 65 seconds of a quiet core with AVX512, 4 to 6 minutes with AVX2.
 - ``--page``: write the tables of ``docs/board.md``.
 
-``--quick`` trains two rows for six steps in a temporary folder. ``--model llama-8m`` trains the larger model.
+``--quick`` trains two rows for six steps in a temporary folder. ``--model llama-8m`` trains the
+larger model.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ FILE = Path(__file__).with_name("board.jsonl")
 PAGE = Path(__file__).parents[1] / "docs" / "board.md"
 MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
 
-MASTER, WORD = "master", "word"
+MASTER = "master"
+WORD = "word"
 NO_DECAY = "master without decay"
 """Shows what a peer gains whose weight decay rounds to nothing on bfloat16 weights."""
 ONCE = "exact"
@@ -136,7 +139,10 @@ class Job:
 
     @property
     def config(self) -> TrainConfig:
-        """The trainer's settings. A peer steps the model of ``naive``; published states replace those of ``master``."""
+        """The trainer's settings.
+
+        A peer steps the model of ``naive``; published states replace those of ``master``.
+        """
         sizes, (lr, beta2) = dict(vars(self.setting)), self.cell
         stand_in = (
             "naive"
@@ -173,12 +179,15 @@ class Record:
     Args:
         package: and version of a peer; empty for ours.
         val_loss: in nats per token; ``None`` if it is not finite.
-        unigram, bigram: losses of token frequencies and of bigrams of the training text on the same held-out text.
+        unigram, bigram: losses of token frequencies and of bigrams of the training text on the same
+            held-out text.
         bytes_per_param: weight, gradient and states, counted from live tensors.
-        edq: of the audits of the whole run, in which the large early updates decide; ``None`` for a peer and published states.
+        edq: of the audits of the whole run, in which the large early updates decide; ``None`` for a
+            peer and published states.
         late_edq: of the audits of the last quarter.
         weights: fingerprint of the stored weights at the end.
-        vectors: vector instructions of the processor, or the name of the GPU; bits differ between them.
+        vectors: vector instructions of the processor, or the name of the GPU; bits differ between
+            them.
     """
 
     row: str
@@ -211,7 +220,10 @@ class Record:
 
     @property
     def key(self) -> tuple[str, Cell, int, str, str]:
-        """Identify the run. Runs are paired only if vectors and torch are equal, since others round differently."""
+        """Identify the run.
+
+        Runs are paired only if vectors and torch are equal, since others round differently.
+        """
         return self.row, self.cell, self.seed, self.vectors, self.torch
 
 
@@ -241,7 +253,9 @@ def append(record: Record, setting: Setting, file: Path = FILE) -> None:
 
 
 def vectors() -> str:
-    """Return what decides the bits of a run beside torch: the GPU, or the vector instructions of the processor."""
+    """Return what decides the bits of a run beside torch: the GPU, or the vector instructions of
+    the processor.
+    """
     return (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()
@@ -249,21 +263,20 @@ def vectors() -> str:
     )
 
 
-# ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def levels(data: Dataset, setting: Setting) -> tuple[float, float]:
     """Return the unigram and bigram losses of the validation batches, in nats per token.
 
-    Counts are those of the training text. A bigram after n occurrences of its first token is interpolated with the unigram by
-    n / (n + 50).
+    Counts are those of the training text. A bigram after n occurrences of its first token is
+    interpolated with the unigram by n / (n + 50).
     """
-    size, tokens = (
-        data.vocab_size,
-        np.asarray(data.train[np.arange(data.num_tokens)], dtype=np.int64),
-    )
+    size = data.vocab_size
+    tokens = np.asarray(data.train[np.arange(data.num_tokens)], dtype=np.int64)
     sequences = data.validation(setting.eval_sequences, setting.sequence_length)
-    first, second = sequences[:, :-1].ravel(), sequences[:, 1:].ravel()
+    first = sequences[:, :-1].ravel()
+    second = sequences[:, 1:].ravel()
     count = np.bincount(tokens, minlength=size)
     unigram = (count + 1) / (len(tokens) + size)
     pairs, pair_count = np.unique(tokens[:-1] * size + tokens[1:], return_counts=True)
@@ -275,12 +288,16 @@ def levels(data: Dataset, setting: Setting) -> tuple[float, float]:
 
 def trained(job: Job, out: Path) -> Record:
     """Train to the end, from the last checkpoint if there is one, and return the record."""
-    config, folder = job.config, out / job.name
+    config = job.config
+    folder = out / job.name
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     data = open_data(config.data or stdlib_tokens(config.model), config.held_out, config.seed)
-    session, edq, late_edq = build(config, folder, data), None, None
-    peer, formula = PEERS.get(job.row), FORMULAS.get(job.row)
+    session = build(config, folder, data)
+    edq = None
+    late_edq = None
+    peer = PEERS.get(job.row)
+    formula = FORMULAS.get(job.row)
     if peer is not None:
         optimizer = peer_optimizer(peer, session)
         while session.step < config.steps:
@@ -306,7 +323,8 @@ def trained(job: Job, out: Path) -> Record:
             if session.step % CHECKPOINT_EVERY == 0 and session.step < config.steps:
                 session.save()
         session.saver.close()
-        weights, size = session.weights_fingerprint(), session.optimizer.bytes_per_param()
+        weights = session.weights_fingerprint()
+        size = session.optimizer.bytes_per_param()
         if formula is None:
             edq, late_edq = (
                 float(update_metrics(sums)["edq"]) for sums in (audits.sum(0), audits[1])
@@ -366,8 +384,11 @@ def claimed(place: Path) -> Iterator[bool]:
 
 
 def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:
-    """Train what has no record of this processor's vectors and this torch; return the number of runs that failed."""
-    here, failures = (vectors(), torch.__version__), 0
+    """Train what has no record of this processor's vectors and this torch; return the number of
+    runs that failed.
+    """
+    here = (vectors(), torch.__version__)
+    failures = 0
     for row in {
         job.row: None for job in wanted if job.row in PEERS and not PEERS[job.row].is_installed
     }:
@@ -395,7 +416,7 @@ def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:
     return failures
 
 
-# ── the page ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the page ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def runs_of(records: Sequence[Record], row: str, cell: Cell) -> list[Record]:
@@ -411,7 +432,9 @@ def is_refused(records: Sequence[Record], cell: Cell) -> bool:
 def paired(
     records: Sequence[Record], row: str, cell: Cell, baseline: str
 ) -> list[tuple[Record, Record]]:
-    """Return a row's runs with the baseline's of the same seed, all of the one machine that has most of these pairs."""
+    """Return a row's runs with the baseline's of the same seed, all of the one machine that has
+    most of these pairs.
+    """
     baselines = {run.key[1:]: run for run in runs_of(records, baseline, cell)}
     machines: dict[tuple[str, str], list[tuple[Record, Record]]] = {}
     for run in runs_of(records, row, cell):
@@ -423,7 +446,9 @@ def paired(
 def differences(
     records: Sequence[Record], row: str, cell: Cell, baseline: str = MASTER
 ) -> list[float]:
-    """Return a row's losses less its baseline's, one for each seed; infinite where the row diverged."""
+    """Return a row's losses less its baseline's, one for each seed; infinite where the row
+    diverged.
+    """
     pairs = paired(records, row, cell, baseline)
     return [
         (math.inf if run.val_loss is None else run.val_loss) - base.val_loss for run, base in pairs
@@ -431,10 +456,11 @@ def differences(
 
 
 def interval_of_cells(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the mean of the cells' means and the half width of its 95 % interval; infinite if a cell has one seed.
+    """Return the mean of the cells' means and the half width of its 95 % interval; infinite if a
+    cell has one seed.
 
-    Cells are fixed, only seeds are random. So the variance is the sum of the cells' variances, Σ s²/n, over the squared number
-    of cells, with Satterthwaite's degrees of freedom, rounded down.
+    Cells are fixed, only seeds are random. So the variance is the sum of the cells' variances, Σ
+    s²/n, over the squared number of cells, with Satterthwaite's degrees of freedom, rounded down.
     """
     mean = statistics.fmean(statistics.fmean(cell) for cell in cells)
     if min(len(cell) for cell in cells) < 2 or not math.isfinite(mean):
@@ -449,7 +475,9 @@ def interval_of_cells(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def shown(cells: Sequence[Sequence[float]]) -> str:
-    """Return the mean difference, half its 95 % interval, and the number of seeds of a single cell where these are few."""
+    """Return the mean difference, half its 95 % interval, and the number of seeds of a single cell
+    where these are few.
+    """
     seeds = min(map(len, cells), default=0)
     if not seeds or (len(cells) > 1 and seeds < FEW_SEEDS):
         return "–"
@@ -472,7 +500,9 @@ def cell_name(cell: Cell) -> str:
 def cost_table(
     records: Sequence[Record], rows: Sequence[str], cells: Sequence[Cell], baseline: str
 ) -> str:
-    """Return a line for each row with a record: bytes, EDQ, the difference in each cell and over all; empty without one."""
+    """Return a line for each row with a record: bytes, EDQ, the difference in each cell and over
+    all; empty without one.
+    """
     lines = []
     for row in rows:
         runs = [run for cell in cells for run, _ in paired(records, row, cell, baseline)]
@@ -533,8 +563,10 @@ def section(records: Sequence[Record], setting: Setting) -> str:
     masters = {run.key[1:]: run.weights for run in records if run.row == MASTER}
     proofs = [(run, masters.get(run.key[1:])) for run in records if run.row == ONCE]
     parts = [
-        f"## {setting.model}, {setting.steps} steps of {setting.batch_size} × {setting.sequence_length} tokens",
-        f"{len(records)} runs, until {max(run.date for run in records)}. torch {versions[0]}; vectors {versions[1]}.",
+        f"## {setting.model}, {setting.steps} steps of {setting.batch_size} × "
+        f"{setting.sequence_length} tokens",
+        f"{len(records)} runs, until {max(run.date for run in records)}. torch {versions[0]}; "
+        f"vectors {versions[1]}.",
         *(
             f"Refused: {cell_name(cell)}; the baseline did not learn."
             for cell in recorded
@@ -543,7 +575,8 @@ def section(records: Sequence[Record], setting: Setting) -> str:
         table(["loss of", f"`{MASTER}`", "bigrams", "unigrams", "seeds"], levels_of),
         f"Controls, which must lose, in the cell with most seeds:\n\n{controls(records, cells)}",
         *(
-            f"`{ONCE}` {'ends' if run.weights == weights else '**does not end**'} with the stored weights of `{MASTER}`, "
+            f"`{ONCE}` {'ends' if run.weights == weights else '**does not end**'} with the stored "
+            f"weights of `{MASTER}`, "
             f"bit for bit ({cell_name(run.cell)}, seed {run.seed})."
             for run, weights in proofs
         ),
@@ -566,7 +599,8 @@ def filled_page(page: str, file: Path = FILE) -> str:
         for setting in SETTINGS.values()
         if (records := records_of(setting, file))
     ]
-    before, after = page.split(MARKS[0])[0], page.split(MARKS[1])[1]
+    before = page.split(MARKS[0])[0]
+    after = page.split(MARKS[1])[1]
     return "\n\n".join([before + MARKS[0], *sections, MARKS[1] + after])
 
 

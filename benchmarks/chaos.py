@@ -1,7 +1,8 @@
 """Kill trainings at random, fill their disks and damage their files: is the run lost?
 
-Every try trains a tiny model with ``narrowgauge train`` on one to three ranks, disturbs it once or more, and continues with
-``narrowgauge resume`` or the same command, often on another number of ranks. Each try is drawn by its number (``--first``).
+Every try trains a tiny model with ``narrowgauge train`` on one to three ranks, disturbs it once or
+more, and continues with ``narrowgauge resume`` or the same command, often on another number of
+ranks. Each try is drawn by its number (``--first``).
 
 Claim: afterwards the run has every loss, norm and weight bit of a run that nobody disturbed, or the command has refused with one
 line and exit status 2, or 1 for a full disk. A flipped bit in the record may cost two of its rows, and no bit of a weight. If it
@@ -82,7 +83,7 @@ class Broken(Exception):
     """Neither the undisturbed run nor a refusal in one line."""
 
 
-# ── commands in forked processes, struck at a system call ─────────────────────────────────────────────────────────────
+# ── commands in forked processes, struck at a system call ─────────────────────────────────────────
 
 
 def watch(meet: Callable[[str], None]) -> None:
@@ -108,7 +109,10 @@ def watch(meet: Callable[[str], None]) -> None:
 
 
 def at_call(number: int, strike: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that arms ``strike`` for the system call of this number. A full disk stays full."""
+    """Return a function that arms ``strike`` for the system call of this number.
+
+    A full disk stays full.
+    """
 
     def arm() -> None:
         count = [0]
@@ -144,7 +148,8 @@ class Child:
     def __init__(
         self, output: Path, words: Sequence[str], prepare: Callable[[], Any] = lambda: None
     ) -> None:
-        self.output, self.words = output, words
+        self.output = output
+        self.words = words
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid:
@@ -198,9 +203,14 @@ def start_ranks(
 
 
 def wait_for_ranks(ranks: list[Child], kill_together: bool) -> list[int]:
-    """Return exit statuses. Kill the other ranks after one was killed: at once if ``kill_together``, else as late as torchrun."""
+    """Return exit statuses.
+
+    Kill the other ranks after one was killed: at once if ``kill_together``, else as late as
+    torchrun.
+    """
     statuses: dict[int, int] = {}
-    deadline, lost = time.monotonic() + PATIENCE_SECONDS, time.monotonic()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    lost = time.monotonic()
     while len(statuses) < len(ranks):
         for number, child in enumerate(ranks):
             if number not in statuses:
@@ -228,12 +238,14 @@ def wait_for_ranks(ranks: list[Child], kill_together: bool) -> list[int]:
     return [statuses[number] for number in range(len(ranks))]
 
 
-# ── what must hold ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what must hold ────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
 class Place:
-    """What tries share: model, text, the undisturbed run, a run paused after step 4, and the undisturbed run's cost."""
+    """What tries share: model, text, the undisturbed run, a run paused after step 4, and the
+    undisturbed run's cost.
+    """
 
     folder: Path
     whole: Run
@@ -257,7 +269,8 @@ def prepare(folder: Path) -> Place:
     for name in ("model", "text"):
         (folder / name).mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
-    draw, place = random.Random(0), Place(folder, Run(folder, {}))
+    draw = random.Random(0)
+    place = Place(folder, Run(folder, {}))
     for number in range(8):
         (folder / "text" / f"{number}.txt").write_text(" ".join(draw.choices(WORDS, k=250)))
     require(
@@ -295,16 +308,19 @@ def require_refusal(child: Child, status: int) -> None:
     lines = re.findall(r"^\w+Error: ", child.text, re.MULTILINE)
     if status not in (1, 2) or len(lines) != 1 or "Traceback" in child.text:
         raise Broken(
-            f"{' '.join(child.words[:2])} ended with {status}, not with one line: {child.text[-1500:]}"
+            f"{' '.join(child.words[:2])} ended with {status}, not with one line: "
+            f"{child.text[-1500:]}"
         )
 
 
 def require_same(place: Place, folder: Path, num_lost: int = 0) -> None:
-    """Compare a run with the undisturbed one: losses, norms, evaluations and the fingerprint of the weights.
+    """Compare a run with the undisturbed one: losses, norms, evaluations and the fingerprint of the
+    weights.
 
     The record may lack ``num_lost`` rows, or have others in their places.
     """
-    rows, fingerprints = [], []
+    rows = []
+    fingerprints = []
     for run in (read_run(folder), place.whole):
         steps = [{name: row.get(name) for name in COMPARED} for row in run.steps]
         evals = [{"step": row["step"], "val_loss": row.get("val_loss")} for row in run.evals]
@@ -328,7 +344,7 @@ def finish(place: Place, folder: Path, output: Path) -> None:
     require_same(place, folder)
 
 
-# ── tries ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tries ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def struck(
@@ -338,8 +354,11 @@ def struck(
     strike: Callable[[], None],
     kill_together: bool = False,
 ) -> str:
-    """Strike one rank at a system call, then resume or give the same command on other numbers of ranks, often struck again."""
-    run, sizes = at / "run", []
+    """Strike one rank at a system call, then resume or give the same command on other numbers of
+    ranks, often struck again.
+    """
+    run = at / "run"
+    sizes = []
     for sitting in range(STRIKES):
         sizes.append(draw.choice([1, 2, 3]))
         words = ["resume", str(run)] if is_run(run) and draw.random() < 0.5 else place.train(run)
@@ -351,7 +370,8 @@ def struck(
         allowed = {0, 1, 2, 128 + signal.SIGTERM, -signal.SIGKILL} if is_struck else {0}
         if not allowed.issuperset(statuses):
             raise Broken(
-                f"{words[0]} ended with {statuses} on {sizes}: {[child.text[-900:] for child in ranks]}"
+                f"{words[0]} ended with {statuses} on {sizes}: "
+                f"{[child.text[-900:] for child in ranks]}"
             )
         if is_finished(run):
             require_same(place, run)
@@ -395,7 +415,9 @@ def damaged(place: Place, draw: random.Random, at: Path) -> str:
 
 
 def lost(place: Place, draw: random.Random, at: Path) -> str:
-    """Lose all checkpoints of a paused run, often with an edit or a remnant that makes it look as if there never was one."""
+    """Lose all checkpoints of a paused run, often with an edit or a remnant that makes it look as
+    if there never was one.
+    """
     run = at / "run"
     shutil.copytree(place.folder / "paused", run)
     shutil.rmtree(run / "checkpoints")
@@ -419,7 +441,9 @@ def lost(place: Place, draw: random.Random, at: Path) -> str:
 
 
 def changed(place: Place, draw: random.Random, at: Path) -> str:
-    """Kill a run, and give the same command with another rate, or the run's own settings by name and by omission."""
+    """Kill a run, and give the same command with another rate, or the run's own settings by name
+    and by omission.
+    """
     run = at / "run"
     shutil.copytree(place.folder / "paused", run)
     words = draw.choice(
@@ -479,11 +503,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--first", type=int, default=0, help="number of the first try")
     options = flags.parse_args(arguments)
     number = options.tries or (10 if options.quick else 100)
-    report, outcomes = Report("chaos", options), {kind: Counter[str]() for kind in KINDS}
+    report = Report("chaos", options)
+    outcomes = {kind: Counter[str]() for kind in KINDS}
     with tempfile.TemporaryDirectory(prefix="narrowgauge-chaos-") as folder:
         place = prepare(Path(folder))
         for this in range(options.first, options.first + number):
-            kind, at = TURN[this % len(TURN)], Path(folder, f"try{this}")
+            kind = TURN[this % len(TURN)]
+            at = Path(folder, f"try{this}")
             at.mkdir()
             try:
                 outcome = KINDS[kind][0](place, random.Random(this), at)

@@ -1,12 +1,14 @@
 """Which faults of training loops the tools tell: ours beside the ones that people use.
 
-Claim: of the silent faults of public training code in ``tests/corpus``, ``ng.check``, ``ng.watch`` and a recorded run tell more
-at the right place than the usual tools, and accuse few of its healthy loops.
+Claim: of the silent faults of public training code in ``tests/corpus``, ``ng.check``, ``ng.watch``
+and a recorded run tell more at the right place than the usual tools, and accuse few of its healthy
+loops.
 
-Baseline: for each fault, the healthy loop with the same settings. A statement counts only if the tool does not say the same, of
-the same tensor, about that loop. It is at the *right place* if it names the stage of the fault and, where the fault has
-tensors, one of them or none (``verdict`` of ``tests/corpus/answers.py``); otherwise *elsewhere*. *Wrong*: all was said of the
-healthy loop too. These tools see the loop alone:
+Baseline: for each fault, the healthy loop with the same settings. A statement counts only if the
+tool does not say the same, of the same tensor, about that loop. It is at the *right place* if it
+names the stage of the fault and, where the fault has tensors, one of them or none (``verdict`` of
+``tests/corpus/answers.py``); otherwise *elsewhere*. *Wrong*: all was said of the healthy loop too.
+These tools see the loop alone:
 
 - ``check, record``: ``ng.check`` before the first step; ``ng.RunRecorder`` and ``ng.diagnose``, 6 steps, each audited.
 - ``teaches``: ``ng.teaches`` alone, before the first step: the part of the check that reads the loss.
@@ -20,14 +22,16 @@ healthy loop too. These tools see the loop alone:
   below the median of all tensors. The hooks see no later change of a gradient.
 - ``loss guard``: a loss that is not finite, or above mean + 4 standard deviations of the last 20; 52 steps. It names no place.
 
-These see the healthy loop beside it, which a user has only if an old version or another implementation is right:
+These see the healthy loop beside it, which a user has only if an old version or another
+implementation is right:
 
 - ``DebugMode``: ``log_tensor_hashes`` of ``torch.utils._debug_mode``, 3 steps. It names the annotated stage of the first call
   that ``check_hash_mismatches`` reports and that is equal in two captures of the healthy loop. Two captures of one loop say
   nothing of a fault, because the loops repeat their bits.
 - ``two records``: ``ng.diagnose(run, other)`` of two recorded runs, 3 steps, with every fingerprint.
 
-Run: ``./dev bench faults [--rows NAME ...] [--page]``. It takes minutes. ``--page`` writes the tables of ``docs/faults.md``.
+Run: ``./dev bench faults [--rows NAME ...] [--page]``. It takes minutes. ``--page`` writes the
+tables of ``docs/faults.md``.
 """
 
 from __future__ import annotations
@@ -66,9 +70,16 @@ from corpus.rows import FAULTS, HEALTHY, Row
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
 MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
-SHORT, LONG, CAPTURED = 4, 52, 3
-"""Steps of the loops: where a tool stops at the first fault, where a rule needs a past, and where each operation is hashed."""
-SAMPLES, FACTOR, LOSSES, SIGMAS = 5, 100.0, 20, 4.0
+SHORT = 4
+LONG = 52
+CAPTURED = 3
+"""Steps of the loops: where a tool stops at the first fault, where a rule needs a past, and where
+each operation is hashed.
+"""
+SAMPLES = 5
+FACTOR = 100.0
+LOSSES = 20
+SIGMAS = 4.0
 SIGNS = {"right place": "●", "elsewhere": "○", "wrong": "×", "silent": ""}
 OURS = "check, record", "watch"
 PART = "teaches"
@@ -76,11 +87,9 @@ PART = "teaches"
 ALONE = *OURS, PART, "anomaly", "overflow", "histograms", "loss guard"
 BESIDE = "DebugMode", "two records"
 """Tools that see the loop alone, and beside its healthy loop."""
-PASSES, UPDATE, EVALUATION = (
-    {"data", "forward", "loss", "gradient"},
-    {"settings", "state", "weights"},
-    {"evaluation"},
-)
+PASSES = {"data", "forward", "loss", "gradient"}
+UPDATE = {"settings", "state", "weights"}
+EVALUATION = {"evaluation"}
 POINTS_AT: dict[str, set[str]] = {
     **dict.fromkeys(
         ("place", "read", "split", "labels", "logits", "backward", "before_clip", "zero", *PASSES),
@@ -110,14 +119,16 @@ def after_each_step(loop: Loop, function: Callable[[Tensor], None]) -> None:
 
 
 def watch(loop: Loop) -> Readings:
-    watching, readings = ng.watch(loop.model, [loop.optimizer, *loop.others]), Readings()
+    watching = ng.watch(loop.model, [loop.optimizer, *loop.others])
+    readings = Readings()
     watching._say = readings.extend  # type: ignore[method-assign]  # instead of a warning
     after_each_step(loop, watching.step)
     return readings
 
 
 def loss_guard(losses: list[float]) -> Readings:
-    past, readings = deque[float](maxlen=LOSSES), Readings()
+    past = deque[float](maxlen=LOSSES)
+    readings = Readings()
     for step, loss in enumerate(losses, start=1):
         limit = (
             statistics.fmean(past) + SIGMAS * statistics.stdev(past)
@@ -133,7 +144,8 @@ def loss_guard(losses: list[float]) -> Readings:
 
 def histograms(loop: Loop) -> Readings:
     trained = {name: p for name, p in loop.model.named_parameters() if p.requires_grad}
-    squares, readings = dict.fromkeys(trained, 0.0), Readings()
+    squares = dict.fromkeys(trained, 0.0)
+    readings = Readings()
     past = {name: deque[str](maxlen=SAMPLES) for name in trained}
 
     def add(gradient: Tensor, name: str) -> None:
@@ -192,7 +204,10 @@ def overflow(loop: Loop) -> Readings:
 
 
 def captured(row: Row) -> list[Any]:
-    """Return the calls of a loop with their hashes. The loop annotates the stages that it enters."""
+    """Return the calls of a loop with their hashes.
+
+    The loop annotates the stages that it enters.
+    """
     loop = row.loop(CAPTURED)
 
     def annotated(name: str, method: Callable[..., Any], *args: Any) -> Any:
@@ -222,7 +237,10 @@ def mismatches(calls: list[Any], others: list[Any]) -> Iterator[int]:
 
 
 def first_mismatch(calls: list[Any], of_twin: list[Any], noise: set[int]) -> Readings:
-    """Return the stage of the first call that differs from the healthy loop's. Noise differs between its own repetitions."""
+    """Return the stage of the first call that differs from the healthy loop's.
+
+    Noise differs between its own repetitions.
+    """
     for place in mismatches(calls, of_twin):
         if place not in noise:
             entered = [call.tag for call in calls[:place] if getattr(call, "tag", "") in POINTS_AT]
@@ -240,7 +258,8 @@ def written(row: Row, folder: Path) -> Path:
 
 def alone(row: Row, folder: Path) -> dict[str, Readings]:
     """Return what each tool that sees a loop alone says of it."""
-    said, loop = {"check, record": answers(row, folder)}, row.loop(LONG)
+    said = {"check, record": answers(row, folder)}
+    loop = row.loop(LONG)
     said[PART] = [r for r in said["check, record"] if r.what in OF_THE_LOSS]
     said |= {
         "watch": watch(loop),
@@ -255,7 +274,9 @@ def alone(row: Row, folder: Path) -> dict[str, Readings]:
 
 
 def statements(rows: list[Row], folder: Path) -> Iterator[tuple[Row, str, Readings, Readings]]:
-    """Yield each row and tool, what the tool says of the loop, and what it says of the healthy loop with these settings."""
+    """Yield each row and tool, what the tool says of the loop, and what it says of the healthy loop
+    with these settings.
+    """
     for options, members in itertools.groupby(
         sorted(rows, key=lambda row: row.options), lambda row: row.options
     ):
@@ -305,7 +326,8 @@ def confusion(rows: list[Row], places: dict[str, dict[str, str]]) -> Iterator[di
 def write_page(matrix: list[dict[str, Any]], places: dict[str, dict[str, str]]) -> None:
     """Write both tables into the page."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
-    tools, lines = (*ALONE, *BESIDE), []
+    tools = (*ALONE, *BESIDE)
+    lines = []
     for row in FAULTS:
         name = f"[{row.name}](https://github.com/{row.fault.partition(': ')[0]})"
         lines.append([name, row.stage, *(SIGNS[places[row.name][tool]] for tool in tools)])

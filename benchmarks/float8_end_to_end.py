@@ -1,14 +1,18 @@
-"""Measure where training in 8 bits fails: sums of gradients in e5m2, weights in 8 bits, matmuls in 8 bits, and all of them.
+"""Measure where training in 8 bits fails: sums of gradients in e5m2, weights in 8 bits, matmuls in
+8 bits, and all of them.
 
-Claim: none. Each case's cost in validation loss is reported, with the first alarm of its record. A llama-1m trains for 400 steps
-at a third of its usual learning rate and beta2 0.95. A step is 64 sequences of 32 tokens, in up to 64 micro-batches. After each
-micro-batch the sum of the gradients is rounded to ``float8_e5m2``, with a power-of-two scale per tensor, as the gradients of
-FP8-LM (2310.18313) are kept. The product has no such sums, since this is what they cost.
+Claim: none. Each case's cost in validation loss is reported, with the first alarm of its record. A
+llama-1m trains for 400 steps at a third of its usual learning rate and beta2 0.95. A step is 64
+sequences of 32 tokens, in up to 64 micro-batches. After each micro-batch the sum of the gradients
+is rounded to ``float8_e5m2``, with a power-of-two scale per tensor, as the gradients of FP8-LM
+(2310.18313) are kept. The product has no such sums, since this is what they cost.
 
-Baseline: ``bfloat16/word`` with sums in float32 and the same seed: the same first weights and batches.
+Baseline: ``bfloat16/word`` with sums in float32 and the same seed: the same first weights and
+batches.
 
-Run: ``./dev bench float8_end_to_end [--out FOLDER] [--seeds …] [--report-only] [--quick]``. Finished runs are kept under
-``--out``. With AVX2 a run takes 5 to 15 minutes of a core. ``--rounds`` has no effect.
+Run: ``./dev bench float8_end_to_end [--out FOLDER] [--seeds …] [--report-only] [--quick]``.
+Finished runs are kept under ``--out``. With AVX2 a run takes 5 to 15 minutes of a core.
+``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -39,14 +43,19 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.config import TrainConfig
 
-SETTING, STEPS, BATCH, TOKENS = SETTINGS["llama-1m"], 400, 64, 32
+SETTING = SETTINGS["llama-1m"]
+STEPS = 400
+BATCH = 64
+TOKENS = 32
 EVALUATED = 1024
 """Held-out sequences."""
 E5M2 = get_format("float8_e5m2")
 
 
 class Case(NamedTuple):
-    """A recipe, the rounding of its sums of gradients (none: float32), and the micro-batches that are summed."""
+    """A recipe, the rounding of its sums of gradients (none: float32), and the micro-batches that
+    are summed.
+    """
 
     recipe: str
     rounding: str
@@ -75,10 +84,13 @@ CASES = (
 
 
 class Float8Sums:
-    """Sum micro-batch gradients in e5m2 with a scale per tensor, in the place of the trainer's accumulator."""
+    """Sum micro-batch gradients in e5m2 with a scale per tensor, in the place of the trainer's
+    accumulator.
+    """
 
     def __init__(self, parameters: Iterable[Tensor], rounding: str, seed: int) -> None:
-        self.parameters, self.rounding = list(parameters), rounding
+        self.parameters = list(parameters)
+        self.rounding = rounding
         self.sums: dict[Tensor, Tensor] = {}
         self.draw = torch.Generator().manual_seed(seed)
 
@@ -113,7 +125,10 @@ class Float8Sums:
 
 
 def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
-    """Train once. Return the last validation loss in nats, and the alarms: step and name of each."""
+    """Train once.
+
+    Return the last validation loss in nats, and the alarms: step and name of each.
+    """
 
     built = loop.build
 
@@ -160,7 +175,9 @@ def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> list[Row]:
-    """Return a row for each case that has a result: loss, its difference from the baseline, and the first alarm."""
+    """Return a row for each case that has a result: loss, its difference from the baseline, and the
+    first alarm.
+    """
     rows: list[Row] = []
     for case in CASES:
         pairs = [

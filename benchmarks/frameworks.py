@@ -1,14 +1,18 @@
-"""Our optimizer in everybody's loop: one changed line in each set-up, and the loss beside torch.optim.AdamW's.
+"""Our optimizer in everybody's loop: one changed line in each set-up, and the loss beside
+torch.optim.AdamW's.
 
-Claim: in each set-up of the table one line is changed, nothing raises, and the loss ends where float32 master weights end. Each
-row trains a tiny model twice for each seed, with ``torch.optim.AdamW`` over float32 weights and with ``ng.AdamW``. The figure is
-the mean of the last four losses. Rows named *resume* compare bits: a run that was stopped and continued with a run that was not.
+Claim: in each set-up of the table one line is changed, nothing raises, and the loss ends where
+float32 master weights end. Each row trains a tiny model twice for each seed, with
+``torch.optim.AdamW`` over float32 weights and with ``ng.AdamW``. The figure is the mean of the last
+four losses. Rows named *resume* compare bits: a run that was stopped and continued with a run that
+was not.
 
 Baseline: torch.optim.AdamW in the same set-up. A set-up that torch cannot run says so.
 
-Run: ``./dev bench frameworks [--only NAME] [--seeds 3] [--out FOLDER]``, with the packages of ``pip install ".[integrations]"``.
-Rows whose framework is missing are left out by name. Each row is kept under ``--out``, and an interrupted run goes on where
-it was. All rows take about twenty minutes on two cores.
+Run: ``./dev bench frameworks [--only NAME] [--seeds 3] [--out FOLDER]``, with the packages of ``pip
+install ".[integrations]"``. Rows whose framework is missing are left out by name. Each row is kept
+under ``--out``, and an interrupted run goes on where it was. All rows take about twenty minutes on
+two cores.
 """
 
 from __future__ import annotations
@@ -37,7 +41,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import narrowgauge as ng
 
-LR, STEPS, BATCH, VOCABULARY = 1e-3, 16, 8, 64
+LR = 1e-3
+STEPS = 16
+BATCH = 8
+VOCABULARY = 64
 PACKAGES = ("transformers", "trl", "peft", "lightning", "accelerate", "datasets")
 SIDES = ("torch", "ours")
 PAGE = Path(__file__).parents[1] / "docs" / "frameworks.md"
@@ -50,7 +57,8 @@ class SetUp:
 
     Args:
         name: of the row.
-        run: ``(side, seed) -> losses``, or a sentence where bits are compared. ``side`` is torch or ours.
+        run: ``(side, seed) -> losses``, or a sentence where bits are compared. ``side`` is torch or
+            ours.
         needs: packages.
     """
 
@@ -72,7 +80,7 @@ def set_up(name: str, *needs: str, **options: Any) -> Callable[[Callable[..., An
     return add
 
 
-# ── a tiny model and its data ───────────────────────────────────────────────────────────────────────────────────────
+# ── a tiny model and its data ─────────────────────────────────────────────────────────────────────
 
 
 def sequences(seed: int, count: int = STEPS * BATCH) -> Tensor:
@@ -149,7 +157,7 @@ def same(one: nn.Module, other: nn.Module) -> str:
     return "same bits" if equal else "OTHER BITS"
 
 
-# ── loops of one's own ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── loops of one's own ────────────────────────────────────────────────────────────────────────────
 
 
 @set_up("own loop, autocast", "transformers")
@@ -185,7 +193,8 @@ def scheduled(side: str, seed: int) -> list[float]:
 
 @set_up("own loop, GradScaler, float16 autocast", "transformers")
 def scaled(side: str, seed: int) -> list[float]:
-    model, losses = llama(seed), []
+    model = llama(seed)
+    losses = []
     optimizer = adamw(side, model.parameters())
     scaler = torch.amp.GradScaler("cpu")
     for tokens in sequences(seed).split(BATCH):
@@ -203,7 +212,8 @@ def scaled(side: str, seed: int) -> list[float]:
 
 @set_up("own loop, 8 micro-batches", "transformers")
 def micro_batches(side: str, seed: int) -> list[float]:
-    model, losses = llama(seed), []
+    model = llama(seed)
+    losses = []
     optimizer = adamw(side, model.parameters())
     for tokens in sequences(seed).split(BATCH):
         total = 0.0
@@ -245,7 +255,8 @@ def nanochat(side: str, seed: int) -> list[float]:
 
 @set_up("layers that thaw: add_param_group", "transformers")
 def thawed(side: str, seed: int) -> list[float]:
-    model, batches = llama(seed), sequences(seed).split(BATCH)
+    model = llama(seed)
+    batches = sequences(seed).split(BATCH)
     model.model.requires_grad_(False)
     optimizer = adamw(side, model.lm_head.parameters())
     losses = trained(model, optimizer, batches[:4])
@@ -256,7 +267,8 @@ def thawed(side: str, seed: int) -> list[float]:
 
 @set_up("average of the weights (EMA): loss of the average", "transformers")
 def averaged(side: str, seed: int) -> list[float]:
-    model, batches = llama(seed), sequences(seed).split(BATCH)
+    model = llama(seed)
+    batches = sequences(seed).split(BATCH)
     optimizer = adamw(side, model.parameters())
     average: Any
     if side == "torch":
@@ -300,8 +312,10 @@ def convolutions(side: str, seed: int) -> list[float]:
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 4)
     )
     kept = {"keep_float32": lambda _, p: p.ndim < 2} if side == "ours" else {}
-    optimizer, losses = adamw(side, model.named_parameters(), **kept), []
-    images, classes = torch.randn(64, 3, 8, 8), torch.randint(0, 4, (64,))
+    optimizer = adamw(side, model.named_parameters(), **kept)
+    losses = []
+    images = torch.randn(64, 3, 8, 8)
+    classes = torch.randint(0, 4, (64,))
     for _ in range(STEPS):
         with torch.autocast("cpu", torch.bfloat16):
             loss = nn.functional.cross_entropy(model(images).float(), classes)
@@ -312,7 +326,7 @@ def convolutions(side: str, seed: int) -> list[float]:
     return losses
 
 
-# ── several ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── several ranks ─────────────────────────────────────────────────────────────────────────────────
 
 
 def on_ranks(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -372,7 +386,7 @@ def fsdp(side: str, seed: int) -> Any:
     return on_ranks(_fsdp, side, seed)
 
 
-# ── Hugging Face and TRL ────────────────────────────────────────────────────────────────────────────────────────────
+# ── Hugging Face and TRL ──────────────────────────────────────────────────────────────────────────
 
 
 HF_DEFAULTS: dict[str, Any] = {
@@ -426,7 +440,9 @@ def hugging_face(
     "HF Trainer, continued from torch's checkpoint", "transformers", "accelerate", first="torch"
 )
 def hf_resumed(side: str, seed: int, first: str | None) -> Any:
-    """Continue at step 8; ``first`` is who trained until there, or the same side, whose bits are compared."""
+    """Continue at step 8; ``first`` is who trained until there, or the same side, whose bits are
+    compared.
+    """
     saves = {"bf16": True, "save_strategy": "steps", "save_steps": 8}
     with tempfile.TemporaryDirectory() as folder:
         begins = hf_trainer(first or side, llama(seed), seed, f"{folder}/one", **saves)
@@ -473,7 +489,9 @@ def tokenizer() -> Any:
 
 
 def texts(seed: int) -> dict[str, list[Any]]:
-    """Return columns for every trainer of TRL: prompts, answers that are liked, and answers that are not."""
+    """Return columns for every trainer of TRL: prompts, answers that are liked, and answers that
+    are not.
+    """
     draw = random.Random(seed)
 
     def spoken(count: int) -> str:
@@ -553,7 +571,8 @@ def of_trl(side: str, seed: int, kind: str, lora: bool = False) -> list[float]:
                 ng.cast_parameters(trainer.ref_model, torch.bfloat16)
             use_adamw(trainer, storage="word")
         trainer.train()
-        # What answers to one's own samples earn says more than their loss, which is 0 on the average.
+        # What answers to one's own samples earn says more than their loss, which is 0 on the
+        # average.
         name = "reward" if "reward_funcs" in options else "loss"
         return [entry[name] for entry in trainer.state.log_history if name in entry]
 
@@ -565,7 +584,7 @@ for _kind in ("SFT", "DPO"):
     set_up(f"TRL {_kind}, LoRA", "trl", "peft", "datasets", kind=_kind, lora=True)(of_trl)
 
 
-# ── Lightning and Accelerate ────────────────────────────────────────────────────────────────────────────────────────
+# ── Lightning and Accelerate ──────────────────────────────────────────────────────────────────────
 
 
 def of_lightning(
@@ -669,11 +688,13 @@ def of_accelerate(side: str, seed: int) -> list[float]:
     return losses
 
 
-# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the table ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def outcome(row: SetUp, side: str, seeds: int) -> Any:
-    """Return the mean over seeds of the last losses, a sentence about bits, or the first line of what was raised."""
+    """Return the mean over seeds of the last losses, a sentence about bits, or the first line of
+    what was raised.
+    """
     ends = []
     for seed in range(1, seeds + 1):
         try:
@@ -695,7 +716,8 @@ def measured(row: SetUp, seeds: int) -> dict[str, Any]:
     line: dict[str, Any] = {"set-up": row.name}
     for side, found in sides.items():
         line[side] = found if isinstance(found, str) else statistics.fmean(found)
-    ours, torchs = sides["ours"], sides["torch"]
+    ours = sides["ours"]
+    torchs = sides["torch"]
     if not isinstance(ours, str) and not isinstance(torchs, str):
         differences = [one - other for one, other in zip(ours, torchs, strict=True)]
         line["ours less torch"] = statistics.fmean(differences)

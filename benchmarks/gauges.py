@@ -1,9 +1,11 @@
 """What watching a run costs: steps with gauges against steps without, in the same rounds.
 
-Claim: the default gauges, sampled at every 20th step, cost at most 1 % of the step time. Attached and not sampled they cost
-nothing that a ratio of step times can show. Losses of watched and unwatched steps are compared bit for bit at the end.
+Claim: the default gauges, sampled at every 20th step, cost at most 1 % of the step time. Attached
+and not sampled they cost nothing that a ratio of step times can show. Losses of watched and
+unwatched steps are compared bit for bit at the end.
 
-Baseline: the same session without gauges. Contenders: one with gauges on a step that is not sampled; the same on a step that is.
+Baseline: the same session without gauges. Contenders: one with gauges on a step that is not
+sampled; the same on a step that is.
 
 Run: ``./dev bench gauges [--model llama-8m] [--recipe bfloat16/word] [--quick]``.
 """

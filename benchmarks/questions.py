@@ -1,9 +1,11 @@
-"""Ask the planner questions whose answers others published, as a reader of their pages would ask them.
+"""Ask the planner questions whose answers others published, as a reader of their pages would ask
+them.
 
-Claim: at least 80 % of the questions are answered within 10 % of a memory, 15 % of a speed or length, and 75 to 85 % of the
-facts lie within the interval that the answer states.
+Claim: at least 80 % of the questions are answered within 10 % of a memory, 15 % of a speed or
+length, and 75 to 85 % of the facts lie within the interval that the answer states.
 
-The questions of ``questions_held_out.toml`` were written down before the planner was redrawn, and no figure was set with them.
+The questions of ``questions_held_out.toml`` were written down before the planner was redrawn, and
+no figure was set with them.
 
 Run: ``./dev bench questions [--held-out] [NAME …]``; a minute, no GPU.
 """
@@ -76,7 +78,8 @@ def ask(question: dict[str, Any]) -> list[Answer]:
     Raises:
         NarrowgaugeError: the question cannot be asked.
     """
-    asked, fact = dict(question["ask"]), question["fact"]
+    asked = dict(question["ask"])
+    fact = question["fact"]
     if question["config"]:
         asked["model"] = _architecture(asked["model"], json.dumps(question["config"]))
     if "longest" in fact:
@@ -137,7 +140,8 @@ def main() -> int:
             verdict = "right" if answer.is_right else "wrong"
             inside = {None: "unchecked", True: "inside", False: "outside"}[answer.is_inside]
             print(
-                f"{question['name']:28} {question['class']:9} {answer.what:7} {answer.measured:10,.1f} "
+                f"{question['name']:28} {question['class']:9} {answer.what:7} "
+                f"{answer.measured:10,.1f} "
                 f"{answer.planned:10,.1f} {answer.error:+7.1%}  {verdict} {inside}"
             )
         answers += found
@@ -145,7 +149,8 @@ def main() -> int:
     wrong = {answer.question["name"] for answer in answers if not answer.is_right}
     checked = [answer.is_inside for answer in answers if answer.is_inside is not None]
     print(
-        f"{len(questions) + refused} questions: {len(questions - wrong)} right, {len(wrong)} wrong, {refused} cannot be asked; "
+        f"{len(questions) + refused} questions: {len(questions - wrong)} right, {len(wrong)} "
+        f"wrong, {refused} cannot be asked; "
         f"{sum(checked)} of {len(checked)} facts inside their intervals"
     )
     return 0

@@ -1,15 +1,18 @@
 """Reductions on several ranks: what reproducible sums cost, and what the usual ones do to a model.
 
-Claim: whole steps with ``reproducible`` take at most 1.05 × the time of ``float32`` and send at most 1.01 × its bytes, sharded by
-FSDP2 on 2 ranks (llama-8m) and on 4 (llama-35m); and 10 assignments of 12 micro-batches to 1, 2, 3, 4 and 6 ranks end in one
-model, where plain DDP and FSDP2 end in several.
+Claim: whole steps with ``reproducible`` take at most 1.05 × the time of ``float32`` and send at
+most 1.01 × its bytes, sharded by FSDP2 on 2 ranks (llama-8m) and on 4 (llama-35m); and 10
+assignments of 12 micro-batches to 1, 2, 3, 4 and 6 ranks end in one model, where plain DDP and
+FSDP2 end in several.
 
-Baseline: ``float32`` in the same run, round by round, on the same weights and tokens; it runs twice, and the ratio of the two
-says how quiet the machine was. The ratio of processor time, summed over the ranks, is measured beside it: others on the machine
-change it less. A replicated model with several micro-batches per rank is outside the claim: it sends each
-micro-batch, where the others send their sum.
+Baseline: ``float32`` in the same run, round by round, on the same weights and tokens; it runs
+twice, and the ratio of the two says how quiet the machine was. The ratio of processor time, summed
+over the ranks, is measured beside it: others on the machine change it less. A replicated model with
+several micro-batches per rank is outside the claim: it sends each micro-batch, where the others
+send their sum.
 
-Run: ``./dev bench ranks [--quick]``. Ranks are processes of this machine with one thread each, and talk over gloo.
+Run: ``./dev bench ranks [--quick]``. Ranks are processes of this machine with one thread each, and
+talk over gloo.
 """
 
 from __future__ import annotations
@@ -38,8 +41,10 @@ from narrowgauge.distributed.sharding import shard
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.trainer import language_model
 
-BASELINE, AGAIN = "float32", "float32, again"
-LEAVES, STEPS = 12, 3
+BASELINE = "float32"
+AGAIN = "float32, again"
+LEAVES = 12
+STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -68,13 +73,16 @@ class Case:
         how = "sharded" if self.sharded else "replicated"
         sequences, length = self.tokens
         return (
-            f"{self.model} on {self.ranks} ranks, {how}, {self.dtype}, {self.micro_batches} micro-batches of "
+            f"{self.model} on {self.ranks} ranks, {how}, {self.dtype}, {self.micro_batches} "
+            "micro-batches of "
             f"{sequences} × {length} tokens a rank"
         )
 
 
 def on_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
-    """What ``function(*arguments)`` returns on the first of so many ranks, forked from this process."""
+    """What ``function(*arguments)`` returns on the first of so many ranks, forked from this
+    process.
+    """
     return in_processes(_rank, num_ranks, num_ranks, function, arguments)
 
 
@@ -86,7 +94,7 @@ def _rank(
         return function(*arguments)
 
 
-# ── time and bytes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── time and bytes ────────────────────────────────────────────────────────────────────────────────
 
 
 class Loop:
@@ -167,7 +175,7 @@ def timed(case: Case, rounds: int) -> list[Row]:
     return rows
 
 
-# ── how many models ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── how many models ───────────────────────────────────────────────────────────────────────────────
 
 
 def leaves_of(rank: int, size: int, contiguous: bool) -> list[int]:
@@ -192,7 +200,8 @@ def tiny() -> LlamaForCausalLM:
 
 def final_model(kind: str, contiguous: bool) -> str:
     """The fingerprint of a small model after three steps of twelve micro-batches."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     model: Any = tiny()
     mesh = init_device_mesh("cpu", (size,))
     if "FSDP2" in kind:

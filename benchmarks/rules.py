@@ -1,23 +1,28 @@
-"""Measure what each update rule costs in loss and bytes, against a tuned AdamW: one small model, the same starts and batches.
+"""Measure what each update rule costs in loss and bytes, against a tuned AdamW: one small model,
+the same starts and batches.
 
-Claim: none of these rules is worse than AdamW at its best rate by more than its bytes are worth; the table says which is. A
-llama-1m learns the standard library's source by each row of :data:`CASES`, at a few peak rates and seeds. Seeds fix the
-initial weights, the batches and what is held out, so losses of one seed are compared in pairs.
+Claim: none of these rules is worse than AdamW at its best rate by more than its bytes are worth;
+the table says which is. A llama-1m learns the standard library's source by each row of
+:data:`CASES`, at a few peak rates and seeds. Seeds fix the initial weights, the batches and what is
+held out, so losses of one seed are compared in pairs.
 
-Baseline: ``adamw`` over ``word`` at the best of its rates. Every row is at the best of its own: the one of the lowest mean
-loss, marked ``edge`` where it is the first or the last that was tried, so that a better one may lie outside. Both were
-chosen by the losses that are compared. The difference is the mean over seeds with half its 95 % interval (Student's t).
-One rate serves embedding and matrices. GaLore's factor is 1 here, and a step in a quarter of the directions is still half as
-long, so the embedding has the larger rate. The row with all directions and a factor of 0.25 shows how much of a difference that
-is. The low-rank rules have rank 32, a quarter of the width.
+Baseline: ``adamw`` over ``word`` at the best of its rates. Every row is at the best of its own: the
+one of the lowest mean loss, marked ``edge`` where it is the first or the last that was tried, so
+that a better one may lie outside. Both were chosen by the losses that are compared. The difference
+is the mean over seeds with half its 95 % interval (Student's t). One rate serves embedding and
+matrices. GaLore's factor is 1 here, and a step in a quarter of the directions is still half as
+long, so the embedding has the larger rate. The row with all directions and a factor of 0.25 shows
+how much of a difference that is. The low-rank rules have rank 32, a quarter of the width.
 
-Bytes are counted from the tensors of the optimizer after a step, per parameter and without the visible weight and the
-gradient (four bytes): ``state B`` of the matrices in layers, which the rule steps, and ``model B`` of the whole model, of
-whose 1.06 million parameters a quarter is the embedding, AdamW's where the rule is for matrices.
+Bytes are counted from the tensors of the optimizer after a step, per parameter and without the
+visible weight and the gradient (four bytes): ``state B`` of the matrices in layers, which the rule
+steps, and ``model B`` of the whole model, of whose 1.06 million parameters a quarter is the
+embedding, AdamW's where the rule is for matrices.
 
-Run: ``./dev bench rules [--out FOLDER] [--cases NAME …] [--seeds …] [--quick]``. Each finished run is kept under ``--out``
-(``_parts.py``). A run takes one to two minutes of a core with AVX2, all 72 one to two hours; with ``--steps 200 --batch-size 4``
-a run takes half a minute. ``--rounds`` has no effect.
+Run: ``./dev bench rules [--out FOLDER] [--cases NAME …] [--seeds …] [--quick]``. Each finished run
+is kept under ``--out`` (``_parts.py``). A run takes one to two minutes of a core with AVX2, all 72
+one to two hours; with ``--steps 200 --batch-size 4`` a run takes half a minute. ``--rounds`` has no
+effect.
 """
 
 from __future__ import annotations
@@ -63,7 +68,9 @@ SIZES = ("model", "steps", "batch_size", "sequence_length", "eval_sequences")
 
 @dataclass(frozen=True)
 class Case:
-    """A rule over a storage, its options, the peak rates that are tried, and what tells it from others of the rule."""
+    """A rule over a storage, its options, the peak rates that are tried, and what tells it from
+    others of the rule.
+    """
 
     rule: str
     storage: str
@@ -77,7 +84,9 @@ class Case:
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """Return the arguments of the optimizer, but for the learning rate: the usual ones of a language model, and its own."""
+        """Return the arguments of the optimizer, but for the learning rate: the usual ones of a
+        language model, and its own.
+        """
         rule = UPDATE_RULES[self.rule]
         options = {option.name: option.in_training for option in rule.options}
         options |= {"weight_decay": rule.settings["weight_decay"], **self.options}
@@ -88,7 +97,8 @@ class Case:
         return options
 
 
-_LARGER, _SMALLER = (1e-3, 3e-3, 1e-2), (3e-4, 1e-3, 3e-3)
+_LARGER = (1e-3, 3e-3, 1e-2)
+_SMALLER = (3e-4, 1e-3, 3e-3)
 CASES = {
     case.name: case
     for case in (
@@ -116,8 +126,8 @@ Losses = dict[float, dict[int, float]]
 def outer_names(model: nn.Module) -> set[str]:
     """Return the names of the embeddings and the output head.
 
-    Matrix rules are for the matrices between them (Jordan et al. 2024, "Muon"). Give these ``{"rule": "adamw"}`` in
-    ``options_of``.
+    Matrix rules are for the matrices between them (Jordan et al. 2024, "Muon"). Give these
+    ``{"rule": "adamw"}`` in ``options_of``.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outer = [
@@ -205,9 +215,12 @@ def best_rate(losses: Losses) -> float:
 
 
 def matrix_bytes(case: Case, options: argparse.Namespace) -> float:
-    """Count the bytes of state per parameter of the matrices in layers, from an optimizer's tensors after a step."""
+    """Count the bytes of state per parameter of the matrices in layers, from an optimizer's tensors
+    after a step.
+    """
     model = get_model(options.model)
-    wide, shapes = model.intermediate_size, [(model.hidden_size, model.hidden_size)] * 4
+    wide = model.intermediate_size
+    shapes = [(model.hidden_size, model.hidden_size)] * 4
     shapes += [(wide, model.hidden_size)] * 2 + [(model.hidden_size, wide)]
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
     optimizer = OPTIMIZERS[case.rule](
@@ -228,7 +241,9 @@ def rows(options: argparse.Namespace, runs: Mapping[str, Mapping[str, float]]) -
     for name, losses in losses_by_case.items():
         if not losses:
             continue
-        case, lr, rates = CASES[name], best_rate(losses), sorted(losses)
+        case = CASES[name]
+        lr = best_rate(losses)
+        rates = sorted(losses)
         pairs = [losses[lr][seed] - baseline[seed] for seed in losses[lr] if seed in baseline]
         difference = shown_difference(*interval(pairs)) if pairs and name != BASELINE else "–"
         run = runs[name_of(case, lr, min(losses[lr]))]

@@ -1,9 +1,11 @@
 """Measure how much of the visible weights a step changes: what a trainer has to send to a server.
 
-Claim: with random low bits a step at 1e-6 changes about one visible weight of a hundred, and a delta takes a few per cent of the
-weights' bytes. Stochastic rounding of masters at each step changes many more.
+Claim: with random low bits a step at 1e-6 changes about one visible weight of a hundred, and a
+delta takes a few per cent of the weights' bytes. Stochastic rounding of masters at each step
+changes many more.
 
-Model, text and optimizer are those of ``finetune.py``: SmolLM2-135M, AdamW, batches of 1 × 32 tokens, a constant rate.
+Model, text and optimizer are those of ``finetune.py``: SmolLM2-135M, AdamW, batches of 1 × 32
+tokens, a constant rate.
 
 Run: ``./dev bench serving [--steps 10] [--lr 1e-6] [--row 'word random']``. The first half of
 the steps is left out, in which Adam's are largest.
@@ -35,7 +37,9 @@ def visible(model: nn.Module, row: str) -> nn.Module:
 
 
 def measured(start: Start, row: str, lr: float, steps: int) -> tuple[float, float]:
-    """Return the mean share of visible weights that a step changes, and a delta's bytes over the weights'."""
+    """Return the mean share of visible weights that a step changes, and a delta's bytes over the
+    weights'.
+    """
     model = copy.deepcopy(start.model)
     optimizer = prepared(row, model, lr, 0, 0)
     server = copy.deepcopy(visible(model, row))

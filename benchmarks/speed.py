@@ -1,11 +1,12 @@
-"""What the arithmetic costs in time: steps, host time of layers and of many small tensors, first steps.
+"""What the arithmetic costs in time: steps, host time of layers and of many small tensors, first
+steps.
 
 Claim: a step in 6 to 14 bytes a parameter takes no longer than torch's fused float32 AdamW, and the
-host keeps up with it. Baselines, in the same rounds: ``torch.optim.AdamW(fused=True)`` over float32;
-``nn.Linear`` in bfloat16. Peers that are not installed are left out with a line. Steps have their
-gradients and clip nothing. A round is ten steps, of which one is audited. Kernels are compiled before
-the first round. First steps are whole processes, without the import of Narrowgauge; the plain and the
-audited step are built and proved.
+host keeps up with it. Baselines, in the same rounds: ``torch.optim.AdamW(fused=True)`` over
+float32; ``nn.Linear`` in bfloat16. Peers that are not installed are left out with a line. Steps
+have their gradients and clip nothing. A round is ten steps, of which one is audited. Kernels are
+compiled before the first round. First steps are whole processes, without the import of Narrowgauge;
+the plain and the audited step are built and proved.
 
 Run: ``./dev bench speed [--quick]``; ``ATEN_CPU_CAPABILITY=avx2`` measures code for AVX2.
 """
@@ -34,7 +35,8 @@ STORAGES = ("word", "exact", "compact", "states8", "kahan")
 STEPS = 10
 """Steps of a round: by default one of ten is audited."""
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-FUSED, LINEAR = "torch fused", "nn.Linear"
+FUSED = "torch fused"
+LINEAR = "nn.Linear"
 
 
 def torchao_adamw8(params: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -133,7 +135,9 @@ def layers(*, compiled: bool) -> Iterator[Contender]:
 
 
 def host_times(counts: Sequence[int]) -> Iterator[Row]:
-    """The host's time of a step on a GPU, of tensors of one element: launches are left out, as are torch's kernels in effect."""
+    """The host's time of a step on a GPU, of tensors of one element: launches are left out, as are
+    torch's kernels in effect.
+    """
 
     def microseconds(optimizer: torch.optim.Optimizer, count: int) -> float:
         optimizer.step()
@@ -146,7 +150,8 @@ def host_times(counts: Sequence[int]) -> Iterator[Row]:
         mock.patch.object(multi_tensor.Table, "launch", lambda *args, **options: None),
     ):
         for count in counts:
-            shapes, row = [(1, 1)] * count, {"": f"{count} tensors"}
+            shapes = [(1, 1)] * count
+            row = {"": f"{count} tensors"}
             for way in ("foreach", "fused"):
                 theirs = torch.optim.AdamW(
                     parameters(shapes, torch.float32), **{way: True}, **OPTIONS

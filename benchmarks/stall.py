@@ -1,19 +1,23 @@
-"""What a small update leaves behind: the stall case, for every storage and for the optimizers in use.
+"""What a small update leaves behind: the stall case, for every storage and for the optimizers in
+use.
 
-Claim: at a small learning rate, bfloat16 weights stop moving unless more of them is kept, and 8 extra bits of each,
-stochastically rounded, keep them moving. Weights ~N(0,1), gradients 0.05 + 0.1 N(0,1) from a cycle of 50, lr 1e-5,
-beta2 0.999, 400 steps; the figure is the error of the stored weights' displacement, ‖moved − wanted‖ / ‖wanted‖: 0 is
-perfect, 1 a weight that never moved; what is asked of ours stands beside it. ``--scale 0.02`` gives the weights the size
-that matrices of language models have. ``--gradients 1e-6`` gives the gradients another size: a norm of 1 over 8 billion
-weights is 1e-5 in each. The *rate* is ⟨moved, wanted⟩ / ‖wanted‖², the share of the learning rate that arrives.
+Claim: at a small learning rate, bfloat16 weights stop moving unless more of them is kept, and 8
+extra bits of each, stochastically rounded, keep them moving. Weights ~N(0,1), gradients 0.05 + 0.1
+N(0,1) from a cycle of 50, lr 1e-5, beta2 0.999, 400 steps; the figure is the error of the stored
+weights' displacement, ‖moved − wanted‖ / ‖wanted‖: 0 is perfect, 1 a weight that never moved; what
+is asked of ours stands beside it. ``--scale 0.02`` gives the weights the size that matrices of
+language models have. ``--gradients 1e-6`` gives the gradients another size: a norm of 1 over 8
+billion weights is 1e-5 in each. The *rate* is ⟨moved, wanted⟩ / ‖wanted‖², the share of the
+learning rate that arrives.
 
 Baseline: the same AdamW in float64. Beside ours: published 8-bit states by their formulas
-(``benchmarks/_published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A float16 storage is fed
-the same numbers in float16, times a loss scale that brings them near 0.1.
+(``benchmarks/_published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A
+float16 storage is fed the same numbers in float16, times a loss scale that brings them near 0.1.
 
-Run: ``./dev bench stall [--scale 0.02] [--gradients 1e-6] [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an
-interrupted run goes on where it was (``_parts.py``). All rows take about 40 seconds on 2 cores, without those of peers. No
-times are taken, so ``--rounds`` has no effect.
+Run: ``./dev bench stall [--scale 0.02] [--gradients 1e-6] [--out FOLDER] [--quick]``. Each row is
+kept under ``--out``, and an interrupted run goes on where it was (``_parts.py``). All rows take
+about 40 seconds on 2 cores, without those of peers. No times are taken, so ``--rounds`` has no
+effect.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ from narrowgauge.spec.storages import STORAGES
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 CYCLE = 50
 LR = 1e-5
-FULL, QUICK = (256, 400), (64, 100)
+FULL = (256, 400)
+QUICK = (64, 100)
 """The side of the weight, and the steps."""
 SECONDS = 0.9
 """That a row takes."""
@@ -61,7 +66,9 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Stall:
-    """The stall case: where weights begin, the gradients they see, and where AdamW in float64 takes them."""
+    """The stall case: where weights begin, the gradients they see, and where AdamW in float64 takes
+    them.
+    """
 
     start: Tensor
     cycle: tuple[Tensor, ...]
@@ -73,7 +80,9 @@ class Stall:
     def make(
         cls, side: int, steps: int, scale: float = 1.0, gradients: float = 0.1, seed: int = 1
     ) -> Stall:
-        """The case for a ``side`` × ``side`` weight of standard deviation ``scale``, and for gradients of a size."""
+        """The case for a ``side`` × ``side`` weight of standard deviation ``scale``, and for
+        gradients of a size.
+        """
         generator = torch.Generator().manual_seed(seed)
         start = (scale * torch.randn(side, side, generator=generator)).bfloat16()
         cycle = tuple(
@@ -81,10 +90,12 @@ class Stall:
             for _ in range(CYCLE)
         )
         x = start.double()
-        m, v = torch.zeros_like(x), torch.zeros_like(x)
+        m = torch.zeros_like(x)
+        v = torch.zeros_like(x)
         for t in range(1, steps + 1):
             g = cycle[t % CYCLE].double()
-            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            m = 0.9 * m + 0.1 * g
+            v = 0.999 * v + 0.001 * g * g
             x = x - LR * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
         return cls(start, cycle, steps, x - start.double(), gradients)
 
@@ -233,7 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row.pop("asked", None)
     side, steps = QUICK if options.quick else FULL
     title = (
-        f"error of the stored displacement, weights of {options.scale:g}, gradients of {options.gradients:g}, "
+        f"error of the stored displacement, weights of {options.scale:g}, gradients of "
+        f"{options.gradients:g}, "
         f"{side} × {side}, lr {LR:g}, {steps} steps"
     )
     report.add(title, rows)

@@ -1,9 +1,10 @@
 """How every benchmark here measures: in rounds, beside a named baseline, in one process.
 
-A machine's speed drifts by tens of percent within minutes, so a time alone says little. In each *round* every contender
-runs once, in an order that moves on by one place from round to round; a contender's *ratio* is the median, over the
-rounds, of its time divided by the baseline's in that same round. The ratio of the two shortest times stands beside it:
-noise only ever adds time, so the two agree on a quiet machine, and where they do not, the machine was not quiet.
+A machine's speed drifts by tens of percent within minutes, so a time alone says little. In each
+*round* every contender runs once, in an order that moves on by one place from round to round; a
+contender's *ratio* is the median, over the rounds, of its time divided by the baseline's in that
+same round. The ratio of the two shortest times stands beside it: noise only ever adds time, so the
+two agree on a quiet machine, and where they do not, the machine was not quiet.
 
 Claim: none of its own; it holds no result. Baseline: named by each benchmark.
 Run: ``python benchmarks/timing.py`` prints the machine as the benchmarks report it.
@@ -251,7 +252,9 @@ class Report:
 
 
 def exit_by(main: Callable[[], int]) -> NoReturn:
-    """Run a benchmark and exit with its status: 2 and one line for an error of the project's own, 130 for Ctrl-C."""
+    """Run a benchmark and exit with its status: 2 and one line for an error of the project's own,
+    130 for Ctrl-C.
+    """
     try:
         sys.exit(main())
     except NarrowgaugeError as error:

@@ -1,15 +1,16 @@
 """Training a llama-8m: tokens per second of our trainer, against loops that people write.
 
-Claim: ``bfloat16/word``, compiled, is at least 2.5 times as fast as a plain float32 loop, at least 1.05 times as fast as
-a compiled bfloat16-autocast loop with torch's fused AdamW, and logging and audit cost it at most 3 %. Batches of 8 ×
-256 tokens of the standard library's text, every loop on its own model from the same start and on the same batches, all
-clipping to a norm of 1, and all in this one process; ours under the allocator settings that our trainer asks of glibc,
-the others under glibc's own upper limits.
+Claim: ``bfloat16/word``, compiled, is at least 2.5 times as fast as a plain float32 loop, at least
+1.05 times as fast as a compiled bfloat16-autocast loop with torch's fused AdamW, and logging and
+audit cost it at most 3 %. Batches of 8 × 256 tokens of the standard library's text, every loop on
+its own model from the same start and on the same batches, all clipping to a norm of 1, and all in
+this one process; ours under the allocator settings that our trainer asks of glibc, the others under
+glibc's own upper limits.
 
-Baseline: our trainer with a row written and a line printed, as ``narrowgauge train`` does. ``tokens/s`` and how many
-times faster it is than each other loop come from the same rounds, of ten steps each. Loops: plain float32 eager; the
-whole model compiled under autocast; each layer compiled under autocast (the better of the two is the one to beat); ours
-without logging and audit.
+Baseline: our trainer with a row written and a line printed, as ``narrowgauge train`` does.
+``tokens/s`` and how many times faster it is than each other loop come from the same rounds, of ten
+steps each. Loops: plain float32 eager; the whole model compiled under autocast; each layer compiled
+under autocast (the better of the two is the one to beat); ours without logging and audit.
 
 Run: ``./dev bench training_speed [--quick]``.
 """
@@ -54,7 +55,9 @@ LAYERS = "autocast, each layer compiled"
 
 @dataclass
 class Ours:
-    """Our trainer: a step, and its record on disk and on (a buffer that stands for) standard output."""
+    """Our trainer: a step, and its record on disk and on (a buffer that stands for) standard
+    output.
+    """
 
     session: Session
     record: Record
@@ -63,7 +66,8 @@ class Ours:
     others: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        optimizer, began = self.session.optimizer, [0.0]
+        optimizer = self.session.optimizer
+        began = [0.0]
 
         def before(*_: Any) -> None:
             began[0] = time.perf_counter()
@@ -152,7 +156,8 @@ def make_peer(kind: str, config: TrainConfig, data: Dataset) -> Peer:
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
-    # Who writes a plain loop takes the default; who compiles the model also asks for the fused optimizer.
+    # Who writes a plain loop takes the default; who compiles the model also asks for the fused
+    # optimizer.
     if kind != PLAIN:
         options["fused"] = True
     optimizer = torch.optim.AdamW(model.parameters(), **options)
@@ -209,7 +214,8 @@ def row_of(timing: Timing, tokens_per_step: int) -> Row:
 
 def audit_share(ours: Ours, step_seconds: float) -> Row:
     """What an audit every tenth step adds, as shares of an optimizer step and of a training step."""
-    plain, audited = statistics.median(ours.others), statistics.median(ours.audited)
+    plain = statistics.median(ours.others)
+    audited = statistics.median(ours.audited)
     extra = (audited - plain) / ours.session.config.audit_every
     return {
         "optimizer step ms": 1e3 * plain,
@@ -238,7 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ours, loops = make_loops(config, Path(folder))
         with ours.record:
             contenders = [
-                # Only our trainer asks glibc to keep its pages: a loop that people write runs under glibc's own limits.
+                # Only our trainer asks glibc to keep its pages: a loop that people write runs under
+                # glibc's own limits.
                 Contender(
                     name,
                     repeated(step),

@@ -1,10 +1,11 @@
-"""What ``ng.watch`` costs: steps of a watched loop against the same steps unwatched, in the same rounds.
+"""What ``ng.watch`` costs: steps of a watched loop against the same steps unwatched, in the same
+rounds.
 
-Claim: with its defaults, a step in 50 sampled, a watch costs at most 1 % of a step of llama-8m. Weights of both loops are
-compared bit for bit at the end.
+Claim: with its defaults, a step in 50 sampled, a watch costs at most 1 % of a step of llama-8m.
+Weights of both loops are compared bit for bit at the end.
 
-Baseline: torch's fused AdamW and a float32 model of transformers, eager. Contenders: the same watched, on a step that is not
-sampled and on one that is.
+Baseline: torch's fused AdamW and a float32 model of transformers, eager. Contenders: the same
+watched, on a step that is not sampled and on one that is.
 
 Run: ``./dev bench watch [--model llama-8m] [--quick]``.
 """
@@ -17,7 +18,8 @@ from timing import Contender, Report, exit_by, measure, nothing, parser
 import narrowgauge as ng
 from narrowgauge.trainer import language_model
 
-EVERY, NEVER = 50, 1 << 40
+EVERY = 50
+NEVER = 1 << 40
 
 
 class Loop:

@@ -1,7 +1,8 @@
 """Let a docstring's sections follow each other without empty lines between them.
 
-The reader that turns docstrings into pages takes ``Returns:`` for a section only after an empty line. In the source the
-sections stand close together, so the empty lines are put in here, where the pages are made.
+The reader that turns docstrings into pages takes ``Returns:`` for a section only after an empty
+line. In the source the sections stand close together, so the empty lines are put in here, where the
+pages are made.
 """
 
 from __future__ import annotations

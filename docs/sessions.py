@@ -1,8 +1,9 @@
-"""Sessions of the documentation: commands with their output, checked by tests and updated by one command.
+"""Sessions of the documentation: commands with their output, checked by tests and updated by one
+command.
 
-A session is a ``text`` block after ``<!-- session: exact -->`` or ``<!-- session: figures differ -->`` (losses and times, which
-differ between machines). Its commands begin with ``$``. The sessions of a page share one folder, so a later one may read
-what an earlier one wrote. ::
+A session is a ``text`` block after ``<!-- session: exact -->`` or ``<!-- session: figures differ
+-->`` (losses and times, which differ between machines). Its commands begin with ``$``. The sessions
+of a page share one folder, so a later one may read what an earlier one wrote. ::
 
     python docs/sessions.py docs/quickstart.md …     run the sessions of these pages, and write what they print into them
 """
@@ -59,7 +60,9 @@ class Session:
         return "\n".join(parts)
 
     def agrees(self, printed: str) -> bool:
-        """Return whether :attr:`text` equals this output, up to figures unless the session is exact."""
+        """Return whether :attr:`text` equals this output, up to figures unless the session is
+        exact.
+        """
         return (
             self.text == printed
             if self.is_exact
@@ -82,7 +85,9 @@ def sessions(page: Path) -> list[Session]:
 
 @contextmanager
 def checkout(folder: Path) -> Iterator[None]:
-    """Work in an empty folder with what sessions need of a checkout: the stored runs, the small model and a text."""
+    """Work in an empty folder with what sessions need of a checkout: the stored runs, the small
+    model and a text.
+    """
     for name in ("docs/case-studies", "examples"):
         shutil.copytree(DOCS.parent / name, folder / name)
     before = Path.cwd()

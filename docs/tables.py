@@ -1,7 +1,8 @@
 """Generate the tables and the API reference of the documentation from the package.
 
-Each build replaces ``<!-- table: formats -->`` in a page by that table, and ``<!-- reference -->`` by the public names. Most
-tables are those of ``narrowgauge show``; ``OWN`` has the tables of the record and of gauges.
+Each build replaces ``<!-- table: formats -->`` in a page by that table, and ``<!-- reference -->``
+by the public names. Most tables are those of ``narrowgauge show``; ``OWN`` has the tables of the
+record and of gauges.
 """
 
 from __future__ import annotations

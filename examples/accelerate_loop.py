@@ -1,4 +1,5 @@
-"""Narrowgauge in a loop of Hugging Face's Accelerate: one line changes, and a resume has the same bits.
+"""Narrowgauge in a loop of Hugging Face's Accelerate: one line changes, and a resume has the same
+bits.
 
 Run with: python examples/accelerate_loop.py          (or: accelerate launch examples/accelerate_loop.py)
 """

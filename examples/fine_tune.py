@@ -1,4 +1,5 @@
-"""Fine-tune a Hugging Face model in bfloat16, once with torch.optim.AdamW and once with ng.AdamW, and print both losses.
+"""Fine-tune a Hugging Face model in bfloat16, once with torch.optim.AdamW and once with ng.AdamW,
+and print both losses.
 
 Run with: python examples/fine_tune.py HuggingFaceTB/SmolLM2-135M text.txt [STEPS]
 """
@@ -11,12 +12,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import narrowgauge as ng
 
 folder, file, *rest = sys.argv[1:]
-steps, length, batch = int(rest[0]) if rest else 100, 128, 2
+steps = int(rest[0]) if rest else 100
+length = 128
+batch = 2
 tokenizer = AutoTokenizer.from_pretrained(folder)
 with open(file, encoding="utf-8") as text:
     tokens = tokenizer(text.read(), return_tensors="pt").input_ids[0]
 rows = tokens[: len(tokens) // length * length].view(-1, length)
-held_out, rows = rows[:8], rows[8:]
+held_out = rows[:8]
+rows = rows[8:]
 assert len(rows) >= batch, (
     f"{file} has {len(tokens):,} tokens. Give {(8 + batch) * length:,} or more."
 )

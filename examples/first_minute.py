@@ -1,8 +1,9 @@
 """What each recipe costs: three from the same starts on the same text, and one page that says it.
 
-``./dev train`` runs this. It is ``narrowgauge compare`` with settings that show something within minutes on a laptop; every
-flag of that command may be given too, and overrules them. Without ``--data`` it trains on the source of Python's standard
-library, 10 MB of real text that is on every machine, with a tokenizer of its own.
+``./dev train`` runs this. It is ``narrowgauge compare`` with settings that show something within
+minutes on a laptop; every flag of that command may be given too, and overrules them. Without
+``--data`` it trains on the source of Python's standard library, 10 MB of real text that is on every
+machine, with a tokenizer of its own.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from narrowgauge.torch_support.machine import multiplies
 from narrowgauge.trainer.data.tokens import END_OF_TEXT, Document, pieces, read_tokens, write_tokens
 
 RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/naive")
-# The model ends about a nat below what token frequencies give (6.33), and the late steps are small enough for naive rounding to
-# lose most of them. Higher rates make pairs of runs differ by chance. A processor that does not multiply bfloat16 takes twice as
-# long for a step, so it takes fewer, which still end below that level.
+# The model ends about a nat below what token frequencies give (6.33), and the late steps are small
+# enough for naive rounding to lose most of them. Higher rates make pairs of runs differ by chance.
+# A processor that does not multiply bfloat16 takes twice as long for a step, so it takes fewer,
+# which still end below that level.
 STEPS = 240 if multiplies("bfloat16") else 140
 SETTINGS = {
     "--recipes": ",".join(RECIPES), "--seeds": "3", "--steps": str(STEPS), "--sequence-length": "128", "--lr": "1e-3",
@@ -51,7 +53,10 @@ def stdlib_documents() -> Iterator[Document]:
 
 
 def stdlib_tokens(model: str) -> Path:
-    """Return a token map of the standard library for a preset. The first use trains its tokenizer: byte-level BPE."""
+    """Return a token map of the standard library for a preset.
+
+    The first use trains its tokenizer: byte-level BPE.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     vocab_size = MODELS.get(model, MODELS["llama-1m"]).vocab_size
@@ -74,7 +79,9 @@ def stdlib_tokens(model: str) -> Path:
 
 
 def words(given: list[str]) -> list[str]:
-    """The words of the command: the settings above, less those that were given or that would gainsay what was."""
+    """The words of the command: the settings above, less those that were given or that would
+    gainsay what was.
+    """
     flags = {word.partition("=")[0] for word in given if word.startswith("--")}
     if "--help" in flags:
         return ["compare", *given]
@@ -86,7 +93,9 @@ def words(given: list[str]) -> list[str]:
 
 
 def where(python: Path) -> str:
-    """Where the command is that messages and pages name, beside the Python that runs this; nothing if the shell finds one."""
+    """Where the command is that messages and pages name, beside the Python that runs this; nothing
+    if the shell finds one.
+    """
     folder = python.parent
     if shutil.which("narrowgauge") or not (folder / "narrowgauge").exists():
         return ""

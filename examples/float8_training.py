@@ -1,8 +1,10 @@
-"""Float8 in a training loop of plain PyTorch: one line swaps the linear layers, the optimizer is anyone's.
+"""Float8 in a training loop of plain PyTorch: one line swaps the linear layers, the optimizer is
+anyone's.
 
-The weights stay float32 and autocast makes the stream bfloat16, as in any mixed-precision loop; what enters the matmuls of a
-swapped layer is float8. A step has four micro-batches, whose weights are cast once. Where a chip does not multiply
-float8, the same values are multiplied in bfloat16: nothing is gained in time, and what float8 loses can be seen.
+The weights stay float32 and autocast makes the stream bfloat16, as in any mixed-precision loop;
+what enters the matmuls of a swapped layer is float8. A step has four micro-batches, whose weights
+are cast once. Where a chip does not multiply float8, the same values are multiplied in bfloat16:
+nothing is gained in time, and what float8 loses can be seen.
 
 Run with: python examples/float8_training.py
 """

@@ -1,4 +1,5 @@
-"""Narrowgauge in Hugging Face's Trainer: a bfloat16 model, one argument for the optimizer, one callback for the record.
+"""Narrowgauge in Hugging Face's Trainer: a bfloat16 model, one argument for the optimizer, one
+callback for the record.
 
 Run with: python examples/huggingface_trainer.py
 """
@@ -47,7 +48,8 @@ print(f"evaluation: {trainer.evaluate()['eval_loss']:.3f}")
 
 again = trainer_for(steps=20)
 again.train(resume_from_checkpoint=f"{folder}/checkpoint-10")
-weights, resumed = trainer.model.state_dict(), again.model.state_dict()
+weights = trainer.model.state_dict()
+resumed = again.model.state_dict()
 print(
     "resumed at step 10: the same bits",
     all(torch.equal(weights[name], resumed[name]) for name in weights),

@@ -1,8 +1,10 @@
-"""LLM.int8() inference: a model's weights in a byte each, and why its outlier features stay in 16 bits.
+"""LLM.int8() inference: a model's weights in a byte each, and why its outlier features stay in 16
+bits.
 
-Trained language models have a few features that are far larger than the others, in every token. This random one is given six, by
-the gains of its norms. One scale for each token must then reach to the outliers, and leaves all other features a handful of
-codes; where the outliers multiply in 16 bits, it need not.
+Trained language models have a few features that are far larger than the others, in every token.
+This random one is given six, by the gains of its norms. One scale for each token must then reach to
+the outliers, and leaves all other features a handful of codes; where the outliers multiply in 16
+bits, it need not.
 
 Run with: python examples/int8_inference.py
 """
@@ -39,7 +41,8 @@ def small_llama():
 
 @torch.no_grad()
 def main():
-    model, prompt = small_llama(), torch.arange(1, 33)[None]
+    model = small_llama()
+    prompt = torch.arange(1, 33)[None]
     exact = model(prompt).logits.float()
 
     before = model.get_memory_footprint()
@@ -48,7 +51,8 @@ def main():
         off = (narrow(prompt).logits.float() - exact).norm() / exact.norm()
         after = narrow.get_memory_footprint()
         print(
-            f"{compute:18}  {before / 1e6:.2f} MB became {after / 1e6:.2f} MB; logits are off by {off:.1%}"
+            f"{compute:18}  {before / 1e6:.2f} MB became {after / 1e6:.2f} MB; logits are off by "
+            f"{off:.1%}"
         )
 
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +64,8 @@ def main():
         other.load_state_dict(load_file(path))
         same = torch.equal(other(prompt).logits, narrow(prompt).logits)
         print(
-            f"saved in {path.stat().st_size / 1e6:.2f} MB and loaded: {'the same bits' if same else 'other bits'}"
+            f"saved in {path.stat().st_size / 1e6:.2f} MB and loaded: "
+            f"{'the same bits' if same else 'other bits'}"
         )
 
     text = narrow.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)

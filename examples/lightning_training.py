@@ -2,7 +2,8 @@
 
     python examples/lightning_training.py
 
-A tiny Llama learns a walk over the vocabulary with float8 matmuls and 8 bytes per parameter. Needs narrowgauge[lightning].
+A tiny Llama learns a walk over the vocabulary with float8 matmuls and 8 bytes per parameter. Needs
+narrowgauge[lightning].
 """
 
 import tempfile
@@ -55,7 +56,8 @@ def main() -> None:
     trainer.fit(Model(), batches)
     run = ng.read_run(folder / "run")
     print(
-        f"loss {run.steps[0]['loss']:.2f} at first, {run.steps[-1]['loss']:.2f} after {len(run.steps)} steps"
+        f"loss {run.steps[0]['loss']:.2f} at first, {run.steps[-1]['loss']:.2f} after "
+        f"{len(run.steps)} steps"
     )
     print(f"{run.summary['bytes_per_param']:.1f} bytes per parameter; EDQ {run.summary['edq']:.4f}")
 

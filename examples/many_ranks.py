@@ -1,4 +1,5 @@
-"""Many ranks in a training loop of your own: the same bits on one process, on two, and on as many as there are micro-batches.
+"""Many ranks in a training loop of your own: the same bits on one process, on two, and on as many
+as there are micro-batches.
 
 Run with: python examples/many_ranks.py          (starts itself on one process and on two)
       or: torchrun --nproc-per-node 3 examples/many_ranks.py
@@ -56,7 +57,8 @@ def train(rank: int, ranks: int) -> None:
             mine = rank if is_absent else mine
             with optimizer.reduction.micro_batch(is_last=k == rounds - 1, is_absent=is_absent):
                 loss = torch.nn.functional.mse_loss(model(x[mine].bfloat16()), y[mine])
-                # Gradients are added up and not averaged: a loss is its share of the step's, whatever the number of ranks.
+                # Gradients are added up and not averaged: a loss is its share of the step's,
+                # whatever the number of ranks.
                 (loss / MICRO_BATCHES).backward()
         optimizer.step()
         optimizer.zero_grad()

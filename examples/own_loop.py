@@ -26,7 +26,8 @@ for step in range(200):
     if step % 50 == 49:
         reading = ng.audit(optimizer).total
         print(
-            f"step {step + 1}  loss {loss.item():.4f}  EDQ {reading.edq:.3f}  lost {reading.lost_fraction:.1%}"
+            f"step {step + 1}  loss {loss.item():.4f}  EDQ {reading.edq:.3f}  lost "
+            f"{reading.lost_fraction:.1%}"
         )
 
 print(f"{optimizer.bytes_per_param():.1f} bytes per parameter: weight, gradient and both moments")

@@ -1,7 +1,9 @@
-"""A rule of your own, kept in any storage: AdEMAMix (2409.03137), an AdamW with a second, very slow momentum.
+"""A rule of your own, kept in any storage: AdEMAMix (2409.03137), an AdamW with a second, very slow
+momentum.
 
-A rule is two functions. One turns a group's options and the number of the step into numbers, the other turns a weight, its
-gradient and its states into the change and the new states. How they are stored is not its business.
+A rule is two functions. One turns a group's options and the number of the step into numbers, the
+other turns a weight, its gradient and its states into the change and the new states. How they are
+stored is not its business.
 
 Run with: python examples/own_rule.py
 """

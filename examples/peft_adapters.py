@@ -1,4 +1,5 @@
-"""LoRA adapters in 8 bytes a parameter, over a base of half a byte: PEFT's own model, and one line for each.
+"""LoRA adapters in 8 bytes a parameter, over a base of half a byte: PEFT's own model, and one line
+for each.
 
 Run with: python examples/peft_adapters.py
 """
@@ -41,10 +42,12 @@ for base in ("bfloat16", "int8-outlier-codes", "nvfp4"):
     num_states = len(optimizer.state_dict()["state"])
     num_bytes = model.get_memory_footprint()
     print(
-        f"{base:12}  loss {losses[0]:.3f} to {losses[-1]:.3f}  {num_bytes:7,} bytes  {num_states} states"
+        f"{base:12}  loss {losses[0]:.3f} to {losses[-1]:.3f}  {num_bytes:7,} bytes  {num_states} "
+        "states"
     )
 
 merged = dequantize_base(model).merge_and_unload()
 print(
-    f"merged: {type(merged).__name__}, {sum('lora' in name for name, _ in merged.named_parameters())} adapters left"
+    f"merged: {type(merged).__name__}, "
+    f"{sum('lora' in name for name, _ in merged.named_parameters())} adapters left"
 )

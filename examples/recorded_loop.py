@@ -1,6 +1,8 @@
-"""A training loop of your own, recorded like a run of narrowgauge train, which goes on where it was killed.
+"""A training loop of your own, recorded like a run of narrowgauge train, which goes on where it was
+killed.
 
-Run with: python examples/recorded_loop.py [FOLDER]; then narrowgauge report FOLDER. Kill it and run it again.
+Run with: python examples/recorded_loop.py [FOLDER]; then narrowgauge report FOLDER. Kill it and run
+it again.
 """
 
 import os
@@ -12,7 +14,8 @@ import torch
 import narrowgauge as ng
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/recorded-loop")
-STEPS, RECIPE = 200, "bfloat16/word"
+STEPS = 200
+RECIPE = "bfloat16/word"
 
 torch.manual_seed(0)
 inputs = torch.randn(512, 32)
@@ -57,6 +60,7 @@ with recorder:
 
 summary = ng.read_run(folder).summary
 print(
-    f"validation loss {summary['val_loss']:.4f}  EDQ {summary['edq']:.3f}  weights {summary['weights_fingerprint']}"
+    f"validation loss {summary['val_loss']:.4f}  EDQ {summary['edq']:.3f}  weights "
+    f"{summary['weights_fingerprint']}"
 )
 print(f"narrowgauge report {folder}")

@@ -1,7 +1,9 @@
-"""A run that begins on two ranks and goes on somewhere else: on one process, and on three ranks, with the same bits.
+"""A run that begins on two ranks and goes on somewhere else: on one process, and on three ranks,
+with the same bits.
 
-The reduction ``reproducible`` adds gradients exactly, so the sum does not depend on how many ranks there are; a checkpoint holds
-what each rank held, and any number of ranks reads it. The fingerprints below are of all weights, to the last bit.
+The reduction ``reproducible`` adds gradients exactly, so the sum does not depend on how many ranks
+there are; a checkpoint holds what each rank held, and any number of ranks reads it. The
+fingerprints below are of all weights, to the last bit.
 
     python examples/resume_elsewhere.py
 """

@@ -1,6 +1,7 @@
 """torchtitan's configs with our optimizer and layers; torchtitan trains as it does.
 
-torchtitan 0.3 is configured by functions. Put this file where Python finds it, and start any of them:
+torchtitan 0.3 is configured by functions. Put this file where Python finds it, and start any of
+them:
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module torchtitan_configs --config llama3_8b_float8 \\
         --hf-assets-path ./assets/hf/Llama-3.1-8B --training.disable-cuda-graphs
@@ -18,7 +19,9 @@ from narrowgauge.integrations.torchtitan import NarrowgaugeConverter, narrowgaug
 
 
 def in_word(config: Trainer.Config, lr: float) -> Trainer.Config:
-    """8 bytes for each parameter where torchtitan's own AdamW has 16; the optimizer clips in float32."""
+    """8 bytes for each parameter where torchtitan's own AdamW has 16; the optimizer clips in
+    float32.
+    """
     config.training.dtype = "bfloat16"
     config.optimizer = narrowgauge_adamw(lr, storage="word", max_grad_norm=config.training.max_norm)
     config.training.max_norm = math.inf

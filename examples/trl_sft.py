@@ -50,5 +50,6 @@ losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entr
 print(f"loss {losses[0]:.2f} to {losses[-1]:.2f}")
 optimizer = trainer.optimizer.optimizer  # inside Accelerate's wrapper
 print(
-    f"{len(optimizer.state)} adapters have states, {optimizer.bytes_per_param():.1f} bytes per parameter"
+    f"{len(optimizer.state)} adapters have states, {optimizer.bytes_per_param():.1f} bytes per "
+    "parameter"
 )

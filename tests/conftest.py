@@ -1,7 +1,7 @@
 """What every test stands on: one thread per worker, one cache of compiled code, no network.
 
-Everything here is set through the environment, before PyTorch is imported anywhere, so that the processes which tests
-start (trainings, ranks) stand on the same ground.
+Everything here is set through the environment, before PyTorch is imported anywhere, so that the
+processes which tests start (trainings, ranks) stand on the same ground.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 # A forked worker warns about the tokenizers' threads unless told which it wants.
 _QUIET = {"TOKENIZERS_PARALLELISM": "false"}
-# Two workers with two threads each would take twice the time on two processors, and so would pools of compilers.
+# Two workers with two threads each would take twice the time on two processors, and so would pools
+# of compilers.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 _CACHE = Path(__file__).parents[1] / ".cache" / "tests"
 _CACHES = {
@@ -50,7 +51,9 @@ def native_formats() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """One thread for PyTorch: tensors as small as these wait for a second thread longer than they compute."""
+    """One thread for PyTorch: tensors as small as these wait for a second thread longer than they
+    compute.
+    """
     import torch  # after pytest_configure, which sets the variables that PyTorch reads
 
     threads = torch.get_num_threads()
@@ -77,7 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(_OFFLINE)
     os.environ.update(_QUIET)
-    # Compiled code is found again in the next session, by workers and by the processes that tests start.
+    # Compiled code is found again in the next session, by workers and by the processes that tests
+    # start.
     for name, folder in _CACHES.items():
         os.environ.setdefault(name, str(folder))
     if hasattr(config, "workerinput"):

@@ -1,8 +1,9 @@
-"""What each row of a table must give, stated a second time and by hand: an entry per format, storage, compute, reduction, chip.
+"""What each row of a table must give, stated a second time and by hand: an entry per format,
+storage, compute, reduction, chip.
 
-Tests compare the tables of ``narrowgauge.spec`` with these entries, and read from them what they expect of a row. So a new row
-and its entry here are all that an addition takes (CONTRIBUTING.md). A row without an entry fails, and so does an entry without
-a row.
+Tests compare the tables of ``narrowgauge.spec`` with these entries, and read from them what they
+expect of a row. So a new row and its entry here are all that an addition takes (CONTRIBUTING.md). A
+row without an entry fails, and so does an entry without a row.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# ── formats ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── formats ───────────────────────────────────────────────────────────────────────────────────────
 
-# name: exponent bits, mantissa bits, bias, number of codes at the top of the magnitudes that are not finite numbers.
+# name: exponent bits, mantissa bits, bias, number of codes at the top of the magnitudes that are
+# not finite numbers.
 FLOATS = {
     "float16": (5, 10, 15, 1024),
     "bfloat16": (8, 7, 127, 128),
@@ -31,7 +33,7 @@ ELSEWHERE = ("float64", "float32", "float8_e8m0fnu")
 """Formats without an entry: NumPy and ml_dtypes define them."""
 
 
-# ── storages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── storages ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,17 @@ class Storage:
 
     Args:
         bytes_per_param: of weight, gradient and states.
-        stall: in the stall case (``optim.scenarios.stall``): the largest relative error of the stored displacement; ``"noisy"``:
-            updates arrive on average only; ``"lost"``: they do not arrive, and an alarm names the fallback.
+        stall: in the stall case (``optim.scenarios.stall``): the largest relative error of the
+            stored displacement; ``"noisy"``: updates arrive on average only; ``"lost"``: they do
+            not arrive, and an alarm names the fallback.
         row_bytes: bytes of scales per row of a matrix; where there are any, planes lie in rows.
         tail_bits, beside: bits of the tail, and what is stored beside the visible weight.
         vectors_whole: 1-D parameters lose nothing; otherwise they are stored as matrices are.
-        dealt: of each code that rounds stochastically: at which bit of the hash its addend begins, and how many it has. A code
-            that drops more bits than it is dealt shares its lower ones with the code below, and the first with the last.
-        stands_for: the lines of the optimizer that this storage alone of all representatives takes; empty for the others.
+        dealt: of each code that rounds stochastically: at which bit of the hash its addend begins,
+            and how many it has. A code that drops more bits than it is dealt shares its lower ones
+            with the code below, and the first with the last.
+        stands_for: the lines of the optimizer that this storage alone of all representatives takes;
+            empty for the others.
     """
 
     bytes_per_param: float
@@ -64,7 +69,8 @@ _WORD = {"weight": (0, 8), "exp_avg": (2, 18), "exp_avg_sq": (14, 18)}
 _COMPACT = {"weight": (0, 8), "exp_avg": (0, 20), "exp_avg_sq": (12, 20)}
 _STATES8 = {"weight": (26, 16), "exp_avg": (1, 20), "exp_avg_sq": (12, 20)}
 _WEIGHT8 = {"weight": (22, 20), "exp_avg": (1, 20), "exp_avg_sq": (12, 20)}
-_LOW, _LOWER = ("weight_low",), ("weight_low", "weight_low2")
+_LOW = ("weight_low",)
+_LOWER = ("weight_low", "weight_low2")
 
 STORAGES: dict[str, Storage] = {
     "float32": Storage(16, 0.002, stands_for="a lane for each word, and nothing is cut"),
@@ -112,7 +118,7 @@ STORAGES: dict[str, Storage] = {
 }  # fmt: skip
 
 
-# ── computes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── computes ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -121,10 +127,11 @@ class Compute:
 
     Args:
         kept_bytes: saved for backward per element of the input.
-        reused: which casts serve a second matmul: ``input`` (its codes are what is saved), ``weight``, ``gradient``.
+        reused: which casts serve a second matmul: ``input`` (its codes are what is saved),
+            ``weight``, ``gradient``.
         default_storage: of a recipe that names none.
-        has: ``stochastic`` casts, a ``scaled loss``; ``gathered``: FSDP2 gathers its weights as codes;
-            ``served``: its layers can be quantized for inference.
+        has: ``stochastic`` casts, a ``scaled loss``; ``gathered``: FSDP2 gathers its weights as
+            codes; ``served``: its layers can be quantized for inference.
     """
 
     kept_bytes: float
@@ -163,7 +170,7 @@ COMPUTES: dict[str, Compute] = {
 }
 
 
-# ── reductions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reductions ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -188,9 +195,10 @@ REDUCTIONS: dict[str, Reduction] = {
 }
 
 
-# ── chips ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── chips ─────────────────────────────────────────────────────────────────────────────────────────
 
-# name: memory in GiB, its GB/s, TFLOP/s of the widest of bfloat16, float16; Gbit/s of a chip's network, chips of a node.
+# name: memory in GiB, its GB/s, TFLOP/s of the widest of bfloat16, float16; Gbit/s of a chip's
+# network, chips of a node.
 CHIPS: dict[str, tuple[int, float, float, float, int]] = {
     "V100-SXM2-32GB": (32, 900, 125, 100, 8),
     "A100-SXM4-40GB": (40, 1555, 312, 200, 8),

@@ -1,9 +1,10 @@
 """Fingerprints of what the arithmetic stores and returns, for ``tests/golden/steps.toml``.
 
-All inputs are made by integer hashing. Steps of elementwise rules, roundings and casts use no matmul, and linear layers multiply
-values whose sums are exact in float32, so these bits do not depend on the processor. Two sections are kept for each kind of
-processor: matrix rules, which multiply real numbers, and linear layers with the processor's own bfloat16 matmul, which rounds
-its sums to bfloat16 before they are scaled.
+All inputs are made by integer hashing. Steps of elementwise rules, roundings and casts use no
+matmul, and linear layers multiply values whose sums are exact in float32, so these bits do not
+depend on the processor. Two sections are kept for each kind of processor: matrix rules, which
+multiply real numbers, and linear layers with the processor's own bfloat16 matmul, which rounds its
+sums to bfloat16 before they are scaled.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ from processors import machine_key, pretending
 STEPS = 12
 SHAPES = {"matrix": (33, 17), "tall": (129, 3), "vector": (5,), "scalar": (1,), "still": (7, 9)}
 """Odd sizes; ``still`` has a zero gradient in every step."""
-WITHOUT_GRADIENT, INFINITE = 4, 7
-"""In the one step ``tall`` has no gradient, in the other an element of ``matrix`` is infinite and the step is skipped."""
+WITHOUT_GRADIENT = 4
+INFINITE = 7
+"""In the one step ``tall`` has no gradient, in the other an element of ``matrix`` is infinite and
+the step is skipped.
+"""
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 MATRIX_OPTIONS: dict[str, dict[str, Any]] = {"galore": {"rank": 4, "update_proj_gap": 5}}
 MATRIX_OPTIONS["gradnorm_lorp"] = MATRIX_OPTIONS["galore"]
@@ -53,7 +57,9 @@ def hashed(shape: tuple[int, ...], key: int) -> Tensor:
 
 
 def values(shape: tuple[int, ...], key: int, binades: int = 12, top: int = -2) -> Tensor:
-    """Seven-bit integers of either sign over several binades, exact in bfloat16 and, with these defaults, float16."""
+    """Seven-bit integers of either sign over several binades, exact in bfloat16 and, with these
+    defaults, float16.
+    """
     word = hashed(shape, key)
     magnitude = (word & 127).float() * torch.exp2(-((word >> 8) % binades).float() + top - 7)
     return torch.where(word >> 20 & 1 > 0, -magnitude, magnitude)
@@ -69,11 +75,13 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     return state.hexdigest()
 
 
-# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── steps ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Each update rule with each storage that it can be computed in, and AdamW from random low bits in one of each kind."""
+    """Each update rule with each storage that it can be computed in, and AdamW from random low bits
+    in one of each kind.
+    """
     filled = ("word", "exact", "compact", "kahan", "collage-plus", "float16/split")
     return [("adamw", f"{storage} random") for storage in filled] + [
         (rule.name, storage.name)
@@ -89,9 +97,12 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def steps(rule: str, storage: str) -> str:
-    """The visible weights, the stored values, and what a checkpoint holds, after twelve steps: a fingerprint of each."""
+    """The visible weights, the stored values, and what a checkpoint holds, after twelve steps: a
+    fingerprint of each.
+    """
     storage, _, low_bits = storage.partition(" ")
-    row, dtype = UPDATE_RULES[rule], getattr(torch, STORAGES[storage].visible)
+    row = UPDATE_RULES[rule]
+    dtype = getattr(torch, STORAGES[storage].visible)
     weights = {name: nn.Parameter(values(shape, 1).to(dtype)) for name, shape in SHAPES.items()}
     options: dict[str, Any] = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(
         rule, MATRIX_OPTIONS.get(rule, {})
@@ -127,14 +138,16 @@ def steps(rule: str, storage: str) -> str:
     return " ".join(map(fingerprint, (weights.values(), stored, planes)))
 
 
-# ── linear layers ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── linear layers ─────────────────────────────────────────────────────────────────────────────────
 
 
 def operand(shape: tuple[int, ...], key: int, amax: float = 1.75) -> Tensor:
-    """Values of few bits, whose scales are powers of two, so that sums of products are exact in float32.
+    """Values of few bits, whose scales are powers of two, so that sums of products are exact in
+    float32.
 
     Args:
-        amax: a power of two times the largest number of the format: 1.75 for float8, 1.3125 for NVFP4, which scales its scales.
+        amax: a power of two times the largest number of the format: 1.75 for float8, 1.3125 for
+            NVFP4, which scales its scales.
     """
     word = hashed(shape, key)
     magnitude = (8 + word % (6 if amax > 1.5 else 3)).float() * torch.exp2(
@@ -158,7 +171,8 @@ def computes() -> dict[str, Compute]:
 
 def linear(compute: Compute) -> str:
     """Output and gradients of one layer in three steps."""
-    dtype, amax = getattr(torch, compute.dtype), 1.3125 if "nvfp4" in compute.name else 1.75
+    dtype = getattr(torch, compute.dtype)
+    amax = 1.3125 if "nvfp4" in compute.name else 1.75
     layer = nn.Linear(64, 32).to(dtype)
     with torch.no_grad():
         layer.weight.copy_(operand((32, 64), 1, amax) / 4)
@@ -177,7 +191,7 @@ def linear(compute: Compute) -> str:
     return fingerprint(results)
 
 
-# ── sums ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sums ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def accumulation() -> str:
@@ -216,7 +230,9 @@ class Given(nn.Module):
 
 
 def reduction(rank: int, size: int, name: str) -> str:
-    """The gradients that a reduction leaves of six micro-batches in two steps, of float32 and of bfloat16 weights."""
+    """The gradients that a reduction leaves of six micro-batches in two steps, of float32 and of
+    bfloat16 weights.
+    """
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         model = Given(dtype)
@@ -237,7 +253,7 @@ def reductions(rank: int, size: int) -> dict[str, str]:
     return {name: reduction(rank, size, name) for name in REDUCTIONS}
 
 
-# ── roundings and casts ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── roundings and casts ───────────────────────────────────────────────────────────────────────────
 
 
 def hard_values() -> Tensor:
@@ -289,16 +305,18 @@ def quantization(cast: Cast) -> str:
     return fingerprint(results)
 
 
-# ── the file ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the file ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def sections(two_ranks: Callable[[], Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """Every fingerprint by section and name; those of matrix rules in a section of this kind of processor.
+    """Every fingerprint by section and name; those of matrix rules in a section of this kind of
+    processor.
 
     Args:
         two_ranks: the fingerprints of :func:`reductions` on two ranks.
     """
-    threads, here = torch.get_num_threads(), machine_key()
+    threads = torch.get_num_threads()
+    here = machine_key()
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():

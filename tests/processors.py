@@ -15,7 +15,8 @@ import transformers
 
 from narrowgauge.torch_support import machine
 
-# A processor's level is the first of these that it has; oneDNN, MKL and the ARM libraries select their matmul kernels by them.
+# A processor's level is the first of these that it has; oneDNN, MKL and the ARM libraries select
+# their matmul kernels by them.
 LEVELS = (
     "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2", "sve2", "sve", "bf16", "asimd",
 )  # fmt: skip
@@ -23,13 +24,16 @@ LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def machine_key() -> str:
-    """What bits depend on: the processor's vendor and level, variables that limit it, versions of PyTorch and transformers."""
+    """What bits depend on: the processor's vendor and level, variables that limit it, versions of
+    PyTorch and transformers.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     match = re.search(
         r"^(?:vendor_id|CPU implementer)\s*:\s*(\S+)", text, re.MULTILINE
     )  # MKL selects its kernels by it too
-    vendor, sets = match[1] if match else platform.system(), machine.instruction_sets()
+    vendor = match[1] if match else platform.system()
+    sets = machine.instruction_sets()
     level = next((name for name in LEVELS if name in sets), "baseline")
     limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
     parts = [

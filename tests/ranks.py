@@ -1,4 +1,6 @@
-"""Ranks of tests: processes with one gloo group, forked from multiprocessing's fork server, which has imported PyTorch."""
+"""Ranks of tests: processes with one gloo group, forked from multiprocessing's fork server, which
+has imported PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,15 @@ def run_ranks(
     *arguments: Any,
     timeout_seconds: float = 300.0,
 ) -> list[Any]:
-    """Return what ``function(rank, *arguments)`` returns on each of ``num_ranks`` processes with one process group.
+    """Return what ``function(rank, *arguments)`` returns on each of ``num_ranks`` processes with
+    one process group.
 
     Args:
         function: at the top of its module, which each process imports anew.
         place: a folder for what the processes write; made if need be.
     Raises:
-        AssertionError: a rank failed, or took longer than ``timeout_seconds``; with what the ranks wrote. None is left.
+        AssertionError: a rank failed, or took longer than ``timeout_seconds``; with what the ranks
+            wrote. None is left.
     """
     place.mkdir(parents=True, exist_ok=True)
     (place / "meeting").unlink(missing_ok=True)

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def script_module(place: str) -> ModuleType:
-    """``FOLDER/NAME.py`` of the repository as a module that others can name: pickles and dataclasses do."""
+    """``FOLDER/NAME.py`` of the repository as a module that others can name: pickles and
+    dataclasses do.
+    """
     file = ROOT / place
     spec = importlib.util.spec_from_file_location(file.stem, file)
     sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)

@@ -20,7 +20,8 @@ def text_of(value: Any) -> str:
 def exhaustive(
     names: str | Sequence[str], rows: Iterable[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Call a test with every row of a table, and fail once, with the first ten rows that fail and the reason of each.
+    """Call a test with every row of a table, and fail once, with the first ten rows that fail and
+    the reason of each.
 
     Rows share the fixtures of the test, so this suits tests that leave nothing behind.
     """

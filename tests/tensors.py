@@ -32,7 +32,9 @@ def random_tokens(batch: int = 3, length: int = 10, vocabulary: int = 48, seed: 
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of each value as an integer of the same width: -0 differs from 0, and NaNs from each other."""
+    """The bits of each value as an integer of the same width: -0 differs from 0, and NaNs from each
+    other.
+    """
     return x.detach().view(_INTEGERS[x.element_size()])
 
 
@@ -73,7 +75,8 @@ def rms(x: Tensor) -> float:
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """``‖found - expected‖ / ‖expected‖``, in float64."""
-    found, expected = found.double(), expected.double()
+    found = found.double()
+    expected = expected.double()
     return ((found - expected).norm() / expected.norm()).item()
 
 
@@ -85,7 +88,9 @@ def largest_relative_error(found: Mapping[str, Tensor], expected: Mapping[str, T
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """The gradient of a loss with respect to each parameter, by name; earlier gradients do not count."""
+    """The gradient of a loss with respect to each parameter, by name; earlier gradients do not
+    count.
+    """
     model.zero_grad()
     loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

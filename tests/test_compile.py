@@ -70,12 +70,11 @@ def by_length(x: Tensor, y: Tensor | None, z: Tensor) -> tuple[Tensor, Tensor]:
 @needs_compiler
 def test_code_serves_the_sizes_that_its_trace_holds_for() -> None:
     def run(rows: int, columns: int, *, y: bool) -> list[Compiled | None]:
-        x, z = torch.randn(rows, columns), torch.randn(7)
+        x = torch.randn(rows, columns)
+        z = torch.randn(7)
         arguments = [x, torch.randn(rows, columns) if y else None, z]
-        expected, actual = (
-            by_length(x, arguments[1], z.clone()),
-            compiled_for_pattern(by_length, *arguments),
-        )
+        expected = by_length(x, arguments[1], z.clone())
+        actual = compiled_for_pattern(by_length, *arguments)
         assert all(map(torch.equal, expected, actual))
         return [compiled(by_length, arguments)]
 

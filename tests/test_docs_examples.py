@@ -1,4 +1,6 @@
-"""Examples and sessions of the README and the documentation run as they stand, each alone, and print what the page says."""
+"""Examples and sessions of the README and the documentation run as they stand, each alone, and
+print what the page says.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from script_modules import script_module
 DOCS = Path(__file__).parents[1] / "docs"
 README = "../README.md"
 PAGES = [README, *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))]
-# An example, at most a line of prose, and what the example prints. Prose that says "figures aside" compares words only.
+# An example, at most a line of prose, and what the example prints. Prose that says "figures aside"
+# compares words only.
 EXAMPLE = re.compile(
     r"^```python\n(.*?)^```(?:\n\n(?:(?!```)([^\n]+)\n\n)?```text\n(.*?)^```)?",
     re.DOTALL | re.MULTILINE,
@@ -63,10 +66,8 @@ def test_every_example_runs_alone(
     if missing := absent_packages(example):
         pytest.skip(reason(missing))
     exec(compile(example, f"{page}, example {number}", "exec"), {"__name__": "__main__"})
-    printed, lines = (
-        [line.rstrip() for line in capsys.readouterr().out.splitlines()],
-        expected.splitlines(),
-    )
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    lines = expected.splitlines()
     if not expected:  # the page shows no output
         return
     if "figures aside" in prose:
@@ -97,7 +98,8 @@ def test_commands_of_the_pages_parse() -> None:
                 block.replace("\\\n", ""),
                 re.MULTILINE,
             ):
-                words, command = line.split(), main
+                words = line.split()
+                command = main
                 while isinstance(command, click.Group) and words and words[0] in command.commands:
                     command = command.commands[words.pop(0)]
                 assert (
@@ -119,7 +121,8 @@ def test_commands_of_the_pages_parse() -> None:
 @pytest.mark.parametrize("page", ["../RESULTS.md", "../CLAIMS.md", *PAGES])
 def test_a_figure_s_command_exists(page: str) -> None:
     """A benchmark, a test or a ``./dev`` command that a page names is in the checkout."""
-    text, root = text_of(page), DOCS.parent
+    text = text_of(page)
+    root = DOCS.parent
     commands = re.findall(
         r"^    ([a-z]+)(?:\)| \[)", (root / "dev").read_text("utf-8"), re.MULTILINE
     )

@@ -76,7 +76,8 @@ def test_own_rule_fits_its_promise_and_learns_alike_in_every_storage(
     rule = ast.parse(text[text.index("def scalars") : text.index("OPTIONS")])
     assert sum(isinstance(node, ast.stmt) for node in ast.walk(rule)) <= 15
     lines = [line.split() for line in lines_of("own_rule", capfd)]
-    losses, sizes = [float(line[-1]) for line in lines], [float(line[1]) for line in lines]
+    losses = [float(line[-1]) for line in lines]
+    sizes = [float(line[1]) for line in lines]
     assert max(losses) < 1.1 * losses[0] < 0.06 and sizes[0] == 20.0
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 8
 

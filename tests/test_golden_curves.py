@@ -1,7 +1,9 @@
-"""Ten losses of eight recipes equal the recorded ones: bit for bit on the same kind of processor, nearly on any other.
+"""Ten losses of eight recipes equal the recorded ones: bit for bit on the same kind of processor,
+nearly on any other.
 
-Weights and data are random integers, scaled exactly, so they are the same on every machine; only the training depends on the
-processor. The model is small and nothing is compiled. ``./dev test -n0 --update-golden`` records the losses again.
+Weights and data are random integers, scaled exactly, so they are the same on every machine; only
+the training depends on the processor. The model is small and nothing is compiled. ``./dev test -n0
+--update-golden`` records the losses again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ RECIPES = (
 )  # fmt: skip
 TOLERANCE = 1e-3
 """Relative difference of a loss that is allowed between processors."""
-STEPS, VOCABULARY, SEQUENCES, LENGTH = 10, 64, 8, 64
+STEPS = 10
+VOCABULARY = 64
+SEQUENCES = 8
+LENGTH = 64
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": LENGTH, "tie_word_embeddings": True,
@@ -88,7 +93,8 @@ def test_a_curve_is_as_recorded(recipe: str, update_golden: bool) -> None:
     table: dict[str, dict[str, str]] = json.loads(
         CURVES.read_text(encoding="utf-8")
     )  # hexadecimal, by processor and recipe
-    here, text = machine_key(), " ".join(map(float.hex, losses))
+    here = machine_key()
+    text = " ".join(map(float.hex, losses))
     if update_golden and table.get(here, {}).get(recipe) != text:
         others = {key: curves for key, curves in table.items() if key != here}
         if recipe in table.get(here, {}):  # the curve has moved, so it has moved everywhere

@@ -1,4 +1,5 @@
-"""The bits of every step, linear layer, sum, rounding and cast are those of ``tests/golden/steps.toml``.
+"""The bits of every step, linear layer, sum, rounding and cast are those of
+``tests/golden/steps.toml``.
 
 ``./dev test --update-golden`` records them again. ``golden_steps.py`` says what is computed.
 """

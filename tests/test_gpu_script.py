@@ -1,4 +1,6 @@
-"""``benchmarks/gpu.py``: without a GPU it ends with status 2; on a CPU its rehearsal runs, whatever peers are missing."""
+"""``benchmarks/gpu.py``: without a GPU it ends with status 2; on a CPU its rehearsal runs, whatever
+peers are missing.
+"""
 
 from __future__ import annotations
 

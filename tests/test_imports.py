@@ -1,9 +1,10 @@
-"""Imports point down, and the tables and records need no PyTorch: held over the syntax trees, and once in fact.
+"""Imports point down, and the tables and records need no PyTorch: held over the syntax trees, and
+once in fact.
 
-errors ← spec ← runs ← analysis, planner ← report need no PyTorch. torch_names, spec ← numerics ← matmul, transforms, optim,
-distributed (which never import each other) ← gauges ← assembly ← checks ← checkpoints ← trainer ← profiling, integrations ←
-cli. Inside analysis, gauges, checkpoints and trainer some parts stand above others; what is above the gauges may write
-through `runs`.
+errors ← spec ← runs ← analysis, planner ← report need no PyTorch. torch_names, spec ← numerics ←
+matmul, transforms, optim, distributed (which never import each other) ← gauges ← assembly ← checks
+← checkpoints ← trainer ← profiling, integrations ← cli. Inside analysis, gauges, checkpoints and
+trainer some parts stand above others; what is above the gauges may write through `runs`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 
-# The beginnings of modules' paths inside the package, by layer; the longest that fits counts. A file of no layer fails the test.
+# The beginnings of modules' paths inside the package, by layer; the longest that fits counts. A
+# file of no layer fails the test.
 LAYERS = {
     "spec": {"errors", "spec", "analysis.thresholds"},
     "monitor": {
@@ -94,7 +96,9 @@ def layer_of(module: str) -> str | None:
 
 @functools.cache
 def imports() -> dict[str, list[tuple[int, str]]]:
-    """Return the line and name of every import, also inside functions, by module below ``narrowgauge``."""
+    """Return the line and name of every import, also inside functions, by module below
+    ``narrowgauge``.
+    """
     result = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -164,7 +168,10 @@ EXPENSIVE = (
     "torch.distributed.checkpoint",
     "transformers",
 )
-"""They take 0.3 to 3 CPU-seconds each. ``torch._dynamo`` is not here: PyTorch imports it with the first optimizer."""
+"""They take 0.3 to 3 CPU-seconds each.
+
+``torch._dynamo`` is not here: PyTorch imports it with the first optimizer.
+"""
 ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "profiling", "transforms.scal")
 """Modules that subclass or change what these packages define: functions import them."""
 
@@ -182,7 +189,8 @@ def test_no_other_module_imports_what_takes_seconds() -> None:
         "    importlib.import_module(f'narrowgauge.{name}')",
     ]
     lines.append(
-        f"    if names := [name for name in {EXPENSIVE} if name in sys.modules]: sys.exit(f'{{name}}: {{names}}')"
+        f"    if names := [name for name in {EXPENSIVE} if name in sys.modules]: "
+        f"sys.exit(f'{{name}}: {{names}}')"
     )
     result = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
@@ -190,7 +198,8 @@ def test_no_other_module_imports_what_takes_seconds() -> None:
     assert result.returncode == 0, result.stderr
 
 
-# Files that read a gradient where it lies: of leaves that are no parameters, as an object with an identity, or to put it back.
+# Files that read a gradient where it lies: of leaves that are no parameters, as an object with an
+# identity, or to put it back.
 READ_GRADIENTS_IN_PLACE = {
     "numerics/dtensor.py",
     "torch_support/put_back.py",
@@ -203,7 +212,9 @@ READ_GRADIENTS_IN_PLACE = {
 
 
 def test_a_gradient_has_one_door() -> None:
-    """A gradient may be a rank's part of a sum: only ``gradient_of`` reads one, others ask whether there is one."""
+    """A gradient may be a rank's part of a sum: only ``gradient_of`` reads one, others ask whether
+    there is one.
+    """
     offenders = set()
     for file in SOURCE.rglob("*.py"):
         text = file.read_text()

@@ -1,4 +1,6 @@
-"""Every public name has one import path and says, in its docstring, what a stranger needs to use it."""
+"""Every public name has one import path and says, in its docstring, what a stranger needs to use
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SOURCE = Path(narrowgauge.__file__).parent
 
 
 def homes_of(stub: Path) -> dict[str, str]:
-    """Return the module that defines each name which a stub offers; the packages of the first one are left out."""
+    """Return the module that defines each name which a stub offers; the packages of the first one
+    are left out.
+    """
     package = ".".join(stub.relative_to(SOURCE.parent).parent.parts)
     nodes = [
         node
@@ -89,11 +93,13 @@ def test_there_are_few_names_and_each_is_offered_once() -> None:
 def test_each_name_loads_on_first_use_from_its_home_with_a_complete_docstring(
     package: str, name: str
 ) -> None:
-    module, home = import_module(package), OFFERED[package][name]
+    module = import_module(package)
+    home = OFFERED[package][name]
     thing = getattr(module, name)
     assert thing is not None and name in dir(module) and name in module.__all__
     assert package == "narrowgauge" or home.startswith(f"{package}.")
-    # A function named like a file beside it would be replaced by the file as soon as somebody imports that.
+    # A function named like a file beside it would be replaced by the file as soon as somebody
+    # imports that.
     folder = SOURCE.joinpath(*package.split(".")[1:])
     assert not (folder / name).exists() and not (folder / f"{name}.py").exists()
     if inspect.isclass(thing) or inspect.isfunction(thing):

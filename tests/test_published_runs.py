@@ -1,4 +1,6 @@
-"""Published training runs agree with themselves, a rule holds a part of them out, and plans are as close as documented."""
+"""Published training runs agree with themselves, a rule holds a part of them out, and plans are as
+close as documented.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_parallel_sizes_multiply_to_the_chips(runs: list[Any]) -> None:
 
 
 def test_values_printed_of_one_run_agree(published: Any, runs: list[Any]) -> None:
-    """A copying error, a wrong shape or a wrong FLOP convention would show; what is left is the sources' rounding."""
+    """A copying error, a wrong shape or a wrong FLOP convention would show; what is left is the
+    sources' rounding.
+    """
     compared = 0
     for run in runs:
         rates = published.rates(run)
@@ -84,7 +88,7 @@ def test_shapes_have_the_published_parameter_counts(published: Any) -> None:
     assert counts["megatron-1t"] == pytest.approx(1008.0e9, rel=1e-3)
 
 
-# ── plans beside the runs that are not held out ───────────────────────────────────────────────────────────────────────────
+# ── plans beside the runs that are not held out ───────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(("assumed", "mean"), [(False, 0.11), (True, 0.195)])
@@ -97,7 +101,9 @@ def test_runs_in_view_are_planned_as_documented(planned: Any, assumed: bool, mea
 
 
 def test_the_error_bars_are_those_of_the_residuals(planned: Any) -> None:
-    """Of a few synthetic residuals by hand: quantiles, all of a few values, and a publication that the others must hold."""
+    """Of a few synthetic residuals by hand: quantiles, all of a few values, and a publication that
+    the others must hold.
+    """
     rows = [planned.Residual("dense", str(place % 4), 0.9 + 0.02 * place) for place in range(12)]
     assert planned.widening_of(rows) >= 1 and planned.held_by_others(rows, 2.0) == 1.0
     low, high = planned.interval_of([row.ratio for row in rows])
@@ -118,18 +124,22 @@ def test_the_memory_of_published_runs_is_planned_as_documented(planned: Any) -> 
 
 
 def test_calculons_points_are_met_within_a_tenth(planned: Any) -> None:
-    """Calculon itself meets its eight to 3.65 % in the mean and 8.87 % at worst; two of them are held out."""
+    """Calculon itself meets its eight to 3.65 % in the mean and 8.87 % at worst; two of them are
+    held out.
+    """
     points = planned.points_in_view(assumed=False)
     errors = [abs(point.error) for point in points if point.name.startswith("megatron-2022")]
     assert len(errors) == 6
     assert statistics.mean(errors) < 0.05 and max(errors) < 0.1
 
 
-# ── questions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── questions ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_questions_are_whole() -> None:
-    """Each has a source, one that it can be asked with, and facts; held-out ones share no publication with those in view."""
+    """Each has a source, one that it can be asked with, and facts; held-out ones share no
+    publication with those in view.
+    """
     questions = benchmark_module("questions")
     seen, unseen = (questions.load(held_out=held_out) for held_out in (False, True))
     assert len(unseen) >= 22 and len(seen) + len(unseen) >= 45

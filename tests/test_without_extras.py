@@ -1,4 +1,6 @@
-"""Without the extras, the optimizers, layers, tables and plans work, and what is missing is asked for in one line."""
+"""Without the extras, the optimizers, layers, tables and plans work, and what is missing is asked
+for in one line.
+"""
 
 from __future__ import annotations
 

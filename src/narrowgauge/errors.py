@@ -80,7 +80,8 @@ class CorruptionError(NarrowgaugeError):
         self, message: str, advice: str = "", rank: int | None = None, tensor: str | None = None
     ) -> None:
         super().__init__(message, advice)
-        self.rank, self.tensor = rank, tensor
+        self.rank = rank
+        self.tensor = tensor
 
 
 class Terminated(KeyboardInterrupt):

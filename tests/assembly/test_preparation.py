@@ -1,4 +1,6 @@
-"""``prepare``: the one legal order, for plain modules and Hugging Face models, and a clear word where it cannot be."""
+"""``prepare``: the one legal order, for plain modules and Hugging Face models, and a clear word
+where it cannot be.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,16 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
         stored = optimizer.stored(p)
         row = STORAGES[storage.vectors] if storage.vectors and p.ndim < 2 else storage
         assert p.dtype is getattr(torch, row.visible)
-        # Half a unit of the last place that is kept; a window's and float16's own spacing ends somewhere.
+        # Half a unit of the last place that is kept; a window's and float16's own spacing ends
+        # somewhere.
         kept = (row.weight.mantissa_bits + 1) * row.weight.parts - 1
         smallest = 2.0 ** -(22 if row.weight.parts > 1 else 18) if row.weight.scaled else 2.0**-100
         if row.visible == "float16":
             smallest = 2.0**-38 if row.beside and row.weight.parts == 1 else 2.0**-25
         error = (stored - before[name]).abs()
         half = (before[name].abs() * 2.0 ** -(kept + 1)).clamp(min=smallest)
-        # Beside a tail or a master a tie of the visible format goes up: such a value moves by a unit more.
+        # Beside a tail or a master a tie of the visible format goes up: such a value moves by a
+        # unit more.
         is_moved = error > half
         low_bits = kept - (10 if row.visible == "float16" else 7)
         assert is_moved.sum() <= 2 + 2.0 ** (1 - low_bits) * p.numel()
@@ -86,7 +90,9 @@ def test_a_prepared_model_is_traced_whole() -> None:
 
 
 def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
-    """Weights decay, gradients are large and none is clipped: other betas, decay or clipping would part in the first digits."""
+    """Weights decay, gradients are large and none is clipped: other betas, decay or clipping would
+    part in the first digits.
+    """
 
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
         for step in range(20):
@@ -96,7 +102,8 @@ def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
             optimizer.zero_grad()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    model, other = net(), net()
+    model = net()
+    other = net()
     theirs = trained(other, torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.5))
     ours = trained(*ng.prepare(model, "float32/float32", lr=1e-2, weight_decay=0.5))
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -189,7 +196,8 @@ def test_casting_parameters_gives_those_of_bfloat16_and_leaves_buffers_ties_and_
     model.register_parameter(
         "codes", nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
     )
-    objects, buffer = list(model.parameters()), model.frequencies.clone()
+    objects = list(model.parameters())
+    buffer = model.frequencies.clone()
     expected = dict(copy.deepcopy(model).bfloat16().named_parameters(remove_duplicate=False))
     assert ng.cast_parameters(model, torch.bfloat16) is model
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -221,7 +229,8 @@ def test_attention_of_pytorch_computes_in_a_wider_format_than_its_weights() -> N
 )
 def test_a_refused_model_is_unchanged(wrong: dict[str, Any]) -> None:
     model = net()
-    before, kinds = values(model), [type(module) for module in model.modules()]
+    before = values(model)
+    kinds = [type(module) for module in model.modules()]
     with pytest.raises(RecipeError):
         ng.prepare(model, **{"recipe": "float8-row/word", **wrong})
     assert [type(module) for module in model.modules()] == kinds

@@ -1,4 +1,6 @@
-"""What a step takes besides weights and moments travels in the optimizer's state; tests/equivalence resumes whole trainings."""
+"""What a step takes besides weights and moments travels in the optimizer's state; tests/equivalence
+resumes whole trainings.
+"""
 
 from __future__ import annotations
 

@@ -272,7 +272,8 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
     steps = []
     for name in killed:
         latest = latest_checkpoint(tmp_path / name, must_not_be_called)
-        found, state = tensors_in(latest.path), latest.state()
+        found = tensors_in(latest.path)
+        state = latest.state()
         step = state["step"]
         assert_same_bits(
             found, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step}

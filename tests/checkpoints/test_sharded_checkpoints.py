@@ -1,6 +1,8 @@
-"""Checkpoints of many ranks: every replica once, and after a fault on one rank all go back to the same one.
+"""Checkpoints of many ranks: every replica once, and after a fault on one rank all go back to the
+same one.
 
-That runs go on on other numbers of ranks with the same bits is held by ``equivalence/`` and ``trainer/test_resume_elsewhere.py``.
+That runs go on on other numbers of ranks with the same bits is held by ``equivalence/`` and
+``trainer/test_resume_elsewhere.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def meet() -> tuple[Any, Ranks]:
 
 
 def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int, float]:
-    """Save step 1; a disk is full at step 2: the second rank's, or the first's when it writes the index."""
+    """Save step 1; a disk is full at step 2: the second rank's, or the first's when it writes the
+    index.
+    """
     mesh, ranks = meet()
     saver = Saver(folder, ranks)
     values = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)], src_data_rank=None)
@@ -75,10 +79,8 @@ def test_half_a_checkpoint_is_not_called_complete(tmp_path: Path) -> None:
 
 def save_replicas(rank: int, folder: Path) -> None:
     """Two replicas of two shards each, and a vector that no mesh knows."""
-    mesh, ranks = (
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")),
-        all_ranks().apart(),
-    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    ranks = all_ranks().apart()
     placed = distribute_tensor(
         torch.arange(14.0).view(7, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None
     )
@@ -89,7 +91,9 @@ def save_replicas(rank: int, folder: Path) -> None:
 
 
 def go_on_with_a_whole_state(rank: int, folder: Path) -> list[bool]:
-    """GaLore at full rank, whose bases and moments have the shape of the weight and are whole on each rank."""
+    """GaLore at full rank, whose bases and moments have the shape of the weight and are whole on
+    each rank.
+    """
     mesh, ranks = meet()
 
     def make() -> tuple[nn.Parameter, ng.optim.GaLore]:

@@ -1,4 +1,6 @@
-"""A small language model and a plain training loop, with a place for a fault after each of its lines."""
+"""A small language model and a plain training loop, with a place for a fault after each of its
+lines.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch.nn import functional as F
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.step_check import StepCheck
 
-VOCABULARY, WIDTH, LENGTH = 48, 32, 24
+VOCABULARY = 48
+WIDTH = 32
+LENGTH = 24
 
 
 class Block(nn.Module):

@@ -1,4 +1,6 @@
-"""Every kind of the static check reads what it says in a set-up that is wrong, and nothing in one that is right."""
+"""Every kind of the static check reads what it says in a set-up that is wrong, and nothing in one
+that is right.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def check_rotated(cast: Callable[[nn.Module], nn.Module]) -> ng.analysis.Reading
     return ng.check(model, ng.AdamW(model.parameters(), storage="word"))
 
 
-# ── every kind ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── every kind ────────────────────────────────────────────────────────────────────────────────────
 
 
 def replaced_parameters() -> ng.analysis.Readings:
@@ -167,7 +169,7 @@ def whats(check: ng.analysis.Readings) -> list[str]:
     return [reading.what for reading in check]
 
 
-# ── set-ups that are right ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── set-ups that are right ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,8 @@ def test_parameters_that_were_cast_alone_are_clean_and_the_angle_bounds_the_erro
     assert not check_rotated(lambda model: ng.cast_parameters(model, torch.bfloat16))
     assert not check_rotated(lambda model: ng.prepare(model, "bfloat16/word", compile=False)[0])
     for dtype, storage in ((torch.bfloat16, "word"), (torch.float16, "float16/split")):
-        model, exact = Rotated().to(dtype), Rotated().inv_freq
+        model = Rotated().to(dtype)
+        exact = Rotated().inv_freq
         (reading,) = ng.check(model, ng.AdamW(model.parameters(), storage=storage))
         angle = float(reading.advice.partition(" rad")[0].rpartition(" ")[2])
         assert angle / 4 < float((model.inv_freq.double() - exact).abs().max()) * 4096 <= angle
@@ -349,8 +352,10 @@ def test_kahan_sums_of_torchs_kind_do_not_keep_the_decay() -> None:
 @pytest.mark.parametrize("lr", [5e-4, 2e-3])
 def test_muons_stored_share_is_predicted_by_the_shape(lr: float) -> None:
     torch.manual_seed(0)
-    start, gradient = 0.02 * torch.randn(512, 512), torch.randn(512, 512)
-    weight, wide = nn.Parameter(start.bfloat16()), nn.Parameter(start.bfloat16().float())
+    start = 0.02 * torch.randn(512, 512)
+    gradient = torch.randn(512, 512)
+    weight = nn.Parameter(start.bfloat16())
+    wide = nn.Parameter(start.bfloat16().float())
     for p in (weight, wide):
         optimizer = torch.optim.Muon([p], lr=lr, weight_decay=0.0)
         predicted = next(
@@ -364,10 +369,8 @@ def test_muons_stored_share_is_predicted_by_the_shape(lr: float) -> None:
         shares = [predicted] if p is weight else shares  # noqa: F821
         p.grad = gradient.to(p.dtype)
         optimizer.step()
-    change, stored = (
-        wide.detach() - start.bfloat16().float(),
-        weight.detach().float() - start.bfloat16().float(),
-    )
+    change = wide.detach() - start.bfloat16().float()
+    stored = weight.detach().float() - start.bfloat16().float()
     assert shares[0] == pytest.approx(
         float((change * stored).sum() / change.square().sum()), abs=0.1
     )
@@ -409,7 +412,7 @@ def test_the_manifest_lists_kinds_adapters_and_what_is_in_no_optimizer() -> None
     assert "adapters: 6% of the elements that train" in lines
 
 
-# ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── numbers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def one_weight(value: Tensor, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -503,7 +506,8 @@ def test_apex_steps_bfloat16_without_the_master_copy_that_it_makes(
     dtype: torch.dtype, storage: str
 ) -> None:
     model, optimizer = torch_adamw(dtype)
-    optimizer.master_weights, optimizer.param_groups_master = True, []
+    optimizer.master_weights = True
+    optimizer.param_groups_master = []
     assert set_up_of(model, optimizer).stepped[0].storage.name == storage
 
 
@@ -531,7 +535,9 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
 
 @pytest.mark.parametrize("lr", [5e-6, 2e-5, 1e-3])
 def test_the_part_of_ten_updates_that_the_forward_pass_sees_is_predicted(lr: float) -> None:
-    """For updates that all go one way; with random low bits, or bits of its own, a model lies on no grid."""
+    """For updates that all go one way; with random low bits, or bits of its own, a model lies on no
+    grid.
+    """
     torch.manual_seed(0)
     model = ng.cast_parameters(nn.Linear(96, 96, bias=False), torch.bfloat16)
     optimizer = ng.AdamW(
@@ -570,7 +576,8 @@ def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(
     tmp_path: Path,
 ) -> None:
     model = nn.Linear(8, 8).bfloat16()
-    optimizer, batch = ng.AdamW(model.parameters(), lr=1e-3), torch.randn(4, 8).bfloat16()
+    optimizer = ng.AdamW(model.parameters(), lr=1e-3)
+    batch = torch.randn(4, 8).bfloat16()
     for is_wide in (False, True):
         with ng.RunRecorder(tmp_path / str(is_wide), model, optimizer) as recorder:
             for _ in range(2):

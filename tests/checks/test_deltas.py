@@ -23,7 +23,8 @@ def bits_of(model: nn.Module) -> list[bytes]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_server_follows_every_bit_of_a_run(dtype: torch.dtype) -> None:
-    trained, served = model_of(dtype), model_of(dtype).requires_grad_(False)
+    trained = model_of(dtype)
+    served = model_of(dtype).requires_grad_(False)
     for p in served.parameters():
         p.fill_(torch.nan)
     ng.apply_delta(served, ng.delta(trained))
@@ -79,7 +80,8 @@ def test_a_tied_model_and_a_complex_one_reach_an_untied_server() -> None:
             if is_tied:
                 self.head.weight = self.embed.weight
 
-    trained, served = Tied(True), Tied(False)
+    trained = Tied(True)
+    served = Tied(False)
     ng.apply_delta(served, ng.delta(trained))
     with torch.no_grad():
         trained.embed.weight[3, 2] = 5.0

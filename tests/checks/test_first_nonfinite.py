@@ -1,4 +1,6 @@
-"""The first value of a step that is not finite: known failures are put into models, and the right operation must be named."""
+"""The first value of a step that is not finite: known failures are put into models, and the right
+operation must be named.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.computes import COMPUTES
 from tensors import bits
 
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 
 
 class Layer(nn.Module):
@@ -172,7 +175,9 @@ def test_everything_is_put_back() -> None:
         tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
         return [t if t is None else (id(t), bits(t.reshape(-1)).tolist()) for t in tensors]
 
-    before, seen, values = state(), torch.get_rng_state(), []
+    before = state()
+    seen = torch.get_rng_state()
+    values = []
 
     def step() -> Tensor:
         loss = model(x).sum()

@@ -1,4 +1,6 @@
-"""The gradient of a set-up beside float32 in one process: public faults rebuilt on two gloo ranks, and healthy set-ups."""
+"""The gradient of a set-up beside float32 in one process: public faults rebuilt on two gloo ranks,
+and healthy set-ups.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def read(check: ng.analysis.Readings) -> list[tuple[str, str, float]]:
 EQUAL = [tokens_of(0)] * 2
 
 
-# ── one process ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one process ───────────────────────────────────────────────────────────────────────────────────
 
 
 def token_weighted(model: nn.Module, parts: Iterable[Any]) -> None:
@@ -135,11 +137,13 @@ class Masked(Model):
 class Carried(Model):
     """Starts from the state of the pass before, and counts its passes."""
 
-    state, passes = None, 0
+    state = None
+    passes = 0
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.norm(self.embed(tokens)) + (0.0 if self.state is None else self.state)
-        self.state, self.passes = x.detach(), self.passes + 1
+        self.state = x.detach()
+        self.passes = self.passes + 1
         return self.head(self.shared(x) * self.passes)
 
 
@@ -159,7 +163,8 @@ def balanced(model: nn.Module, batch: Any) -> Tensor:
 
 
 def contrastive(model: nn.Module, batch: Any) -> Tensor:
-    x, y = model(batch[0]).mean(1), model(batch[0].flip(1)[:, 1:]).mean(1)
+    x = model(batch[0]).mean(1)
+    y = model(batch[0].flip(1)[:, 1:]).mean(1)
     return F.cross_entropy(x @ y.T, torch.arange(len(x)))
 
 
@@ -220,7 +225,7 @@ LOST: set[str] = set()
 """Healthy set-ups of which some gradients are not followed."""
 
 
-# ── the slope of the loss ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the slope of the loss ─────────────────────────────────────────────────────────────────────────
 
 
 class GainWithoutGradient(torch.autograd.Function):
@@ -311,10 +316,8 @@ def test_a_stop_of_gradients_and_a_straight_through_estimator_are_notes() -> Non
 
 def test_the_loss_at_the_start_is_beside_that_of_equal_probabilities() -> None:
     model = Model()
-    zero, large = (
-        (0.0, "loss 3.466 = ln 32, so the logits are equal", []),
-        (300.0, "beside ln 32", ["loss-at-start"]),
-    )
+    zero = (0.0, "loss 3.466 = ln 32, so the logits are equal", [])
+    large = (300.0, "beside ln 32", ["loss-at-start"])
     for scale, words, notes in (zero, large):
         model.head.weight.data = torch.eye(32, 16) * scale
         result = check(model, tokens_of(0))
@@ -350,7 +353,7 @@ def test_tensors_that_no_module_lists_are_named_and_the_others_are_compared() ->
     ]
 
 
-# ── nothing stays ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── nothing stays ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -> None:
@@ -373,7 +376,8 @@ def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -
             self.mean += 1
             return super().forward(tokens) + self.head(self.unlisted[0](self.embed(tokens)))
 
-    model, head = Counted(), nn.Linear(32, 32)
+    model = Counted()
+    head = nn.Linear(32, 32)
     optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
@@ -551,7 +555,7 @@ def test_a_gradient_that_is_not_finite_is_read_at_its_first_tensor_in_backward()
     assert reading.what == "nonfinite-gradient" and "; nor are float32's" in reading.advice
 
 
-# ── two ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── two ranks ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def averaged(
@@ -662,7 +666,7 @@ def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) 
     assert {what for what, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
 
 
-# ── set-ups of strangers ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── set-ups of strangers ──────────────────────────────────────────────────────────────────────────
 
 
 def mean_square(model: nn.Module, batch: Any) -> Tensor:
@@ -674,10 +678,8 @@ def test_a_factor_is_seen_where_casts_are_coarse(compute: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
     ng.swap_linears(model, compute)
-    optimizer, batch = (
-        ng.AdamW(model.parameters()),
-        (torch.randn(64, 32).bfloat16(), torch.randn(64, 64)),
-    )
+    optimizer = ng.AdamW(model.parameters())
+    batch = (torch.randn(64, 32).bfloat16(), torch.randn(64, 64))
     assert ng.check(model, optimizer, batch=batch, loss=mean_square).ok
     for factor in (-1.0, 0.5, 2.0):
         found = ng.check(
@@ -775,7 +777,8 @@ def test_small_networks_whose_units_flip_are_not_accused() -> None:
     for seed in range(4):
         torch.manual_seed(seed)
         layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
-        model, batch = nn.Sequential(*layers), (torch.randn(16, 16), torch.randn(16, 4))
+        model = nn.Sequential(*layers)
+        batch = (torch.randn(16, 16), torch.randn(16, 4))
         assert check(model, batch, loss=loss).ok, seed
 
 

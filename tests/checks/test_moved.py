@@ -1,4 +1,6 @@
-"""Two sets of weights: values that differ, tensors that stayed, and everything that a table of weights must not hide."""
+"""Two sets of weights: values that differ, tensors that stayed, and everything that a table of
+weights must not hide.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,11 @@ def test_what_moved_and_what_did_not_is_read(case: str) -> None:
 
 
 def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = torch.arange(100.0), torch.arange(100.0)
-    after[[3, 98]], after[50], before[50] = 7.0, math.nan, math.nan
+    before = torch.arange(100.0)
+    after = torch.arange(100.0)
+    after[[3, 98]] = 7.0
+    after[50] = math.nan
+    before[50] = math.nan
     for size in (1 << 17, 7):
         monkeypatch.setattr("narrowgauge.checks.moved._CHUNK", size)
         (row,) = moved({"a": before}, {"a": after}).rows
@@ -106,7 +111,9 @@ def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Pat
             self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
             self.head.weight = self.embed.weight
 
-    model, folder, sharded = Model(), tmp_path / "one", tmp_path / "shards"
+    model = Model()
+    folder = tmp_path / "one"
+    sharded = tmp_path / "shards"
     folder.mkdir(), sharded.mkdir()
     stored = {"embed.weight": model.embed.weight.detach() - 1, "mask": torch.ones(3)}
     save_file(stored, folder / "model.safetensors")

@@ -1,4 +1,6 @@
-"""The ranked list of places: loops with one place that must not be rounded, beside their right twins."""
+"""The ranked list of places: loops with one place that must not be rounded, beside their right
+twins.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def rows(number: int, width: int) -> list[Tensor]:
 
 def rotary(right: bool) -> Loop:
     def angles(length: int) -> Tensor:
-        places, frequencies = torch.arange(length).float()[:, None], 0.7 ** torch.arange(16)[None]
+        places = torch.arange(length).float()[:, None]
+        frequencies = 0.7 ** torch.arange(16)[None]
         return places * frequencies if right else places @ frequencies  # autocast: in bfloat16
 
     return Loop(Turned(angles), next_token, TOKENS, "rotary.angles")
@@ -147,7 +150,8 @@ def test_a_right_twin_is_not_marked(make: Callable[[bool], Loop]) -> None:
 
 def test_the_shadow_of_a_narrow_model_is_the_gradient_of_its_float32_copy() -> None:
     torch.manual_seed(0)
-    model, x = network(32, 64, 32).to(B16), torch.randn(8, 32).to(B16)
+    model = network(32, 64, 32).to(B16)
+    x = torch.randn(8, 32).to(B16)
     twin = network(32, 64, 32)
     twin.load_state_dict(model.state_dict())
     with eager(), Shadow() as mode:
@@ -183,7 +187,7 @@ def test_a_gradient_behind_codes_is_not_followed() -> None:
     assert not [r for r in result if r.what in ("gradient", "gradient-factor")], result
 
 
-# ── values that are not finite ──────────────────────────────────────────────────────────────────────────────────────
+# ── values that are not finite ────────────────────────────────────────────────────────────────────
 
 
 def half() -> tuple[nn.Module, Tensor]:
@@ -233,7 +237,8 @@ def test_values_that_are_not_finite_before_the_step_are_said_to_be() -> None:
 
 def test_a_mask_of_infinities_is_no_fault() -> None:
     torch.manual_seed(0)
-    model, x = network(8, 8), torch.randn(8, 8)
+    model = network(8, 8)
+    x = torch.randn(8, 8)
 
     def step() -> None:
         mask = torch.full((8, 8), -math.inf).triu(1)

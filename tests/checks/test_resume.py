@@ -20,7 +20,9 @@ STATEFUL = ("model", "optimizer", "schedule", "scaler")
 def loop(
     forget: str = "", saved: Any = None, kind: Any = torch.optim.AdamW
 ) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    """A loop with dropout, a schedule, a loss scale and a data order of its own; ``forget`` is not restored."""
+    """A loop with dropout, a schedule, a loss scale and a data order of its own; ``forget`` is not
+    restored.
+    """
     if saved is None:
         torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -83,7 +85,9 @@ def test_a_whole_resume_is_the_same_run() -> None:
 
 
 def test_the_cause_comes_before_what_follows_from_it() -> None:
-    """A place in the data that the loop does not return: a step later the batch differs, and so do states and weights."""
+    """A place in the data that the loop does not return: a step later the batch differs, and so do
+    states and weights.
+    """
     objects, step = loop()
 
     def seen(step: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
@@ -110,17 +114,21 @@ def test_the_cause_comes_before_what_follows_from_it() -> None:
 
 
 class Epoch:
-    """A loader whose place in an epoch is lost at the second resume: it counts from the resume, not from the start."""
+    """A loader whose place in an epoch is lost at the second resume: it counts from the resume, not
+    from the start.
+    """
 
     def __init__(self, saved: int = 0, *, counts_from_start: bool = True) -> None:
         self.start = self.place = saved
-        self.counts_from_start, self.batch = counts_from_start, None
+        self.counts_from_start = counts_from_start
+        self.batch = None
 
     def state(self) -> dict[str, Any]:
         return {"batch": self.batch}
 
     def step(self) -> dict[str, Any]:
-        self.batch, self.place = torch.tensor(self.place % 5), self.place + 1
+        self.batch = torch.tensor(self.place % 5)
+        self.place = self.place + 1
         return self.state()
 
     def save(self) -> int:
@@ -129,7 +137,10 @@ class Epoch:
 
 @pytest.mark.parametrize("counts_from_start", [True, False])
 def test_a_second_resume_in_an_epoch_is_taken(counts_from_start: bool) -> None:
-    """KempnerInstitute/KempnerForge#57. A batch that is None after the load is not compared there."""
+    """KempnerInstitute/KempnerForge#57.
+
+    A batch that is None after the load is not compared there.
+    """
     run = Epoch(counts_from_start=counts_from_start)
 
     def load(saved: int) -> Any:
@@ -244,10 +255,12 @@ def test_what_a_step_holds_and_does_not_return_is_a_note(forgets: bool) -> None:
             self.generator = torch.Generator().manual_seed(epoch)
 
         def step(self) -> dict[str, Any]:
-            self.epoch, self.average = self.epoch + 1, self.average + 1
+            self.epoch = self.epoch + 1
+            self.average = self.average + 1
             return {"weight": torch.ones(2)}
 
-    run, rest = Run(3, 0.0), {"weight": torch.ones(2)}
+    run = Run(3, 0.0)
+    rest = {"weight": torch.ones(2)}
     load = lambda saved: (rest, (Run(0, 0.0) if forgets else saved).step)  # noqa: E731
     result = ng.check_resume(run.step, lambda: copy.deepcopy(run), load)
     assert result.ok and [r.tensor.partition(" ")[0] for r in result] == (

@@ -1,4 +1,6 @@
-"""Two models that should be one: what differs is named with its place and number, and equal ones are silent."""
+"""Two models that should be one: what differs is named with its place and number, and equal ones
+are silent.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def adapted(dtype: torch.dtype) -> Any:
     return model
 
 
-# ── what a server may do ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what a server may do ──────────────────────────────────────────────────────────────────────────
 
 
 def narrow_norm(model: Any) -> None:

@@ -1,4 +1,6 @@
-"""A step beside its rule: silence for every healthy optimizer and storage, and each fault by its tensor and its number."""
+"""A step beside its rule: silence for every healthy optimizer and storage, and each fault by its
+tensor and its number.
+"""
 
 from __future__ import annotations
 
@@ -75,11 +77,13 @@ def test_what_cannot_be_compared_says_why(options: dict[str, Any]) -> None:
     assert "the update" in loop.rows[2]["unseen"] and not loop.readings
 
 
-# ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def patched(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
-    """A fault inside the optimizer: its class is patched, so that settings and states differ from what it does."""
+    """A fault inside the optimizer: its class is patched, so that settings and states differ from
+    what it does.
+    """
 
     def plant(loop: Loop) -> None:
         optimizer = loop.optimizer  # its own hook before a step comes after the watcher's
@@ -214,7 +218,7 @@ def test_a_parameter_whose_first_gradient_comes_late_is_healthy(options: dict[st
     assert not loop.run(1).readings
 
 
-# ── clipping and loss scaling ───────────────────────────────────────────────────────────────────────────────────────────
+# ── clipping and loss scaling ─────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("storage", ["float32", "word"])
@@ -232,10 +236,8 @@ def test_the_norm_that_clipping_leaves_is_compared_with_the_limit(storage: str) 
 
 @pytest.mark.parametrize("clips_first", [True, False])
 def test_gradients_that_are_clipped_before_they_are_unscaled_are_read(clips_first: bool) -> None:
-    loop, scaler = (
-        Loop(optimizer=torch.optim.SGD, watch={"max_grad_norm": 0.1}),
-        torch.amp.GradScaler("cpu", 1024.0),
-    )
+    loop = Loop(optimizer=torch.optim.SGD, watch={"max_grad_norm": 0.1})
+    scaler = torch.amp.GradScaler("cpu", 1024.0)
     loss = loop.loss
 
     def after_backward() -> None:
@@ -252,7 +254,8 @@ def test_gradients_that_are_clipped_before_they_are_unscaled_are_read(clips_firs
 
 
 def test_a_clipped_norm_that_its_format_rounds_up_is_no_reading() -> None:
-    model, readings = nn.Linear(1, 1, bias=False).bfloat16(), list[Any]()
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    readings = list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     StepCheck(
         model, optimizer, 1, lambda step, found, row: readings.extend(found), max_grad_norm=0.3
@@ -270,7 +273,8 @@ def test_a_scaled_loss_is_unscaled_again(by: str) -> None:
     master = ours(ng.AdamW, "float16/master", max_grad_norm=0.25)
     loop = Loop(**{"fused": True} if "fused" in by else master, watch={"max_grad_norm": 100.0})
     if by == "ours":
-        loop.optimizer.loss_scaler, plain = LossScaler(1024.0), loop.loss
+        loop.optimizer.loss_scaler = LossScaler(1024.0)
+        plain = loop.loss
         loop.loss = lambda: loop.optimizer.loss_scaler.scale(plain())
     else:
         scale_by_torch(loop)
@@ -278,7 +282,8 @@ def test_a_scaled_loss_is_unscaled_again(by: str) -> None:
 
 
 def scale_by_torch(loop: Loop) -> None:
-    scaler, plain = torch.amp.GradScaler("cpu", init_scale=1024.0), loop.loss
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain = loop.loss
     loop.loss = lambda: scaler.scale(plain())
     loop.update = lambda: (scaler.step(loop.optimizer), scaler.update())
 
@@ -296,7 +301,7 @@ def test_a_skipped_step_is_not_compared(options: dict[str, Any]) -> None:
     assert not loop.readings and "skipped" in loop.rows[2]["unseen"]["the update"]
 
 
-# ── between two steps ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── between two steps ─────────────────────────────────────────────────────────────────────────────
 
 
 def each_weight(change: Callable[[Tensor], object]) -> Callable[[Loop], object]:

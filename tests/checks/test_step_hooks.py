@@ -48,11 +48,12 @@ def a_plain_optimizer_was_made() -> None:
         kind([torch.zeros(1, requires_grad=True)])
 
 
-# ── the hooks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the hooks ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def followed(kind: type[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, list[str]]:
-    weight, calls = nn.Parameter(torch.ones(4)), list[str]()
+    weight = nn.Parameter(torch.ones(4))
+    calls = list[str]()
     weight.grad = torch.ones(4)
     optimizer = kind([weight], lr=0.1)  # type: ignore[call-arg]
     Follower(optimizer, lambda _: calls.append("before"), lambda _: calls.append("after"))
@@ -76,7 +77,7 @@ def test_a_copy_or_a_pickle_of_an_optimizer_has_no_followers() -> None:
     assert not calls
 
 
-# ── names, sharded parameters ───────────────────────────────────────────────────────────────────────────────────────────
+# ── names, sharded parameters ─────────────────────────────────────────────────────────────────────
 
 
 def five_times(parameters: Any, **settings: Any) -> FiveTimes:
@@ -154,15 +155,17 @@ def test_a_watched_model_is_neither_switched_nor_called() -> None:
     assert all(module.training for module in model.modules())
 
 
-# ── ng.RunRecorder(audit_every=…) ───────────────────────────────────────────────────────────────────────────────────────
+# ── ng.RunRecorder(audit_every=…) ─────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("overflows", [(1,), (0, 2)])
 def test_a_loop_that_skips_steps_as_a_grad_scaler_does_is_healthy(
     overflows: tuple[int, ...], tmp_path: Path
 ) -> None:
-    loop, scaler = Loop(every=0), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    plain, number = loop.loss, iter(range(100))
+    loop = Loop(every=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain = loop.loss
+    number = iter(range(100))
     loop.loss = lambda: scaler.scale(plain())  # type: ignore[method-assign]
 
     def update() -> None:

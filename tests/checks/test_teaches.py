@@ -1,4 +1,6 @@
-"""What a loss teaches: facts of losses of many kinds, healthy and with one fault, over a model whose sight is known."""
+"""What a loss teaches: facts of losses of many kinds, healthy and with one fault, over a model
+whose sight is known.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 
-V, WIDTH, ROWS, LENGTH, PADDING, IGNORED = 48, 16, 4, 20, 0, -100
+V = 48
+WIDTH = 16
+ROWS = 4
+LENGTH = 20
+PADDING = 0
+IGNORED = -100
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -71,7 +78,8 @@ def usual(model: Any, batch: Any, **options: Any) -> Tensor:
 def log_probabilities(model: Any, batch: Any) -> Tensor:
     """Return the log-probabilities of labels, by rows, as a log-sum-exp of each sequence."""
     tokens, real, labels = batch
-    logits, labels = model(tokens, real)[:, :-1], labels[:, 1:]
+    logits = model(tokens, real)[:, :-1]
+    labels = labels[:, 1:]
     normalizer = torch.stack([row.logsumexp(-1) for row in logits])
     chosen = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0] - normalizer
     return chosen * (labels != IGNORED)
@@ -83,7 +91,8 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         with torch.enable_grad():
-            h, w = hidden.detach().requires_grad_(), head.detach().requires_grad_()
+            h = hidden.detach().requires_grad_()
+            w = head.detach().requires_grad_()
             loss = F.cross_entropy(h @ w.T, labels, label_smoothing=smoothing)
             ctx.save_for_backward(*torch.autograd.grad(loss, (h, w)))
         return loss.detach()
@@ -102,7 +111,8 @@ def fused(model: Any, batch: Any, shift: int = 1, smoothing: float = 0.0) -> Ten
 
 def chunked(model: Any, batch: Any) -> Tensor:
     tokens, real, labels = batch
-    hidden, labels = model.hidden(tokens, real)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    hidden = model.hidden(tokens, real)[:, :-1].flatten(0, 1)
+    labels = labels[:, 1:].flatten()
 
     def of_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model.head(hidden), labels, reduction="sum")
@@ -123,7 +133,8 @@ def heads(model: Any, batch: Any) -> Tensor:
 
 def with_z_loss(model: Any, batch: Any) -> Tensor:
     tokens, real, labels = batch
-    logits, labels = model(tokens, real)[:, :-1], labels[:, 1:]
+    logits = model(tokens, real)[:, :-1]
+    labels = labels[:, 1:]
     normalizer = logits.logsumexp(-1)
     chosen = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
     is_label = labels != IGNORED
@@ -194,7 +205,8 @@ def by_class(model: Any, batch: Any) -> Tensor:
 
 
 def contrastive(model: Any, batch: Any) -> Tensor:
-    x, y = model(batch[0]), model(batch[0] + 0.1)
+    x = model(batch[0])
+    y = model(batch[0] + 0.1)
     logits = 5 * F.normalize(x, dim=-1) @ F.normalize(y, dim=-1).T
     labels = torch.arange(len(x))
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
@@ -204,7 +216,8 @@ def segmentation(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]).movedim(-1, 1), batch[1])
 
 
-PADDED, CLASSES = data(), (torch.randn(12, 8), torch.arange(12) % 5)
+PADDED = data()
+CLASSES = (torch.randn(12, 8), torch.arange(12) % 5)
 PIXELS = torch.randn(2, 6, 6, 8), torch.randint(0, 5, (2, 6, 6))
 EQUAL = {"weights": "equal", "weight_sum": 1.0}
 NEXT = {

@@ -1,4 +1,6 @@
-"""The command line: what it passes on, what it prints, and one line with status 2 for every mistake."""
+"""The command line: what it passes on, what it prints, and one line with status 2 for every
+mistake.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Small models and meshes for tests of ranks, and gradients that are known without a backward pass of a real one."""
+"""Small models and meshes for tests of ranks, and gradients that are known without a backward pass
+of a real one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 class Leaf(nn.Module):
     """Parameters whose gradients are given: the loss is the sum of products of both.
 
-    A frozen one, one that is tied, a vector of another dtype, one without a gradient, and rows that no number of ranks divides.
+    A frozen one, one that is tied, a vector of another dtype, one without a gradient, and rows that
+    no number of ranks divides.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -50,7 +53,9 @@ SHAPES = {"layers.0.weight": (5, 4), "layers.1.weight": (8, 4), "head": (7, 3), 
 
 
 def gradients_of(leaf: int) -> dict[str, Tensor]:
-    """The gradients of one micro-batch: of magnitudes so far apart that no two orders of addition agree everywhere."""
+    """The gradients of one micro-batch: of magnitudes so far apart that no two orders of addition
+    agree everywhere.
+    """
     generator = torch.Generator().manual_seed(1000 + leaf)
     return {
         name: torch.randn(shape, generator=generator)

@@ -1,4 +1,6 @@
-"""PyTorch's own clipping of gradients that were summed exactly is refused; of all others it is PyTorch's."""
+"""PyTorch's own clipping of gradients that were summed exactly is refused; of all others it is
+PyTorch's.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_pytorchs_norm_is_back_when_the_last_reduction_is_closed() -> None:
 
 def test_a_model_that_is_gone_leaves_no_reduction() -> None:
     gc.collect()
-    before, model = utils.get_total_norm, nn.Linear(2, 2)
+    before = utils.get_total_norm
+    model = nn.Linear(2, 2)
     reduction = weakref.ref(ng.reduce_gradients_with(model, "reproducible"))
     gc.collect()
     assert reduction() is not None and utils.get_total_norm is not before

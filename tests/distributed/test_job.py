@@ -51,7 +51,8 @@ def test_ranks_with_other_settings_are_refused_on_all(tmp_path: Path) -> None:
 
 
 def test_an_order_invariant_run_takes_one_thread() -> None:
-    before, seen = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    seen = []
     torch.set_num_threads(2)
     for number, is_order_invariant in ((None, True), (3, True), (None, False)):
         with threads_of(number, is_order_invariant):

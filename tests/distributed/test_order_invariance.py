@@ -1,4 +1,6 @@
-"""What would make the bits of an order-invariant sum depend on the number of ranks is refused as it happens, and nothing else."""
+"""What would make the bits of an order-invariant sum depend on the number of ranks is refused as it
+happens, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Drawing(nn.Module):
 
     def __init__(self, draw: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
-        self.linear, self.draw = nn.Linear(8, 8), draw
+        self.linear = nn.Linear(8, 8)
+        self.draw = draw
 
     def forward(self, x: Tensor) -> Tensor:
         return self.draw(self.linear(x))
@@ -60,7 +63,8 @@ def test_a_micro_batch_that_draws_random_numbers_is_refused(
 def test_passes_outside_micro_batch_are_refused() -> None:
     outer = nn.ModuleDict({"body": nn.ModuleList([Drawing()])})
     reduction = ng.reduce_gradients_with(outer, "reproducible")
-    layer, x = outer["body"][0], torch.ones(2, 8)
+    layer = outer["body"][0]
+    x = torch.ones(2, 8)
     with pytest.raises(
         RecipeError, match=r"after a forward pass outside micro_batch"
     ):  # a part called by itself
@@ -95,7 +99,8 @@ HEALTHY: dict[str, Callable[[Tensor], Tensor]] = {
 def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(
     draw: Callable[[Tensor], Tensor],
 ) -> None:
-    model, plain = Drawing(draw), Drawing(draw)
+    model = Drawing(draw)
+    plain = Drawing(draw)
     plain.load_state_dict(model.state_dict())
     reduction = ng.reduce_gradients_with(model, "reproducible")
     batches = DataLoader(list(torch.randn(6, 8)), batch_size=2, shuffle=True)  # draws as it begins
@@ -123,10 +128,8 @@ def unsent(rank: int) -> list[str]:
     """Two backward passes in a micro-batch, and passes whose gradients stay on their rank."""
     said = []
     for when in ("twice", "before", "between", "all-reduce"):
-        model, mesh = (
-            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-            mesh_of("shards of one" if when == "all-reduce" else "sharded"),
-        )
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        mesh = mesh_of("shards of one" if when == "all-reduce" else "sharded")
         for module in (model[0], model):
             fully_shard(module, mesh=mesh)
         reduction = ng.reduce_gradients_with(model, "reproducible")
@@ -158,7 +161,8 @@ def test_gradients_that_are_not_sent_one_by_one_are_refused(tmp_path: Path) -> N
             )
 
 
-LEAVES, LAYERS = 6, 4
+LEAVES = 6
+LAYERS = 4
 
 
 class Chosen(nn.Module):
@@ -193,8 +197,11 @@ class Chosen(nn.Module):
 
 
 def trained(model: Chosen, by_rank: bool) -> str:
-    """Two steps of the leaves, shared out over the ranks; each uses layers by its own number, or by its turn."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    """Two steps of the leaves, shared out over the ranks; each uses layers by its own number, or by
+    its turn.
+    """
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     reduction = ng.reduce_gradients_with(model, "reproducible", average=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     rounds = -(-LEAVES // size)
@@ -213,7 +220,9 @@ def trained(model: Chosen, by_rank: bool) -> str:
 
 
 def take_turns(rank: int) -> tuple[str, list[str]]:
-    """What is refused of layers that are left out; the weights where each rank uses layers of its own."""
+    """What is refused of layers that are left out; the weights where each rank uses layers of its
+    own.
+    """
     refused = refusal(lambda: trained(Chosen("left out"), by_rank=False))
     return refused, [trained(Chosen(how), by_rank=True) for how in ("times 0", "whole")]
 

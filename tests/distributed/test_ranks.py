@@ -50,7 +50,8 @@ def fail(rank: int) -> list[str]:
     def err() -> None:
         raise KeyError(f"rank {rank}")
 
-    ranks, raised = all_ranks(), []
+    ranks = all_ranks()
+    raised = []
     for function in (refuse, err):
         for ask in (
             ranks.of_first,

@@ -1,4 +1,6 @@
-"""Gradients summed across ranks: FSDP2 with replicas and without, DDP, replicated, one process; each in every row."""
+"""Gradients summed across ranks: FSDP2 with replicas and without, DDP, replicated, one process;
+each in every row.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ KINDS = ("sharded", "replicas", "replicated", "ddp")
 
 
 def placed(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    """The model of tests and what is called in its place, on the ranks of the default process group."""
+    """The model of tests and what is called in its place, on the ranks of the default process
+    group.
+    """
     model = Leaf(dtype)
     if kind == "ddp":
         return model, nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
@@ -70,7 +74,9 @@ def test_every_reduction_has_its_figures() -> None:
 
 
 def every_kind(rank: int) -> list[dict[str, Tensor]]:
-    """Five leaves on four ranks, two rounds: of each row and kind, two steps' gradients, and averaged ones."""
+    """Five leaves on four ranks, two rounds: of each row and kind, two steps' gradients, and
+    averaged ones.
+    """
     results = []
     for name in REDUCTIONS:
         for kind in KINDS:
@@ -99,7 +105,9 @@ def test_every_kind_of_model_gets_the_sum_or_the_average(tmp_path: Path) -> None
 
 
 def half_precision(rank: int) -> list[list[float]]:
-    """Eight gradients of 3,000 on each of four ranks, in float16: the sum of 32, in every kind and row; and their average."""
+    """Eight gradients of 3,000 on each of four ranks, in float16: the sum of 32, in every kind and
+    row; and their average.
+    """
     results = []
     for kind in ("sharded", "replicas", "replicated"):
         for average in (False, True):
@@ -128,7 +136,9 @@ def test_an_average_of_float16_gradients_that_overflow_in_sum_is_exact(tmp_path:
 
 
 def restored(rank: int) -> list[dict[str, Tensor]]:
-    """The gradients of FSDP2's and DDP's own average, without a reduction, and after one was closed."""
+    """The gradients of FSDP2's and DDP's own average, without a reduction, and after one was
+    closed.
+    """
     results = []
     for closes in (False, True):
         for kind in ("sharded", "replicas", "ddp"):
@@ -256,8 +266,11 @@ def test_what_cannot_be_done_is_refused() -> None:
 
 
 def installed_twice(rank: int) -> tuple[list[str], list[Tensor]]:
-    """What is refused while another reduction is installed, and the gradient with the second in its place."""
-    refused, gradients = [], []
+    """What is refused while another reduction is installed, and the gradient with the second in its
+    place.
+    """
+    refused = []
+    gradients = []
     for kind in ("replicated", "sharded", "ddp"):
         model = nn.Linear(2, 2, bias=False)
         called: nn.Module = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model

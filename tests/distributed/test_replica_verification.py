@@ -1,4 +1,6 @@
-"""Silent corruption: one flipped bit on one rank is found by all ranks and named, in shards that have replicas too."""
+"""Silent corruption: one flipped bit on one rank is found by all ranks and named, in shards that
+have replicas too.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ CASES: dict[int, list[tuple[Damage, Any]]] = {
 
 
 def compare(rank: int, damages: list[Damage]) -> list[tuple[str, int | None, str | None] | None]:
-    """What this rank finds in a vector that all have, and on four ranks in two replicas of two shards."""
+    """What this rank finds in a vector that all have, and on four ranks in two replicas of two
+    shards.
+    """
     found: list[tuple[str, int | None, str | None] | None] = []
     for damage in damages:
         owners = {"gain": torch.ones(6)}

@@ -1,7 +1,8 @@
-"""The law of the reproducible reduction: equal bits for any number of ranks, any assignment of micro-batches, any kind of model.
+"""The law of the reproducible reduction: equal bits for any number of ranks, any assignment of
+micro-batches, any kind of model.
 
-The micro-batches' gradients are given, so that nothing but the sum and the optimizer can differ. Every result is compared with
-that of one process.
+The micro-batches' gradients are given, so that nothing but the sum and the optimizer can differ.
+Every result is compared with that of one process.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ Assignment = list[list[int | None]]
 
 
 def assignments(size: int) -> dict[str, Assignment]:
-    """The micro-batches of each rank, by the name of the assignment; ranks with fewer have absent ones at the end."""
-    leaves, first = list(range(LEAVES)), LEAVES - size + 1
+    """The micro-batches of each rank, by the name of the assignment; ranks with fewer have absent
+    ones at the end.
+    """
+    leaves = list(range(LEAVES))
+    first = LEAVES - size + 1
     named = {
         "strided": [leaves[place::size] for place in range(size)],
         "backwards": [leaves[::-1][place::size] for place in range(size)],
@@ -104,7 +108,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def with_policies(rank: int, replicas: bool) -> dict[str, str]:
-    """Weights after three steps of six micro-batches, by FSDP2's mixed precision; with ``replicas`` the shards are whole."""
+    """Weights after three steps of six micro-batches, by FSDP2's mixed precision; with ``replicas``
+    the shards are whole.
+    """
     size = dist.get_world_size()
     found = {}
     for name, policy in POLICIES.items():

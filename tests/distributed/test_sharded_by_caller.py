@@ -1,6 +1,8 @@
-"""Models that the caller has sharded with ``fully_shard``: the bits of one process, or one clear line.
+"""Models that the caller has sharded with ``fully_shard``: the bits of one process, or one clear
+line.
 
-Rows that no number of ranks divides, several groups, tied, frozen and whole parameters; before and after the first forward pass.
+Rows that no number of ranks divides, several groups, tied, frozen and whole parameters; before and
+after the first forward pass.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def loss_of(model: nn.Module, leaf: int) -> Tensor:
 
 def sharded(kind: str, how: str = "", dtype: torch.dtype = torch.float32) -> Net:
     """A model that the caller has sharded, and perhaps used, as ``how`` says."""
-    model, mesh = Net().to(dtype), mesh_of(kind)
+    model = Net().to(dtype)
+    mesh = mesh_of(kind)
     options: dict[str, Any] = (
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if how == "offloaded" else {}
     )
@@ -74,7 +77,8 @@ def sharded(kind: str, how: str = "", dtype: torch.dtype = torch.float32) -> Net
 
 def learn(model: nn.Module) -> list[str]:
     """Norms of three steps of six micro-batches, and the weights in the end."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     reduction = ng.reduce_gradients_with(model, "reproducible", average=False)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = ng.AdamW(named, lr=1e-2, storage="word", compile=False, max_grad_norm=1.0)
@@ -138,7 +142,8 @@ def summed(model: Net) -> dict[str, Tensor]:
 
 
 def sums_and_refusals(rank: int) -> tuple[list[dict[str, Tensor]], dict[str, str]]:
-    sums, lines = [], {}
+    sums = []
+    lines = {}
     for how in ("", "trained"):
         for replaced in (False, True):
             model = sharded("sharded", how)
@@ -160,7 +165,9 @@ def sums_and_refusals(rank: int) -> tuple[list[dict[str, Tensor]], dict[str, str
 
 
 def test_a_reduction_sums_what_fsdp_gathers_or_refuses(tmp_path: Path) -> None:
-    """Once parameters that FSDP2 did not know yet were taken for whole ones, shards of different elements were added up."""
+    """Once parameters that FSDP2 did not know yet were taken for whole ones, shards of different
+    elements were added up.
+    """
     model = Net()
     for leaf in range(2):
         loss_of(model, leaf).backward()

@@ -1,4 +1,5 @@
-"""A model shared out over ranks is the model of one process: its weights, its groups, and what is refused.
+"""A model shared out over ranks is the model of one process: its weights, its groups, and what is
+refused.
 
 Every rank has the same data, so that an average over ranks is exact.
 """
@@ -32,7 +33,9 @@ RECIPES = {
     "rows": parse({"recipe": "int8-row/word", "override": [{"pattern": "lm_head", "compute": "int8-row"}]}),
 }  # fmt: skip
 GATHERED = ("rows", "tensors")
-"""Weights that are gathered as codes, with a scale per row or per tensor; the head's is the embedding's too, so it is not."""
+"""Weights that are gathered as codes, with a scale per row or per tensor; the head's is the
+embedding's too, so it is not.
+"""
 
 
 def mixed(wide: str) -> nn.Module:
@@ -53,7 +56,9 @@ def prepared(case: str, **options: Any) -> tuple[nn.Module, ng.AdamW]:
 
 
 def learn(model: nn.Module, optimizer: ng.AdamW) -> list[Any]:
-    """The weights' fingerprint before, and after each step its loss, norm and the weights' fingerprint."""
+    """The weights' fingerprint before, and after each step its loss, norm and the weights'
+    fingerprint.
+    """
     seen: list[Any] = [print_of(model, optimizer)]
     for step in range(3):
         inputs = random_tokens(2, 8, seed=10 * step)
@@ -108,7 +113,8 @@ def unequal(rank: int, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
 
 
 def refusals(mesh: Any) -> dict[str, str]:
-    sharded, unnamed = llama(), init_device_mesh("cpu", (1, dist.get_world_size()))
+    sharded = llama()
+    unnamed = init_device_mesh("cpu", (1, dist.get_world_size()))
     fully_shard(sharded, mesh=mesh)
     parallel = DistributedDataParallel(llama())
     tries: dict[str, Any] = {
@@ -133,7 +139,8 @@ def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread:
     for result in (first, second):
         assert [case for case, run in expected.items() if result[case] != run] == []
     # A layer in another format has a group of its own; vectors in another format stay whole.
-    groups, layers = first["groups"], ["model.layers.0", "model.layers.1"]
+    groups = first["groups"]
+    layers = ["model.layers.0", "model.layers.1"]
     assert groups["word"] == groups["autocast"] == (["", *layers], [])
     assert groups["lm_head"] == (["", *layers, "lm_head"], []) and groups["tied blocks"] == (
         [""],

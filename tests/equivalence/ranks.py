@@ -1,7 +1,7 @@
 """The ways on several ranks: four processes, started once, train every recipe in every layout.
 
-Two of them shard the model with FSDP2 while the other two replicate it with DDP; then all four shard and replicate it (HSDP), and
-three of them go on from what the first two had saved.
+Two of them shard the model with FSDP2 while the other two replicate it with DDP; then all four
+shard and replicate it (HSDP), and three of them go on from what the first two had saved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ WAYS = {"fsdp2": 2, "ddp": 2, "replicated": 2, "hsdp": 4, "resumed_on_three": 3}
 
 
 def reproducible(recipe: str, mesh: Any = None, **options: Any) -> Training:
-    """Start a training whose gradients are summed exactly; the loss of a micro-batch is its share of the step's."""
+    """Start a training whose gradients are summed exactly; the loss of a micro-batch is its share
+    of the step's.
+    """
     return start(f"{recipe}/reproducible", mesh=mesh, average=False, **options)
 
 
@@ -108,7 +110,9 @@ def resumed_on_three(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:
 
 
 def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], dict[str, str]]:
-    """Train on one of the ranks; return the fingerprints of each way and recipe that it took part in."""
+    """Train on one of the ranks; return the fingerprints of each way and recipe that it took part
+    in.
+    """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     half = grid["shards"]
     fingerprints: dict[tuple[str, str], dict[str, str]] = {}

@@ -1,8 +1,9 @@
 """A model split over ranks has the bits of one process: every storage, saved and loaded half way.
 
-Gradients are known and shared out: the products of two ranks add up in another order than those of one. Under sequence
-parallelism each rank has a part of the gradient of a weight that all ranks have: here that of every second element. Four ranks
-split ten rows unevenly, and six so that the last rank has none.
+Gradients are known and shared out: the products of two ranks add up in another order than those of
+one. Under sequence parallelism each rank has a part of the gradient of a weight that all ranks
+have: here that of every second element. Four ranks split ten rows unevenly, and six so that the
+last rank has none.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def start(storage: str, mesh: Any = None, seed: int = 0, **options: Any) -> Trai
 
 
 def shared_out(gradient: Tensor, p: DTensor) -> DTensor:
-    """Return a rank's part of a gradient. Along a dimension of the mesh that repeats a weight it is a part of the sum."""
+    """Return a rank's part of a gradient.
+
+    Along a dimension of the mesh that repeats a weight it is a part of the sum.
+    """
     mesh = p.device_mesh
     placements = list(p.placements)
     for dim, placement in enumerate(p.placements):
@@ -74,7 +78,8 @@ def shared_out(gradient: Tensor, p: DTensor) -> DTensor:
             is_here = torch.arange(gradient.numel()).view(
                 gradient.shape
             ) % 2 == mesh.get_local_rank(dim)
-            gradient, placements[dim] = torch.where(is_here, gradient, 0), Partial()
+            gradient = torch.where(is_here, gradient, 0)
+            placements[dim] = Partial()
     whole = [Partial() if placement.is_partial() else Replicate() for placement in placements]
     return DTensor.from_local(gradient, mesh, whole, run_check=False).redistribute(mesh, placements)
 

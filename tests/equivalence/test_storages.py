@@ -1,7 +1,7 @@
 """Every way to hold a model's tensors gives the bits of the plain loop, in every storage.
 
-Gradients are given: what a forward pass would do with them is another question. A *way* changes who holds weights, gradients
-and states, and nothing else.
+Gradients are given: what a forward pass would do with them is another question. A *way* changes who
+holds weights, gradients and states, and nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ pytestmark = [
 
 
 def start(storage: str, **options: Any) -> Training:
-    """Return a small model with a matrix, a stack of filters and vectors, and its optimizer of two groups."""
+    """Return a small model with a matrix, a stack of filters and vectors, and its optimizer of two
+    groups.
+    """
     torch.manual_seed(0)
     model = nn.ModuleDict(
         {"filters": nn.Conv2d(3, 4, 3), "norm": nn.LayerNorm(10), "out": nn.Linear(10, 6)}
@@ -133,7 +135,9 @@ def channels_last(storage: str) -> dict[str, str]:
 
 
 def moved_to_a_device(storage: str) -> dict[str, str]:
-    """Find states of the second group made for another device, and those of the first one missing, in the first step."""
+    """Find states of the second group made for another device, and those of the first one missing,
+    in the first step.
+    """
     training = start(storage)
     p = training.optimizer.param_groups[1]["params"][0]
     training.optimizer.make_missing(training.optimizer.param_groups[1], [p])
@@ -144,7 +148,10 @@ def moved_to_a_device(storage: str) -> dict[str, str]:
 
 
 def in_micro_batches(storage: str) -> dict[str, str]:
-    """Sum 64 micro-batches, of which most cancel. Autograd itself sums float32 gradients: theirs has one."""
+    """Sum 64 micro-batches, of which most cancel.
+
+    Autograd itself sums float32 gradients: theirs has one.
+    """
 
     def give(p: Tensor, value: Tensor) -> None:
         p.grad = value
@@ -197,7 +204,8 @@ def test_every_storage(way: Callable[[str], dict[str, str]]) -> None:
 def test_a_mask_in_each_step_leaves_the_other_weights() -> None:
     different = []
     for storage, row in STORAGES.items():
-        training, unmasked = start(storage), train(start(storage))
+        training = start(storage)
+        unmasked = train(start(storage))
         masks = [torch.arange(p.numel()).view(p.shape) % 3 > 0 for p in training.model.parameters()]
         for step in range(STEPS):
             train(training, range(step, step + 1))
@@ -206,7 +214,8 @@ def test_a_mask_in_each_step_leaves_the_other_weights() -> None:
         for p, q, mask in zip(
             training.model.parameters(), unmasked.model.parameters(), masks, strict=True
         ):
-            values, others = training.optimizer.stored(p), unmasked.optimizer.stored(q)
+            values = training.optimizer.stored(p)
+            others = unmasked.optimizer.stored(q)
             is_same = torch.equal(values[mask], others[mask]) or row.weight.scaled
             is_zero = not values.to(p.dtype)[~mask].any()  # a tail stays within half an ulp
             if p[~mask].any() or not is_zero or not is_same:

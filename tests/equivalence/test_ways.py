@@ -1,7 +1,8 @@
-"""Every way to train gives the bits of the plain loop: its visible weights, and all that its optimizer keeps.
+"""Every way to train gives the bits of the plain loop: its visible weights, and all that its
+optimizer keeps.
 
-One table of ways by recipes. What must not change a training (a checkpoint, a copy, a measurement, another number of ranks)
-is a function in ``ways.py`` or ``ranks.py``.
+One table of ways by recipes. What must not change a training (a checkpoint, a copy, a measurement,
+another number of ranks) is a function in ``ways.py`` or ``ranks.py``.
 """
 
 from __future__ import annotations

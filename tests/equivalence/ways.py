@@ -1,7 +1,7 @@
 """A tiny Llama trained for six steps, and the ways that must leave the bits of the plain loop.
 
-A *way* takes the name of a recipe, trains, and returns a :func:`fingerprint`. The ways here run in one process;
-those on several ranks are in ``ranks.py``.
+A *way* takes the name of a recipe, trains, and returns a :func:`fingerprint`. The ways here run in
+one process; those on several ranks are in ``ranks.py``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ MORE = (
     "bfloat16/master64",
     "float16/collage-plus",
 )
-"""Recipes whose scales or factors could depend on how a model is shared out, or be forgotten when it is resumed; words of 64
-bits, and parts of float16."""
-STEPS, HALF, MICRO_BATCHES = 6, 3, 4
+"""Recipes whose scales or factors could depend on how a model is shared out, or be forgotten when
+it is resumed; words of 64 bits, and parts of float16.
+"""
+STEPS = 6
+HALF = 3
+MICRO_BATCHES = 4
 SHAPE = {
     "vocab_size": 48, "max_position_embeddings": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
@@ -100,11 +103,13 @@ def train(training: Training, steps: Iterable[int] = range(STEPS)) -> Training:
     return training
 
 
-# ── fingerprints ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── fingerprints ──────────────────────────────────────────────────────────────────────────────────
 
 
 def fingerprint(training: Training) -> dict[str, str]:
-    """Hash each visible weight and each entry of the optimizer's state, by name; ranks gather whole tensors first."""
+    """Hash each visible weight and each entry of the optimizer's state, by name; ranks gather whole
+    tensors first.
+    """
     model, optimizer = training
     values = {
         **flat(get_model_state_dict(model), "model"),
@@ -123,7 +128,9 @@ def flat(value: Any, name: str) -> dict[str, Any]:
 
 
 def digest(value: Any) -> str:
-    """Hash a tensor's shape and bits, and show anything else; 16-bit integers of shards travel as int32, so count as such."""
+    """Hash a tensor's shape and bits, and show anything else; 16-bit integers of shards travel as
+    int32, so count as such.
+    """
     if not isinstance(value, Tensor):
         return repr(value)
     value = value.full_tensor() if isinstance(value, DTensor) else value
@@ -134,7 +141,7 @@ def digest(value: Any) -> str:
     ).hexdigest()
 
 
-# ── ways in one process ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── ways in one process ───────────────────────────────────────────────────────────────────────────
 
 
 def plain(recipe: str) -> dict[str, str]:
@@ -153,13 +160,17 @@ def moved(recipe: str, move: Callable[[Training], Training]) -> dict[str, str]:
 
 
 def other(recipe: str, **options: Any) -> Training:
-    """Start a training as far as it can be from the one that it takes over: other weights and options."""
+    """Start a training as far as it can be from the one that it takes over: other weights and
+    options.
+    """
     training = start(recipe, llama(seed=1), lr=1.0, weight_decay=0.0, **options)
     return train(training, range(50, 51))
 
 
 def resumed(recipe: str) -> dict[str, str]:
-    """Load both state dicts into another model and optimizer, for which another seed was asked: that of the state counts."""
+    """Load both state dicts into another model and optimizer, for which another seed was asked:
+    that of the state counts.
+    """
 
     def move(training: Training) -> Training:
         loaded = other(recipe, seed=3)
@@ -206,10 +217,8 @@ def dcp_state(training: Training) -> dict[str, Any]:
 
 def recorded(recipe: str) -> dict[str, str]:
     """Record a run: gauges, fingerprints, an audit and a check of every step."""
-    training, often = (
-        start(recipe, audit_every=1),
-        {"gauges_every": 1, "fingerprints_every": 1, "audit_every": 1},
-    )
+    training = start(recipe, audit_every=1)
+    often = {"gauges_every": 1, "fingerprints_every": 1, "audit_every": 1}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with ng.RunRecorder(f"{folder}/run", *training, recipe=recipe, **often) as recorder:
@@ -242,7 +251,7 @@ def checkpointed(recipe: str) -> dict[str, str]:
     return fingerprint(train(training))
 
 
-# ── micro-batches ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── micro-batches ─────────────────────────────────────────────────────────────────────────────────
 
 
 def accumulated(recipe: str) -> dict[str, str]:

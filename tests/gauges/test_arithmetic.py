@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 
 
 def test_the_number_of_threads_changes_sums_of_whole_tensors_alone() -> None:
-    before, machines = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    machines = []
     try:
         for number in (1, 2):
             torch.set_num_threads(number)

@@ -1,4 +1,6 @@
-"""Gauges on a model: what they read is there, what they watch is not changed, and a fault is read where it was put."""
+"""Gauges on a model: what they read is there, what they watch is not changed, and a fault is read
+where it was put.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_readings_are_those_of_the_tensors() -> None:
     trained(model, optimizer, 1)
     row = gauges.last
     assert row is not None and row["step"] == 1
-    largest, rms = seen["x"].abs().max().item(), weight.square().mean().sqrt().item()
+    largest = seen["x"].abs().max().item()
+    rms = weight.square().mean().sqrt().item()
     for tensor, metric, value in (
         ("input:down", "amax", largest), ("input:down", "nonfinite", 0), ("weight:down.weight", "rms", rms),
         ("weight:down.weight", "outlier", weight.abs().max().item() / rms),
@@ -58,7 +61,8 @@ def test_readings_are_those_of_the_tensors() -> None:
             tensor,
             metric,
         )
-    # Two inputs of 32 features and one of 64, of 64 tokens each; every third value counts, and hardly one is zero.
+    # Two inputs of 32 features and one of 64, of 64 tokens each; every third value counts, and
+    # hardly one is zero.
     counted = 2 * -(-64 * 32 // tensor_metrics.COUNTED) + -(-64 * 64 // tensor_metrics.COUNTED)
     assert 0 <= counted - sum(row["histograms"]["input"]) <= 4
     assert set(row["updates"]) == {name for name, _ in model.named_parameters()}
@@ -89,7 +93,8 @@ def test_an_input_is_read_as_autocast_casts_it() -> None:
 
 
 def test_a_loop_that_goes_on_samples_at_the_same_steps() -> None:
-    model, rows = small(), list[Any]()
+    model = small()
+    rows = list[Any]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     gauges = attach_gauges(model, optimizer, every=3, on_row=rows.append)
     trained(model, optimizer, 2)

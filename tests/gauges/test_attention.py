@@ -19,7 +19,9 @@ from transformers import (
 
 from narrowgauge.gauges.attach import attach_gauges
 
-WIDTH, HEADS, LENGTH = 32, 4, 16
+WIDTH = 32
+HEADS = 4
+LENGTH = 16
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": HEADS,
     "num_key_value_heads": 2, "head_dim": 8,
@@ -70,7 +72,9 @@ def test_the_bound_is_the_product_of_the_largest_norms(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model, operands, kernel = MODELS[name]().train(), list[Tensor](), F.scaled_dot_product_attention
+    model = MODELS[name]().train()
+    operands = list[Tensor]()
+    kernel = F.scaled_dot_product_attention
 
     def kept(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
         operands.extend([query, key])

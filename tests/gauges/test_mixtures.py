@@ -33,7 +33,8 @@ def trained(every: int) -> tuple[list[Any], Gauges, dict[str, Tensor]]:
             lambda _, args, name=name: seen.update({name: args[0].detach()})
         )
     gauges = attach_gauges(model, optimizer, every=every)
-    tokens, run = torch.arange(48).reshape(2, 24) % 32, []
+    tokens = torch.arange(48).reshape(2, 24) % 32
+    run = []
     for _ in range(2):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()

@@ -1,7 +1,8 @@
-"""Gauges on several ranks: rows come from all of them, and say of shared parameters what one process would.
+"""Gauges on several ranks: rows come from all of them, and say of shared parameters what one
+process would.
 
-Where every rank has the same batch a sharded run has the bits of one process, so that its rows can be held against those.
-One start of two ranks serves all tests of the module.
+Where every rank has the same batch a sharded run has the bits of one process, so that its rows can
+be held against those. One start of two ranks serves all tests of the module.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ CASES = ["ours", "naive", "torch", "float8-tensor"]
 WHOLE = ("weight", "grad")
 EXACT = ("amax", "rms", "nonfinite")
 AUDITED = ("edq", "noise", "lost_fraction", "unseen_fraction")
-STEPS, EVERY = 4, 2
+STEPS = 4
+EVERY = 2
 pytestmark = pytest.mark.filterwarnings("ignore:float8")
 
 
@@ -64,7 +66,9 @@ def start(case: str, mesh: Any = None) -> tuple[nn.Module, Any]:
 def train(
     model: nn.Module, optimizer: Any, batch: int = 1, spoil: int | None = None
 ) -> tuple[list[Row], dict[str, Tensor]]:
-    """Rows and weights after some steps; ``spoil`` is the row of the first layer that gets a NaN gradient at the last."""
+    """Rows and weights after some steps; ``spoil`` is the row of the first layer that gets a NaN
+    gradient at the last.
+    """
     rows: list[Row] = []
     attach_gauges(getattr(model, "module", model), optimizer, every=EVERY, on_row=rows.append)
     generator = torch.Generator().manual_seed(batch)
@@ -136,8 +140,8 @@ def test_what_is_split_over_ranks_is_read_whole(case: str, found: list[Any]) -> 
         for row, alone in zip(result[case][0], rows, strict=True):
             assert row["tensors"].keys() == alone["tensors"].keys()
             for field in (*EXACT, *AUDITED):
-                # In bfloat16 the rms of one tensor has three digits; noise is what is left of sums in float32. An audit reads
-                # some rows, of a shard others than of the whole.
+                # In bfloat16 the rms of one tensor has three digits; noise is what is left of sums
+                # in float32. An audit reads some rows, of a shard others than of the whole.
                 sampled = {name: {"abs": 0.01} for name in ("lost_fraction", "unseen_fraction")}
                 near = {"rms": {"rel": 2**-7}, "noise": {"abs": 5e-3}, **sampled}.get(
                     field, {"rel": 1e-3}

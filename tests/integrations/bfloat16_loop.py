@@ -1,4 +1,6 @@
-"""A loop of one's own over a tiny bfloat16 Llama: what a framework that leaves the arithmetic to the optimizer must repeat."""
+"""A loop of one's own over a tiny bfloat16 Llama: what a framework that leaves the arithmetic to
+the optimizer must repeat.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 
-STEPS, VOCABULARY, LR = 6, 64, 1e-2
+STEPS = 6
+VOCABULARY = 64
+LR = 1e-2
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,

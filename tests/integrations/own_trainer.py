@@ -1,7 +1,9 @@
-"""What Narrowgauge's own trainer computes on a tiny Llama: the reference that a loop of one's own is held against.
+"""What Narrowgauge's own trainer computes on a tiny Llama: the reference that a loop of one's own
+is held against.
 
-:func:`reference` runs the trainer's own ``session.build`` and ``step.train_step``. It returns what another loop needs to do the
-same (initial weights, batches, learning rates, settings), and what that loop must then compute: losses, rows, weights.
+:func:`reference` runs the trainer's own ``session.build`` and ``step.train_step``. It returns what
+another loop needs to do the same (initial weights, batches, learning rates, settings), and what
+that loop must then compute: losses, rows, weights.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from narrowgauge.trainer.data.dataset import Dataset
 from narrowgauge.trainer.session import build
 from narrowgauge.trainer.step import train_step
 
-RECIPE, STEPS, VOCABULARY = "bfloat16/word", 6, 128
+RECIPE = "bfloat16/word"
+STEPS = 6
+VOCABULARY = 128
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
@@ -40,7 +44,9 @@ _SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class OwnRun:
-    """A run of the trainer's: float32 weights before, and batch, rate, loss and row of each step; the weights after."""
+    """A run of the trainer's: float32 weights before, and batch, rate, loss and row of each step;
+    the weights after.
+    """
 
     settings: TrainConfig
     initial: dict[str, Tensor]
@@ -61,7 +67,9 @@ class OwnRun:
         return {**options, **self.settings.optimizer_options, "decays": is_matrix}
 
     def model(self) -> LlamaForCausalLM:
-        """A model of the same configuration in float32 with the initial weights, as a user builds it."""
+        """A model of the same configuration in float32 with the initial weights, as a user builds
+        it.
+        """
         model = LlamaForCausalLM(LlamaConfig(**SHAPE))
         model.load_state_dict(self.initial)
         return model.train()
@@ -73,7 +81,9 @@ class OwnRun:
 
 @cache
 def reference() -> OwnRun:
-    """Return what ``narrowgauge train`` computes; each call returns the same run, so do not change what is in it."""
+    """Return what ``narrowgauge train`` computes; each call returns the same run, so do not change
+    what is in it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
         config = TrainConfig(model=folder, recipe=parse(RECIPE), **_SETTINGS)
@@ -86,7 +96,9 @@ def reference() -> OwnRun:
         initial = _copied(
             language_model.build(config.model, vocab_size=VOCABULARY, seed=config.seed)
         )
-        batches, rows, reader = [], [], StepReader(session.model, session.optimizer)
+        batches = []
+        rows = []
+        reader = StepReader(session.model, session.optimizer)
         for step in range(STEPS):
             batches.append(torch.cat(session.batch()))
             reader.begin()

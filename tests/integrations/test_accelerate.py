@@ -1,4 +1,6 @@
-"""Accelerate's loop around our optimizers: the bits of a loop of one's own, on one process and on two."""
+"""Accelerate's loop around our optimizers: the bits of a loop of one's own, on one process and on
+two.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from ranks import run_ranks
 
 pytestmark = pytest.mark.frameworks
 
-RECIPE, BATCHES = "bfloat16/word", sequences(4 * STEPS).split(4)
+RECIPE = "bfloat16/word"
+BATCHES = sequences(4 * STEPS).split(4)
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +99,8 @@ def of_two(
     PartialState(cpu=True, backend="gloo")
     plugin = None
     if kind == "FSDP2":
-        # Accelerate 1.15 looks at its plugin on accelerators only: these ranks of gloo say that they are some.
+        # Accelerate 1.15 looks at its plugin on accelerators only: these ranks of gloo say that
+        # they are some.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
         policy = {
             "auto_wrap_policy": "size_based_wrap",

@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer and TRL's with our optimizers: the bits of a loop of one's own, and the callback's record."""
+"""Hugging Face's Trainer and TRL's with our optimizers: the bits of a loop of one's own, and the
+callback's record.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,10 @@ def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_recorded_as_it_is(tmp_path: Path) -> None:
-    """The Trainer logs it as 0 unless its filter is off. The norm of the gradient tells it either way."""
+    """The Trainer logs it as 0 unless its filter is off.
+
+    The norm of the gradient tells it either way.
+    """
     for number, hides in enumerate((False, True)):
         trainer = trainer_of(
             tmp_path / str(number), {"storage": "word"}, callbacks=[NarrowgaugeCallback()], max_steps=1,
@@ -171,7 +176,10 @@ def test_adamw_of_takes_the_arguments(tmp_path: Path) -> None:
 def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """The change is one argument. Losses stay within 0.01 of torch's AdamW, which also wrote the checkpoint."""
+    """The change is one argument.
+
+    Losses stay within 0.01 of torch's AdamW, which also wrote the checkpoint.
+    """
     every = {"save_strategy": "steps", "save_steps": 3, "bf16": True}
 
     def wide(name: str) -> Any:
@@ -179,7 +187,9 @@ def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(
         ng.cast_parameters(trainer.model, torch.float32)
         return trainer
 
-    ours, theirs, resumed = wide("ours"), wide("theirs"), wide("resumed")
+    ours = wide("ours")
+    theirs = wide("theirs")
+    resumed = wide("resumed")
     theirs.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": LR})
     ours.train(), theirs.train()
     assert {p.dtype for p in ours.model.parameters()} == {torch.bfloat16}
@@ -189,7 +199,9 @@ def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(
 
 
 def test_a_checkpoint_of_ours_continues_with_torchs_optimizer(tmp_path: Path) -> None:
-    """The rest of the run has the losses of a run that was torch's from the start, with float32 weights."""
+    """The rest of the run has the losses of a run that was torch's from the start, with float32
+    weights.
+    """
 
     def wide(name: str, **changes: Any) -> Any:
         trainer = trainer_of(
@@ -208,7 +220,8 @@ def test_a_checkpoint_of_ours_continues_with_torchs_optimizer(tmp_path: Path) ->
     ours.train()
     folder = tmp_path / "ours" / "checkpoint-3"
     save_for_torch(ours, folder)
-    torchs, theirs = wide("torchs"), wide("theirs")
+    torchs = wide("torchs")
+    theirs = wide("theirs")
     for trainer in (torchs, theirs):
         trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": LR})
     torchs.train(resume_from_checkpoint=str(folder))

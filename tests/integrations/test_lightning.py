@@ -1,4 +1,6 @@
-"""Lightning's Trainer with bfloat16 weights and our optimizers: the bits of a loop of one's own, and the record."""
+"""Lightning's Trainer with bfloat16 weights and our optimizers: the bits of a loop of one's own,
+and the record.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Module(pl.LightningModule):
 
     def __init__(self, compute: str | None = None, **options: Any) -> None:
         super().__init__()
-        self.model, self.options, self.losses = llama(compute), options, []
+        self.model = llama(compute)
+        self.options = options
+        self.losses = []
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         batch = sequences(4 * STEPS).split(4)[
@@ -61,7 +65,8 @@ def fit(module: Module, steps: int = STEPS, resume: Any = None, **options: Any) 
 
 
 def test_losses_and_weights_are_those_of_a_loop_of_ones_own() -> None:
-    compute, options = "float8-row", {"storage": "compact"}
+    compute = "float8-row"
+    options = {"storage": "compact"}
     module = Module(compute, **options)
     fit(module)
     model = llama(compute)

@@ -1,4 +1,6 @@
-"""Merging adapters and taking them out again leaves the base's bits, and rounds the merged weights once."""
+"""Merging adapters and taking them out again leaves the base's bits, and rounds the merged weights
+once.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def test_merged_weights_are_the_nearest_of_base_and_product() -> None:
     model = adapted()
     layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
     base = layer.get_base_layer().weight.detach().clone()
-    up, down = layer.lora_B["default"].weight, layer.lora_A["default"].weight
+    up = layer.lora_B["default"].weight
+    down = layer.lora_A["default"].weight
     ng.merge(model)
     assert ng.merge(model) == 0
     weight = layer.get_base_layer().weight

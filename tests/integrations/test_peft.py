@@ -20,7 +20,9 @@ pytestmark = pytest.mark.frameworks
 
 
 def adapted(model: nn.Module, **options: Any) -> Any:
-    """LoRA adapters, the same at each call, whose second half is not zero, so that all of them have gradients."""
+    """LoRA adapters, the same at each call, whose second half is not zero, so that all of them have
+    gradients.
+    """
     torch.manual_seed(1)
     config = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **options
@@ -56,7 +58,8 @@ def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> N
     if compute:
         assert quantize_base(model, compute) is model and model.training
     model, optimizer = ng.prepare(model, "bfloat16/word", lr=1e-2)
-    frozen, adapters = weights_of(model, "base_layer"), weights_of(model)
+    frozen = weights_of(model, "base_layer")
+    adapters = weights_of(model)
     losses = trained(model, optimizer)
     assert losses[-1] < losses[0]
     assert all(
@@ -85,14 +88,17 @@ def test_no_tokens_give_no_rows_and_no_gradient(compute: str, shape: tuple[int, 
 
 
 def test_gradients_flow_through_the_quantized_base() -> None:
-    compute, dtype = "nvfp4", torch.bfloat16
+    compute = "nvfp4"
+    dtype = torch.bfloat16
     torch.manual_seed(0)
-    linear, x = nn.Linear(40, 24).requires_grad_(False), torch.randn(2, 8, 40).to(dtype)
+    linear = nn.Linear(40, 24).requires_grad_(False)
+    x = torch.randn(2, 8, 40).to(dtype)
     exact = nn.functional.linear(x, linear.weight.to(dtype), linear.bias.to(dtype))
     quantize_base(nn.Sequential(linear), compute)
     layer: Any = linear  # the same object
     x.requires_grad_()
-    y, grad = layer(x), torch.randn(2, 8, 24).to(dtype)
+    y = layer(x)
+    grad = torch.randn(2, 8, 24).to(dtype)
     assert y.dtype is dtype and y.shape == exact.shape
     y += 0.0  # as adapters add to it, in place
     y.backward(grad)

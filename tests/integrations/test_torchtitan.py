@@ -1,4 +1,6 @@
-"""torchtitan's own Trainer, on its debug model with fewer layers, with its clipping, schedule and checkpoints."""
+"""torchtitan's own Trainer, on its debug model with fewer layers, with its clipping, schedule and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _ENVIRONMENT = {
 
 @pytest.fixture(autouse=True, scope="module")
 def one_rank() -> Iterator[None]:
-    """The environment of torchrun with one process; Python collects garbage again afterwards, which a Trainer turns off."""
+    """The environment of torchrun with one process; Python collects garbage again afterwards, which
+    a Trainer turns off.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -42,9 +46,12 @@ def one_rank() -> Iterator[None]:
 
 
 def narrow(folder: Path, compute: str | None = None, **options: Any) -> Any:
-    """torchtitan's config with the three lines of a user's: bfloat16 weights, our optimizer, perhaps our layers."""
+    """torchtitan's config with the three lines of a user's: bfloat16 weights, our optimizer,
+    perhaps our layers.
+    """
     config = configured(folder, narrowgauge_adamw(lr=1e-3, max_grad_norm=1.0, **options))
-    config.training.dtype, config.training.max_norm = "bfloat16", math.inf
+    config.training.dtype = "bfloat16"
+    config.training.max_norm = math.inf
     if compute is not None:
         NarrowgaugeConverter.Config(compute=compute).build().convert(config.model_spec.model)  # type: ignore[union-attr]
     return config
@@ -93,11 +100,13 @@ def differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 def test_the_trainer_computes_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
     """With one rank: gradients of micro-batches are added up in bfloat16 in both."""
-    compute, parts = "int8-row", 2
+    compute = "int8-row"
+    parts = 2
     start = train(narrow(tmp_path / "start"), 0).weights
     losses, weights = in_a_plain_loop(start, compute, parts, tmp_path)
     config = narrow(tmp_path, compute)
-    config.training.local_batch_size, config.training.global_batch_size = 4 // parts, 4
+    config.training.local_batch_size = 4 // parts
+    config.training.global_batch_size = 4
     found = train(config)
     assert found.losses == losses and differing(found.weights, weights) == []
     (optimizer,) = found.trainer.optimizers
@@ -108,14 +117,13 @@ def test_the_trainer_computes_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     def run(folder: Path, steps: int | None = None) -> Trained:
         config = narrow(folder, "int8-row")
-        config.checkpoint.enable, config.checkpoint.interval = True, 2
+        config.checkpoint.enable = True
+        config.checkpoint.interval = 2
         return train(config, steps)
 
-    whole, first, then = (
-        run(tmp_path / "whole"),
-        run(tmp_path / "parts", 2),
-        run(tmp_path / "parts"),
-    )
+    whole = run(tmp_path / "whole")
+    first = run(tmp_path / "parts", 2)
+    then = run(tmp_path / "parts")
     assert first.losses + then.losses == whole.losses and len(then.losses) == STEPS - 2
     assert then.states.keys() == whole.states.keys() and any(
         name.startswith("narrowgauge.step") for name in whole.states

@@ -1,7 +1,8 @@
 """torchtitan 0.3.0's own Trainer on a CPU.
 
-torchtitan runs on accelerators: it asks its device for memory counters, and calls ``torch.distributed.set_timeout``, which came
-with PyTorch 2.14. Two stand-ins make its Trainer run here with gloo, none of them part of a step:
+torchtitan runs on accelerators: it asks its device for memory counters, and calls
+``torch.distributed.set_timeout``, which came with PyTorch 2.14. Two stand-ins make its Trainer run
+here with gloo, none of them part of a step:
 
 =========================================  =========================================================================
 ``torchtitan.tools.utils.device_module``   ``torch.cpu`` with counters that read 0
@@ -43,7 +44,9 @@ if not hasattr(torch.distributed, "set_timeout"):
     torchtitan_trainer.dist_utils.set_pg_timeouts = lambda **_: None
 
 
-VOCABULARY, STEPS, SEED = 256, 4, 7
+VOCABULARY = 256
+STEPS = 4
+SEED = 7
 
 
 class Words(BaseTokenizer):
@@ -90,7 +93,9 @@ class Batches(BaseDataLoader):
         local_batch_size: int,
         **_: Any,
     ) -> None:
-        self.step, self.rank, self.share = 0, dp_rank, local_batch_size
+        self.step = 0
+        self.rank = dp_rank
+        self.share = local_batch_size
         self.shape = local_batch_size * dp_world_size, seq_len
 
     def __iter__(self) -> Any:
@@ -122,7 +127,9 @@ def shrink(config: Any) -> None:
 
 
 def on_cpu(config: Trainer.Config, folder: Path) -> Trainer.Config:
-    """Return one of torchtitan's configs, small and with one layer, attention that a CPU can compute, and :class:`Batches`."""
+    """Return one of torchtitan's configs, small and with one layer, attention that a CPU can
+    compute, and :class:`Batches`.
+    """
     model: Any = config.model_spec.model  # type: ignore[union-attr]
     model.layers = model.layers[:1]
     shrink(model)
@@ -136,13 +143,14 @@ def on_cpu(config: Trainer.Config, folder: Path) -> Trainer.Config:
         Batches.Config(),
         str(folder),
     )
-    config.training.local_batch_size, config.training.seq_len, config.training.steps = 4, 16, STEPS
-    config.training.disable_cuda_graphs, config.validator.enable, config.debug.seed = (
-        True,
-        False,
-        SEED,
-    )
-    config.lr_scheduler.decay_ratio, config.optimizer.implementation = 0.5, "for-loop"
+    config.training.local_batch_size = 4
+    config.training.seq_len = 16
+    config.training.steps = STEPS
+    config.training.disable_cuda_graphs = True
+    config.validator.enable = False
+    config.debug.seed = SEED
+    config.lr_scheduler.decay_ratio = 0.5
+    config.optimizer.implementation = "for-loop"
     config.metrics.log_freq = 1
     return config
 

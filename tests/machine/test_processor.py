@@ -37,14 +37,17 @@ def test_named_sets_decide(sets: str, bfloat16: bool, int8: bool) -> None:
 
 
 def test_what_pytorch_finds_is_found() -> None:
-    """PyTorch's own question is about AVX512 with and without the bfloat16 instructions: ours is never the laxer one."""
+    """PyTorch's own question is about AVX512 with and without the bfloat16 instructions: ours is
+    never the laxer one.
+    """
     if multiplies("bfloat16"):
         assert torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
 def test_flags_of_x86_and_arm(tmp_path: Path) -> None:
-    x86, arm = tmp_path / "x86", tmp_path / "arm"
+    x86 = tmp_path / "x86"
+    arm = tmp_path / "arm"
     x86.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\n\nprocessor\t: 1\nflags\t: avx512f\n")
     arm.write_text("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd bf16 i8mm\n")
     assert instruction_sets(x86) == {"fpu", "avx2", "fma"}

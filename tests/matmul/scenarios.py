@@ -1,4 +1,6 @@
-"""Shared by the tests of the matmuls: layers of every compute, and the operands that a compute specifies, cast one by one."""
+"""Shared by the tests of the matmuls: layers of every compute, and the operands that a compute
+specifies, cast one by one.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ STOCHASTIC = [
 EIGHT = [COMPUTES[name] for name in (
     "bfloat16", "float8-row", "float8-tensor-e5m2", "float8-block", "int8-row", "mxfp8", "nvfp4", "scalify"
 )]  # fmt: skip
-"""Computes that stand for all in what does not depend on the arithmetic: each granularity, random bits."""
+"""Computes that stand for all in what does not depend on the arithmetic: each granularity, random
+bits.
+"""
 CPU = torch.device("cpu")
 KEY = torch.tensor(1234567, dtype=torch.int32)
 # The dimension that each matmul contracts of what a layer has: x and w, dy and w, dy and x.
@@ -80,7 +84,9 @@ class Result(NamedTuple):
 def passed(
     layer: nn.Module, x: Tensor, grad: Tensor, call: Callable[[Tensor], Tensor] | None = None
 ) -> Result:
-    """Forward and backward through a layer, from fresh gradients; ``call`` is the layer compiled, say."""
+    """Forward and backward through a layer, from fresh gradients; ``call`` is the layer compiled,
+    say.
+    """
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
     y = (layer if call is None else call)(x)
@@ -130,11 +136,13 @@ def quantized(
 
 
 def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both operands of each matmul as float64 ``[rows, contraction]``, each cast for itself from what the table says.
+    """Both operands of each matmul as float64 ``[rows, contraction]``, each cast for itself from
+    what the table says.
 
     Nothing is shared or kept here: that a layer may do so is what the comparison proves.
     """
-    row, weight = layer.compute, layer.weight.t() if layer.is_transposed else layer.weight
+    row = layer.compute
+    weight = layer.weight.t() if layer.is_transposed else layer.weight
     outliers = row.output.left.outliers
     sources = {
         "output": (without_outliers(x, outliers) if outliers else x, weight),
@@ -152,10 +160,8 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
         fold = None
         if matmul.right.granularity == "column":
             # Scales along the contraction: a factor of the left operand, before it is cast.
-            fold, right = (
-                right.outer.view((1, -1) if of_left else (-1, 1)),
-                right._replace(outer=None),
-            )
+            fold = right.outer.view((1, -1) if of_left else (-1, 1))
+            right = right._replace(outer=None)
         key = KEY
         if layer.keys() is not None:
             key = _draw(2 + of_left, grad, layer.clock.words(CPU), layer.key[None])[0]
@@ -168,7 +174,9 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
 
 
 def off(exactly: Product, matmul: computes.Product, num_terms: int, dtype: torch.dtype) -> Tensor:
-    """The error bound of a matmul here: of its sum, and of four roundings: the CPU's matmul, two scales, the result."""
+    """The error bound of a matmul here: of its sum, and of four roundings: the CPU's matmul, two
+    scales, the result.
+    """
     of_sum = 0.0 if matmul.accumulation == "int32" else num_terms * 2.0**-23
     is_narrow = not {matmul.left.format, matmul.right.format} <= {"int8", "float32", "float16"}
     own = ROUNDING[torch.bfloat16 if is_narrow else torch.float32]
@@ -178,7 +186,9 @@ def off(exactly: Product, matmul: computes.Product, num_terms: int, dtype: torch
 
 
 def expected(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """What each matmul and the bias's gradient must be, cut to size, and how far off: the straight-through oracle's word."""
+    """What each matmul and the bias's gradient must be, cut to size, and how far off: the
+    straight-through oracle's word.
+    """
     row, rows, (outputs, inputs) = (
         layer.compute,
         x.shape[0],

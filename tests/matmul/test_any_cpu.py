@@ -1,4 +1,6 @@
-"""A model on a processor that multiplies float32 alone: the values of its format, by float32 products, and one note."""
+"""A model on a processor that multiplies float32 alone: the values of its format, by float32
+products, and one note.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop: No
             losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.3
     assert [str(warning.message) for warning in found if warning.category is EmulationNotice] == [
-        "bfloat16 multiplies bfloat16, which this CPU cannot; it is emulated here by float32 products "
+        "bfloat16 multiplies bfloat16, which this CPU cannot; it is emulated here by float32 "
+        "products "
         "(same values, float32's speed)."
     ]
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]

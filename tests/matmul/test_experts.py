@@ -1,4 +1,6 @@
-"""Experts of transformers' mixtures: swapped in place, nothing renamed; they learn, and compute what their layers would."""
+"""Experts of transformers' mixtures: swapped in place, nothing renamed; they learn, and compute
+what their layers would.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ SHAPE = {
     "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
 }  # fmt: skip
 TOKENS = random_tokens(2, 24, 64, seed=1)
-FLOAT8, OUTLIERS = COMPUTES["float8-row"], with_threshold("int8-outlier", 2.0)
+FLOAT8 = COMPUTES["float8-row"]
+OUTLIERS = with_threshold("int8-outlier", 2.0)
 
 
 def mixtral(dtype: torch.dtype = torch.bfloat16) -> MixtralForCausalLM:
@@ -35,7 +38,8 @@ def swap_experts(model: nn.Module, row: str | Compute) -> NarrowLayers:
 
 
 def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is() -> None:
-    model, plain = mixtral(), mixtral()
+    model = mixtral()
+    plain = mixtral()
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     linears = swap_experts(model, "bfloat16")
     assert sorted(linears.layers) == [
@@ -73,7 +77,8 @@ def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compu
     chosen = torch.stack(
         [torch.randperm(4, generator=draw)[:2] for _ in range(20)]
     )  # the last two experts get none
-    x, shares = torch.randn(20, 32, generator=draw).bfloat16(), torch.rand(20, 2, generator=draw)
+    x = torch.randn(20, 32, generator=draw).bfloat16()
+    shares = torch.rand(20, 2, generator=draw)
     y = experts(x, chosen, shares)
     sums = torch.zeros(20, 2, 32)
     for expert in range(4):

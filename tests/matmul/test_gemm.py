@@ -1,4 +1,7 @@
-"""Products: integers bit for bit, what a CPU multiplies itself, empty inputs and NaN scales. Against float64: ``test_linear``."""
+"""Products: integers bit for bit, what a CPU multiplies itself, empty inputs and NaN scales.
+
+Against float64: ``test_linear``.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,8 @@ def test_integers_multiply_bit_for_bit(
 @exhaustive("sign", [1, -1])
 def test_integer_sums_hold_beyond_what_int32_does(sign: int) -> None:
     terms = (1 << 17) * 2 + 5
-    left, right = (
-        torch.full((2, terms), 127, dtype=torch.int8),
-        torch.full((3, terms), 127 * sign, dtype=torch.int8),
-    )
+    left = torch.full((2, terms), 127, dtype=torch.int8)
+    right = torch.full((3, terms), 127 * sign, dtype=torch.int8)
     left[1, ::2] = -127
     one = torch.ones((1, 1))
     found = multiply(

@@ -1,4 +1,6 @@
-"""Grouped linears: each expert's values are those of a linear layer on that expert's tokens, bit for bit."""
+"""Grouped linears: each expert's values are those of a linear layer on that expert's tokens, bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,8 @@ def operands(
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, IN, generator=draw)
     x[:, 3] *= 20
-    weights, bias = (
-        torch.randn(experts, OUT, IN, generator=draw),
-        torch.randn(experts, OUT, generator=draw),
-    )
+    weights = torch.randn(experts, OUT, IN, generator=draw)
+    bias = torch.randn(experts, OUT, generator=draw)
     grad = torch.randn(TOKENS, OUT, generator=draw)
     return (
         x.to(dtype),

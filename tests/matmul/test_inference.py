@@ -52,7 +52,8 @@ def tiny_llama(seed: int = 0) -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("row", SERVED)
 def test_the_output_is_that_of_the_layer_in_training(row: str, dtype: torch.dtype) -> None:
-    trained, model = holder(dtype), holder(dtype)
+    trained = holder(dtype)
+    model = holder(dtype)
     swap_linears(trained, row)
     quantize_for_inference(model, row)
     x = inputs(3, 7, dtype=dtype, outliers=6)
@@ -89,7 +90,8 @@ def test_the_gradient_is_that_of_a_frozen_weight(row: str, compiled: bool) -> No
     run = (
         torch.compile(model["fc"], fullgraph=True, backend="aot_eager") if compiled else model["fc"]
     )
-    x, grad = inputs(5, outliers=2).requires_grad_(), gaussian(5, OUT).bfloat16()
+    x = inputs(5, outliers=2).requires_grad_()
+    grad = gaussian(5, OUT).bfloat16()
     run(x).backward(grad)
     assert torch.equal(x.grad, grad @ model["fc"].dequantize().bfloat16())
     assert torch.equal(model["fc"].bias.grad, grad.sum(0))

@@ -1,4 +1,6 @@
-"""The one Linear: every row against the straight-through oracle, and everything a training loop does around it."""
+"""The one Linear: every row against the straight-through oracle, and everything a training loop
+does around it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def batch(
     )
 
 
-# ── the arithmetic ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the arithmetic ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("row", ROWS, **names)
@@ -70,8 +72,10 @@ def test_a_layer_is_the_oracle_s(
     layer, linears = make_layer(row, *shape[1:], dtype=dtype)
     linears.step = 5
     x, grad = batch(shape, dtype)
-    found, wanted = passed(layer, x, grad), expected(layer, x, grad)
-    bias, u = layer.bias.detach().double(), oracle.ROUNDING[dtype]
+    found = passed(layer, x, grad)
+    wanted = expected(layer, x, grad)
+    bias = layer.bias.detach().double()
+    u = oracle.ROUNDING[dtype]
     value, off = wanted["output"]
     wanted["output"] = value + bias, off * (1 + u) + u * ((value + bias).abs() + bias.abs())
     for got, place in zip(found, PLACES, strict=True):
@@ -94,7 +98,9 @@ def casting_one(row: Compute, tensor: str) -> Compute:
 
 
 def every_cast() -> Iterator[Cast]:
-    """Each cast to nearest of the formats that matmuls take, of each granularity and scale that :class:`Cast` accepts."""
+    """Each cast to nearest of the formats that matmuls take, of each granularity and scale that
+    :class:`Cast` accepts.
+    """
     for format in FORMATS.values():
         if format.kind == "scale" or format.bits > 8:
             continue
@@ -107,13 +113,16 @@ def every_cast() -> Iterator[Cast]:
 
 @exhaustive("cast", every_cast())
 def test_every_cast_that_is_accepted_multiplies(cast: Cast) -> None:
-    """A compute of one's own is one line: all three products, against float64 products of what the cast says."""
+    """A compute of one's own is one line: all three products, against float64 products of what the
+    cast says.
+    """
     product = Product(cast, cast)
     row = Compute(f"own {cast}", *(product,) * 3, purpose="", source="")
     shape = (20, 40, 24)
     layer, _ = make_layer(row, *shape[1:], bias=False)
     x, grad = batch(shape)
-    found, wanted = passed(layer, x, grad), expected(layer, x, grad)
+    found = passed(layer, x, grad)
+    wanted = expected(layer, x, grad)
     for got, place in zip(found, PLACES[:3], strict=False):
         value, off = wanted[place]
         assert ((got.double() - value).abs() <= off + 2.0**-130).all(), place
@@ -170,7 +179,8 @@ def test_a_step_s_bits_come_back_and_another_s_differ(row: Compute) -> None:
 @pytest.mark.parametrize("shape", [(24, 65), (1, 24, 65), (6, 4, 65), (6, 2, 2, 65)], ids=str)
 def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int, ...]) -> None:
     """Packed tokens are divided anywhere, whole sequences between each other."""
-    x, grad = gaussian(24, 65, seed=3), gaussian(1, 17, seed=4).expand(24, 17)
+    x = gaussian(24, 65, seed=3)
+    grad = gaussian(1, 17, seed=4).expand(24, 17)
     layer, linears = make_layer("int8-row")
     linears.set_first_token(0)
     whole = passed(layer, x, grad).grad_input
@@ -186,7 +196,7 @@ def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int
         assert torch.equal(found.grad_input.reshape(-1, 65), whole[first:last])
 
 
-# ── as a module ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── as a module ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_packed_tokens_need_no_sequence_to_key_by_in_evaluation() -> None:
@@ -199,7 +209,8 @@ def test_packed_tokens_need_no_sequence_to_key_by_in_evaluation() -> None:
 @every_one_of_eight
 def test_any_leading_shape_gives_the_same_bits(row: Compute) -> None:
     layer, _ = make_layer(row)
-    x, grad = gaussian(12, 65, seed=3), gaussian(12, 17, seed=4)
+    x = gaussian(12, 65, seed=3)
+    grad = gaussian(12, 17, seed=4)
     flat = passed(layer, x, grad)
     for shape in ((3, 4), (2, 3, 2)):
         layer, _ = make_layer(row)
@@ -238,7 +249,7 @@ def test_autocast_is_the_stream_s_dtype() -> None:
     assert inside.dtype is torch.bfloat16 and torch.equal(inside, layer(x))
 
 
-# ── swapping and the handle ─────────────────────────────────────────────────────────────────────────────────────────
+# ── swapping and the handle ───────────────────────────────────────────────────────────────────────
 
 
 class Model(nn.Module):
@@ -292,7 +303,9 @@ class Halved(nn.Linear):
 
 
 def test_matrices_that_stay_wide_are_named_and_counted() -> None:
-    """Of PyTorch's encoder layer half: attention reads its matrices without a linear layer's forward."""
+    """Of PyTorch's encoder layer half: attention reads its matrices without a linear layer's
+    forward.
+    """
     model = nn.ModuleDict({
         "embedding": nn.Embedding(7, 32), "encoder": nn.TransformerEncoderLayer(32, 2, 64), "halved": Halved(32, 32),
         "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "lm_head": nn.Linear(32, 7),
@@ -350,7 +363,8 @@ def test_a_resumed_run_has_the_random_bits_of_one_that_never_stopped(
 
     def begin() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         torch.manual_seed(0)
-        model, linears = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), None
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        linears = None
         if is_swapped_first:
             linears = swap_linears(model, "int8-row")
         if is_ours:
@@ -398,7 +412,8 @@ def same_parameters(one: nn.Module, other: nn.Module) -> bool:
 def test_a_second_optimizer_of_the_model_counts_once_the_first_has_stopped() -> None:
     model = Model()
     linears = swap_linears(model, "int8-row")
-    matrices, rest = AdamW([model.q_proj.weight]), AdamW([model.k_proj.weight])
+    matrices = AdamW([model.q_proj.weight])
+    rest = AdamW([model.k_proj.weight])
     for _ in range(3):  # as Muon beside AdamW
         rest.step()
         matrices.step()
@@ -412,9 +427,12 @@ def test_a_second_optimizer_of_the_model_counts_once_the_first_has_stopped() -> 
 def test_micro_batches_that_nobody_counts_round_independently(
     compute: str,
 ) -> None:
-    """Of equal mean and unequal values, 8 of them: the noise of the sum has the variance of independent ones."""
+    """Of equal mean and unequal values, 8 of them: the noise of the sum has the variance of
+    independent ones.
+    """
     layer, linears = make_layer(compute, 64, 48, bias=False)
-    sums, parts = [], []
+    sums = []
+    parts = []
     for seed in range(12):
         linears.clock.set(seed=seed)
         of_seed = []
@@ -465,13 +483,14 @@ def test_ranks_of_ddp_keep_their_own_random_bits(one_rank: None) -> None:
 def test_casts_of_a_large_layer_are_compiled_and_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    x, grad = gaussian(512, 512, seed=3), gaussian(512, 512, seed=4)
+    x = gaussian(512, 512, seed=3)
+    grad = gaussian(512, 512, seed=4)
     large = passed(make_layer("nvfp4", 512, 512)[0], x, grad)
     monkeypatch.setattr("narrowgauge.torch_support.compile.COMPILE_ELEMENTS", 1 << 40)
     assert same(large, passed(make_layer("nvfp4", 512, 512)[0], x, grad))
 
 
-# ── compiled ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── compiled ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -485,7 +504,9 @@ def fresh_compiler() -> Iterator[None]:
 def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(
     row: Compute, fresh_compiler: None
 ) -> None:
-    """The casts fuse with the products around the layer, whose results are rounded first all the same."""
+    """The casts fuse with the products around the layer, whose results are rounded first all the
+    same.
+    """
     eager, others = make_layer(row)
     layer, linears = make_layer(row)
     call = torch.compile(
@@ -497,13 +518,14 @@ def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(
         linears.step = others.step = step
         for handle in (linears, others) if step else ():  # at first the gradient's own bits key it
             handle.set_first_sequence(2 * step)
-        x, grad = gaussian(2, 12, 65, seed=step), gaussian(2, 12, 17, seed=step + 50)
+        x = gaussian(2, 12, 65, seed=step)
+        grad = gaussian(2, 12, 17, seed=step + 50)
         wanted = passed(eager, x, grad, lambda x: eager(x * 1.3) * 0.7)
         with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
             assert same(passed(layer, x, grad, call), wanted)
 
 
-# ── what models do around a layer ───────────────────────────────────────────────────────────────────────────────────────
+# ── what models do around a layer ─────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -597,9 +619,11 @@ def test_exceptions_of_a_float16_recipe_compute_in_float16() -> None:
 def test_a_copy_counts_steps_and_another_optimizer_may_step_before_backward() -> None:
     original = nn.Sequential(nn.Linear(32, 32)).bfloat16()
     swap_linears(original, "nvfp4")
-    model, other = copy.deepcopy(original), nn.Linear(2, 2)
+    model = copy.deepcopy(original)
+    other = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    x, gradients = torch.randn(8, 32).bfloat16(), []
+    x = torch.randn(8, 32).bfloat16()
+    gradients = []
     for _ in range(3):
         y = model(x)
         other(torch.ones(2)).sum().backward()

@@ -1,7 +1,9 @@
-"""Native matmuls, walked as on the device: what a kernel gets, it takes, and its product is the emulation's.
+"""Native matmuls, walked as on the device: what a kernel gets, it takes, and its product is the
+emulation's.
 
-Stand-ins (``oracles/cuda_matmuls.py``) take the place of PyTorch's functions, check each argument by PyTorch's and cuBLAS's
-rules, and compute in float64 what the kernel is defined to do with exactly these bytes.
+Stand-ins (``oracles/cuda_matmuls.py``) take the place of PyTorch's functions, check each argument
+by PyTorch's and cuBLAS's rules, and compute in float64 what the kernel is defined to do with
+exactly these bytes.
 """
 
 from __future__ import annotations
@@ -74,11 +76,16 @@ VIEWS = {
     "view", "t", "transpose", "detach", "expand", "unsqueeze", "select", "slice", "as_strided", "alias", "permute", "squeeze",
     "split", "_unsafe_view", "_reshape_alias", "unbind", "empty", "new_empty", "empty_like", "ones_like",
 }  # fmt: skip
-"""Operations that launch nothing. The gradient of the result is ``ones_like``, and not the layer's."""
+"""Operations that launch nothing.
+
+The gradient of the result is ``ones_like``, and not the layer's.
+"""
 
 
 class Launches(TorchDispatchMode):
-    """Count what a GPU would launch: every operation that is no view, and each compiled function once."""
+    """Count what a GPU would launch: every operation that is no view, and each compiled function
+    once.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -135,7 +142,9 @@ def test_a_layer_launches_little(
 def test_another_number_of_tokens_compiles_nothing_new(
     row: Compute, chip: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiled function serves all sizes: what is bound to it must not depend on the number of rows."""
+    """A compiled function serves all sizes: what is bound to it must not depend on the number of
+    rows.
+    """
     layer, _ = make_layer(row, 256, 384, bias=False)
     monkeypatch.setattr(native, "_works", lambda *_, **__: True)
     functions = []
@@ -156,7 +165,8 @@ def values_of(operand: Operand, dim: int) -> Tensor:
 
 def test_which_computes_each_chip_multiplies_itself() -> None:
     whole = {"float8-tensor", "float8-row", "float8-row-wide-gw", "float8-tensor-e5m2", "scalify"}
-    mx, blocks = {"mxfp8", "mxfp8-ocp"}, {"float8-block", "float8-block-float32"}
+    mx = {"mxfp8", "mxfp8-ocp"}
+    blocks = {"float8-block", "float8-block-float32"}
     nv = {"nvfp4", "nvfp4-4over6"}
     expected = {
         **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942"), whole),
@@ -199,7 +209,10 @@ def test_a_chip_that_has_the_kernel_is_asked_once_and_then_gets_codes(
 def test_a_native_product_is_the_exact_one_rounded_once(
     row: Compute, chip: str, place: str, shape: tuple[int, int, int]
 ) -> None:
-    """The stand-in adds in float64, so what is off is the layout. And the emulation of the same codes is as near as it states."""
+    """The stand-in adds in float64, so what is off is the layout.
+
+    And the emulation of the same codes is as near as it states.
+    """
     bias = gaussian(shape[2], seed=5)
     for dtype, given in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
         with device(chip):
@@ -214,7 +227,8 @@ def test_a_native_product_is_the_exact_one_rounded_once(
             else 0.0
         )
         exactly = product.value + wide
-        # Sums leave mxfp4's kernel, and AMD's, in bfloat16; two tensors' scales are rounded in float32.
+        # Sums leave mxfp4's kernel, and AMD's, in bfloat16; two tensors' scales are rounded in
+        # float32.
         first = torch.bfloat16 if row.name == "mxfp4" or chip == "gfx950" else dtype
         roundings = 2.0**-22 + oracle.ROUNDING[first] + oracle.ROUNDING[dtype]
         bound = product.magnitude * 2.0**-40 + (exactly.abs() + product.value.abs()) * roundings
@@ -290,7 +304,10 @@ def test_a_gpu_s_integer_product_is_exact(
 @pytest.mark.usefixtures("untried", "sm90")
 @pytest.mark.parametrize("compute", SCALED_MM)
 def test_compilers_see_through_a_native_layer(compute: str) -> None:
-    """Its graph has three kernels of PyTorch. It copies codes only into the layout in which they are cast or shared."""
+    """Its graph has three kernels of PyTorch.
+
+    It copies codes only into the layout in which they are cast or shared.
+    """
     layer, _ = make_layer(compute, 64, 80)
     graphs: list[torch.fx.Graph] = []
 
@@ -305,7 +322,8 @@ def test_compilers_see_through_a_native_layer(compute: str) -> None:
         ),
         fullgraph=True,
     )
-    x, grad = gaussian(48, 64, seed=3), gaussian(48, 80, seed=4)
+    x = gaussian(48, 64, seed=3)
+    grad = gaussian(48, 80, seed=4)
     assert same(passed(layer, x, grad, call), passed(layer, x, grad))
     calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
     kernels = [node for node in calls if node.target is torch.ops.aten._scaled_mm.default]
@@ -325,13 +343,15 @@ def test_compilers_see_through_a_native_layer(compute: str) -> None:
 def test_a_kernel_that_rounds_before_it_adds_a_bias_gets_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scaled_mm, product = torch._scaled_mm, COMPUTES["float8-row"].output
+    scaled_mm = torch._scaled_mm
+    product = COMPUTES["float8-row"].output
 
     def twice_rounded(*args: Any, **options: Any) -> Tensor:
         *args, bias = (*args, None)[:5]
         return scaled_mm(*args, **options) + (0 if bias is None else bias)
 
-    kernel, arguments = kernel_for(product, "sm90"), (product, gaussian(16), torch.bfloat16)
+    kernel = kernel_for(product, "sm90")
+    arguments = (product, gaussian(16), torch.bfloat16)
     assert kernel is not None and native.adds_bias(kernel, *arguments)
     native._works.cache_clear()
     monkeypatch.setattr(torch, "_scaled_mm", twice_rounded)
@@ -340,7 +360,8 @@ def test_a_kernel_that_rounds_before_it_adds_a_bias_gets_none(
 
 @pytest.mark.usefixtures("untried", "sm90")
 def test_a_compute_chooses_the_accumulation_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled_mm, choices = torch._scaled_mm, list[bool]()
+    scaled_mm = torch._scaled_mm
+    choices = list[bool]()
 
     def recorded(*args: Any, use_fast_accum: bool, **options: Any) -> Tensor:
         choices.append(use_fast_accum)

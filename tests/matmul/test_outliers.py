@@ -1,4 +1,6 @@
-"""Outlier features: which columns they are, and that int8 plus the thin 16-bit product is the whole one."""
+"""Outlier features: which columns they are, and that int8 plus the thin 16-bit product is the whole
+one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from narrowgauge.matmul.layer_matmuls import outlier_columns, without_outliers
 from narrowgauge.spec.computes import COMPUTES, Compute
 from oracles.linear import ROUNDING, Product, product
 
-ROW, CODES = COMPUTES["int8-outlier"], COMPUTES["int8-outlier-codes"]
+ROW = COMPUTES["int8-outlier"]
+CODES = COMPUTES["int8-outlier-codes"]
 THRESHOLD = ROW.output.left.outliers
 both = pytest.mark.parametrize("row", [ROW, CODES], ids=["16 bits", "codes"])
 
@@ -25,7 +28,11 @@ def with_outliers(columns: tuple[int, ...] = (3, 40), rows: int = 33) -> torch.T
 
 def test_a_column_with_one_magnitude_at_the_threshold_is_an_outlier() -> None:
     x = torch.zeros(4, 6)
-    x[0, 1], x[3, 2], x[1, 3], x[2, 4], x[2, 5] = 6.0, -6.0, 5.99, torch.nan, torch.inf
+    x[0, 1] = 6.0
+    x[3, 2] = -6.0
+    x[1, 3] = 5.99
+    x[2, 4] = torch.nan
+    x[2, 5] = torch.inf
     assert outlier_columns(x, 6.0).tolist() == [False, True, True, False, True, True]
 
 
@@ -37,7 +44,8 @@ def test_the_output_is_int8_plus_the_thin_product_in_16_bits(
     layer, _ = make_layer(row)
     x = with_outliers(columns)
     found = passed(layer, x, gaussian(33, 17)).output.double()
-    rest, weight = without_outliers(x, THRESHOLD), layer.weight.detach()
+    rest = without_outliers(x, THRESHOLD)
+    weight = layer.weight.detach()
     codes = exact(quantized(weight, row.output.right, 1))
     narrow = product(exact(quantized(rest, row.output.left, 1)), codes)
     met = weight if row is ROW else codes.bfloat16()

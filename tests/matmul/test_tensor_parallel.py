@@ -1,4 +1,6 @@
-"""Narrow layers under tensor parallelism have the values of one process, but for the order of sums; or they are refused."""
+"""Narrow layers under tensor parallelism have the values of one process, but for the order of sums;
+or they are refused.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Two(nn.Module):
 def results(compute: str, order: str = "", mesh: Any = None) -> list[Tensor]:
     """Return the output and the gradients of a small model, whole."""
     torch.manual_seed(0)
-    model, x = Two().bfloat16(), torch.randn(2, 64, 128).bfloat16()
+    model = Two().bfloat16()
+    x = torch.randn(2, 64, 128).bfloat16()
     for word in order.split(",") if order else ("swap",):
         if word == "swap":
             ng.swap_linears(model, compute, keep=())

@@ -1,4 +1,6 @@
-"""round_to: every bfloat16 and float16 value and a sweep of float32, against ml_dtypes, NumPy and fractions."""
+"""round_to: every bfloat16 and float16 value and a sweep of float32, against ml_dtypes, NumPy and
+fractions.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ FLOATS = [name for name in NAMES if FORMATS[name].kind == "float"]
 
 
 def reference(x: np.ndarray, name: str) -> np.ndarray:
-    """Round to nearest even by someone else's code: ml_dtypes, or NumPy where that lacks the format."""
+    """Round to nearest even by someone else's code: ml_dtypes, or NumPy where that lacks the
+    format.
+    """
     with np.errstate(all="ignore"):
         if name in INTEGERS:
             return np.clip(
@@ -51,7 +55,9 @@ def mismatches(ours: Tensor, theirs: np.ndarray) -> int:
 
 @cache
 def sweep() -> Tensor:
-    """2.2 million bit patterns: every exponent and sign at a stride, and all the places where 16-bit formats decide."""
+    """2.2 million bit patterns: every exponent and sign at a stride, and all the places where
+    16-bit formats decide.
+    """
     strided = torch.arange(-(2**31), 2**31, 2039, dtype=torch.int64)
     upper = torch.arange(-(2**15), 2**15, 5, dtype=torch.int64) << 16
     ties = torch.cat([upper + low for low in (0, 1, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
@@ -65,7 +71,9 @@ def grid_of(name: str) -> Grid:
 
 @cache
 def decisive(name: str) -> Tensor:
-    """All values of a format (or 4,096 of them), all ties between neighbours, and two float32 neighbours of each."""
+    """All values of a format (or 4,096 of them), all ties between neighbours, and two float32
+    neighbours of each.
+    """
     row = FORMATS[name]
     codes = range(0, 1 << row.bits, max(1, (1 << row.bits) >> 12))
     values = np.array([v for v in map(row.decode, codes) if math.isfinite(v)])
@@ -90,7 +98,8 @@ def test_a_sweep_of_float32(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(expectations.FLOATS))
 def test_float64_is_rounded_once(name: str) -> None:
-    grid, row = grid_of(name), FORMATS[name]
+    grid = grid_of(name)
+    row = FORMATS[name]
     wide = decisive(name).double()
     wide = wide[wide.isfinite()][:: max(1, len(wide) // 1000)]
     # Far below float32's resolution, yet it decides a tie.
@@ -103,7 +112,8 @@ def test_float64_is_rounded_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(expectations.FLOATS))
 def test_toward_zero_and_saturated_against_fractions(name: str) -> None:
-    grid, row = grid_of(name), FORMATS[name]
+    grid = grid_of(name)
+    row = FORMATS[name]
     x = torch.cat([decisive(name), sweep()[:: 1 << 10]])
     x = x[x.isfinite()][:: max(1, len(decisive(name)) // 3000)]
     cut = round_to(x, name, "toward_zero").tolist()
@@ -182,7 +192,9 @@ def z_score(ups: int, draws: int, probability: float) -> float:
     "name", ["bfloat16", "tfloat32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int8"]
 )
 def test_stochastic_is_unbiased(name: str, dtype: torch.dtype) -> None:
-    """96 counts, all below 4.5 standard deviations: by chance a sound generator fails once in 1,500 choices of seed."""
+    """96 counts, all below 4.5 standard deviations: by chance a sound generator fails once in 1,500
+    choices of seed.
+    """
     draws = 100_000
     # A normal value, one below the smallest normal or near it, and one far below the smallest step.
     for low in (1.0, 0.0):
@@ -200,7 +212,8 @@ def test_stochastic_depends_on_seed_place_and_value() -> None:
         round_to(x, "float8_e4m3fn", "stochastic", seed=seed) for seed in (1, 1, 2)
     )
     assert one.equal(again) and not one.equal(other)
-    # Independent halves agree in half of the places: 65,536 of them to within 4.5 standard deviations of 128.
+    # Independent halves agree in half of the places: 65,536 of them to within 4.5 standard
+    # deviations of 128.
     for left, right in ((one, other), (one[1:], one[:-1]), (one[1 << 15 :], one[: 1 << 15])):
         same = int((left == right).sum())
         assert abs(z_score(same, len(left), 0.5)) < 4.5

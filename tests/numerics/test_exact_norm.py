@@ -31,7 +31,9 @@ def generator(seed: int) -> torch.Generator:
 
 
 def wild(count: int, seed: int, dtype: torch.dtype = torch.float32, binades: float = 8.0) -> Tensor:
-    """Values of both signs whose magnitudes spread over many binades, so float sums of them do depend on order."""
+    """Values of both signs whose magnitudes spread over many binades, so float sums of them do
+    depend on order.
+    """
     g = generator(seed)
     exponents = torch.randn(count, generator=g, dtype=torch.float64) * binades
     return (torch.randn(count, generator=g, dtype=torch.float64) * exponents.exp2()).to(dtype)
@@ -50,7 +52,8 @@ def test_squares_in_any_order_have_the_same_bits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = wild(3000, 1, dtype, binades=2.0 if dtype == torch.float16 else 12.0)
-    expected, norm = scalar_bits(sum_of_squares([x])), exact_norm([x])
+    expected = scalar_bits(sum_of_squares([x]))
+    norm = exact_norm([x])
     assert norm.dtype == torch.float32 and norm.shape == ()
     for seed in range(24):
         monkeypatch.setattr(chunks, "CHUNK", seed % 5 * 300 + 17)
@@ -72,7 +75,8 @@ def test_sum_of_squares_keeps_its_bound_against_fractions(dtype: torch.dtype) ->
 def test_sum_of_squares_is_exact_where_the_law_says_so() -> None:
     integers = torch.arange(-1000.0, 1000.0)
     assert sum_of_squares([integers]).item() == sum(k * k for k in range(-1000, 1000))
-    # 4,096 addends: 50 bits a grid, so 2^-60 lies on the second grid and would have vanished from the first.
+    # 4,096 addends: 50 bits a grid, so 2^-60 lies on the second grid and would have vanished from
+    # the first.
     ones = torch.cat((torch.ones(1), torch.full((4095,), 2.0**-30)))
     assert sum_of_squares([ones]).item() == nearest_float(1 + exact_sum([4095 * 2.0**-60]))
 
@@ -93,8 +97,10 @@ def test_nan_wins_over_infinity_and_infinity_over_numbers_and_a_norm_may_be_beyo
     )
     for dtype in NARROW:
         big = torch.ones(3000, dtype=dtype)
-        inf, nan = big.clone(), big.clone()
-        inf[7], nan[2900] = -math.inf, math.nan
+        inf = big.clone()
+        nan = big.clone()
+        inf[7] = -math.inf
+        nan[2900] = math.nan
         assert exact_norm([big, inf]).item() == sum_of_squares([inf, big]).item() == math.inf
         for tensors in ([nan, inf], [inf, nan], [big, nan]):
             assert math.isnan(exact_norm(tensors).item()) and math.isnan(

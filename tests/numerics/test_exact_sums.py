@@ -32,7 +32,8 @@ EDGES = [
 def summed(addends: Sequence[float], dtype: torch.dtype = torch.float32) -> list[float]:
     """The sum by each way there is: one call for all, one for each, and without words."""
     rows = torch.tensor(addends, dtype=dtype).view(-1, 1)
-    one, each = ExactSums(1), ExactSums(1)
+    one = ExactSums(1)
+    each = ExactSums(1)
     one.add_(rows)
     for row in rows:
         each.add_(row)
@@ -69,7 +70,9 @@ def test_random_addends_over_a_huge_range(dtype: torch.dtype) -> None:
 
 
 def test_every_magnitude_of_float32_beside_every_other() -> None:
-    """Each power of two from 2^-126 to 2^127, beside one with all mantissa bits, and two negative ones."""
+    """Each power of two from 2^-126 to 2^127, beside one with all mantissa bits, and two negative
+    ones.
+    """
     powers = [2.0**exponent for exponent in range(-126, 128)]
     full = [value * (2 - 2.0**-23) for value in powers]
     pairs = list(itertools.product(powers, full))[::11]
@@ -87,8 +90,11 @@ def test_every_magnitude_of_float32_beside_every_other() -> None:
 @pytest.mark.parametrize("large", [LARGEST * 2, 2.0**70, 2.0**127])
 def test_a_sum_that_becomes_wide_late_is_the_sum_of_one_that_was_wide(large: float) -> None:
     rows = leaves(20, 64)
-    rows[13, 5], rows[17, 5], rows[13, 9] = large, -large, large
-    late, early = ExactSums(64), ExactSums(64, is_wide=True)
+    rows[13, 5] = large
+    rows[17, 5] = -large
+    rows[13, 9] = large
+    late = ExactSums(64)
+    early = ExactSums(64, is_wide=True)
     for row in rows:
         late.add_(row)
     early.add_(rows.flip(0))
@@ -112,9 +118,11 @@ def test_what_lies_between_two_floats_is_rounded_by_its_very_last_bit() -> None:
 def test_a_parameter_server_has_one_sum_in_any_order_of_arrival() -> None:
     draw = torch.Generator().manual_seed(0)
     gradients = [1e-3 * torch.randn(1000, generator=draw) for _ in range(8)]
-    exact, rounded = set(), set()
+    exact = set()
+    rounded = set()
     for seed in range(20):
-        server, plain = ExactSums(1000), torch.zeros(1000)
+        server = ExactSums(1000)
+        plain = torch.zeros(1000)
         for worker in random.Random(seed).sample(range(8), 8):
             server.add_(gradients[worker])
             plain += gradients[worker]
@@ -175,7 +183,8 @@ def test_where_values_cannot_be_looked_at_the_bits_are_the_same(
 ) -> None:
     """What runs on a GPU, on this CPU: no branch on a value."""
     rows = leaves(9, 5000)
-    rows[3, 7], rows[4, 8] = math.inf, LARGEST * 2
+    rows[3, 7] = math.inf
+    rows[4, 8] = LARGEST * 2
     expected = sum_rows(rows, torch.empty(5000))
     monkeypatch.setattr(exact_sums, "on_cpu", lambda _: False)
     monkeypatch.setattr(exact_sums, "chunk_size", lambda device: 1000)

@@ -1,4 +1,6 @@
-"""Expansions: roundings against torch's casts, sums and products against exact rationals, bounds asserted."""
+"""Expansions: roundings against torch's casts, sums and products against exact rationals, bounds
+asserted.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def exact(parts: Sequence[Tensor]) -> list[Fraction]:
 
 
 def every_prefix_and_its_ties() -> Tensor:
-    """A million float32 a prime stride apart; every 16-bit prefix with its tie and the values beside the tie."""
+    """A million float32 a prime stride apart; every 16-bit prefix with its tie and the values
+    beside the tie.
+    """
     strided = np.arange(0, 2**32, 4093, dtype=np.int64)
     prefixes = np.arange(2**16, dtype=np.int64)[:, None] * 2**16
     ties = (
@@ -52,7 +56,9 @@ def every_prefix_and_its_ties() -> Tensor:
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_nearest_even_is_torchs_cast_wherever_the_format_reaches(name: str) -> None:
-    rn, row, x = NearestEven(DROPPED[name]), get_format(name), every_prefix_and_its_ties()
+    rn = NearestEven(DROPPED[name])
+    row = get_format(name)
+    x = every_prefix_and_its_ties()
     normal = x[(x.abs() >= 2.0**row.min_exponent) & (x.abs() <= row.max)]
     cast = normal.to(getattr(torch, name)).float()
     assert (
@@ -72,7 +78,8 @@ def test_nearest_even_is_torchs_cast_wherever_the_format_reaches(name: str) -> N
 
 @pytest.mark.parametrize("dropped", [13, 16, 20, 21])
 def test_two_sum_and_two_prod_at_any_distance(dropped: int) -> None:
-    rn, generator = NearestEven(dropped), torch.Generator().manual_seed(dropped)
+    rn = NearestEven(dropped)
+    generator = torch.Generator().manual_seed(dropped)
     a = rn(torch.randn(20_000, generator=generator))
     b = rn(
         torch.randn(20_000, generator=generator)
@@ -134,7 +141,8 @@ def _pairwise(
     return [operation(a, b) for a, b in zip(exact(x), exact(y), strict=True)]
 
 
-# name: (what is computed and what it should be, from x, y and one near -x; bound for pairs, for triples, in u^length).
+# name: (what is computed and what it should be, from x, y and one near -x; bound for pairs, for
+# triples, in u^length).
 CASES: dict[str, tuple[Case, float, float]] = {
     "grow": (lambda x, y, z, rn: (grow(x, y[0], rn), _pairwise(Fraction.__add__, x, y[:1])), 2, 4),
     "grow, cancelling": (
@@ -157,7 +165,8 @@ def nonzero(x: Parts) -> Parts:
 def test_error_is_within_the_stated_bound(name: str, precision: str, length: int) -> None:
     rn = NearestEven(PRECISIONS[precision])
     p = 24 - rn.dropped
-    x, y = nonzero(samples(rn, length, 1)), nonzero(samples(rn, length, 2))
+    x = nonzero(samples(rn, length, 1))
+    y = nonzero(samples(rn, length, 2))
     case, *bounds = CASES[name]
     result, expected = case(x, y, cancelling(x, rn, 3), rn)
     assert len(result) == length
@@ -166,7 +175,8 @@ def test_error_is_within_the_stated_bound(name: str, precision: str, length: int
     assert error <= bound * Fraction(1, 2 ** (p * length)), float(error * 2 ** (p * length))
     assert oracle.separated(lists(result), p)
     assert all(torch.equal(rn(part), part) for part in result)
-    # The bound is not so wide that a result of one part less would pass, but where 24u is more than 1.
+    # The bound is not so wide that a result of one part less would pass, but where 24u is more than
+    # 1.
     assert p < 8 or oracle.worst(exact(result[:-1]), expected) > bound * Fraction(
         1, 2 ** (p * length)
     )

@@ -1,4 +1,6 @@
-"""Layouts for a GPU's kernels: every scale and every code lies where the published formula says, and comes back."""
+"""Layouts for a GPU's kernels: every scale and every code lies where the published formula says,
+and comes back.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,12 @@ def test_every_scale_lies_where_cublas_looks_for_it(rows: int) -> None:
 
 
 def test_the_formula_within_a_tile_is_the_published_one() -> None:
-    """``outer = ((offset % 16) / 4) * 32 + (offset / 16); inner = offset % 4`` is its published inverse."""
+    """``outer = ((offset % 16) / 4) * 32 + (offset / 16); inner = offset % 4`` is its published
+    inverse.
+    """
     offset = torch.arange(512)
-    outer, inner = (offset % 16) // 4 * 32 + offset // 16, offset % 4
+    outer = (offset % 16) // 4 * 32 + offset // 16
+    inner = offset % 4
     assert torch.equal(tiled_offset(outer, inner, 4), offset)
     assert tiled_offset(torch.tensor(130), torch.tensor(5), 8) == 3 * 512 + 2 * 16 + 1
 
@@ -57,7 +62,8 @@ def test_four_bits_are_those_of_ml_dtypes() -> None:
 
 @exhaustive("dim", [0, 1])
 def test_every_pair_of_codes_is_packed_with_the_first_in_the_low_half(dim: int) -> None:
-    first, second = torch.arange(16).repeat_interleave(16), torch.arange(16).repeat(16)
+    first = torch.arange(16).repeat_interleave(16)
+    second = torch.arange(16).repeat(16)
     codes = torch.stack([first, second], 1).flatten().to(torch.uint8)[None, :]
     codes = codes if dim == 1 else codes.t()
     packed = packed_pairs(codes, dim)

@@ -56,7 +56,8 @@ def test_shards_add_up() -> None:
 
 
 def test_named_fingerprints_depend_on_names_and_not_on_order() -> None:
-    a, b = torch.randn(20, generator=generator(9)), torch.randn(20, generator=generator(10))
+    a = torch.randn(20, generator=generator(9))
+    b = torch.randn(20, generator=generator(10))
     whole = fingerprint_all({"a": a, "b": b})
     assert len(whole) == 16
     assert (

@@ -1,4 +1,6 @@
-"""Metrics of updates, tensors and casts, on cases with a known reading, and against fractions and float64 written out."""
+"""Metrics of updates, tensors and casts, on cases with a known reading, and against fractions and
+float64 written out.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,12 @@ def lost_decay(sums: Tensor) -> float:
 @pytest.mark.parametrize("chunk", [chunks.CHUNK, 7])
 def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK", chunk)
-    d, e, v = gaussian(10, 20, seed=1), gaussian(20, 10, seed=2).t(), gaussian(10, 20, seed=3)
-    d[0], e[0:3], v[0:5] = 0.0, 0.0, -0.0
+    d = gaussian(10, 20, seed=1)
+    e = gaussian(20, 10, seed=2).t()
+    v = gaussian(10, 20, seed=3)
+    d[0] = 0.0
+    e[0:3] = 0.0
+    v[0:5] = -0.0
     got = update_sums(d, e, v)
     expected = oracle_sums(*(x.reshape(-1).tolist() for x in (d, e, v)))
     assert got.dtype == torch.float64 and got.shape == (len(UPDATE_SUMS),)
@@ -65,7 +71,8 @@ def decayed(intended: Tensor, stored: Tensor, spacings: float = 1e6) -> Tensor:
 
 def test_lost_decay_against_fractions() -> None:
     assert len(DECAY_SUMS) == len(decay_terms(torch.ones(1), torch.ones(1)))
-    c, t = gaussian(200, seed=5), gaussian(200, seed=6)
+    c = gaussian(200, seed=5)
+    t = gaussian(200, seed=6)
     pairs = [(Fraction(a), Fraction(b)) for a, b in zip(c.tolist(), t.tolist(), strict=True)]
     exact = 1 - sum((a * b for a, b in pairs), Fraction(0)) / sum(
         (a * a for a, _ in pairs), Fraction(0)
@@ -98,7 +105,8 @@ def test_every_exponent_falls_into_its_bin(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["float8-row", "int8-row"])
 def test_sqnr_is_the_ratio_of_powers(name: str) -> None:
-    cast, x = COMPUTES[name].output.left, gaussian(8, 64, seed=1)
+    cast = COMPUTES[name].output.left
+    x = gaussian(8, 64, seed=1)
     kept = quantize(x, cast, 1).values().double()
     expected = 10 * math.log10(
         float(x.double().square().sum() / (x.double() - kept).square().sum())

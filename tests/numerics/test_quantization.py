@@ -1,4 +1,5 @@
-"""Casts against an oracle that works one group at a time in fractions, bit for bit; and the laws that rounding promises.
+"""Casts against an oracle that works one group at a time in fractions, bit for bit; and the laws
+that rounding promises.
 
 The casts are taken from the table of computes, so that a new row is tested by itself.
 """
@@ -100,13 +101,16 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     )
 
 
-# ── rounding ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rounding ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @exhaustive("name", FORMATS_USED)
 def test_nearest_is_the_definition_of_rounding(name: str) -> None:
-    """Every bfloat16 and its neighbours, every value of the format, every tie, and three float32 neighbours of each."""
-    row, own = FORMATS[name], numbers(name)
+    """Every bfloat16 and its neighbours, every value of the format, every tie, and three float32
+    neighbours of each.
+    """
+    row = FORMATS[name]
+    own = numbers(name)
     if name == "float64":  # every float32 is one of its numbers, and there is no tie
         assert same(round_nearest(x := neighbours(every_bfloat16(), 1), row), x)
         return
@@ -119,7 +123,9 @@ def test_nearest_is_the_definition_of_rounding(name: str) -> None:
 
 
 def narrow_values(row: Format) -> Tensor:
-    """Values of the format, of places between, and of places so near to a value that float32 hardly tells."""
+    """Values of the format, of places between, and of places so near to a value that float32 hardly
+    tells.
+    """
     own = numbers(row.name) if row.kind == "float" else numbers(row.name)[1:]
     gaps = own[1:] - own[:-1]
     parts = [own[:-1] + gaps * part for part in (0.5, 0.25, 2.0**-9, 0.9990234375, 1 / 3)]
@@ -133,19 +139,23 @@ def narrow_values(row: Format) -> Tensor:
 def test_stochastic_over_all_numbers_is_unbiased_takes_neighbours_and_leaves_values(
     name: str,
 ) -> None:
-    """Not sampled: the mean over every number that can be drawn, within 2^-16 of a spacing of the value."""
-    row, own = FORMATS[name], numbers(name)
+    """Not sampled: the mean over every number that can be drawn, within 2^-16 of a spacing of the
+    value.
+    """
+    row = FORMATS[name]
+    own = numbers(name)
     values = narrow_values(row)
     for v in values[:: max(1, len(values) // 150)]:
         found = round_stochastic(v.expand(len(EVERY_UNIFORM)), row, EVERY_UNIFORM)
-        below, above = own[own <= v].max(), own[own >= v].min()
+        below = own[own <= v].max()
+        above = own[own >= v].min()
         assert ((found == below) | (found == above)).all()
         assert abs(found.double().mean() - v.double()) <= 2.0**-16 * (above - below)
     for v in own[own.abs() <= row.max]:
         assert (round_stochastic(v.expand(len(EVERY_UNIFORM)), row, EVERY_UNIFORM) == v).all()
 
 
-# ── random words ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── random words ──────────────────────────────────────────────────────────────────────────────────
 
 
 @exhaustive("key", [0, 1, -77, 2**31 - 1, -(2**31)])
@@ -161,12 +171,15 @@ def test_words_are_hashes_of_logical_indices(key: int) -> None:
     assert uniform(words).double().equal(expected)
 
 
-# ── scales ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── scales ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @exhaustive("row", [*NARROW_FLOATS, FORMATS["int8"]])
 def test_power_of_two_scales_of_every_bfloat16(row: Format) -> None:
-    """Up: nothing saturates, and by half of it something would. Else: the exponents' difference, as OCP MX 6.3 has it."""
+    """Up: nothing saturates, and by half of it something would.
+
+    Else: the exponents' difference, as OCP MX 6.3 has it.
+    """
     x = neighbours(every_bfloat16()[every_bfloat16() > 0], 1)
     x = x[(x >= TINY) & x.isfinite()]
     up, ocp = (power_of_two_scale(x, row, up=up).double() for up in (True, False))
@@ -181,7 +194,7 @@ def test_power_of_two_scales_of_every_bfloat16(row: Format) -> None:
     assert power_of_two_scale(torch.tensor([math.nan, math.inf]), row, up=False).isnan().all()
 
 
-# ── every cast of the table against the oracle ──────────────────────────────────────────────────────────────────────
+# ── every cast of the table against the oracle ────────────────────────────────────────────────────
 
 
 def ours(
@@ -241,7 +254,8 @@ def matrices(cast: Cast) -> Iterator[tuple[str, Tensor]]:
     between = torch.cat([own[row.kind == "int" :], (own[1:] + own[:-1]) / 2])
     places = torch.randint(len(between), shape, generator=torch.Generator().manual_seed(1))
     ties = between[places]
-    # The end of the format at the start of each group, so that scales are powers of two or next to one.
+    # The end of the format at the start of each group, so that scales are powers of two or next to
+    # one.
     ties[::high, ::wide] = row.max if row.bits <= 8 else 1.0
     yield "ties", ties
     yield "scaled ties", ties * random_exponents((shape[0], 1), 30)
@@ -255,17 +269,16 @@ def matrices(cast: Cast) -> Iterator[tuple[str, Tensor]]:
     near_end[:, 1::2] *= 0.5
     yield "the format's end", near_end
     bad = x.clone()
-    bad[0, 3], bad[-1, -1], bad[shape[0] // 2, shape[1] // 2], bad[2, 5] = (
-        math.nan,
-        math.inf,
-        -math.inf,
-        -math.nan,
-    )
+    bad[0, 3] = math.nan
+    bad[-1, -1] = math.inf
+    bad[shape[0] // 2, shape[1] // 2] = -math.inf
+    bad[2, 5] = -math.nan
     yield "not finite", bad
 
 
 def near_ties(cast: Cast, shape: tuple[int, int], ties: Tensor) -> Tensor:
-    """Values that fall on ties, or next to them, once divided: here one rounding too many or too few is seen.
+    """Values that fall on ties, or next to them, once divided: here one rounding too many or too
+    few is seen.
 
     Of two levels, the ratios of largest magnitudes do as well.
     """
@@ -293,7 +306,9 @@ def near_ties(cast: Cast, shape: tuple[int, int], ties: Tensor) -> Tensor:
 @each_dim
 @pytest.mark.parametrize("cast", [*CASTS, *UNUSED], ids=str)
 def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
-    """Every kind of matrix; with another amax than its own, one that fits, is too small, is nothing, or is not finite."""
+    """Every kind of matrix; with another amax than its own, one that fits, is too small, is
+    nothing, or is not finite.
+    """
     others = (
         (3.0, 0.1, 0.0, math.inf)
         if cast.granularity == "tensor" and cast.scaling == "current"
@@ -308,7 +323,7 @@ def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
     assert same(ours(x.contiguous(), cast, dim).codes, ours(x, cast, dim).codes)
 
 
-# ── what follows ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what follows ──────────────────────────────────────────────────────────────────────────────────
 
 
 def is_by_rows(cast: Cast) -> bool:
@@ -319,7 +334,9 @@ def is_by_rows(cast: Cast) -> bool:
 @each_cast
 @each_dim
 def test_rows_depend_on_no_other_row_where_no_scale_is_shared(cast: Cast, dim: int) -> None:
-    """One row altered, or half of them left out: the others' bits stay; with a scale for a tensor, column or square, not."""
+    """One row altered, or half of them left out: the others' bits stay; with a scale for a tensor,
+    column or square, not.
+    """
     high = max(16, (cast.block or (1, 1))[0])
     x = gaussian(2 * high, 256)
 
@@ -337,7 +354,8 @@ def test_rows_depend_on_no_other_row_where_no_scale_is_shared(cast: Cast, dim: i
     if cast.scale == "power-of-two":
         assert same(after[high:], before[high:])
     if is_by_rows(cast):
-        # Along dim 1 rows keep their words by number; transposed, the first ones have the first words.
+        # Along dim 1 rows keep their words by number; transposed, the first ones have the first
+        # words.
         kept, first = (slice(high, None), high) if dim == 1 else (slice(high), 0)
         assert same(values(x[kept], first), after[kept])
 
@@ -376,7 +394,7 @@ def test_a_rotation_is_orthogonal_and_leaves_products_as_they_are(dim: int) -> N
     assert (one @ two.t() if dim == 1 else one.t() @ two).equal(a @ b.t())
 
 
-# ── exactness in bfloat16 ───────────────────────────────────────────────────────────────────────────────────────────
+# ── exactness in bfloat16 ─────────────────────────────────────────────────────────────────────────
 
 
 def is_bfloat16(x: Tensor) -> Tensor:
@@ -406,7 +424,7 @@ def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
         assert is_bfloat16(operand[operand.isfinite()]).all(), name
 
 
-# ── compiled ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── compiled ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_compiled_rounding_gives_the_same_bits_for_every_format() -> None:

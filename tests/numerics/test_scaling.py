@@ -13,7 +13,8 @@ from narrowgauge.numerics.scaling import LossScaler
 from oracles.accumulation import Scale
 from tables import exhaustive
 
-BAD, GOOD = torch.tensor(True), torch.tensor(False)
+BAD = torch.tensor(True)
+GOOD = torch.tensor(False)
 POLICIES: list[dict[str, Any]] = [
     {},
     {"initial": 2.0**10, "growth_interval": 1, "hysteresis": 1},
@@ -34,7 +35,8 @@ def after(scaler: LossScaler, overflows: list[bool]) -> float:
 def test_any_sequence_of_overflows_gives_the_scale_kept_on_paper(
     policy: dict[str, Any], share: float
 ) -> None:
-    scaler, chance = LossScaler(**policy), random.Random(f"{policy} {share}")
+    scaler = LossScaler(**policy)
+    chance = random.Random(f"{policy} {share}")
     paper = Scale(
         **{"scale" if name == "initial" else name: value for name, value in policy.items()}
     )

@@ -1,4 +1,6 @@
-"""Products by float32: the values of the widened operands' product rounded once, and of integers exactly their sum."""
+"""Products by float32: the values of the widened operands' product rounded once, and of integers
+exactly their sum.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,10 @@ def test_a_linear_and_its_gradients_are_float32s_rounded_once(
     dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> None:
     rows, width, out = sizes
-    x, weight = (
-        gaussian(rows, width, dtype=dtype).requires_grad_(),
-        gaussian(out, width, dtype=dtype, seed=1).requires_grad_(),
-    )
-    bias, grad = (
-        gaussian(out, dtype=dtype, seed=2).requires_grad_(),
-        gaussian(rows, out, dtype=dtype, seed=3),
-    )
+    x = gaussian(rows, width, dtype=dtype).requires_grad_()
+    weight = gaussian(out, width, dtype=dtype, seed=1).requires_grad_()
+    bias = gaussian(out, dtype=dtype, seed=2).requires_grad_()
+    grad = gaussian(rows, out, dtype=dtype, seed=3)
     y = linear(x, weight, bias)
     y.backward(grad)
     assert bits_equal(y, (x.float() @ weight.float().t() + bias.float()).to(dtype))
@@ -75,10 +73,8 @@ def test_integers_add_up_exactly(terms: int, transposed: bool) -> None:
 
 @pytest.mark.parametrize("terms", [1024, 4096, 140_000])  # more than int32 holds
 def test_the_largest_integers_add_up_exactly(terms: int) -> None:
-    a, b = (
-        torch.full((2, terms), -128, dtype=torch.int8),
-        torch.full((terms, 2), -128, dtype=torch.int8),
-    )
+    a = torch.full((2, terms), -128, dtype=torch.int8)
+    b = torch.full((terms, 2), -128, dtype=torch.int8)
     assert torch.equal(sum_integers(a, b), torch.full((2, 2), terms * 16384.0))
 
 

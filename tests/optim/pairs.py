@@ -85,7 +85,8 @@ RULES = {
 def is_legal(rule: str, storage: str) -> bool:
     row = STORAGES[storage]
     if RULES[rule].matrix:
-        # Before the step a matrix rule knows no scale by row: of a weight, or of Muon's momentum beside it.
+        # Before the step a matrix rule knows no scale by row: of a weight, or of Muon's momentum
+        # beside it.
         is_refused = row.weight.scaled or (rule == "muon" and row.exp_avg.scaled)
         return row.arithmetic == "float32" and not is_refused
     return rule == "adamw" or row.arithmetic != "expansion"
@@ -109,7 +110,8 @@ def over(pairs: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("rule", "storage"), chosen)
 
 
-EVERY, SOME = over(PAIRS), over(SOME_PAIRS)
+EVERY = over(PAIRS)
+SOME = over(SOME_PAIRS)
 FEW = over(
     [
         ("adamw", "word"),

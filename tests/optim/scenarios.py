@@ -1,4 +1,6 @@
-"""Small trainings that several tests share, each a pure function of its arguments; and which storages stand for which."""
+"""Small trainings that several tests share, each a pure function of its arguments; and which
+storages stand for which.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_R
 REPRESENTATIVES = {
     name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for
 }
-"""One storage of each kind, with what it stands for; a test of the layouts holds that none is missing."""
+"""One storage of each kind, with what it stands for; a test of the layouts holds that none is
+missing.
+"""
 
 
 def kind(storage: Storage) -> tuple[object, ...]:
@@ -39,9 +43,11 @@ def shifts(storage: Storage) -> dict[str, int]:
 def stall(
     storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, side: int = 256
 ) -> tuple[float, Any]:
-    """The stall case: weights ~N(0,1), gradients 0.05 + 0.1 N(0,1) from a cycle of 50, beta2 0.999, a small rate.
+    """The stall case: weights ~N(0,1), gradients 0.05 + 0.1 N(0,1) from a cycle of 50, beta2 0.999,
+    a small rate.
 
-    Return the error of the stored displacement, relative to that of the same AdamW in float64, and the audit.
+    Return the error of the stored displacement, relative to that of the same AdamW in float64, and
+    the audit.
     """
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(side, side, generator=generator).bfloat16()
@@ -66,8 +72,6 @@ def stall(
         weight.grad = cycle[t % 50].to(weight.dtype)
         optimizer.step()
         exact.step(cycle[t % 50])
-    moved, wanted = (
-        optimizer.stored(weight).double() - start.double(),
-        exact.weight - start.double(),
-    )
+    moved = optimizer.stored(weight).double() - start.double()
+    wanted = exact.weight - start.double()
     return float((moved - wanted).norm() / wanted.norm()), ng.audit(optimizer)["weight"]

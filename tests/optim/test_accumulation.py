@@ -139,7 +139,8 @@ def test_missing_frozen_and_tied() -> None:
 
 
 def test_a_gradient_left_at_the_end_counts_and_a_discarded_sum_does_not() -> None:
-    weight, one = torch.nn.Parameter(torch.zeros(3).bfloat16()), torch.ones(3).bfloat16()
+    weight = torch.nn.Parameter(torch.zeros(3).bfloat16())
+    one = torch.ones(3).bfloat16()
     accumulator = GradientAccumulator([weight])
     for is_discarded, expected in ((False, 3.0), (True, 2.0)):
         weight.grad = one
@@ -164,7 +165,8 @@ def test_bytes_are_counted() -> None:
 
 
 def test_shards_are_summed_where_they_lie(one_rank: None) -> None:
-    mesh, parts = init_device_mesh("cpu", (1,)), gradients((6, 5), 4)
+    mesh = init_device_mesh("cpu", (1,))
+    parts = gradients((6, 5), 4)
     weight = torch.nn.Parameter(distribute_tensor(torch.zeros(6, 5).bfloat16(), mesh, [Shard(0)]))
     accumulator = GradientAccumulator([weight])
     for part in parts:

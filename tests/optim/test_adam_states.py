@@ -1,7 +1,8 @@
 """States of other libraries: the values that they themselves read in them.
 
-``golden/foreign`` holds files that torchao wrote, with fingerprints of the values that it reads back (``make.py`` there).
-TransformerEngine needs a GPU: its states are laid out here after its sources.
+``golden/foreign`` holds files that torchao wrote, with fingerprints of the values that it reads
+back (``make.py`` there). TransformerEngine needs a GPU: its states are laid out here after its
+sources.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def fingerprint(values: Tensor) -> str:
 
 
 class Part(Tensor):
-    """A tensor of a class of torchao's, which need not be installed here. Its parts are attributes."""
+    """A tensor of a class of torchao's, which need not be installed here.
+
+    Its parts are attributes.
+    """
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -48,10 +52,8 @@ def saved_by_torchao(name: str) -> dict[str, Any]:
 
 def test_a_state_with_keys_of_another_kind_is_refused() -> None:
     plain = nn.Parameter(torch.ones(4))
-    theirs, ours = (
-        torch.optim.AdamW([plain]),
-        ng.AdamW([nn.Parameter(torch.ones(4))], storage="float32", compile=False),
-    )
+    theirs = torch.optim.AdamW([plain])
+    ours = ng.AdamW([nn.Parameter(torch.ones(4))], storage="float32", compile=False)
     assert ng.load_states(ours, theirs.state_dict()) == "torch.optim"  # before the first step
     plain.sum().backward()
     theirs.step()
@@ -83,7 +85,8 @@ def test_fused_adam_keeps_its_masters_and_the_step_of_its_group(master: str) -> 
     torch.manual_seed(0)
     exact = torch.randn(40, 30) * torch.logspace(-30, 3, 40)[:, None]
     bits = exact.view(torch.int32)
-    # multi_tensor/adam.cu: the lower 16 bits as int16; the weight is rounded up where they are negative.
+    # multi_tensor/adam.cu: the lower 16 bits as int16; the weight is rounded up where they are
+    # negative.
     remainder = (bits & 0xFFFF).to(torch.int16)
     weight = ((bits >> 16) + (remainder < 0)).to(torch.int16).view(torch.bfloat16)
     moments = {"exp_avg": torch.randn(40, 30), "exp_avg_sq": torch.rand(40, 30)}
@@ -246,7 +249,10 @@ def test_load_state_dict_takes_another_librarys_state_with_its_options() -> None
     [("word", "exact"), ("exact", "compact"), ("float32", "word"), ("word", "float32")],
 )
 def test_a_state_goes_into_another_storage(before: str, after: str) -> None:
-    """A wider one has the values, a narrower one rounds them once. The model's weights are loaded first, as files hold them."""
+    """A wider one has the values, a narrower one rounds them once.
+
+    The model's weights are loaded first, as files hold them.
+    """
     model, old = trained(before)
     copied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     copied.load_state_dict(model.state_dict())

@@ -30,7 +30,9 @@ def row(**sums: float) -> Tensor:
 
 
 def steps(edqs: list[float], weight: float = 1.0) -> list[Tensor]:
-    """Audited steps of one tensor whose every update is ``weight`` long and arrives to the given shares."""
+    """Audited steps of one tensor whose every update is ``weight`` long and arrives to the given
+    shares.
+    """
     return [
         row(
             dd=weight,
@@ -48,7 +50,8 @@ def sums_of(edq: float) -> Tensor:
 
 
 def test_everything_taken_reads_one_and_nothing_taken_reads_zero() -> None:
-    d, nothing = torch.tensor([1.0, -2.0, 0.0, 0.5]), torch.zeros(4)
+    d = torch.tensor([1.0, -2.0, 0.0, 0.5])
+    nothing = torch.zeros(4)
     perfect = read([update_sums(d, d, nothing)] * 3)
     assert (perfect.edq, perfect.edq_error, perfect.noise, perfect.lost_fraction) == (
         1.0,
@@ -75,7 +78,9 @@ def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
 
 @pytest.mark.parametrize(("count", "deviation"), [(FEWEST, 50.0), (WINDOW, 0.5)])
 def test_no_false_alarm_where_nothing_is_lost_however_noisy(count: int, deviation: float) -> None:
-    """EDQ 1 with any noise: at most one alarm in 10,000 windows is expected, and 3 standard errors would raise 20."""
+    """EDQ 1 with any noise: at most one alarm in 10,000 windows is expected, and 3 standard errors
+    would raise 20.
+    """
     false = 0
     for seed in range(1000):
         noise = torch.randn(
@@ -86,12 +91,12 @@ def test_no_false_alarm_where_nothing_is_lost_however_noisy(count: int, deviatio
 
 
 def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered() -> None:
-    healthy, stalling = torch.zeros(1), torch.zeros(1)
-    names, rows = (
-        {healthy: "a", stalling: "b"},
-        {healthy: STORAGES["word"], stalling: STORAGES["naive"]},
-    )
-    auditor, raised = Auditor(), []
+    healthy = torch.zeros(1)
+    stalling = torch.zeros(1)
+    names = {healthy: "a", stalling: "b"}
+    rows = {healthy: STORAGES["word"], stalling: STORAGES["naive"]}
+    auditor = Auditor()
+    raised = []
     for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
         auditor.fresh.append(([healthy, stalling], torch.cat([sums_of(1.0), sums_of(share)])))
         total = auditor.collect()
@@ -143,8 +148,11 @@ def test_a_group_added_later_is_audited_with_the_others_of_all_ranks() -> None:
 
 
 def test_an_audit_of_all_ranks_is_joined_within_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on an accelerator, where other steps are settled later: one rank alone may ask for it then, and would hang."""
-    optimizer, joined = ng.AdamW(parameters("word", [(8, 8)]), audit_every=2), []
+    """Also on an accelerator, where other steps are settled later: one rank alone may ask for it
+    then, and would hang.
+    """
+    optimizer = ng.AdamW(parameters("word", [(8, 8)]), audit_every=2)
+    joined = []
     there = Decision(SimpleNamespace(is_cpu=False), None, None)  # type: ignore[arg-type]
     monkeypatch.setattr(optimizer, "_control", lambda *_, **__: there)
     monkeypatch.setattr(
@@ -163,7 +171,9 @@ def test_an_audit_of_all_ranks_is_joined_within_its_step(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("storage", REPRESENTATIVES)
 def test_the_sums_are_those_of_what_is_kept(storage: str) -> None:
-    """Words that were filled up count nothing; every element counts once, whatever lane, part, piece or bucket it is in."""
+    """Words that were filled up count nothing; every element counts once, whatever lane, part,
+    piece or bucket it is in.
+    """
     params = parameters(
         storage, [(4, 66), (3, 4, 5), (5,), (1,), (2, 2)]
     )  # so small that an audit reads each whole
@@ -185,7 +195,8 @@ def test_the_sums_are_those_of_what_is_kept(storage: str) -> None:
         assert sums["ee"] == pytest.approx(
             sum(float(change.square().sum()) for change in stored), rel=1e-4
         )
-        # Cauchy and Schwarz: the intended change lies along what was taken, and is as long as AdamW's.
+        # Cauchy and Schwarz: the intended change lies along what was taken, and is as long as
+        # AdamW's.
         assert (
             0 < sums["de"] ** 2 <= 1.0001 * sums["dd"] * sums["ee"]
             or sums["lost"] == sums["nonzero"]
@@ -208,7 +219,8 @@ def test_audits_in_turn_read_each_element_once(storage: str) -> None:
 
 
 def test_a_restored_window_forgets_its_oldest_step() -> None:
-    auditor, parameter = Auditor(), torch.zeros(1)
+    auditor = Auditor()
+    parameter = torch.zeros(1)
     auditor.restore(parameter, torch.stack(steps([0.5] * WINDOW)))
     auditor.fresh.append(([parameter], sums_of(1.0)))
     auditor.collect()
@@ -232,9 +244,11 @@ def test_a_skipped_step_is_not_audited() -> None:
 def lost_decay_of_two(
     storage: str, rule: Callable[..., Any], lr: float, decay: float
 ) -> tuple[float, float]:
-    """A step's lost decay as audited, and in fractions from two optimizers, the second without decay.
+    """A step's lost decay as audited, and in fractions from two optimizers, the second without
+    decay.
 
-    Both begin with the same weights, states and random bits, so what they store differs by what the difference in decay did.
+    Both begin with the same weights, states and random bits, so what they store differs by what the
+    difference in decay did.
     """
     shape = (96, 80)
     start = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
@@ -253,7 +267,8 @@ def lost_decay_of_two(
             optimizer.step()
         pair.append((before, visible, optimizer.stored(weight).flatten().tolist(), optimizer))
     (before, visible, after, optimizer), (_, _, without, _) = pair
-    # An element-wise rule reads the leading part of a pair, as the sources' do; a matrix rule gets the whole weight.
+    # An element-wise rule reads the leading part of a pair, as the sources' do; a matrix rule gets
+    # the whole weight.
     is_leading = rule in (ng.AdamW, ng.Lion) and STORAGES[storage].weight.parts > 1
     intended = [
         -Fraction(lr) * Fraction(decay) * Fraction(w) for w in (visible if is_leading else before)
@@ -276,14 +291,18 @@ OTHERS = [(ng.Lion, "kahan"), (ng.Muon, "naive"), (ng.optim.GaLore, "kahan")]
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_lost_decay_in_fractions(storage: str, rule: Callable[..., Any]) -> None:
-    """In fractions, where a step's decay is a 16th of the weight's spacing or more; powers of two, so that C is exact."""
+    """In fractions, where a step's decay is a 16th of the weight's spacing or more; powers of two,
+    so that C is exact.
+    """
     lr = 2.0**-10 if STORAGES[storage].weight.mantissa_bits >= 7 else 2.0**-6
     audited, exact = lost_decay_of_two(storage, rule, lr, 2.0**-1)
     assert audited == pytest.approx(exact, abs=2e-3)
 
 
 def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> None:
-    """As Accelerate's and Lightning's: the optimizer is their attribute, and others go through them."""
+    """As Accelerate's and Lightning's: the optimizer is their attribute, and others go through
+    them.
+    """
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)
     ).bfloat16()
@@ -304,7 +323,8 @@ def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> N
 
 def test_steps_of_all_tensors_are_added_from_the_latest() -> None:
     old, late = parameters("word", [(8, 8), (4, 4)])
-    optimizer, rows = ng.AdamW([old, late]), steps([1.0, 0.9, 0.0])
+    optimizer = ng.AdamW([old, late])
+    rows = steps([1.0, 0.9, 0.0])
     optimizer.auditor.restore(old, torch.stack(rows))
     optimizer.auditor.restore(late, torch.stack(rows[:1]))
     total = ng.audit(optimizer).total

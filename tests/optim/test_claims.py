@@ -16,7 +16,8 @@ from optim.scenarios import REPRESENTATIVES, kind, stall
 from oracles.adamw import AdamW64
 from tensors import assert_same_bits, gaussian, take_steps
 
-# Of the stored displacement, relative; no storage of weights without a tail can hold more, see below.
+# Of the stored displacement, relative; no storage of weights without a tail can hold more, see
+# below.
 LIMITS = {
     name: row.stall for name, row in expectations.STORAGES.items() if isinstance(row.stall, float)
 }
@@ -46,9 +47,12 @@ def test_stall_case_is_survived(storage: str) -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("storage", AT_RANDOM)
 def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(storage: str) -> None:
-    """Updates are 2^-9 of a bfloat16's spacing: hardly one in 200 is seen, and those that are arrive whole."""
+    """Updates are 2^-9 of a bfloat16's spacing: hardly one in 200 is seen, and those that are
+    arrive whole.
+    """
     error, reading = stall(storage, side=128, seed=2)
-    # Of spacings n times as wide one nth as many steps are taken, n times as long: sqrt(n) times the noise.
+    # Of spacings n times as wide one nth as many steps are taken, n times as long: sqrt(n) times
+    # the noise.
     coarser = 2.0 ** ((7 - STORAGES[storage].weight.mantissa_bits) / 2)
     assert coarser < error < 2.0 * coarser and reading.noise > 10 * coarser
     # An audit reads a 16th of the tensor, so its error is four times that of the whole.
@@ -56,7 +60,9 @@ def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(stora
 
 
 def rate(storage: str, size: float) -> float:
-    """Return the share of the learning rate that arrives: of the displacement of AdamW in float64, along it."""
+    """Return the share of the learning rate that arrives: of the displacement of AdamW in float64,
+    along it.
+    """
     generator = torch.Generator().manual_seed(1)
     visible = getattr(torch, STORAGES[storage].visible)
     weight = torch.nn.Parameter((0.02 * torch.randn(32, 32, generator=generator)).to(visible))
@@ -81,7 +87,9 @@ def rate(storage: str, size: float) -> float:
 
 @pytest.mark.parametrize("size", [1e-1, 1e-4, 1e-6, 1e-8])
 def test_the_rate_arrives_at_every_size_of_gradients(size: float) -> None:
-    """A norm of 1 over 8 billion weights is 1e-5 in each: no moment may have a floor above its square."""
+    """A norm of 1 over 8 billion weights is 1e-5 in each: no moment may have a floor above its
+    square.
+    """
     rates = {name: rate(name, size) for name in [*LIMITS, "float16/split", "float16/collage-plus"]}
     assert {name: value for name, value in rates.items() if not 0.98 < value < 1.02} == {}
     assert all(rate(name, size) < 0.9 for name in ("naive", "float16/naive"))
@@ -105,20 +113,24 @@ def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> No
 
 @pytest.mark.parametrize(("storage", "bound"), [("word", 0.01), ("compact", 0.01), ("split", 1e-3)])
 def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> None:
-    """From 5 % below its limit on, where short dithers stop short: what stands still is off by more than the bound at the end.
+    """From 5 % below its limit on, where short dithers stop short: what stands still is off by more
+    than the bound at the end.
 
     The kernel of ``word`` is compiled. A step that is skipped on the way leaves no trace.
     """
-    side, beta2 = 64, 0.999
+    side = 64
+    beta2 = 0.999
     gradient = torch.full((side, side), 0.013).bfloat16()
     limit = float(gradient[0, 0]) ** 2
-    # Elements with equal weight and gradient round alike, so the weights differ and stay: the mean is over their hashes.
+    # Elements with equal weight and gradient round alike, so the weights differ and stay: the mean
+    # is over their hashes.
     values = (torch.arange(side * side) + 0x3F00).to(torch.int16).view(torch.bfloat16)
     weight = torch.nn.Parameter(values.view(side, side))
     compile = storage == "word" and not compiler_missing()
     options = {"lr": 1e-30, "betas": (0.9, beta2), "audit_every": 0, "max_grad_norm": math.inf}
     optimizer = ng.AdamW([weight], **options, storage=storage, compile=compile)
-    # A first step with beta2 = 0 and a gradient of the right size puts the moment near where it will end.
+    # A first step with beta2 = 0 and a gradient of the right size puts the moment near where it
+    # will end.
     optimizer.param_groups[0]["betas"] = (0.9, 0.0)
     weight.grad = (gradient.float() * 0.975).to(weight.dtype)
     optimizer.step()
@@ -155,11 +167,11 @@ def test_exact_is_master_to_the_bit() -> None:
 
 
 def test_naive_is_torchs_fused_adamw_and_keeps_the_decay_that_torchs_default_loses() -> None:
-    """One step from equal values: ties go away from zero here and to even there, and where moments cancel, last bits differ."""
-    start, gradient = (
-        gaussian(64, 128, scale=0.02).bfloat16(),
-        gaussian(64, 128, seed=1, scale=0.01).bfloat16(),
-    )
+    """One step from equal values: ties go away from zero here and to even there, and where moments
+    cancel, last bits differ.
+    """
+    start = gaussian(64, 128, scale=0.02).bfloat16()
+    gradient = gaussian(64, 128, seed=1, scale=0.01).bfloat16()
     moments = (
         gaussian(64, 128, seed=2, scale=0.003).bfloat16(),
         gaussian(64, 128, seed=3, scale=0.01).square().bfloat16(),
@@ -199,7 +211,8 @@ def test_naive_is_torchs_fused_adamw_and_keeps_the_decay_that_torchs_default_los
     "storage", [name for name in REPRESENTATIVES if STORAGES[name].visible != "float16"]
 )
 def test_power_of_two_scaled_gradients_give_the_same_weights(storage: str) -> None:
-    shape, row = (24, 20), STORAGES[storage]
+    shape = (24, 20)
+    row = STORAGES[storage]
     results = []
     for scale in (1.0, 2.0**-20):
         optimizer = ng.AdamW(
@@ -232,7 +245,9 @@ def test_power_of_two_scaled_gradients_give_the_same_weights(storage: str) -> No
     ids=["in copies", "where it lies"],
 )
 def test_bounds_are_averaged_peaks(storage: str, beta2: float, shape: tuple[int, int]) -> None:
-    """A row's bounds follow the rule from peak to peak, so no exact moment lies above them, and no window ends below."""
+    """A row's bounds follow the rule from peak to peak, so no exact moment lies above them, and no
+    window ends below.
+    """
     # Clipped to a norm that no step reaches: what counts is the gradient that the rule sees.
     generator = torch.Generator().manual_seed(1)
     size = torch.exp(
@@ -253,7 +268,8 @@ def test_bounds_are_averaged_peaks(storage: str, beta2: float, shape: tuple[int,
             continue
         saved = optimizer.state_dict()["state"][0]
         for name in ("exp_avg", "exp_avg_sq"):
-            bound, wanted = saved[f"{name}_bound"].double(), getattr(peaks, name)
+            bound = saved[f"{name}_bound"].double()
+            wanted = getattr(peaks, name)
             torch.testing.assert_close(bound, wanted, rtol=1e-5, atol=0)
             assert (getattr(exact, name).abs() <= bound * (1 + 1e-5)).all()
             code = STORAGES[storage].code(name)

@@ -1,4 +1,6 @@
-"""Every code of every storage, value by value and relative to its row, and what a weight is cut into."""
+"""Every code of every storage, value by value and relative to its row, and what a weight is cut
+into.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def test_what_was_decoded_is_encoded_to_the_same_code_in_its_place(code: Code) -
     steps = every_code(code)
     x = codes.decode(code, as_int32(steps), 0)
     for shift in shifts(code):
-        # Values that lie in the code leave no remainder, so that no addend of any rounding can move them.
+        # Values that lie in the code leave no remainder, so that no addend of any rounding can move
+        # them.
         for addend in (0, None, 2 ** codes.dropped_bits(code) - 1):
             assert np.array_equal(unsigned(codes.encode(code, x, addend, shift)), steps * 2**shift)
 
@@ -87,8 +90,10 @@ def test_what_was_decoded_is_encoded_to_the_same_code_in_its_place(code: Code) -
 @exhaustive("code", SHORT)
 def test_encode_takes_the_nearest_listed_value_and_ties_to_even(code: Code) -> None:
     values = values_of(code)
-    middles, gaps = (values[1:] + values[:-1]) / 2, np.diff(values)
-    # 2^-7 of a step beside the tie: a subnormal of float32, which scaled values may be, still tells them apart.
+    middles = (values[1:] + values[:-1]) / 2
+    gaps = np.diff(values)
+    # 2^-7 of a step beside the tie: a subnormal of float32, which scaled values may be, still tells
+    # them apart.
     x = np.concatenate([values, middles, middles - gaps / 128, middles + gaps / 128])
     x = x[x == x.astype(np.float32)]
     assert len(x) > 3 * len(values_of(code)) or code.exponent_bits == 8
@@ -128,10 +133,8 @@ def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
 
 @exhaustive("code", WINDOWS)
 def test_a_window_saturates_and_has_subnormals(code: Code) -> None:
-    largest, smallest = (
-        2.0**code.highest * (2 - 2.0**-code.mantissa_bits),
-        2.0 ** (code.lowest - code.mantissa_bits),
-    )
+    largest = 2.0**code.highest * (2 - 2.0**-code.mantissa_bits)
+    smallest = 2.0 ** (code.lowest - code.mantissa_bits)
     x = torch.tensor(
         [
             largest,
@@ -166,7 +169,7 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
     assert mean == pytest.approx(float(value[0]), rel=2.0**-20)
 
 
-# ── relative to a row ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── relative to a row ─────────────────────────────────────────────────────────────────────────────
 
 BOUNDS = [2.0**-100, 1e-3, 1 - 2.0**-24, 1.0, 1 + 2.0**-23, 448.0]
 
@@ -211,7 +214,7 @@ def test_hold_keeps_every_positive_value_of_a_row_above_zero(code: Code, bound: 
         assert not codes.decode(code, zeros, 0, back).any()
 
 
-# ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── weights ───────────────────────────────────────────────────────────────────────────────────────
 
 WHOLE = [r for r in STORAGES.values() if r.master or (r.weight.parts == 1 and not r.weight.scaled)]
 IN_BFLOAT16 = [row for row in WHOLE if row.visible != "float16"]
@@ -255,7 +258,8 @@ def tail_shifts(storage: Storage) -> list[int]:
 
 @exhaustive("storage", IN_BFLOAT16)
 def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> None:
-    every, dropped = patterns(), codes.dropped_bits(storage.weight)
+    every = patterns()
+    dropped = codes.dropped_bits(storage.weight)
     for shift in tail_shifts(storage):
         x = every if shift in (0, 16, 24) else every[::17]
         finite = ~x.isnan().numpy()
@@ -282,16 +286,20 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
             assert np.array_equal(unsigned(seen)[finite], visible)
 
 
-# ── float16 ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── float16 ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def float16_values() -> oracle.Floats:
-    """The magnitudes of float16, and those that its largest exponent would hold: the first is where infinity begins."""
+    """The magnitudes of float16, and those that its largest exponent would hold: the first is where
+    infinity begins.
+    """
     return np.array([float(m) for m in oracle.magnitudes(5, 10, -14)])
 
 
 def around_float16() -> Tensor:
-    """Every positive float16, every midpoint, and their float32 neighbours; then many others of all sizes."""
+    """Every positive float16, every midpoint, and their float32 neighbours; then many others of all
+    sizes.
+    """
     values = float16_values()
     exact = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(np.float32)
     near = [exact, np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(np.inf))]
@@ -302,7 +310,8 @@ def around_float16() -> Tensor:
 def nearest_float16(x: Tensor, *, tie_goes_up: bool = False) -> oracle.Floats:
     """The nearest float16 of magnitudes, ties to even or, as beside a tail, up.
 
-    Below float16's normal numbers a kernel's float32, scaled to float16's exponents, is itself a subnormal: a multiple of 2^-37.
+    Below float16's normal numbers a kernel's float32, scaled to float16's exponents, is itself a
+    subnormal: a multiple of 2^-37.
     """
     exact = x.double().numpy()
     exact = np.where(exact < 2.0**-14, np.rint(exact * 2.0**37) * 2.0**-37, exact)
@@ -340,7 +349,9 @@ def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
 def test_a_tail_moves_a_written_weight_by_half_an_ulp_and_a_zero_not_at_all(
     storage: Storage,
 ) -> None:
-    """Every finite visible value, beside the ends of the tail's range: the sum is finite, near, and of the same sign."""
+    """Every finite visible value, beside the ends of the tail's range: the sum is finite, near, and
+    of the same sign.
+    """
     dtype = getattr(torch, storage.visible)
     written = (
         torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
@@ -360,7 +371,8 @@ def test_a_tail_moves_a_written_weight_by_half_an_ulp_and_a_zero_not_at_all(
 
 
 def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix() -> None:
-    stack, seed = torch.linspace(-1, 1, 3 * 5 * 7).view(3, 5, 7), torch.tensor(5, dtype=torch.int32)
+    stack = torch.linspace(-1, 1, 3 * 5 * 7).view(3, 5, 7)
+    seed = torch.tensor(5, dtype=torch.int32)
     code = STORAGES["word"].exp_avg
     alone = [codes.encode_alone(code, matrix, seed) for matrix in stack]
     assert torch.equal(codes.encode_alone(code, stack, seed), torch.stack(alone))

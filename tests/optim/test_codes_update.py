@@ -1,4 +1,6 @@
-"""One step of one lane: what is read, what is written, what the audit is told, and the random bits that cut."""
+"""One step of one lane: what is read, what is written, what the audit is told, and the random bits
+that cut.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray) -> Sequenc
 
 
 def one_step(storage: Storage, count: int = 3000) -> tuple[Lane, Lane, Written]:
-    """The lane before and after a step, and what the step returned; moments are kept with bounds that hold after it too."""
+    """The lane before and after a step, and what the step returned; moments are kept with bounds
+    that hold after it too.
+    """
     gradient = gaussian(count, seed=3, scale=0.01).to(getattr(torch, storage.visible)).float()
     lane = started(storage, gaussian(count), gradient, {
         "exp_avg": gaussian(count, seed=1, scale=0.01), "exp_avg_sq": gaussian(count, seed=2, scale=0.01).square()
@@ -125,10 +129,8 @@ def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> 
     if storage.weight.parts == 1:
         wanted["weight"] = weight.numpy() + change
     for name, exact in wanted.items():
-        code, kept = (
-            storage.code(name),
-            read_weight(storage, after) if name == "weight" else read_state(storage, after, name),
-        )
+        code = storage.code(name)
+        kept = read_weight(storage, after) if name == "weight" else read_state(storage, after, name)
         spacing = spacings(storage, after, name, exact)
         error = (kept.double().numpy() - exact) / spacing
         if code.parts == 1:
@@ -146,8 +148,11 @@ def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> 
     "storage", [row for row in ROWS if row.visible == "float16" and row.arithmetic == "expansion"]
 )
 def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
-    """Rational sums: Collage's own bounds, and what storing loses: 2^-25 of the first part, half as much of the second."""
-    u, end = Fraction(1, 2**11), Fraction(3, 2**26)
+    """Rational sums: Collage's own bounds, and what storing loses: 2^-25 of the first part, half as
+    much of the second.
+    """
+    u = Fraction(1, 2**11)
+    end = Fraction(3, 2**26)
     binades = 2.0 ** -(torch.arange(600) % 14).float()
     gradient = gaussian(600, seed=3).half().float() * binades
     moments = {
@@ -176,11 +181,13 @@ def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
     # The second moments end relative to their row.
     spacing = Fraction(float(before.scales["exp_avg_sq"][1])) / 2**136
     end = Fraction(3, 4) * spacing
-    is_plus, errors = storage.exp_avg_sq.parts > 1, []
+    is_plus = storage.exp_avg_sq.parts > 1
+    errors = []
     for old, square, new in zip(
         exact(before, "exp_avg_sq"), squares.tolist(), exact(after, "exp_avg_sq"), strict=True
     ):
-        increment, decayed = Fraction(1 - beta) * Fraction(square), Fraction(beta) * old
+        increment = Fraction(1 - beta) * Fraction(square)
+        decayed = Fraction(beta) * old
         rounding = u * increment + 10 * u**2 * decayed if is_plus else 3 * u * (increment + decayed)
         held = max(increment + decayed, spacing)
         errors.append(abs(new - held) / (end + rounding))
@@ -189,7 +196,8 @@ def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
 
 def spacings(storage: Storage, lane: Lane, name: str, x: np.ndarray) -> oracle.Floats:
     """How far apart the values of a code are around each x, as if its parts were one long mantissa."""
-    code, lowest = storage.code(name), -126.0
+    code = storage.code(name)
+    lowest = -126.0
     if code.scaled:
         lowest += np.log2(
             float(lane.scales[name][1])
@@ -246,10 +254,12 @@ def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) ->
     """Every |z| < 5.5 over some 600 readings a regime: one false failure in 20,000 such tests."""
     dealt = addends(STORAGES[row], *regime(name))
     fields = np.stack([torch.as_tensor(dealt[n]).numpy() for n in DEALT[row]]).astype(np.float64)
-    # Addends 0 … 2^d - 1 have the mean (2^d - 1)/2, which is no bias: remainders are whole numbers too.
+    # Addends 0 … 2^d - 1 have the mean (2^d - 1)/2, which is no bias: remainders are whole numbers
+    # too.
     scale = np.array([2.0**count for _, count in DEALT[row].values()])
     centred = (fields - (scale - 1)[:, None, None] / 2) / scale[:, None, None]
-    count, limit = fields[0].size, 5.5
+    count = fields[0].size
+    limit = 5.5
     means = centred.mean((1, 2))
     assert (np.abs(means) * np.sqrt(12 * count) < limit).all()
     flat = centred.reshape(3, -1)
@@ -257,7 +267,8 @@ def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) ->
     # Bits that two codes share are the lower one's least: 2^-10 of it.
     assert (np.abs(between) * np.sqrt(count) < limit + 2.0**-9 * np.sqrt(count)).all()
     # Consecutive steps of one element, every field against every field.
-    before, after = centred[:, :, :-1].reshape(3, -1), centred[:, :, 1:].reshape(3, -1)
+    before = centred[:, :, :-1].reshape(3, -1)
+    after = centred[:, :, 1:].reshape(3, -1)
     across = np.corrcoef(before, after)[:3, 3:]
     assert (np.abs(across) * np.sqrt(before.shape[1]) < limit).all()
 
@@ -266,7 +277,8 @@ def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) ->
 def test_elements_of_equal_weights_draw_other_random_bits_if_their_gradients_differ(
     row: str,
 ) -> None:
-    one, storage = torch.ones(128), STORAGES[row]
+    one = torch.ones(128)
+    storage = STORAGES[row]
     mantissas = torch.arange(128, dtype=torch.int32) << (16 if storage.visible == "bfloat16" else 0)
     for name, drawn in addends(storage, one, bits_of(one) | mantissas, SEED).items():
         if (

@@ -1,8 +1,9 @@
 """What every pair of a rule and a storage does, whatever the two are.
 
-A rule's text and a storage's codes meet in one place, ``decode -> rule -> encode``, so most contracts could fail for any
-pair and are asked of all: learning, going on from a copy, odd shapes and step_gradients, bytes. What a contract asks is in few
-tests, each of which checks several things on one optimizer: building and warming up two hundred pairs is what costs.
+A rule's text and a storage's codes meet in one place, ``decode -> rule -> encode``, so most
+contracts could fail for any pair and are asked of all: learning, going on from a copy, odd shapes
+and step_gradients, bytes. What a contract asks is in few tests, each of which checks several things
+on one optimizer: building and warming up two hundred pairs is what costs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ TORCHS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] =
 
 @pytest.mark.parametrize("rule", TORCHS)
 def test_in_float32_it_is_torchs_own_to_the_last_bits(rule: str) -> None:
-    """Against float64; a first step, a later one and one after a change of rate differ in their formulas."""
+    """Against float64; a first step, a later one and one after a change of rate differ in their
+    formulas.
+    """
     make, options = TORCHS[rule]
     ours = build(rule, parameters("float32"), "float32", **options)
     theirs = make(
@@ -63,7 +66,9 @@ def test_in_float32_it_is_torchs_own_to_the_last_bits(rule: str) -> None:
 
 
 def left_over(rule: str, storage: str, steps: int = 24) -> list[float]:
-    """What share of its loss is left of a linear regression (a matrix) and of a parabola (a vector)."""
+    """What share of its loss is left of a linear regression (a matrix) and of a parabola (a
+    vector).
+    """
     params = parameters(storage, [(7, 9), (5,)])
     generator = torch.Generator().manual_seed(7)
     targets = [torch.randn(p.shape, generator=generator) for p in params]
@@ -71,7 +76,8 @@ def left_over(rule: str, storage: str, steps: int = 24) -> list[float]:
     # Of the loss ½ ⟨error, curvature · error⟩.
     curvatures = [inputs.T @ inputs / 32, torch.eye(5)]
     optimizer = build(rule, params, storage)
-    lr, losses = optimizer.param_groups[0]["lr"], []
+    lr = optimizer.param_groups[0]["lr"]
+    losses = []
     for step in range(steps + 1):
         errors = [p.detach().float() - target for p, target in zip(params, targets, strict=True)]
         slopes = [curvature @ error for curvature, error in zip(curvatures, errors, strict=True)]
@@ -116,7 +122,8 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
         build(rule, parameters(storage), storage, max_grad_norm=2.0, low_bits="zero", **decay)
         for _ in range(2)
     )
-    params, start = parameters_of(optimizer), [p.detach().clone() for p in parameters_of(optimizer)]
+    params = parameters_of(optimizer)
+    start = [p.detach().clone() for p in parameters_of(optimizer)]
     for each in (optimizer, twin):
         for p in parameters_of(each):
             p.grad = torch.zeros_like(p)
@@ -194,7 +201,8 @@ def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> N
             step_gradients(parameters_of(plain), step),
             strict=True,
         ):
-            # The strides of a gradient are its own: of one parameter it lies as in memory, of the other it does not.
+            # The strides of a gradient are its own: of one parameter it lies as in memory, of the
+            # other it does not.
             p.grad, q.grad = (
                 (gradient, strided(gradient))
                 if step != 1
@@ -210,7 +218,8 @@ def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> N
 
 def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
     """Bytes a parameter of one matrix: weight, gradient and all states, by the rows of the tables."""
-    storage, group = STORAGES[optimizer.param_groups[0]["storage"]], optimizer.param_groups[0]
+    storage = STORAGES[optimizer.param_groups[0]["storage"]]
+    group = optimizer.param_groups[0]
     if isinstance(optimizer.rule, MatrixRule):
         states = extras_of(optimizer.rule, (rows, cols), group)
         row = storage.keeping(optimizer.rule.kept)
@@ -221,7 +230,8 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
         whole = sum(bytes_alone(codes[name], state.shape) for name, state in states.items())
         whole += sum(4 * state.shape[0] for name, state in states.items() if codes[name].scaled)
     else:
-        row, whole = storage.keeping(optimizer.rule.kept), 0
+        row = storage.keeping(optimizer.rule.kept)
+        whole = 0
     return row.bytes_per_param + row.bytes_per_row / cols + whole / (rows * cols)
 
 

@@ -17,7 +17,9 @@ both = pytest.mark.parametrize("storage", ["float64", "master64"])
 
 
 def start(storage: str, **options: Any) -> tuple[list[nn.Parameter], ng.AdamW]:
-    """Parameters of odd sizes and their optimizer, at a rate of which float32 would round each step."""
+    """Parameters of odd sizes and their optimizer, at a rate of which float32 would round each
+    step.
+    """
     dtype = getattr(torch, STORAGES[storage].visible)
     parameters = [
         nn.Parameter(gaussian(*shape, seed=k, dtype=dtype)) for k, shape in enumerate(SHAPES)

@@ -1,4 +1,5 @@
-"""The optimizer among others: tied, frozen and late weights, groups, torch's own hooks and schedules, a scaled loss.
+"""The optimizer among others: tied, frozen and late weights, groups, torch's own hooks and
+schedules, a scaled loss.
 
 None of this looks at what a rule computes or a storage keeps, so it is asked of a few pairs.
 """
@@ -35,9 +36,13 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_are_one() -> None:
-    """As ``named_parameters`` gives them, and given twice, of which torch warns: clipped, stepped and counted once."""
-    rule, storage = "adamw", "word"
-    model, plain = Tied(storage), [("embedding.weight", *parameters(storage, [(12, 10)]))]
+    """As ``named_parameters`` gives them, and given twice, of which torch warns: clipped, stepped
+    and counted once.
+    """
+    rule = "adamw"
+    storage = "word"
+    model = Tied(storage)
+    plain = [("embedding.weight", *parameters(storage, [(12, 10)]))]
     optimizer, twin = (
         build(rule, p, storage, max_grad_norm=0.1) for p in (model.named_parameters(), plain)
     )
@@ -80,11 +85,14 @@ def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
 def test_steps_have_the_same_bits_under_any_default_dtype_and_device(
     rule: str, storage: str, compile: bool
 ) -> None:
-    """Both are the user's to choose: no step may depend on them, nor what is saved and loaded, nor what runs compiled."""
+    """Both are the user's to choose: no step may depend on them, nor what is saved and loaded, nor
+    what runs compiled.
+    """
     found = []
     for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
         optimizer = build(rule, parameters(storage), storage, max_grad_norm=0.5, audit_every=3)
-        optimizer.compile, ran = compile, False
+        optimizer.compile = compile
+        ran = False
         slopes = [step_gradients(parameters_of(optimizer), step) for step in range(3)]
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
@@ -189,7 +197,9 @@ SCALED = [
 
 @pytest.mark.parametrize(("rule", "storage", "kind"), SCALED)
 def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, kind: str) -> None:
-    """The same bits as without a scale, with a schedule that counts all four steps and a rule that counts three."""
+    """The same bits as without a scale, with a schedule that counts all four steps and a rule that
+    counts three.
+    """
     scaler = ng.LossScaler(2.0**6, hysteresis=1) if "ours" in kind else None
     ours = scaler if kind == "ours" else None
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**6)
@@ -217,7 +227,8 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
         plain.step()
         for schedule in schedules:
             schedule.step()
-    # Where GradScaler unscales step_gradients itself, it does not even ask for a step that overflowed.
+    # Where GradScaler unscales step_gradients itself, it does not even ask for a step that
+    # overflowed.
     asked = ours is not None or storage != "float32"
     assert (scaled.last_overflow, scaled.num_skipped) == ((["param 2"], 1) if asked else ([], 0))
     assert [schedule.last_epoch for schedule in schedules] == [4, 4]
@@ -276,10 +287,8 @@ def test_a_loss_that_nobody_scaled_is_refused_and_nothing_changes(storage: str) 
 
 def test_two_optimizers_with_one_scaler_are_refused() -> None:
     """The first step changes the scale by which the second would divide."""
-    scaler, weights = (
-        ng.LossScaler(2.0, growth_interval=1),
-        [nn.Parameter(torch.ones(4)) for _ in range(2)],
-    )
+    scaler = ng.LossScaler(2.0, growth_interval=1)
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
     first, second = (ng.SGD([p], lr=0.5, storage="float32", loss_scaler=scaler) for p in weights)
     scaler.scale(sum(p.sum() for p in weights)).backward()
     first.step()

@@ -19,7 +19,10 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 def test_eager_and_compiled_have_the_same_bits_where_steps_are_audited() -> None:
-    """Also of a step that is skipped. Plain kernels: tests/equivalence, and the second moments of test_claims."""
+    """Also of a step that is skipped.
+
+    Plain kernels: tests/equivalence, and the second moments of test_claims.
+    """
     results: list[dict[str, torch.Tensor]] = []
     lost: list[float] = []
     for is_compiled in (False, True):

@@ -1,4 +1,6 @@
-"""Random low bits: uniform in the bits of each visible weight's cell, which does not change; and what they are for."""
+"""Random low bits: uniform in the bits of each visible weight's cell, which does not change; and
+what they are for.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,11 @@ def test_every_value_of_the_cell_rounds_to_the_visible_weight(visible: str) -> N
 def test_the_visible_change_is_the_update(
     storage: str, bound: float, value: float, sign: int
 ) -> None:
-    """Also at powers of two, below which an ulp is half as large: one step of a 16th of an ulp, a million equal weights.
+    """Also at powers of two, below which an ulp is half as large: one step of a 16th of an ulp, a
+    million equal weights.
 
-    In ``word`` equal weights round alike. In ``kahan`` a step that ends between two weights goes to the even one.
+    In ``word`` equal weights round alike. In ``kahan`` a step that ends between two weights goes to
+    the even one.
     """
     weight = nn.Parameter(torch.full((1024, 1024), value, dtype=torch.bfloat16))
     start = weight.detach().double()
@@ -56,7 +60,10 @@ def test_the_visible_change_is_the_update(
 
 @pytest.mark.parametrize("storage", FILLED)
 def test_a_first_step_begins_in_the_cell_and_the_rest_is_as_ever(storage: str) -> None:
-    """With a rate of 0 no visible weight changes. Equal weights get different low bits, also without a gradient."""
+    """With a rate of 0 no visible weight changes.
+
+    Equal weights get different low bits, also without a gradient.
+    """
     shapes = [(80, 64), (6, 10), (300,)]
     weights = [nn.Parameter(torch.ones_like(p) * 0.3) for p in parameters(storage, shapes)]
     weights[2].data[0] = 0.2  # not a vector of one value
@@ -128,7 +135,8 @@ def test_weights_of_a_16_bit_run_are_filled_whenever_it_is_taken_over() -> None:
         theirs.step()
     ours = ng.AdamW(weights, lr=1e-3, compile=False)
     ours.load_state_dict(theirs.state_dict())
-    stored, seen = ours.stored(weights[0]), weights[0].float()
+    stored = ours.stored(weights[0])
+    seen = weights[0].float()
     assert (stored != seen).float().mean() > 0.9 and torch.equal(stored.bfloat16(), weights[0])
 
 
@@ -218,7 +226,10 @@ def test_a_tensor_that_was_changed_in_part_is_named() -> None:
 @pytest.mark.parametrize("storage", ["word", "compact", "kahan"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_visible_share_of_ten_steps_is_one(storage: str, sign: float) -> None:
-    """Of AdamW, half an ulp in all, over equal weights. One draw scatters: equal weights share 256 places."""
+    """Of AdamW, half an ulp in all, over equal weights.
+
+    One draw scatters: equal weights share 256 places.
+    """
     shares = []
     for seed in range(12):
         weight = nn.Parameter(torch.ones(128, 128, dtype=torch.bfloat16))

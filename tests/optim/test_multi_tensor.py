@@ -1,4 +1,6 @@
-"""One call steps all tensors, with the bits of the definition: in C++, and in Triton, which is interpreted here."""
+"""One call steps all tensors, with the bits of the definition: in C++, and in Triton, which is
+interpreted here.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ from tensors import assert_same_bits, gaussian
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 CPU = torch.device("cpu")
-# Nesterov's momentum is a scalar of "sgd". A user's own rule meets one storage of each kind. So do matrix rules but Muon: their
-# states have shapes of their own, and only the decay is left.
+# Nesterov's momentum is a scalar of "sgd". A user's own rule meets one storage of each kind. So do
+# matrix rules but Muon: their states have shapes of their own, and only the decay is left.
 OWN = ("word", "compact", "float16/split")
 KERNELS = [
     (rule, storage)
@@ -69,7 +71,10 @@ CACHES = (
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, language: str) -> Iterator[None]:
-    """Steps of compiled optimizers run in a language. Programs are small, so that there are several."""
+    """Steps of compiled optimizers run in a language.
+
+    Programs are small, so that there are several.
+    """
     if language == "Triton":
         pytest.importorskip("triton", reason="the kernels of a GPU are printed for Triton")
     elif compiler_missing():
@@ -119,7 +124,9 @@ def unaligned(shape: tuple[int, ...], values: Tensor) -> Tensor:
 def train(
     rule: str, storage: str, *, compiled: bool, steps: int = 6, **options: Any
 ) -> ng.Optimizer:
-    """Steps of two groups, with unequal counts, an infinity, a NaN, odd ends and addresses, no elements, other strides."""
+    """Steps of two groups, with unequal counts, an infinity, a NaN, odd ends and addresses, no
+    elements, other strides.
+    """
     dtype = getattr(torch, STORAGES[storage].visible)
     shapes: list[tuple[int, ...]] = [(4, 72), (8, 8), (3, 7), (9,), (0, 4), (4, 16), (16, 8)]
     shapes += [(5, 3, 2, 2), (2, 140)]
@@ -280,7 +287,10 @@ def test_a_damaged_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_how_a_library_is_built(
     place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """``CXX`` may be several words. Where nothing may run, the definition steps, and the reason is one line."""
+    """``CXX`` may be several words.
+
+    Where nothing may run, the definition steps, and the reason is one line.
+    """
     if compiler_missing():
         pytest.skip(compiler_missing())
     monkeypatch.setattr(multi_tensor, "_reasons", {})
@@ -290,7 +300,8 @@ def test_how_a_library_is_built(
     cache.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls\nexec "$@"\n')
     cache.chmod(0o755)
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "built"))
-    can_run, compiler = "compiler" in place, compiler_name()
+    can_run = "compiler" in place
+    compiler = compiler_name()
     if can_run:
         monkeypatch.setenv("CXX", f"{cache} {compiler}")
     else:
@@ -375,7 +386,10 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
 def test_a_step_is_one_launch(
     monkeypatch: pytest.MonkeyPatch, count: int, max_grad_norm: float | None
 ) -> None:
-    """A second launch adds the sums of an audit. Two more find the norm, of gradients whose addresses are known."""
+    """A second launch adds the sums of an audit.
+
+    Two more find the norm, of gradients whose addresses are known.
+    """
     params = parameters("word", [(4, 8)] * count)
     groups = [{"params": [p], "lr": 0.1 * k} for k, p in enumerate(params)]
     optimizer = ng.AdamW(groups, storage="word", compile=True, max_grad_norm=max_grad_norm)
@@ -413,7 +427,8 @@ def test_a_step_is_one_launch(
             p.grad = torch.ones_like(p) if step == 0 else p.grad
         calls.clear()
         optimizer.step()
-        # At first also the tiles, the limits, and two tables of the norm; in an audit also the numbers of elements.
+        # At first also the tiles, the limits, and two tables of the norm; in an audit also the
+        # numbers of elements.
         assert calls.pop("copies") == {0: 3 if max_grad_norm is None else 5, 9: 2}.get(step, 1)
         names = ["step_and_audit", "add_up"] if step == 9 else ["step"]
         if max_grad_norm:
@@ -426,7 +441,10 @@ def test_a_step_is_one_launch(
 def test_equal_matrices_share_two_launches_and_each_product(
     monkeypatch: pytest.MonkeyPatch, is_tried: bool
 ) -> None:
-    """The products are shared if a stack has the bits of its matrices. A stack of experts is one already."""
+    """The products are shared if a stack has the bits of its matrices.
+
+    A stack of experts is one already.
+    """
     if not is_tried:
         monkeypatch.setattr(matrix, "_multiplies_stacks", lambda *args: False)
     alike = {n: matrix._multiplies_stacks((n, 8, 16), torch.float32, CPU) for n in (5, 3)}
@@ -510,7 +528,10 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_step_keeps_no_gradient(max_grad_norm: float | None) -> None:
-    """The next forward pass needs their memory. Without a norm, ``found_inf`` asks which were finite."""
+    """The next forward pass needs their memory.
+
+    Without a norm, ``found_inf`` asks which were finite.
+    """
     params = parameters("word", [(4, 8)])
     optimizer = ng.AdamW(params, storage="word", compile=True, max_grad_norm=max_grad_norm)
     optimizer.found_inf = torch.zeros(())
@@ -676,7 +697,10 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     ("rule", "storage"), [("adamw", "word"), ("lion", "states8"), ("muon", "word")]
 )
 def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, storage: str) -> None:
-    """Compiled without a GPU. ``./dev gpu --compile`` compiles all pairs, for three architectures."""
+    """Compiled without a GPU.
+
+    ``./dev gpu --compile`` compiles all pairs, for three architectures.
+    """
     row = benchmark_module("gpu").compiled_row(*kernel_of(rule, storage), True, False, 90)
     assert row["passes"] == "yes", row
 

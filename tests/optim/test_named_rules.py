@@ -1,4 +1,6 @@
-"""The table of update rules holds what the optimizers' classes and rules say, and reads options as it writes them."""
+"""The table of update rules holds what the optimizers' classes and rules say, and reads options as
+it writes them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The model that people have: float32, 16-bit and mixed parameters, rounded in place where a storage holds 16 bits."""
+"""The model that people have: float32, 16-bit and mixed parameters, rounded in place where a
+storage holds 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def stored(optimizer: Optimizer) -> dict[str, Tensor]:
 def test_a_float32_model_trains_as_prepare_trains_it(storage: str) -> None:
     compute = storage.partition("/")[0] if "/" in storage else "bfloat16"
     recipe = f"{compute}/{storage.rpartition('/')[2]}"
-    model, twin = Model(), Model()
+    model = Model()
+    twin = Model()
     optimizer = ng.AdamW(model.named_parameters(), lr=1e-2, storage=storage, compile=False)
     _, prepared = ng.prepare(twin, recipe, lr=1e-2, compile=False)
     prepared.loss_scaler = None
@@ -70,7 +73,8 @@ def test_a_float32_model_trains_as_prepare_trains_it(storage: str) -> None:
 
 
 def test_what_is_cut_is_kept_and_said() -> None:
-    model, before = Model(), Model()
+    model = Model()
+    before = Model()
     with pytest.warns(
         UserWarning, match=r"Rounded 944 float32 weights.*'exact' keeps 16 of the 16 bits cut"
     ):
@@ -80,7 +84,9 @@ def test_what_is_cut_is_kept_and_said() -> None:
 
 
 def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
-    """bfloat16 under ``word``, float16 in its counterpart, float32 that stays: by name, by group, frozen at first."""
+    """bfloat16 under ``word``, float16 in its counterpart, float32 that stays: by name, by group,
+    frozen at first.
+    """
     torch.manual_seed(0)
     formats = {"word": torch.bfloat16, "float16/split": torch.float16, "float32": torch.float32}
     weights = {
@@ -146,8 +152,11 @@ def test_tied_strided_frozen_weights_and_gradients_that_exist() -> None:
 
 
 def test_autocast_trains_it() -> None:
-    """Losses stay within 0.01 of torch's AdamW on the float32 model, under autocast as in nanoGPT's loop."""
-    model, theirs = Model(), Model()
+    """Losses stay within 0.01 of torch's AdamW on the float32 model, under autocast as in nanoGPT's
+    loop.
+    """
+    model = Model()
+    theirs = Model()
     losses = train(model, ng.AdamW(model.parameters(), lr=1e-2), 20, autocast=True)
     reference = train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), 20, autocast=True)
     assert losses[-1] < losses[0] - 1 and losses == pytest.approx(reference, abs=1e-2)
@@ -181,7 +190,8 @@ def test_parameters_that_a_wrapper_holds_stay_in_float32(
     wrap: Callable[[Model], nn.Module], kind: Any, storage: str, row: str
 ) -> None:
     """One line trains them in the usual order. The warning says what it costs."""
-    model, theirs = wrap(Model()), wrap(Model())
+    model = wrap(Model())
+    theirs = wrap(Model())
     with pytest.warns(UserWarning, match=f"Kept float32 weights as they are.* '{row}' takes"):
         optimizer = kind(model.parameters(), lr=1e-2, storage=storage)
     assert {group["storage"] for group in optimizer.param_groups} == {row}
@@ -325,7 +335,9 @@ def test_an_averaged_model_runs_whatever_else_the_model_holds() -> None:
 
 
 def test_an_average_without_its_model_is_refused() -> None:
-    """A copy of the average holds a copy of the optimizer, which steps other weights than the model's."""
+    """A copy of the average holds a copy of the optimizer, which steps other weights than the
+    model's.
+    """
     model = ng.cast_parameters(nn.Linear(8, 8), torch.bfloat16)
     average = ng.AveragedModel(model, ng.AdamW(model.parameters(), compile=False))
     copied = copy.deepcopy(average)

@@ -1,7 +1,7 @@
 """The same bits on one process and two: every rank steps the rows it holds.
 
-Gradients are known and shared out, so that nothing but the optimizer can differ. All storages go through one process group,
-since starting ranks is what costs.
+Gradients are known and shared out, so that nothing but the optimizer can differ. All storages go
+through one process group, since starting ranks is what costs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def start(case: str, mesh: Any = None) -> tuple[nn.Module, ng.Optimizer]:
 def take_steps(
     model: nn.Module, optimizer: ng.Optimizer, steps: range, bad: tuple[str, int] | None = None
 ) -> None:
-    """Steps with known gradients; ``bad`` says in which row of which parameter one value is infinite."""
+    """Steps with known gradients; ``bad`` says in which row of which parameter one value is
+    infinite.
+    """
     for step in steps:
         generator = torch.Generator().manual_seed(100 + step)
         for name, p in model.named_parameters():
@@ -86,7 +88,9 @@ def whole(value: Tensor) -> Tensor:
 
 
 def everything(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Tensor]:
-    """Visible weights and all that is kept, gathered; only float tensors of 2 and 4 bytes are compared by their bits."""
+    """Visible weights and all that is kept, gathered; only float tensors of 2 and 4 bytes are
+    compared by their bits.
+    """
     result = {f"{name} visible": whole(p) for name, p in model.named_parameters()}
     state = optimizer.state_dict()["state"]
     for k, (name, p) in enumerate(model.named_parameters()):
@@ -127,7 +131,8 @@ def steps_on_a_rank(rank: int) -> dict[str, Any]:
 def directions_here(mesh: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices whose step this rank computes."""
     model, optimizer = start("galore word", mesh)
-    shapes, rule = [], optimizer.rule
+    shapes = []
+    rule = optimizer.rule
 
     def direction(gradient: Tensor, *rest: Any) -> Any:
         shapes.append(tuple(gradient.shape))
@@ -139,7 +144,9 @@ def directions_here(mesh: Any) -> list[tuple[int, ...]]:
 
 
 def muon_in_float32(mesh: Any, placements: Any = None) -> dict[str, Tensor]:
-    """Train matrices with Muon, whose products are float32, laid out in some way; whole without a mesh."""
+    """Train matrices with Muon, whose products are float32, laid out in some way; whole without a
+    mesh.
+    """
     torch.manual_seed(0)
     weights = [torch.randn(shape).bfloat16() for shape in ((8, 6), (6, 8), (4, 2, 6))]
     laid_out = [
@@ -182,7 +189,9 @@ def test_ranks_have_the_bits_of_one_process(case: str, results: Results) -> None
 
 
 def test_one_rank_computes_the_step_of_a_matrix(results: Results) -> None:
-    """Each matrix is decomposed on one rank, the largest ones on different ranks, and those of a stack where they are."""
+    """Each matrix is decomposed on one rank, the largest ones on different ranks, and those of a
+    stack where they are.
+    """
     first, second = (result["computed"] for result in results)
     assert sorted(first + second) == sorted(
         [(10, 6), (7, 6), (1, 8), (3, 8), *[(4, 2)] * 3, (3, 5)]

@@ -1,4 +1,6 @@
-"""States follow their parameters as torch's do: what others may write, what is refused, and what copies hold."""
+"""States follow their parameters as torch's do: what others may write, what is refused, and what
+copies hold.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def trained(
 
 @STORED
 def test_an_average_swapped_in_and_out_changes_no_bit(storage: str) -> None:
-    optimizer, twin = trained(storage), trained(storage)
+    optimizer = trained(storage)
+    twin = trained(storage)
     for step in range(3, 6):
         weights = [p.detach().clone() for p in parameters_of(optimizer)]
         with torch.no_grad():
@@ -57,7 +60,9 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("storage", REPRESENTATIVES)
 def test_a_loop_that_writes_zeros_stays_finite(storage: str, write: str) -> None:
-    """And a written zero is a zero to the next step, but for a compensation that is as large as the old weight's last bits."""
+    """And a written zero is a zero to the next step, but for a compensation that is as large as the
+    old weight's last bits.
+    """
     optimizer = trained(storage)
     for step in range(3, 6):
         with torch.no_grad():
@@ -112,7 +117,8 @@ def test_what_states_do_not_fit_is_refused(change: Callable[[ng.Optimizer], None
 
 
 def test_states_follow_a_model_that_moves_to_another_device() -> None:
-    moved, kept = trained("word"), trained("word")
+    moved = trained("word")
+    kept = trained("word")
     for parameter in moved.param_groups[0]["params"]:
         state = moved.state[parameter]
         state.made_for = (
@@ -154,7 +160,9 @@ def test_states_pass_on_to_parameters_that_replace_others(storage: str) -> None:
 
 
 class LateToSettle(ng.AdamW):
-    """Does not settle at the end of a step, as on an accelerator, where the decision to skip is still on the device."""
+    """Does not settle at the end of a step, as on an accelerator, where the decision to skip is
+    still on the device.
+    """
 
     is_stepping = False
 
@@ -204,18 +212,20 @@ def test_an_unfit_state_is_refused_and_nothing_is_lost(
     storage: str, place: int, damaged: str, how: str
 ) -> None:
     optimizer = trained(storage)
-    before, state = (
-        everything(optimizer),
-        trained("naive" if how == "another storage" else storage).state_dict(),
-    )
-    entries, words = state["state"], f"storage 'naive' into an optimizer of storage '{storage}'"
+    before = everything(optimizer)
+    state = trained("naive" if how == "another storage" else storage).state_dict()
+    entries = state["state"]
+    words = f"storage 'naive' into an optimizer of storage '{storage}'"
     if how == "of no parameter":
         key = 99 if place else "another"
-        entries[key], words = {}, f"no param group lists its entry '?{key}"
+        entries[key] = {}
+        words = f"no param group lists its entry '?{key}"
     elif how != "another storage":
-        value, words = entries[place].pop(damaged), f"no '{damaged}'"
+        value = entries[place].pop(damaged)
+        words = f"no '{damaged}'"
         if how == "shape":
-            entries[place][damaged], words = torch.zeros(3, dtype=value.dtype), "shape"
+            entries[place][damaged] = torch.zeros(3, dtype=value.dtype)
+            words = "shape"
     with pytest.raises(RecipeError, match=words):
         optimizer.load_state_dict(state)
     assert_same_bits(before, everything(optimizer))

@@ -1,4 +1,6 @@
-"""Every option of every rule is read from its group at every step, and what a group may not say is refused."""
+"""Every option of every rule is read from its group at every step, and what a group may not say is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A weight that other code writes stays as written, and what is exported rounds to what the model has: every storage."""
+"""A weight that other code writes stays as written, and what is exported rounds to what the model
+has: every storage.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_what_is_written_stays(storage: str) -> None:
     "storage", [row for row in STORAGES.values() if row.visible != "float32" and row not in IN_CODE]
 )
 def test_what_is_stored_rounds_to_what_is_seen(storage: Storage) -> None:
-    """Every visible value, beside the ends of what is stored next to it; and after a change of storage."""
+    """Every visible value, beside the ends of what is stored next to it; and after a change of
+    storage.
+    """
     dtype = getattr(torch, storage.visible)
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     every = every[every.isfinite()]

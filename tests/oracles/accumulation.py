@@ -1,7 +1,8 @@
-"""Sums of micro-batch gradients and the loss scale by definition: one addition, one decision after the other.
+"""Sums of micro-batch gradients and the loss scale by definition: one addition, one decision after
+the other.
 
-Two float32 operations are done as numpy's float32 does them, which rounds each once; everything else is quotients,
-remainders and lists.
+Two float32 operations are done as numpy's float32 does them, which rounds each once; everything
+else is quotients, remainders and lists.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Scale:
         self.overflows_in_a_row += 1
         self.good_in_a_row = 0
         if self.overflows_in_a_row >= self.hysteresis:
-            before, self.scale = self.scale, max(self.scale / 2, self.floor)
+            before = self.scale
+            self.scale = max(self.scale / 2, self.floor)
             self.held += before == self.scale
 
     def as_dict(self) -> dict[str, Any]:

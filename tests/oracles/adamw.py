@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class AdamW64:
-    """One weight and its moments, all float64; ``lr``, ``betas`` and ``eps`` as in ``torch.optim.AdamW`` without decay."""
+    """One weight and its moments, all float64; ``lr``, ``betas`` and ``eps`` as in
+    ``torch.optim.AdamW`` without decay.
+    """
 
     def __init__(
         self,
@@ -19,7 +21,9 @@ class AdamW64:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        self.lr, self.betas, self.eps = lr, betas, eps
+        self.lr = lr
+        self.betas = betas
+        self.eps = eps
         self.weight = weight.double()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.weight), torch.zeros_like(self.weight)
         self.steps = 0

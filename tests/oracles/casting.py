@@ -1,11 +1,14 @@
 """Casts by definition: each group of values by itself, each operation exact and then rounded once.
 
-Slow and plain on purpose. A scale is worked out in fractions, and after each operation that the definition rounds to float32
-the fraction is rounded to float32 by looking for the nearest multiple of a spacing. A value times a scale's inverse is exact
-in float64 and is then rounded to float32 once. Elements are rounded to the nearest by ml_dtypes and NumPy, and stochastically
-by looking for the two neighbours in the list of all values. Powers of two come from exponents; no bits are handled.
+Slow and plain on purpose. A scale is worked out in fractions, and after each operation that the
+definition rounds to float32 the fraction is rounded to float32 by looking for the nearest multiple
+of a spacing. A value times a scale's inverse is exact in float64 and is then rounded to float32
+once. Elements are rounded to the nearest by ml_dtypes and NumPy, and stochastically by looking for
+the two neighbours in the list of all values. Powers of two come from exponents; no bits are
+handled.
 
-Always ``along=1``: the matrix is ``[rows, contraction]``; the other dimension is this one transposed.
+Always ``along=1``: the matrix is ``[rows, contraction]``; the other dimension is this one
+transposed.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 
-# The largest value, and the exponent of the power of two at or below it. OCP MX v1.0, table 1; OCP FP8 v1.0, table 1.
+# The largest value, and the exponent of the power of two at or below it. OCP MX v1.0, table 1; OCP
+# FP8 v1.0, table 1.
 LARGEST = {
     "float8_e4m3fn": (448, 8),
     "float8_e5m2": (57344, 15),
@@ -41,7 +45,9 @@ SIGNS = [1 if 0x9E37 // 2**place % 2 else -1 for place in range(16)]
 
 
 class Result(NamedTuple):
-    """Codes and, of the same shape, the scale of each value's block and of its tensor, row or column (1 without one)."""
+    """Codes and, of the same shape, the scale of each value's block and of its tensor, row or
+    column (1 without one).
+    """
 
     codes: Floats
     inner: Floats
@@ -86,7 +92,9 @@ def quantize(
         amax: the largest magnitude to make a tensor's scale from, in place of its own.
     """
     values = rotated(x) if rotation == "hadamard" else x
-    codes, inner, outer = np.empty_like(values), np.ones_like(values), np.ones_like(values)
+    codes = np.empty_like(values)
+    inner = np.ones_like(values)
+    outer = np.ones_like(values)
     whole = None
     if scale == "float8_e4m3fn":
         whole = whole_scale(
@@ -133,7 +141,7 @@ def groups(rows: int, columns: int, granularity: str) -> Iterator[tuple[slice, s
             yield slice(row, row + high), slice(column, column + wide)
 
 
-# ── scales ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── scales ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def largest(part: Floats) -> float:
@@ -163,7 +171,9 @@ def whole_scale(magnitude: float, end: Fraction) -> float:
 
 
 def power_of_two(magnitude: float, format: str, *, up: bool) -> float:
-    """OCP: 2^(exponent of the magnitude - exponent of the largest value); or the smallest at which nothing saturates."""
+    """OCP: 2^(exponent of the magnitude - exponent of the largest value); or the smallest at which
+    nothing saturates.
+    """
     if not math.isfinite(magnitude):
         return math.nan
     at_least = max(Fraction(magnitude), SMALLEST_MAGNITUDE)
@@ -180,7 +190,9 @@ def one_level(magnitude: float, format: str, scale: str, *, up: bool) -> float:
 
 
 def squared_error(part: Floats, inner: float, whole: float, format: str) -> float:
-    """Of the values that a block's codes stand for; each operation in float32, sums by halves, of rows and then of columns."""
+    """Of the values that a block's codes stand for; each operation in float32, sums by halves, of
+    rows and then of columns.
+    """
     scale = (
         np.float32(single(rational(inner) * rational(whole)))
         if math.isfinite(whole)
@@ -198,7 +210,9 @@ def squared_error(part: Floats, inner: float, whole: float, format: str) -> floa
 
 
 def e4m3_scale(magnitude: float, whole: float, format: str, end: int, *, up: bool) -> float:
-    """magnitude / format's largest / whole, as an e4m3 number above zero: the nearest, or the least not below it."""
+    """magnitude / format's largest / whole, as an e4m3 number above zero: the nearest, or the least
+    not below it.
+    """
     inverse = reciprocal(rational(whole))
     if not isinstance(inverse, Fraction):
         return math.nan
@@ -213,7 +227,7 @@ def e4m3_scale(magnitude: float, whole: float, format: str, end: int, *, up: boo
     return max(float(nearest(np.array([float(ratio)], np.float32), "float8_e4m3fn")[0]), numbers[0])
 
 
-# ── elements ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── elements ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def product(one: Floats, other: Floats | np.float32) -> Floats:
@@ -259,13 +273,16 @@ def values_of(format: str) -> tuple[float, ...]:
 
 
 def stochastic(v: Floats, format: str, uniform: Floats) -> Floats:
-    """Counted in spacings from zero, rounded to float32 once ``uniform`` is added, and the part behind the point cut off."""
+    """Counted in spacings from zero, rounded to float32 once ``uniform`` is added, and the part
+    behind the point cut off.
+    """
     numbers = np.array(values_of(format))
     held = np.clip(v.astype(np.float64), numbers[0], numbers[-1])
     place = np.clip(np.searchsorted(numbers, held, side="right") - 1, 0, len(numbers) - 2)
     spacing = numbers[place + 1] - numbers[place]
     with np.errstate(all="ignore"):
-        # The sum of two float32 numbers, rounded to float64 and then to float32, is rounded as if once: 53 >= 2 × 24 + 2.
+        # The sum of two float32 numbers, rounded to float64 and then to float32, is rounded as if
+        # once: 53 >= 2 × 24 + 2.
         steps = np.floor(
             (v.astype(np.float64) / spacing + uniform.astype(np.float64)).astype(np.float32)
         )
@@ -273,11 +290,13 @@ def stochastic(v: Floats, format: str, uniform: Floats) -> Floats:
     return np.where(np.isnan(v), np.nan, found).astype(np.float32)
 
 
-# ── rotation ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rotation ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def rotated(x: Floats) -> Floats:
-    """Each 16 columns times their signs, then Sylvester's Hadamard matrix by halves, then a quarter of it."""
+    """Each 16 columns times their signs, then Sylvester's Hadamard matrix by halves, then a quarter
+    of it.
+    """
     with np.errstate(all="ignore"):
         parts = [
             sylvester(x[:, k : k + 16] * np.array(SIGNS, np.float32))
@@ -287,7 +306,9 @@ def rotated(x: Floats) -> Floats:
 
 
 def sylvester(x: Floats) -> Floats:
-    """[[H, H], [H, -H]] times a row, H the matrix of half the size: NumPy's float32 sums are rounded once each."""
+    """[[H, H], [H, -H]] times a row, H the matrix of half the size: NumPy's float32 sums are
+    rounded once each.
+    """
     if x.shape[1] == 1:
         return x
     low, high = (sylvester(half) for half in np.split(x, 2, axis=1))

@@ -1,8 +1,9 @@
-"""Cutting, coding and hashing by definition: lists of values, whole quotients and remainders, Python's own integers.
+"""Cutting, coding and hashing by definition: lists of values, whole quotients and remainders,
+Python's own integers.
 
-Slow and plain on purpose. A code is the ascending list of its magnitudes, and rounding looks for the nearest in it; a
-cut is a division with remainder of a float32's magnitude; the hash wraps by taking remainders modulo 2^32. Nothing is
-shifted and masked as the library does it.
+Slow and plain on purpose. A code is the ascending list of its magnitudes, and rounding looks for
+the nearest in it; a cut is a division with remainder of a float32's magnitude; the hash wraps by
+taking remainders modulo 2^32. Nothing is shifted and masked as the library does it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ INFINITY = 255 * 2**23
 
 
 def magnitudes(exponent_bits: int, mantissa_bits: int, lowest: int) -> list[Fraction]:
-    """All finite magnitudes of a code, ascending; with 8 exponent bits the last binade is infinity's and NaN's."""
+    """All finite magnitudes of a code, ascending; with 8 exponent bits the last binade is
+    infinity's and NaN's.
+    """
     values = []
     for field in range(2**exponent_bits - (exponent_bits == 8)):
         for mantissa in range(2**mantissa_bits):
@@ -30,7 +33,8 @@ def magnitudes(exponent_bits: int, mantissa_bits: int, lowest: int) -> list[Frac
 
 
 def nearest_steps(values: Floats, x: Floats) -> Integers:
-    """The place in ``values`` of the one nearest to each ``abs(x)``, ties to the even place; the last for all beyond.
+    """The place in ``values`` of the one nearest to each ``abs(x)``, ties to the even place; the
+    last for all beyond.
 
     ``values`` are so short that their float64 midpoints are exact.
     """
@@ -43,7 +47,8 @@ def nearest_steps(values: Floats, x: Floats) -> Integers:
 def cut(bits: Integers, dropped: int, addend: Integers | int | None = None) -> Integers:
     """The bits (0 … 2^32 - 1) of numbers or infinities with ``dropped`` low ones rounded off.
 
-    Nearest with ties to the even multiple; or up where the remainder and ``addend`` together fill a step.
+    Nearest with ties to the even multiple; or up where the remainder and ``addend`` together fill a
+    step.
     """
     sign, magnitude = np.divmod(bits, SIGN)
     step = 2**dropped

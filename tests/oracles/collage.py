@@ -1,6 +1,7 @@
 """Collage in ordinary narrow tensors, as published.
 
-Every operation is one of eager PyTorch on bfloat16 tensors, which rounds once; ``addcmul`` is the fused multiply-add.
+Every operation is one of eager PyTorch on bfloat16 tensors, which rounds once; ``addcmul`` is the
+fused multiply-add.
 
 Source: arXiv:2405.03637, in our own words and code.
 """

@@ -1,12 +1,15 @@
-"""PyTorch's matmuls of narrow numbers on CUDA, without a GPU: what they refuse, and what they are defined to compute.
+"""PyTorch's matmuls of narrow numbers on CUDA, without a GPU: what they refuse, and what they are
+defined to compute.
 
-Each function stands for one of PyTorch's and gets exactly the arguments that the product hands to it. First PyTorch's own meta
-function sees them, as tensors of CUDA without memory. Then come the rules that only the device's code checks, or cuBLAS:
-:class:`Refused` says which was broken. Then the codes are decoded, each with the scale that lies at *its* place in memory by the
-published formulas, and multiplied in float64, rounded once.
+Each function stands for one of PyTorch's and gets exactly the arguments that the product hands to
+it. First PyTorch's own meta function sees them, as tensors of CUDA without memory. Then come the
+rules that only the device's code checks, or cuBLAS: :class:`Refused` says which was broken. Then
+the codes are decoded, each with the scale that lies at *its* place in memory by the published
+formulas, and multiplied in float64, rounded once.
 
-Source: ``ScaledBlas.cpp``, ``Blas.cpp``, ``GroupedMMUtils.h``, ``ScaledBlasUtils.cpp`` in ``aten/src/ATen/native`` of PyTorch;
-cuBLAS, "Narrow Precision Data Types Usage" and "1D Block Scaling Factors Layout".
+Source: ``ScaledBlas.cpp``, ``Blas.cpp``, ``GroupedMMUtils.h``, ``ScaledBlasUtils.cpp`` in
+``aten/src/ATen/native`` of PyTorch; cuBLAS, "Narrow Precision Data Types Usage" and "1D Block
+Scaling Factors Layout".
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REAL_SCALED_MM, REAL_SCALED_MM_V1 = torch.nn.functional.scaled_mm, torch._scaled_mm
-E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+REAL_SCALED_MM = torch.nn.functional.scaled_mm
+REAL_SCALED_MM_V1 = torch._scaled_mm
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+E8M0 = torch.float8_e8m0fnu
 FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-FP4, FLOAT = torch.float4_e2m1fn_x2, torch.float32
+FP4 = torch.float4_e2m1fn_x2
+FLOAT = torch.float32
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -43,7 +50,7 @@ def on_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-# ── decoding ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── decoding ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def memory(x: Tensor) -> Tensor:
@@ -57,18 +64,23 @@ def memory(x: Tensor) -> Tensor:
 
 
 def decoded(x: Tensor) -> Tensor:
-    """Float64 values of codes; pairs of four bits lie along the dimension of stride 1, the first in the low half."""
+    """Float64 values of codes; pairs of four bits lie along the dimension of stride 1, the first in
+    the low half.
+    """
     if x.dtype != FP4:
         return x.double()
     turned = x.view(torch.uint8) if x.stride(1) == 1 else x.view(torch.uint8).t()
     table = torch.tensor(E2M1, dtype=torch.float64)
-    low, high = table[(turned & 15).long()], table[(turned >> 4).long()]
+    low = table[(turned & 15).long()]
+    high = table[(turned >> 4).long()]
     values = torch.stack([low, high], -1).flatten(1)
     return values if x.stride(1) == 1 else values.t()
 
 
 def tiled_offset(outer: Tensor, inner: Tensor, num_inner: int) -> Tensor:
-    """Where the scale of a row and a block lies: cuBLAS's formula within a tile of 128 × 4, tiles row by row."""
+    """Where the scale of a row and a block lies: cuBLAS's formula within a tile of 128 × 4, tiles
+    row by row.
+    """
     tile = (outer // 128) * (num_inner // 4) + inner // 4
     return tile * 512 + (outer % 32) * 16 + (outer % 128 // 32) * 4 + inner % 4
 
@@ -80,7 +92,8 @@ def tile_values(scales: Tensor, rows: int, terms: int, block: int) -> Tensor:
         scales.numel() == up(rows, 128) * num_inner,
         f"{scales.numel()} scales in tiles for {rows} × {terms} in {block}",
     )
-    outer, inner = torch.arange(rows)[:, None], torch.arange(terms)[None, :] // block
+    outer = torch.arange(rows)[:, None]
+    inner = torch.arange(terms)[None, :] // block
     return memory(scales)[tiled_offset(outer, inner, num_inner)].double()
 
 
@@ -93,7 +106,7 @@ def row_values(scales: Tensor, rows: int, terms: int, block: int) -> Tensor:
     return memory(scales).double().view(rows, -1).repeat_interleave(block, 1)
 
 
-# ── the rules ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the rules ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_matrices(
@@ -133,7 +146,9 @@ def check_matrices(
 
 
 def scaled_mm_v1(architecture: str) -> Callable[..., Tensor]:
-    """``torch._scaled_mm`` with float32 scales of tensors or rows, all that the product calls it with."""
+    """``torch._scaled_mm`` with float32 scales of tensors or rows, all that the product calls it
+    with.
+    """
 
     def _scaled_mm(
         a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *,
@@ -198,7 +213,8 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
                 scale.data_ptr() % 16 == 0 or scale.numel() == 1,
                 "scales begin at multiples of 16 bytes",
             )
-        sm, terms = 0 if is_amd else int(architecture[2:]), mat_a.shape[1] * per_byte
+        sm = 0 if is_amd else int(architecture[2:])
+        terms = mat_a.shape[1] * per_byte
         sides = len(mat_a), mat_b.shape[1]
         if names[0][0].endswith("128"):
             check(90 <= sm < 100, "blocks of 128 on Hopper alone")
@@ -262,12 +278,15 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
 
 
 def column_values(scales: Tensor, side: int, terms: int, name: str) -> Tensor:
-    """Float64 ``[side, terms]`` of the float32 scales of 1 × 128 or 128 × 128 values, found at their places in memory."""
+    """Float64 ``[side, terms]`` of the float32 scales of 1 × 128 or 128 × 128 values, found at
+    their places in memory.
+    """
     check(
         scales.dtype == FLOAT and scales.dim() == 2, "scales of 128 in float32, in two dimensions"
     )
     blocks = -(-terms // 128)
-    row, block = torch.arange(side)[:, None], torch.arange(terms)[None, :] // 128
+    row = torch.arange(side)[:, None]
+    block = torch.arange(terms)[None, :] // 128
     if name == "BlockWise1x128":
         check(
             tuple(scales.shape) == (side, blocks),
@@ -278,7 +297,8 @@ def column_values(scales: Tensor, side: int, terms: int, name: str) -> Tensor:
             "column by column",
         )
         return memory(scales)[block * side + row].double()
-    length, rows = up(blocks, 4), -(-side // 128)
+    length = up(blocks, 4)
+    rows = -(-side // 128)
     check(
         tuple(scales.shape) == (length, rows),
         f"{tuple(scales.shape)} scales of 128 × 128 for {side} × {terms}",

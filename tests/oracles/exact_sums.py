@@ -1,4 +1,5 @@
-"""Slow, independent answers for sums, fingerprints and update measures: fractions and Python integers, no tensors.
+"""Slow, independent answers for sums, fingerprints and update measures: fractions and Python
+integers, no tensors.
 
 Values come in as Python floats (every float is a fraction exactly) and bits as unsigned integers.
 """
@@ -29,7 +30,9 @@ def nearest_float(value: Fraction) -> float:
 
 
 def squares_bound(values: Sequence[float]) -> Fraction:
-    """How far a two-grid sum of squares may be from the exact one: half a fine step an addend, and two roundings."""
+    """How far a two-grid sum of squares may be from the exact one: half a fine step an addend, and
+    two roundings.
+    """
     largest = max(Fraction(value) ** 2 for value in values)
     width = 63 - len(values).bit_length()
     power = Fraction(1)
@@ -57,8 +60,9 @@ def splitmix_fingerprint(bits: Sequence[int], offset: int = 0) -> int:
 def update_sums(
     intended: Sequence[float], stored: Sequence[float], visible: Sequence[float]
 ) -> list[Fraction]:
-    """The sums of an update without decay, as fractions, in their order: dd, de, ee, nonzero, lost, unseen, cc, ct, elements,
-    spacings."""
+    """The sums of an update without decay, as fractions, in their order: dd, de, ee, nonzero, lost,
+    unseen, cc, ct, elements, spacings.
+    """
     rows = [
         (Fraction(d), Fraction(e), Fraction(v))
         for d, e, v in zip(intended, stored, visible, strict=True)
@@ -78,14 +82,18 @@ def update_sums(
 
 
 def sum_on_grid(values: Iterable[float], exponent: int = -74) -> float:
-    """The float32 nearest to the exact sum of values, each rounded to a whole number of steps 2^exponent; ties to even."""
+    """The float32 nearest to the exact sum of values, each rounded to a whole number of steps
+    2^exponent; ties to even.
+    """
     step = Fraction(2) ** exponent
     total = sum((round(Fraction(value) / step) for value in values), 0) * step
     return nearest_float32(total)
 
 
 def nearest_float32(value: Fraction) -> float:
-    """The float32 nearest to a fraction, zero or not subnormal, ties to even; an infinity beyond the range."""
+    """The float32 nearest to a fraction, zero or not subnormal, ties to even; an infinity beyond
+    the range.
+    """
     if value == 0:
         return 0.0
     size = abs(value)

@@ -1,12 +1,15 @@
-"""A linear layer in float64: three products of operands that someone else has cast, and how far off a product may be.
+"""A linear layer in float64: three products of operands that someone else has cast, and how far off
+a product may be.
 
-Straight through: the gradient of a cast is taken to be 1, so with x̂, ŵ and the two casts d̂, ď of the output's gradient
+Straight through: the gradient of a cast is taken to be 1, so with x̂, ŵ and the two casts d̂, ď of
+the output's gradient
 
     output = x̂ ŵᵀ + b      grad_input = d̂ ŵ      grad_weight = ďᵀ x̂      grad_bias = Σ d
 
-where every operand is given as the matrix ``[rows, contraction]`` that it stands for. Float64 adds products of such numbers
-(at most 24 bits each, times scales) with an error that nobody sees here, but where a sum cancels. An error bound is made of
-what each step may add: a share of the sum of magnitudes for the accumulation, then a share of the value for each rounding.
+where every operand is given as the matrix ``[rows, contraction]`` that it stands for. Float64 adds
+products of such numbers (at most 24 bits each, times scales) with an error that nobody sees here,
+but where a sum cancels. An error bound is made of what each step may add: a share of the sum of
+magnitudes for the accumulation, then a share of the value for each rounding.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Product:
 
 def product(left: Tensor, right: Tensor) -> Product:
     """``left [rows, contraction]`` times ``right [columns, contraction]`` transposed."""
-    a, b = left.double(), right.double().t()
+    a = left.double()
+    b = right.double().t()
     return Product(a @ b, a.abs() @ b.abs())
 
 
@@ -62,7 +66,9 @@ def integer_product(left: Tensor, right: Tensor) -> Tensor:
 def scaled_integers(
     sums: Tensor, by_row: Tensor, by_column: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Integer sums times a scale for each row, then one for each column, plus a bias: float32 steps, rounded at the end."""
+    """Integer sums times a scale for each row, then one for each column, plus a bias: float32
+    steps, rounded at the end.
+    """
     values = (
         sums.numpy().astype(np.float32)
         * by_row.numpy().reshape(-1, 1)

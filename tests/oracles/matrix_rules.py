@@ -1,8 +1,8 @@
 """Matrix update rules from their published formulas, in numpy's float64, and one released defect.
 
-Slow and plain on purpose: singular value decompositions instead of eigenvectors of a Gram matrix, whole weights rebuilt and
-subtracted instead of changes, nothing shared between rules. Every class keeps its own states; ``step`` takes the weight
-and its gradient and returns the new weight.
+Slow and plain on purpose: singular value decompositions instead of eigenvectors of a Gram matrix,
+whole weights rebuilt and subtracted instead of changes, nothing shared between rules. Every class
+keeps its own states; ``step`` takes the weight and its gradient and returns the new weight.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Adam:
 
 @dataclass
 class Subspace:
-    """Zhao et al. 2024 (2403.03507): Adam on the leading singular vectors of the shorter side, found again every ``gap``
-    steps."""
+    """Zhao et al. 2024 (2403.03507): Adam on the leading singular vectors of the shorter side,
+    found again every ``gap`` steps.
+    """
 
     adam: Adam
     rank: int
@@ -101,9 +102,11 @@ class GaLore:
 
 @dataclass
 class WeightNormalised:
-    """Lengths and directions of the columns, each with its own Adam; the direction's sees a subspace.
+    """Lengths and directions of the columns, each with its own Adam; the direction's sees a
+    subspace.
 
-    ``W = M V / ‖V‖`` (Huang et al. 2024, 2412.19616) in the dense form: every step begins with ``V = W``.
+    ``W = M V / ‖V‖`` (Huang et al. 2024, 2412.19616) in the dense form: every step begins with ``V
+    = W``.
     """
 
     subspace: Subspace

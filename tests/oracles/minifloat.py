@@ -1,8 +1,8 @@
 """Rounding to a narrow format by looking it up in the list of all its values, as fractions.
 
-Slow and plain on purpose: a format is the sorted list of its magnitudes, written out from its published definition,
-with one more value past the end (the next one if the exponents went on), from which overflow is seen. No bits are
-handled.
+Slow and plain on purpose: a format is the sorted list of its magnitudes, written out from its
+published definition, with one more value past the end (the next one if the exponents went on), from
+which overflow is seen. No bits are handled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Grid:
         """The nearest value, ties to the even place in the list; None on overflow."""
         place = self.below(value)
         exact = Fraction(abs(value))
-        down, up = exact - self.magnitudes[place], self.magnitudes[place + 1] - exact
+        down = exact - self.magnitudes[place]
+        up = self.magnitudes[place + 1] - exact
         place += up < down or (up == down and place % 2 == 1)
         return (
             None
@@ -54,7 +55,9 @@ class Grid:
 
 
 def scale_nearest(value: float) -> float:
-    """A positive value to the nearest power of two of E8M0, ties up; NaN past 2^127; up between 2^-127 and 2^-126."""
+    """A positive value to the nearest power of two of E8M0, ties up; NaN past 2^127; up between
+    2^-127 and 2^-126.
+    """
     if value <= 2.0**-126:
         return 2.0**-127 if value <= 2.0**-127 else 2.0**-126
     exponent = math.frexp(value)[1] - 1

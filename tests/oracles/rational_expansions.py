@@ -1,4 +1,5 @@
-"""Expansions as rational numbers: what their parts add up to, and how far that is from what was asked.
+"""Expansions as rational numbers: what their parts add up to, and how far that is from what was
+asked.
 
 Nothing here rounds. Parts arrive as lists of Python floats, one list per part, largest part first.
 """
@@ -32,9 +33,11 @@ def half_spacing(value: Fraction, precision: int) -> Fraction:
         return Fraction(0)
     exponent = 0
     while abs(value) >= 2:
-        value, exponent = value / 2, exponent + 1
+        value = value / 2
+        exponent = exponent + 1
     while abs(value) < 1:
-        value, exponent = value * 2, exponent - 1
+        value = value * 2
+        exponent = exponent - 1
     return Fraction(2) ** (exponent - precision)
 
 

@@ -1,9 +1,11 @@
 """The rules of scale propagation on plain numbers: fractions, lists and loops, nothing rounded.
 
-A pair is a flat list of data and one scale, a power of two; it stands for ``data * scale``. Each rule is written as its
-source has it, roots and all: a root is never taken, its largest power of two is found by comparing squares.
+A pair is a flat list of data and one scale, a power of two; it stands for ``data * scale``. Each
+rule is written as its source has it, roots and all: a root is never taken, its largest power of two
+is found by comparing squares.
 
-Source: Balança et al., Scalify, arXiv 2407.17353; graphcore-research/jax-scalify, rounding scales down.
+Source: Balança et al., Scalify, arXiv 2407.17353; graphcore-research/jax-scalify, rounding scales
+down.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a layer keeps for backward: the formulas against the tensors that autograd saves in layers that run."""
+"""What a layer keeps for backward: the formulas against the tensors that autograd saves in layers
+that run.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 def _saved_bytes(config: dict[str, Any], recipe: Recipe) -> int:
     """Bytes that autograd saves in the layers of a model for 2 × 64 tokens, besides parameters.
 
-    Tensors are fake: they have shapes and no memory. Those of a mixture are real, since the tokens of each expert are data.
+    Tensors are fake: they have shapes and no memory. Those of a mixture are real, since the tokens
+    of each expert are data.
     """
     with (
         nullcontext()
@@ -82,7 +85,8 @@ def _saved_bytes(config: dict[str, Any], recipe: Recipe) -> int:
                 kept.append(tensor)
             return tensor
 
-        # Fake positions have no values that say whether sequences are packed; ours are not, so no mask is made.
+        # Fake positions have no values that say whether sequences are packed; ours are not, so no
+        # mask is made.
         unpacked = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
         with (
             unpacked,
@@ -93,7 +97,8 @@ def _saved_bytes(config: dict[str, Any], recipe: Recipe) -> int:
     return sum(sizes.values())
 
 
-# A compiler merges the casts of layers that share an input, as planned; run one by one, each layer keeps codes of its own.
+# A compiler merges the casts of layers that share an input, as planned; run one by one, each layer
+# keeps codes of its own.
 _RECIPES = (
     "float32/float32",
     "bfloat16/word",
@@ -113,11 +118,9 @@ _CASES += [("qwen3", "bfloat16/float32")]
 @pytest.mark.parametrize(("family", "name"), _CASES)
 def test_a_layer_keeps_what_autograd_saves(family: str, name: str) -> None:
     """What two layers save beyond one."""
-    config, recipe, key = (
-        _CONFIGS[family],
-        parse(name),
-        "n_layer" if family == "gpt2" else "num_hidden_layers",
-    )
+    config = _CONFIGS[family]
+    recipe = parse(name)
+    key = "n_layer" if family == "gpt2" else "num_hidden_layers"
     single, two = (_saved_bytes({**config, key: layers}, recipe) for layers in (1, 2))
     planned = layer_bytes(
         of_config({**config, key: 2}, family), recipe, read_program("kernels=eager")
@@ -128,7 +131,9 @@ def test_a_layer_keeps_what_autograd_saves(family: str, name: str) -> None:
 
 
 def test_fused_gpt_layers_keep_what_was_published() -> None:
-    """34 bytes per token and feature, of which two are dropout masks: Korthikanti et al., arXiv 2205.05198, equation 1."""
+    """34 bytes per token and feature, of which two are dropout masks: Korthikanti et al., arXiv
+    2205.05198, equation 1.
+    """
     gpt = read_model("gpt3-175b")
     flash = layer_bytes(gpt, parse("bfloat16/master"), read_program("kernels=fused")).per_token
     assert flash / gpt.hidden_size == pytest.approx(34 - 2, rel=0.01)
@@ -139,13 +144,15 @@ def test_codes_count_one_byte() -> None:
     wide, narrow = (
         layer_bytes(llama, parse(f"{c}/word")).per_token for c in ("bfloat16", "float8-tensor")
     )
-    # Inputs of the projections and of the MLP halve, the product's too; the attention's result is kept twice.
+    # Inputs of the projections and of the MLP halve, the product's too; the attention's result is
+    # kept twice.
     saved = 2 * llama.hidden_size + llama.intermediate_size - llama.num_heads * llama.value_dim
     assert wide - narrow == pytest.approx(saved, rel=1e-3)
 
 
 def test_a_stage_holds_no_more_micro_batches_than_there_are_and_only_the_last_has_logits() -> None:
-    llama, layout = read_model("llama-8b"), Layout(pipeline=4, zero=0, micro_batches=2)
+    llama = read_model("llama-8b")
+    layout = Layout(pipeline=4, zero=0, micro_batches=2)
     assert stages_of(llama, layout) == {0: (8, 16), 3: (8, 8)}
     job = Job(llama, parse("bfloat16/word"), layout, cluster_of("H100-SXM", 4), 4096)
     assert [bool(_Rank(job, stage, 8, 8).loss_terms()) for stage in (0, 3)] == [False, True]

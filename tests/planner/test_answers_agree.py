@@ -1,4 +1,6 @@
-"""One answer does not contradict itself: the best is the best, a row says what its recipe says alone, layouts are in order."""
+"""One answer does not contradict itself: the best is the best, a row says what its recipe says
+alone, layouts are in order.
+"""
 
 from __future__ import annotations
 
@@ -90,10 +92,11 @@ def test_what_is_asked_of_a_layout_never_makes_it_faster(asked: dict[str, Any], 
 
 @pytest.mark.parametrize("chips", [512, 1024, 2048, 4096])
 def test_sharing_less_is_as_fast_where_it_fits(chips: int) -> None:
-    """ZeRO-1 sends less than ZeRO-2, and that less than ZeRO-3; on 2,048 chips it was once 23 % slower than either.
+    """ZeRO-1 sends less than ZeRO-2, and that less than ZeRO-3; on 2,048 chips it was once 23 %
+    slower than either.
 
-    Layouts without any sharing fit barely, so no others were looked at; and its once-a-step reduction, layer by layer, waited for
-    messages to go round all chips.
+    Layouts without any sharing fit barely, so no others were looked at; and its once-a-step
+    reduction, layer by layer, waited for messages to go round all chips.
     """
     asked = {"tensor": 1, "pipeline": 1}
     arguments: dict[str, Any] = {"recipes": ["bfloat16/master"], "chip": "H100-SXM", "chips": chips}

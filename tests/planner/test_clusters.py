@@ -34,7 +34,8 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
 
 def test_chips_fill_whole_nodes() -> None:
     assert cluster_of("H100-SXM", 4).chips_per_node == 4
-    # 128 and 256 GB200s run in published steps (benchmarks/published_runs_later.toml), in racks of 72.
+    # 128 and 256 GB200s run in published steps (benchmarks/published_runs_later.toml), in racks of
+    # 72.
     assert [cluster_of("GB200", chips).chips_per_node for chips in (128, 144, 256)] == [64, 72, 64]
     # Otherwise nodes fill evenly; the last one may lack chips.
     sizes = {12: 6, 16: 8, 24: 8, 20: 7}
@@ -47,7 +48,8 @@ def test_chips_fill_whole_nodes() -> None:
 
 
 def test_what_is_not_given_is_the_chips_or_assumed() -> None:
-    h100, card = cluster_of("H100-SXM", 8), cluster_of("L40S", 8)
+    h100 = cluster_of("H100-SXM", 8)
+    card = cluster_of("L40S", 8)
     assert (h100.link_bytes_per_second(8), h100.network_bytes_per_second) == (450e9, 50e9)
     # Without a link of their own, chips send through the host, and share one port of the network.
     assert (card.link_bytes_per_second(8), card.network_bytes_per_second) == (31.5e9, 25e9 / 8)

@@ -43,7 +43,8 @@ def test_rings_by_hand() -> None:
 
 
 def test_a_hierarchy_sends_a_part_between_nodes() -> None:
-    within, between = 2 * 7 / 8 * 32e9 / 100e9, 2 * 3 / 4 * 4e9 / 10e9
+    within = 2 * 7 / 8 * 32e9 / 100e9
+    between = 2 * 3 / 4 * 4e9 / 10e9
     assert hierarchical_seconds(32e9, FOUR) == near(within + between)
     assert ring_seconds(32e9, FOUR) == near(max(2 * 31 / 32 * 32e9 / 100e9, between))
 
@@ -72,7 +73,9 @@ def test_where_ranks_lie(ranks: int, stride: int, nodes: int, per_node: float) -
 
 
 MEASURED_H200 = {16: 125.65, 64: 198.01, 256: 249.23}  # MiB: algorithm bandwidth in GB/s
-"""ml-engineering, network/benchmarks/results/all-reduce-8xH200.md; NCCL sums in the switch there, which rings cannot."""
+"""ml-engineering, network/benchmarks/results/all-reduce-8xH200.md; NCCL sums in the switch there,
+which rings cannot.
+"""
 MEASURED_B200 = {64: 102.07, 256: 146.18, 4096: 193.37}
 """Same, network/benchmarks/README.md: four nodes of eight B200 with 400 Gbit/s each. Below 64 MiB
 it takes up to 2.6 times as long as predicted."""
@@ -96,15 +99,17 @@ def test_a_switch_that_adds_halves_what_large_sums_take() -> None:
     h200, a100, card = (cluster_of(name, 8) for name in ("H200", "A100-SXM4-80GB", "H100-PCIe"))
     ways = [path_of(8, 1, cluster).has_adding_switch for cluster in (h200, a100, card)]
     assert ways == [True, False, False]
-    plain, adding = Path(8, 1, 100e9, 10e9), Path(8, 1, 100e9, 10e9, has_adding_switch=True)
+    plain = Path(8, 1, 100e9, 10e9)
+    adding = Path(8, 1, 100e9, 10e9, has_adding_switch=True)
     assert all_reduce_seconds(1e10, adding) == pytest.approx(1e10 * 9 / 8 / 100e9, rel=1e-2)
     assert all_reduce_seconds(1e10, adding) < all_reduce_seconds(1e10, plain)
 
 
 @pytest.mark.parametrize(
     ("chip", "ranks", "stride", "rate"),
-    # One link of 64 GB/s to each peer (ml-engineering, network/README.md); bridges of 300 GB/s join pairs, and PCIe5 x16 has 63
-    # (NVIDIA's H100 PCIe product brief); an NVSwitch gives one peer the whole rate.
+    # One link of 64 GB/s to each peer (ml-engineering, network/README.md); bridges of 300 GB/s join
+    # pairs, and PCIe5 x16 has 63 (NVIDIA's H100 PCIe product brief); an NVSwitch gives one peer the
+    # whole rate.
     [
         *(("MI300X", ranks, 1, rate) for ranks, rate in ((2, 64), (4, 192), (8, 448))),
         *(
@@ -125,7 +130,10 @@ def test_few_or_unbridged_peers_have_slower_links(
 
 
 def test_a_path_through_the_host_has_one_share_on_all_chips() -> None:
-    """Pairs of an H100-PCIe have a bridge. Beyond a pair they share the host's lanes, as cards without links do."""
+    """Pairs of an H100-PCIe have a bridge.
+
+    Beyond a pair they share the host's lanes, as cards without links do.
+    """
 
     def rate(chip: str, ranks: int) -> float:
         layout = Layout(shard=8 // ranks, tensor=ranks)

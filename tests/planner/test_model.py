@@ -1,4 +1,6 @@
-"""Models that transformers builds are read as they are; presets have the same answer as the class of their configuration."""
+"""Models that transformers builds are read as they are; presets have the same answer as the class
+of their configuration.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def built(keys: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_and_the_largest_layer_are_those_of_the_class(family: str) -> None:
-    model, shape = built(config(family)), of_config(config(family), family)
+    model = built(config(family))
+    shape = of_config(config(family), family)
     assert shape.num_parameters == sum(value.numel() for value in model.parameters())
     base = model.base_model
     layers = getattr(base, "layers", None) or base.h
@@ -66,7 +69,9 @@ def test_parameters_and_the_largest_layer_are_those_of_the_class(family: str) ->
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_operations_are_those_that_pytorch_counts(family: str) -> None:
-    """FlopCounterMode counts every matmul of forward and backward; the attention without mask, which is not causal."""
+    """FlopCounterMode counts every matmul of forward and backward; the attention without mask,
+    which is not causal.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     keys = config(family, attn_implementation="eager")
@@ -93,7 +98,8 @@ CLASSES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_preset_is_the_class_of_its_configuration(name: str) -> None:
     """The defaults of Mixtral's and DeepSeek-V3's configurations are their released models."""
-    preset, read = read_model(name), of_config(CLASSES[name], name)
+    preset = read_model(name)
+    read = of_config(CLASSES[name], name)
     fields = ("num_parameters", "expert_parameters", "largest_layer", "num_heads", "num_kv_heads", "query_dim", "value_dim",
               "is_gated", "norm", "norms_per_layer", "head_norms", "activation", "has_fused_inputs", "latent", "mixture",
               "tie_embeddings", "positions")  # fmt: skip

@@ -19,7 +19,8 @@ from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import OPTIMIZERS
 
 LLAMA = read_model("llama-8b")
-ROWS, COLS = 512, 256
+ROWS = 512
+COLS = 256
 
 
 def state_bytes(optimizer: Optimizer, weight: torch.nn.Parameter) -> float:
@@ -69,7 +70,8 @@ def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> N
 
 
 def test_muon_leaves_embedding_and_head_to_adamw() -> None:
-    muon, adamw = state_of(LLAMA, STORAGES["master"], "muon"), state_of(LLAMA, STORAGES["master"])
+    muon = state_of(LLAMA, STORAGES["master"], "muon")
+    adamw = state_of(LLAMA, STORAGES["master"])
     assert muon.embedding == adamw.embedding and muon.head == adamw.head
     assert muon.layers.optimizer == pytest.approx(8 / 12 * adamw.layers.optimizer, rel=1e-3)
 
@@ -107,7 +109,8 @@ def test_a_tied_head_has_no_state_of_its_own() -> None:
     )
     # On the last stage it exists too.
     shapes = (decoder("one", **sizes, tie_embeddings=tie) for tie in (True, False))
-    layout, cluster = Layout(pipeline=2, zero=0), cluster_of("H100-SXM", 2)
+    layout = Layout(pipeline=2, zero=0)
+    cluster = cluster_of("H100-SXM", 2)
     tied_last, last = (
         on_stage(Job(a, parse("bfloat16/word"), layout, cluster, 64), 0.5, 1)[1] for a in shapes
     )

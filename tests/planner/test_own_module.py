@@ -82,7 +82,9 @@ def test_the_peak_is_that_of_a_real_step(name: str, storage: str) -> None:
 
 
 def test_operations_are_those_counted() -> None:
-    """By hand: six per weight of a matmul and token, and fused attention's 2 + 5 products of queries, keys and values."""
+    """By hand: six per weight of a matmul and token, and fused attention's 2 + 5 products of
+    queries, keys and values.
+    """
     best = ng.plan(Residual(), batch=TOKENS, recipes="bfloat16/word", chip="H100-SXM").best
     assert best.architecture.flops_per_token(64) == pytest.approx(
         6 * (4 * 2 * 64 * 256 + 64 * 500), rel=0.05
@@ -105,10 +107,8 @@ def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
 
 
 def test_a_counted_module_has_data_and_shard_ranks_only() -> None:
-    tokens, arguments = (
-        torch.zeros(1, 16_384, dtype=torch.int64),
-        {"recipes": "bfloat16/word", "chip": "H100-SXM", "chips": 4},
-    )
+    tokens = torch.zeros(1, 16_384, dtype=torch.int64)
+    arguments = {"recipes": "bfloat16/word", "chip": "H100-SXM", "chips": 4}
     answer = ng.plan(Residual(), batch=tokens, **arguments)
     layout = answer.best.layout
     assert layout.num_ranks == layout.num_replicas == 4

@@ -1,4 +1,6 @@
-"""Programs: memory and time follow one description, a program is offered what it runs, adapters need what was published."""
+"""Programs: memory and time follow one description, a program is offered what it runs, adapters
+need what was published.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def term(a_job: Job, name: str) -> float:
 
 @pytest.mark.parametrize(("loss", "width"), [("whole", 14), ("compiled", 4), ("chunked", 14 / 8)])
 def test_logits_take_the_bytes_of_the_loss(loss: str, width: float) -> None:
-    """By hand: bfloat16 logits, float32 logits, log-softmax and its gradient; or logits and their gradient."""
+    """By hand: bfloat16 logits, float32 logits, log-softmax and its gradient; or logits and their
+    gradient.
+    """
     planned = job(f"loss={loss}", Layout(shard=8, recompute="full"), length=131_072)
     expected = 131_072 * 128_256 * width
     assert loss == "chunked" or term(planned, "logits") == pytest.approx(expected)
@@ -63,13 +67,16 @@ def test_logits_take_the_bytes_of_the_loss(loss: str, width: float) -> None:
 def test_selective_recomputation_lies_between_none_and_full(program: str) -> None:
     layout = Layout(zero=1, shard=8)
     jobs = [job(program, replace(layout, recompute=kind)) for kind in ("none", "selective", "full")]  # type: ignore[arg-type]
-    memory, seconds = [j.memory.total for j in jobs], [j.step.total for j in jobs]
+    memory = [j.memory.total for j in jobs]
+    seconds = [j.step.total for j in jobs]
     assert memory == sorted(memory, reverse=True) and memory[0] > memory[1] > memory[2]
     assert seconds == sorted(seconds)
 
 
 def test_per_operation_checkpointing_saves_every_second_matmul() -> None:
-    """torchtitan's Llama: the input, queries, values, attention and its statistics, gate and down; two bytes each."""
+    """torchtitan's Llama: the input, queries, values, attention and its statistics, gate and down;
+    two bytes each.
+    """
     planned = job("torchtitan", Layout(shard=8, recompute="selective", micro_batch=2))
     saved = 2 * (4096 + 4096 + 1024 + 4096 + 14_336 + 4096) + 4 * 32
     assert term(planned, "kept by the layers") == pytest.approx(32 * 2 * 8192 * saved)
@@ -83,7 +90,9 @@ def test_unfused_attention_saves_its_scores() -> None:
 
 
 def test_mixed_precision_of_fsdp_gathers_what_it_computes_with() -> None:
-    """Float32 shards of 16 bytes a parameter; gathered layers, activations and the stream in bfloat16; no sum beside them."""
+    """Float32 shards of 16 bytes a parameter; gathered layers, activations and the stream in
+    bfloat16; no sum beside them.
+    """
     mixed, cast = (
         job(name, Layout(shard=8, micro_batches=4), "bfloat16/float32")
         for name in ("torchtitan", "narrowgauge")
@@ -109,7 +118,8 @@ def test_a_released_gradient_and_states_on_the_host_leave_the_chip() -> None:
     assert (
         many.step.groups["optimizer"] > 2 * away.step.groups["optimizer"]
     )  # every micro-batch sends its gradients
-    # ZeRO-Offload: four billion parameters a second on the processors of a node, and four bytes each over the host's path.
+    # ZeRO-Offload: four billion parameters a second on the processors of a node, and four bytes
+    # each over the host's path.
     assert away.step.groups["optimizer"] > LLAMA.num_parameters / 4e9
 
 
@@ -127,7 +137,10 @@ def test_a_field_of_the_layout_leaves_the_rest_to_what_runs() -> None:
 
 
 def test_software_names_its_program() -> None:
-    """Speed, memory and layouts are of one program. A recipe that it does not run is planned as in a loop like it."""
+    """Speed, memory and layouts are of one program.
+
+    A recipe that it does not run is planned as in a loop like it.
+    """
     for software in SOFTWARE:
         assert (
             sum(software.startswith(tuple(program.softwares)) for program in PROGRAMS.values()) == 1
@@ -139,7 +152,8 @@ def test_software_names_its_program() -> None:
             "llama-8b", recipes=["bfloat16/master", "bfloat16/word"], **arguments
         ).options
     }
-    own, ours = jobs["bfloat16/master"], jobs["bfloat16/word"]
+    own = jobs["bfloat16/master"]
+    ours = jobs["bfloat16/word"]
     assert own.program is PROGRAMS["megatron-core"] and own.layout.zero in (0, 1)
     assert (
         ours.program == own.program
@@ -156,9 +170,10 @@ def test_a_card_for_games_is_not_planned_with_a_cluster_s_libraries() -> None:
     )
 
 
-# ── adapters, as published ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── adapters, as published ────────────────────────────────────────────────────────────────────────
 
-# Qwen-7B, README, profiling of memory: batch 1, 8 micro-batches, one A100, rank 64 (GB of LoRA and Q-LoRA).
+# Qwen-7B, README, profiling of memory: batch 1, 8 micro-batches, one A100, rank 64 (GB of LoRA and
+# Q-LoRA).
 PUBLISHED = {
     256: (20.1, 11.5),
     512: (20.4, 11.5),
@@ -170,7 +185,8 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("length", PUBLISHED)
 def test_adapters_need_what_qwen_published(length: int) -> None:
-    layout, cluster = Layout(micro_batches=8, recompute="full"), cluster_of("A100-SXM4-80GB", 1)
+    layout = Layout(micro_batches=8, recompute="full")
+    cluster = cluster_of("A100-SXM4-80GB", 1)
     for base, measured in zip(("bfloat16", "nf4"), PUBLISHED[length], strict=True):
         program = read_program(f"hf-trainer,lora=64,base={base},rest=bfloat16")
         planned = Job(
@@ -196,7 +212,8 @@ def test_seven_billion_fit_a_card_of_24_gigabytes_under_adapters() -> None:
 
 
 def test_frozen_weights_have_no_gradients() -> None:
-    all_weights, adapters = job("hf-trainer", Layout()), job("hf-trainer,lora=8", Layout())
+    all_weights = job("hf-trainer", Layout())
+    adapters = job("hf-trainer,lora=8", Layout())
     ratio = adapters.step.groups["matmuls"] / all_weights.step.groups["matmuls"]
     assert 2 / 3 < ratio < 0.8  # products of rank 8 take the bytes of their operands
     assert adapters.trained_parameters == 8 * sum(
@@ -215,9 +232,10 @@ def test_galore_of_seven_billion_fits_with_gradients_freed_by_layer() -> None:
     assert not plan("llama-7b", **arguments).best.fits
 
 
-# ── what a program runs ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what a program runs ───────────────────────────────────────────────────────────────────────────
 
-SHARDS, TENSOR = EIGHT, Layout(shard=4, tensor=2)
+SHARDS = EIGHT
+TENSOR = Layout(shard=4, tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -286,11 +304,13 @@ def test_a_program_is_read_with_its_fields() -> None:
         assert says in str(caught.value)
 
 
-# ── the search ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the search ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_405_billion_are_planned_as_they_ran() -> None:
-    """Llama 3 on 16,384 H100 reached 38 to 43 % and took 78 days (arXiv 2407.21783, table 4; 30.84 million GPU-hours)."""
+    """Llama 3 on 16,384 H100 reached 38 to 43 % and took 78 days (arXiv 2407.21783, table 4; 30.84
+    million GPU-hours).
+    """
     best = plan(
         "llama-405b", recipes="bfloat16/master", chip="H100-SXM", chips=16_384, sequence_length=8192,
         tokens_per_step=1 << 24, tokens=15.6e12, program="megatron-core", software="megatron-core-2024",
@@ -303,7 +323,8 @@ def test_405_billion_are_planned_as_they_ran() -> None:
 
 
 def test_a_refresh_from_h100_to_b200_in_float8_gains_what_nvidia_published() -> None:
-    """Megatron-Bridge 25.11 trains Llama 8B at 14,451 tokens a second on an H100, and 30,624 on a B200: 2.12 times.
+    """Megatron-Bridge 25.11 trains Llama 8B at 14,451 tokens a second on an H100, and 30,624 on a
+    B200: 2.12 times.
 
     The plan says 2.35: it misses a tenth, since it plans an H100 too slow.
     """

@@ -37,9 +37,11 @@ def test_the_state_of_billions_of_parameters(billions: int, chips: int, sizes: l
 def test_thirty_billion_on_eight_times_eighty_gigabytes() -> None:
     answer = plan("llama-33b", recipes=RECIPES, chip="H100-SXM", chips=8)
     assert all(option.fits and option.headroom_bytes > 0 for option in answer.options)
-    # 16 B: 65 GB of state leave room for what is computed again, or for one micro-batch whose tensors four ranks share.
+    # 16 B: 65 GB of state leave room for what is computed again, or for one micro-batch whose
+    # tensors four ranks share.
     jobs = {option.recipe.name: option for option in answer.options}
-    word, wide = jobs["bfloat16/word"], jobs["bfloat16/master"]
+    word = jobs["bfloat16/word"]
+    wide = jobs["bfloat16/master"]
     assert wide.layout.recompute == "full" or (
         wide.layout.tensor > 2 and wide.layout.micro_batches == 1
     )
@@ -76,7 +78,8 @@ def test_days_of_ten_billion_tokens(chip: str, days: float) -> None:
     assert (fast, slow * 1.25) == pytest.approx(
         (low, high)
     )  # restarts take time, and are not in a rate
-    # The hand's 40 % of the peak is a guess; what is planned says its own share, and adds restarts to the steps.
+    # The hand's 40 % of the peak is a guess; what is planned says its own share, and adds restarts
+    # to the steps.
     assert planned / 1.1 * best.mfu == pytest.approx(by_hand * 0.4, rel=0.03)
 
 
@@ -91,7 +94,8 @@ def test_one_configuration_for_all_chips_fits_on_all() -> None:
 def test_seventy_billion_on_a_node() -> None:
     answer = plan("llama-70b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8)
     assert answer.best.architecture.num_parameters == 70_553_706_496
-    # 70.6 GB of state on 85.9: with layers computed again, or without a sum of several micro-batches.
+    # 70.6 GB of state on 85.9: with layers computed again, or without a sum of several
+    # micro-batches.
     for option in answer.options:
         assert option.fits and (
             option.layout.recompute == "full" or option.layout.micro_batches == 1

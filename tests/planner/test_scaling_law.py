@@ -1,4 +1,6 @@
-"""Scaling from measured times: two points fit two unknowns and say so, more points are checked, intervals hold."""
+"""Scaling from measured times: two points fit two unknowns and say so, more points are checked,
+intervals hold.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_jobs_that_more_chips_slow_down_have_a_rest_that_grows() -> None:
 
 
 def _held_out(sizes: tuple[int, ...], at: int, seed: int) -> tuple[int, int]:
-    """How many of 300 random laws, measured with noise, have their true time within the interval; and of how many."""
+    """How many of 300 random laws, measured with noise, have their true time within the interval;
+    and of how many.
+    """
     draw = random.Random(seed)
     inside = 0
     for _ in range(300):

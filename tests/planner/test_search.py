@@ -20,9 +20,11 @@ from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 
-SMALL, LARGE = read_model("llama-8b"), read_model("llama-33b")
+SMALL = read_model("llama-8b")
+LARGE = read_model("llama-33b")
 H100 = cluster_of("H100-SXM", 8)
-WORD, MASTER = parse("bfloat16/word"), parse("bfloat16/master")
+WORD = parse("bfloat16/word")
+MASTER = parse("bfloat16/master")
 
 
 @pytest.mark.parametrize("chips", [1, 8, 64])
@@ -79,7 +81,9 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 
 
 def test_a_free_batch_may_save_the_sums_of_gradients() -> None:
-    """Where the tokens of a step are given, they are kept: gradients are then summed over micro-batches."""
+    """Where the tokens of a step are given, they are kept: gradients are then summed over
+    micro-batches.
+    """
     free = search(
         SMALL, MASTER, cluster_of("H100-SXM", 2), 8192, fixed={"tensor": 1, "shard": 2, "zero": 3}
     )
@@ -95,8 +99,11 @@ def test_a_free_batch_may_save_the_sums_of_gradients() -> None:
 
 
 def test_a_step_has_the_tokens_that_were_asked_for() -> None:
-    """16,384 replicas cannot share 4,096 sequences: layouts in which several chips compute one sequence are taken."""
-    many, model = cluster_of("H100-SXM", 16_384), read_model("llama-405b")
+    """16,384 replicas cannot share 4,096 sequences: layouts in which several chips compute one
+    sequence are taken.
+    """
+    many = cluster_of("H100-SXM", 16_384)
+    model = read_model("llama-405b")
     for asked in (1 << 24, None):
         best = search(model, WORD, many, 4096, asked)
         assert best.fits and best.tokens_per_step <= 1 << 25
@@ -118,7 +125,9 @@ def test_the_state_of_replicas_is_whole_on_every_chip() -> None:
 
 
 def test_a_narrower_storage_does_not_fit_worse() -> None:
-    """It once fitted barely in steps of half a million tokens where a wider one, which did not, got smaller steps for certain."""
+    """It once fitted barely in steps of half a million tokens where a wider one, which did not, got
+    smaller steps for certain.
+    """
     cluster = cluster_of("A100-SXM4-40GB", 8)
     for storage in ("states8", "compact", "word"):
         best = search(LARGE, parse(f"bfloat16/{storage}"), cluster, 4096)
@@ -126,9 +135,12 @@ def test_a_narrower_storage_does_not_fit_worse() -> None:
 
 
 def test_steps_are_not_smaller_than_half_a_million_tokens_where_any_fit() -> None:
-    """On one chip of a large model a single micro-batch would need no sum of gradients, and 4,096 tokens a step."""
+    """On one chip of a large model a single micro-batch would need no sum of gradients, and 4,096
+    tokens a step.
+    """
     assert search(LARGE, MASTER, H100, 4096).tokens_per_step >= LEAST_TOKENS_PER_STEP
-    # Where a float32 sum fits nowhere, gradients are summed in the weights' dtype: no step of one micro-batch once, 11 % slower.
+    # Where a float32 sum fits nowhere, gradients are summed in the weights' dtype: no step of one
+    # micro-batch once, 11 % slower.
     large = search(read_model("llama-70b"), WORD, H100, 4096)
     assert large.fits and large.tokens_per_step >= LEAST_TOKENS_PER_STEP
     assert large.layout.accumulation_dtype == "bfloat16"
@@ -137,7 +149,9 @@ def test_steps_are_not_smaller_than_half_a_million_tokens_where_any_fit() -> Non
 
 
 def test_mixtures_are_searched_without_expert_parallelism() -> None:
-    """Plain FSDP of a mixture is among the candidates, so that a layout of the trainer can win within the noise."""
+    """Plain FSDP of a mixture is among the candidates, so that a layout of the trainer can win
+    within the noise.
+    """
     job = Job(read_model("mixtral-8x7b"), WORD, Layout(), cluster_of("H200", 8), 4096)
     shapes = list(
         _shapes(job, {"tensor": 1, "pipeline": 1, "zero": 3, "accumulation_dtype": "float32"})
@@ -146,7 +160,9 @@ def test_mixtures_are_searched_without_expert_parallelism() -> None:
 
 
 def test_chips_of_amd_multiply_float8() -> None:
-    """gfx942 multiplies float8_e4m3fnuz, the same numbers as halves (spec/kernels.py; AMD's MI300X data sheet: 2,614.9)."""
+    """gfx942 multiplies float8_e4m3fnuz, the same numbers as halves (spec/kernels.py; AMD's MI300X
+    data sheet: 2,614.9).
+    """
     for chip in ("MI300X", "MI325X"):
         assert multiplies(COMPUTES["float8-row"], get_chip(chip))
     assert plan("llama-8b", chip="MI300X", chips=8).best.recipe.compute.name == "float8-row"

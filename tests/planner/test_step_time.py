@@ -38,10 +38,8 @@ def terms_of(
     layout: Layout, length: int = 4096, *, recipe: str = "bfloat16/word", **rows: Any
 ) -> Terms:
     """The step of a layout, by default of a Llama on as many chips as there are ranks."""
-    cluster, shape = (
-        rows.pop("cluster", cluster_of("H100-SXM", layout.num_ranks)),
-        rows.pop("shape", LLAMA),
-    )
+    cluster = rows.pop("cluster", cluster_of("H100-SXM", layout.num_ranks))
+    shape = rows.pop("shape", LLAMA)
     return step_terms(Job(shape, parse(recipe), layout, cluster, length, exact("H100-SXM", **rows)))
 
 
@@ -56,7 +54,8 @@ def test_matmuls_and_attention_by_hand() -> None:
     assert terms.groups["matmuls"] == pytest.approx(6 * weights * tokens / 989e12, rel=1e-3)
     scores = LLAMA.attention_flops(8192) / 3 * 3.5 * tokens
     assert terms.groups["attention"] == pytest.approx(scores / 989e12)
-    # Eight bytes a parameter are read and written, the gradient's two are read; an eighth of them on each rank.
+    # Eight bytes a parameter are read and written, the gradient's two are read; an eighth of them
+    # on each rank.
     assert terms.groups["optimizer"] == pytest.approx(LLAMA.num_parameters / 8 * 14 / 3350e9)
 
 
@@ -80,14 +79,16 @@ def test_sharded_weights_are_gathered_twice_and_gradients_reduced() -> None:
 def test_a_cast_reads_its_operand_twice_if_the_scale_is_of_all_of_it(
     compute: str, passes: int
 ) -> None:
-    recipe, chip = parse(f"{compute}/split"), get_chip("H100-SXM")
+    recipe = parse(f"{compute}/split")
+    chip = get_chip("H100-SXM")
     seconds = operation_seconds(64, 64, recipe.compute, recipe, 1e6, chip, exact("H100-SXM"))
     assert seconds["output.left"] == pytest.approx(64e6 * (2 * passes + 1) / 3350e9)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_stage_has_one_of_embedding_and_head(is_tied: bool) -> None:
-    shape, layout = replace(LLAMA, tie_embeddings=is_tied), Layout(pipeline=2, zero=0)
+    shape = replace(LLAMA, tie_embeddings=is_tied)
+    layout = Layout(pipeline=2, zero=0)
     job = Job(shape, WORD, layout, cluster_of("H100-SXM", 2), 4096)
     layers = LLAMA.num_parameters - LLAMA.outer_parameters
     dense = layers / 2 + LLAMA.vocab_size * LLAMA.hidden_size + LLAMA.outer_vectors
@@ -163,7 +164,8 @@ def test_tensor_ranks_halve_the_matmuls_and_exchange_activations() -> None:
 
 
 def test_experts_get_the_tokens_that_chose_them() -> None:
-    mixtral, dense = read_model("mixtral-8x7b"), read_model("llama-8b")
+    mixtral = read_model("mixtral-8x7b")
+    dense = read_model("llama-8b")
     terms = terms_of(Layout(shard=16, expert=8), shape=mixtral)
     active = 6 * sum(m.num_parameters * m.tokens_share for m in mixtral.matmuls)
     assert terms.groups["matmuls"] == pytest.approx(active * 4096 / 989e12, rel=2e-2)
@@ -174,7 +176,8 @@ def test_experts_get_the_tokens_that_chose_them() -> None:
 
 
 def test_a_token_travels_once_to_a_node_or_once_to_each_expert() -> None:
-    shape, cluster = read_model("mixtral-8x7b"), cluster_of("H100-SXM", 16, chips_per_node=2)
+    shape = read_model("mixtral-8x7b")
+    cluster = cluster_of("H100-SXM", 16, chips_per_node=2)
     steps = (
         terms_of(Layout(shard=16, expert=8), shape=shape, cluster=cluster, once_per_node=n)
         for n in (0.0, 1.0)
@@ -185,7 +188,9 @@ def test_a_token_travels_once_to_a_node_or_once_to_each_expert() -> None:
 
 
 def test_an_all_to_all_waits_for_the_host_by_expert_and_hides_under_interleaving() -> None:
-    """Routers take a millisecond a layer and micro-batch, and the launches of each expert on the rank a tenth of it."""
+    """Routers take a millisecond a layer and micro-batch, and the launches of each expert on the
+    rank a tenth of it.
+    """
     rows = {"mixture_seconds": 1e-3, "expert_seconds": 1e-4, "overlap.interleaved": 1.0}
     shape = replace(read_model("mixtral-8x7b"), num_layers=32)
     for expert, layout in (
@@ -212,8 +217,11 @@ def test_an_all_to_all_waits_for_the_host_by_expert_and_hides_under_interleaving
 
 
 def test_experts_have_fewer_copies_than_other_parameters() -> None:
-    """Two replicas of 8 ranks: gradients of experts are summed once, as those of other parameters are."""
-    shape, summed = read_model("mixtral-8x7b"), []
+    """Two replicas of 8 ranks: gradients of experts are summed once, as those of other parameters
+    are.
+    """
+    shape = read_model("mixtral-8x7b")
+    summed = []
     for expert in (1, 8):
         terms = terms_of(Layout(data=2, shard=8, expert=expert), shape=shape)
         text = by_name(terms)["gradients between replicas"].formula
@@ -228,13 +236,16 @@ def test_experts_have_fewer_copies_than_other_parameters() -> None:
 
 
 def test_context_ranks_share_the_state_with_shards() -> None:
-    """Memory and time agree on who shards (torchtitan's mesh axis ``fsdp``): 64 ranks share it however they are divided."""
+    """Memory and time agree on who shards (torchtitan's mesh axis ``fsdp``): 64 ranks share it
+    however they are divided.
+    """
     cluster = cluster_of("H100-SXM", 64)
     groups = []
     for context in (1, 4, 8):
         layout = Layout(shard=64 // context, context=context)
         job = Job(LLAMA, WORD, layout, cluster, 32_768, exact("H100-SXM"))
-        terms, state = step_terms(job), job.memory.groups["optimizer"]
+        terms = step_terms(job)
+        state = job.memory.groups["optimizer"]
         gathered = by_name(terms)["weights and gradients between shards"].formula.split(", ")[1]
         groups.append((state, terms.groups["optimizer"], gathered))
     assert groups[0] == groups[1] == groups[2] and groups[0][2].startswith("64 ranks")

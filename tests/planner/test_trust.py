@@ -1,4 +1,6 @@
-"""Answers that once were wrong without a word, each as a property: what an answer says holds for what runs."""
+"""Answers that once were wrong without a word, each as a property: what an answer says holds for
+what runs.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,13 @@ def estimate(
     return Estimate(model, WORD, layout, cluster, length, program=loop, **fields)
 
 
-# ── the search ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the search ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_context_ranks_share_the_state() -> None:
-    """33B in sequences of 262,144 tokens on a node once did not fit, since ZeRO over context ranks was never tried."""
+    """33B in sequences of 262,144 tokens on a node once did not fit, since ZeRO over context ranks
+    was never tried.
+    """
     best = plan(
         "llama-33b", recipes="bfloat16/word", chip="H100-SXM", chips=8, sequence_length=262_144
     ).best
@@ -75,7 +79,9 @@ FIXED: list[dict[str, Any]] = [
 def test_no_fixed_field_makes_a_faster_layout_that_a_program_runs(
     model: str, chips: int, length: int, fixed: dict[str, Any]
 ) -> None:
-    """70B on 64 H100 once reached 52,187 tokens/s of 64,923, since ZeRO-2 under stages was not tried."""
+    """70B on 64 H100 once reached 52,187 tokens/s of 64,923, since ZeRO-2 under stages was not
+    tried.
+    """
     arguments = (read_model(model), WORD, cluster_of("H100-SXM", chips), length)
     free = search(*arguments)
     try:
@@ -96,7 +102,9 @@ def test_short_sequences_are_computed_many_at_once() -> None:
 
 
 def test_the_reason_that_removed_the_fastest_layout_is_said() -> None:
-    """DeepSeek-V3 in MXFP8 under Lion: torchtitan's own narrow layers have expert ranks, ours do not."""
+    """DeepSeek-V3 in MXFP8 under Lion: torchtitan's own narrow layers have expert ranks, ours do
+    not.
+    """
     answer = plan("deepseek-v3", recipes="mxfp8/master", chip="B200", chips=256, optimizer="lion")
     [line] = [line for line in answer.sentences() if "No known program runs it" in line]
     assert "it has no expert ranks under narrow layers" in line or "does not run lion" in line
@@ -105,7 +113,7 @@ def test_the_reason_that_removed_the_fastest_layout_is_said() -> None:
     assert muon.best.layout.expert > 1 and muon.removed is None
 
 
-# ── the step that is asked ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the step that is asked ────────────────────────────────────────────────────────────────────────
 
 
 class Wide(nn.Module):
@@ -144,14 +152,17 @@ def test_samples_that_are_no_tokens_count_one_each() -> None:
     assert best.sequence_length == 1 and best.tokens_per_step == 8
 
 
-# ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── parts ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_experts_stay_in_16_bits_under_nf4() -> None:
-    """transformers 5 holds experts in one tensor, which bitsandbytes leaves alone: 20B on a card of 24 GB does not fit."""
+    """transformers 5 holds experts in one tensor, which bitsandbytes leaves alone: 20B on a card of
+    24 GB does not fit.
+    """
     model = read_model("qwen3-30b-a3b")
     base = "hf-trainer,lora=16,base=nf4"
-    usual, asked = estimate(base, model=model), estimate(base, {"experts": "nf4"}, model=model)
+    usual = estimate(base, model=model)
+    asked = estimate(base, {"experts": "nf4"}, model=model)
     assert usual.memory.groups["weights"] > 2 * model.expert_parameters
     assert asked.memory.groups["weights"] < 0.6 * model.expert_parameters + 5e9
     assert not plan("qwen3-30b-a3b", chip="RTX-4090", lora=16, base="nf4").best.fits
@@ -179,7 +190,8 @@ def test_each_part_is_stored_as_its_row_says() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in ("reference", "experts")])
 def test_what_is_frozen_costs_less(name: str) -> None:
-    frozen, whole = estimate("", {name: "frozen"}), estimate()
+    frozen = estimate("", {name: "frozen"})
+    whole = estimate()
     assert frozen.trained_parameters <= whole.trained_parameters
     assert frozen.memory.total < whole.memory.total and frozen.step.total <= whole.step.total
 
@@ -213,7 +225,7 @@ def test_the_host_has_an_end() -> None:
     assert "its host needs" in answer.sentences()[0]
 
 
-# ── speed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── speed ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -261,7 +273,7 @@ def test_a_class_without_a_run_has_no_interval(monkeypatch: pytest.MonkeyPatch) 
     assert job.days_interval(1e9) is None
 
 
-# ── recommendations ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── recommendations ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -295,11 +307,13 @@ def test_second_moments_of_float16_keep_the_rate_only_with_a_scale() -> None:
     assert not keeps_rate(without)
 
 
-# ── what helps, what is near, what was measured ───────────────────────────────────────────────────────────────────────────
+# ── what helps, what is near, what was measured ───────────────────────────────────────────────────
 
 
 def test_what_fits_instead_is_named_and_fits() -> None:
-    """LoRA of 8B on a card of 24 GB once ended in "Nothing fits", beside --base nf4 with 10 GB to spare."""
+    """LoRA of 8B on a card of 24 GB once ended in "Nothing fits", beside --base nf4 with 10 GB to
+    spare.
+    """
     answer = plan("llama-8b", chip="RTX-4090", lora=16, sequence_length=8192)
     assert not answer.best.fits and 1 <= len(answer.instead) <= 4
     changes = dict(answer.instead)

@@ -1,4 +1,6 @@
-"""Rounds have all that costs are made of; costs of recipes from made-up seconds, worked out by hand."""
+"""Rounds have all that costs are made of; costs of recipes from made-up seconds, worked out by
+hand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The figures' data: known answers on made-up runs, one colour per recipe, and a sentence for every reader."""
+"""The figures' data: known answers on made-up runs, one colour per recipe, and a sentence for every
+reader.
+"""
 
 from __future__ import annotations
 

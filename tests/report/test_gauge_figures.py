@@ -1,4 +1,6 @@
-"""What a page shows of a run's gauges: heat maps, histograms over the ranges of formats, and nothing of damaged rows."""
+"""What a page shows of a run's gauges: heat maps, histograms over the ranges of formats, and
+nothing of damaged rows.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def test_a_cell_is_a_value() -> None:
 
 def test_joined_steps_keep_the_value_farthest_from_health() -> None:
     values = [1.0] * 1000
-    values[321], values[654] = 0.125, 1.75
+    values[321] = 0.125
+    values[654] = 1.75
     rows = [updates(step, a=value) for step, value in enumerate(values)]
     maps = heat_maps(rows)
     (cells,) = maps["edq"]["data"][0]["z"]
@@ -144,7 +147,8 @@ def test_windows_are_the_formats_own() -> None:
     assert math.isclose(2 ** e4m3["max"], 448, rel_tol=1e-3)
     for name, row in rows.items():
         form = get_format(name)
-        # The largest value that a bin counted as lost holds becomes zero; the next bin's smallest does not all do.
+        # The largest value that a bin counted as lost holds becomes zero; the next bin's smallest
+        # does not all do.
         top_of_lost = math.nextafter(2.0 ** row["zero_below"], 0)
         assert form.decode(form.encode(top_of_lost)) == 0
         assert form.decode(form.encode(1.5 * 2.0 ** row["zero_below"])) > 0

@@ -1,4 +1,5 @@
-"""The report in a real browser, from a file, without a network: it draws, answers, and lets nothing run or overflow.
+"""The report in a real browser, from a file, without a network: it draws, answers, and lets nothing
+run or overflow.
 
 The browser prints the document after its scripts (``--dump-dom``) and its console.
 """
@@ -56,7 +57,9 @@ def opened(folder: Path, source: str, fragment: str) -> tuple[str, list[str]]:
 
 @pytest.fixture
 def report(make_run: MakeRun) -> str:
-    """Three runs of two recipes with gauges; a tensor, a message and a setting that would like to run."""
+    """Three runs of two recipes with gauges; a tensor, a message and a setting that would like to
+    run.
+    """
     counts = [0] * 40 + [1, 2, 4, 8, 16, 8, 4, 2, 1] + [0] * 63
     gauges = [
         {

@@ -1,4 +1,5 @@
-"""Logs of other frameworks and tables of any program as runs: their names, their damage, and no claim of what was not logged.
+"""Logs of other frameworks and tables of any program as runs: their names, their damage, and no
+claim of what was not logged.
 
 What Lightning's and Hugging Face's own loggers write is read in ``tests/integrations``.
 """
@@ -155,10 +156,8 @@ def test_tables_and_exports_are_read_by_their_names(tmp_path: Path) -> None:
 
 
 def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
-    one, other = (
-        read(tmp_path, "one.csv", CSV),
-        read(tmp_path, "other.csv", CSV.replace("3.25", "3.5")),
-    )
+    one = read(tmp_path, "one.csv", CSV)
+    other = read(tmp_path, "other.csv", CSV.replace("3.25", "3.5"))
     assert (one.path.name, other.path.name) == (
         "one.csv",
         "other.csv",

@@ -1,4 +1,6 @@
-"""The run folder: rows come back as written, and no crash, full disk or second writer spoils what is there."""
+"""The run folder: rows come back as written, and no crash, full disk or second writer spoils what
+is there.
+"""
 
 from __future__ import annotations
 
@@ -320,7 +322,8 @@ def test_of_two_that_make_a_run_at_once_one_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one comes while the first writes ``run.toml``."""
-    true_write, refusals = writer_module.write_whole, []
+    true_write = writer_module.write_whole
+    refusals = []
 
     def write(path: Path, data: bytes) -> None:
         with pytest.raises(RecordError) as caught:

@@ -1,4 +1,6 @@
-"""Computes: what each row keeps and reuses, which casts serve two matmuls, how far sums may be off, and what rows promise."""
+"""Computes: what each row keeps and reuses, which casts serve two matmuls, how far sums may be off,
+and what rows promise.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
 
 @every_row
 def test_only_gradients_are_rounded_stochastically(row: Compute) -> None:
-    """Weights and activations are rounded to the nearest, so that evaluation and recomputation give the same bits."""
+    """Weights and activations are rounded to the nearest, so that evaluation and recomputation give
+    the same bits.
+    """
     gradients = {"grad_input.left", "grad_weight.left"}
     assert {place for place, cast in row.casts.items() if cast.rounding == "stochastic"} in (
         set(),

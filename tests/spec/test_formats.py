@@ -37,14 +37,16 @@ def test_the_tables_know_what_they_should() -> None:
 
 @pytest.mark.parametrize("name", ["float16", "float32", "float64"])
 def test_figures_against_torch(name: str) -> None:
-    row, info = FORMATS[name], torch.finfo(getattr(torch, name))
+    row = FORMATS[name]
+    info = torch.finfo(getattr(torch, name))
     assert (row.bits, row.min, row.max, row.epsilon) == (info.bits, info.min, info.max, info.eps)
     assert row.smallest_normal == info.smallest_normal
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
 def test_figures_against_ml_dtypes(name: str) -> None:
-    row, info = FORMATS[name], ml_dtypes.finfo(getattr(ml_dtypes, name))
+    row = FORMATS[name]
+    info = ml_dtypes.finfo(getattr(ml_dtypes, name))
     assert (row.bits, row.exponent_bits, row.mantissa_bits) == (info.bits, info.nexp, info.nmant)
     assert (row.max, row.min, row.epsilon) == (float(info.max), float(info.min), float(info.eps))
     assert (row.min_exponent, row.max_exponent + 1) == (info.minexp, info.maxexp)
@@ -83,7 +85,9 @@ def test_every_code_of_narrow_formats(name: str) -> None:
 
 
 def awkward_values(name: str, precision: type[np.floating]) -> list[float]:
-    """Values of the format, the ties between them, and the next floats beside those; zeros, infinities, extremes."""
+    """Values of the format, the ties between them, and the next floats beside those; zeros,
+    infinities, extremes.
+    """
     row = FORMATS[name]
     finite = sorted(
         v
@@ -101,7 +105,8 @@ def awkward_values(name: str, precision: type[np.floating]) -> list[float]:
 
 @pytest.mark.parametrize("name", sorted(FLOATS.keys() - {"tfloat32"}))
 def test_encode_against_fractions(name: str) -> None:
-    row, grid = FORMATS[name], Grid(name)
+    row = FORMATS[name]
+    grid = Grid(name)
     assert row.max == float(grid.max)
     for value in filter(math.isfinite, awkward_values(name, np.float64)):
         nearest = grid.nearest(value)
@@ -111,7 +116,10 @@ def test_encode_against_fractions(name: str) -> None:
 
 @pytest.mark.parametrize("name", NARROW_ML)
 def test_both_conventions_of_values_beyond_the_range(name: str) -> None:
-    """ml_dtypes gives infinity or NaN. PyTorch 2.13 does too, and saturates in ``float8_e4m3fn``."""
+    """ml_dtypes gives infinity or NaN.
+
+    PyTorch 2.13 does too, and saturates in ``float8_e4m3fn``.
+    """
     row = FORMATS[name]
     near = [
         sign * row.max * (1 + place / 64)
@@ -128,7 +136,8 @@ def test_both_conventions_of_values_beyond_the_range(name: str) -> None:
         codes = [row.encode(value, saturate=saturate) for value in x.tolist()]
         return np.array([row.decode(code) for code in codes], dtype=np.float32)
 
-    plain, saturated = rounded(False), rounded(True)
+    plain = rounded(False)
+    saturated = rounded(True)
     if row.nans:  # ml_dtypes gives NaN some zero where the format has none
         with np.errstate(all="ignore"):
             assert np.array_equal(

@@ -34,7 +34,8 @@ def test_every_pair_that_agrees_is_listed() -> None:
     pairs -= AMBIGUOUS.keys()
     names = full_names()
     assert set(names) == pairs and len(names) == len(pairs)
-    # A name is one recipe's only: a storage of the compute's own takes the place of the one that all share.
+    # A name is one recipe's only: a storage of the compute's own takes the place of the one that
+    # all share.
     assert all(parse(name).storage.name == name for name in owned)
 
 

@@ -20,5 +20,6 @@ def test_parts_of_a_recipe_sum_to_its_bytes() -> None:
 
 def test_a_recipe_names_the_sources_of_its_compute_and_its_storage() -> None:
     for name in notation.representative_names():
-        recipe, detail = notation.parse(name), show.page_recipe(name)[0][0]
+        recipe = notation.parse(name)
+        detail = show.page_recipe(name)[0][0]
         assert {recipe.compute.source, recipe.storage.source} <= set(detail["facts"].values()), name

@@ -1,4 +1,6 @@
-"""Student's t against printed tables, for the comparison's 95 % and for the audit's one false alarm in 10,000."""
+"""Student's t against printed tables, for the comparison's 95 % and for the audit's one false alarm
+in 10,000.
+"""
 
 from __future__ import annotations
 

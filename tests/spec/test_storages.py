@@ -42,7 +42,8 @@ def fewest_bits(sizes: tuple[int, ...]) -> int:
     """By trying: the first field with any choice of the others, and what is left by itself."""
     if not sizes:
         return 0
-    first, rest = sizes[0], sizes[1:]
+    first = sizes[0]
+    rest = sizes[1:]
     best = 1 << 30
     for count in range(len(rest) + 1):
         for chosen in itertools.combinations(range(len(rest)), count):
@@ -55,10 +56,8 @@ def fewest_bits(sizes: tuple[int, ...]) -> int:
 
 
 def test_fields_share_words_without_overlap_and_in_the_fewest_bits() -> None:
-    draw, likely = (
-        random.Random(0),
-        (1, 3, 4, 7, 8, 8, 8, 9, 11, 12, 12, 13, 15, 16, 16, 17, 20, 24, 25, 31, 32),
-    )
+    draw = random.Random(0)
+    likely = (1, 3, 4, 7, 8, 8, 8, 9, 11, 12, 12, 13, 15, 16, 16, 17, 20, 24, 25, 31, 32)
     for _ in range(400):
         fields = tuple((f"f{k}", draw.choice(likely)) for k in range(draw.randint(0, 6)))
         groups = packed(fields)

@@ -1,4 +1,5 @@
-"""Whole texts that people read, as files: a wording changes by ``./dev test --update-golden tests/text``, and the diff shows it.
+"""Whole texts that people read, as files: a wording changes by ``./dev test --update-golden
+tests/text``, and the diff shows it.
 
 Every text is the same on all machines: chips are named, and runs are made up.
 """
@@ -105,7 +106,9 @@ def spiked_run() -> Run:
 
 
 def text_of_page(page: str) -> str:
-    """Return the words of a page, a line for each element that holds some; scripts, styles and figures are left out."""
+    """Return the words of a page, a line for each element that holds some; scripts, styles and
+    figures are left out.
+    """
     page = re.sub(r"(?s)<(script|style|svg|head)\b.*?</\1>", "", page)
     lines = (" ".join(unescape(part).split()) for part in re.split(r"<[^>]*>", page))
     return "\n".join(filter(None, lines)) + "\n"
@@ -136,7 +139,8 @@ def test_a_text_is_as_recorded(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)
-    file, text = GOLDEN / f"{name}.txt", TEXTS[name]()
+    file = GOLDEN / f"{name}.txt"
+    text = TEXTS[name]()
     assert str(Path.home()) not in text
     if update_golden:
         file.write_text(text, encoding="utf-8")

@@ -1,6 +1,8 @@
-"""What is refused, as one table: each refusal is one line that names what was asked and gives one advice.
+"""What is refused, as one table: each refusal is one line that names what was asked and gives one
+advice.
 
-The regular expressions hold the essential words only. Nothing is changed or written by what is refused.
+The regular expressions hold the essential words only. Nothing is changed or written by what is
+refused.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from narrowgauge.planner.state import plan_state
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import get_compute, parse
 
-# ── commands: status 2, one line on standard error, nothing on standard output; test_golden has more ──────────────────
+# ── commands: status 2, one line on standard error, nothing on standard output; test_golden has mor
 
 CHIP = "plan run --model llama-8b --chip H100-SXM"
 COMMANDS = [
@@ -85,7 +87,7 @@ def test_a_command(
     assert not any(tmp_path.iterdir())
 
 
-# ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── calls ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def weights(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
@@ -190,7 +192,7 @@ def test_a_call(name: str) -> None:
         assert refused.value.advice or "must be" in text, text
 
 
-# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 WORD = 'recipe = "bfloat16/word"\n'
 NODES = 'chip = "H100-SXM"\n'

@@ -1,4 +1,6 @@
-"""What the tests of whole trainings stand on: a tiny model's shape, some text, and each case trained at once."""
+"""What the tests of whole trainings stand on: a tiny model's shape, some text, and each case
+trained at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run goes on as what it was begun as, or says what has changed: settings, rows, data, and who else is writing it."""
+"""A run goes on as what it was begun as, or says what has changed: settings, rows, data, and who
+else is writing it.
+"""
 
 from __future__ import annotations
 
@@ -257,7 +259,8 @@ def test_a_model_that_has_another_shape_since_is_refused(place: Path, tmp_path: 
 def test_other_tokens_are_refused(place: Path, finished: Run, tmp_path: Path) -> None:
     tokens = Path(shutil.copytree(place / "tokens", tmp_path / "tokens"))
     config = replace(settings(place, tmp_path / "run", **CASE, stop_after=2), data=str(tokens))
-    folder, content = loop.train(config), (tokens / "tokens.bin").read_bytes()
+    folder = loop.train(config)
+    content = (tokens / "tokens.bin").read_bytes()
     (tokens / "tokens.bin").write_bytes(content[2:] + content[:2])
     assert "are not those that it started with" in refused(folder)
     assert "are not those that it started with" in call(*words_of(config)).stderr
@@ -269,7 +272,8 @@ def test_other_tokens_are_refused(place: Path, finished: Run, tmp_path: Path) ->
 def test_an_edited_batch_size_reads_on_where_the_run_was(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true_batch, read = Dataset.batch, []
+    true_batch = Dataset.batch
+    read = []
 
     def batch(self: Dataset, first: int, number: int, *more: int) -> Any:
         read.append((first, number))
@@ -284,7 +288,8 @@ def test_an_edited_batch_size_reads_on_where_the_run_was(
 
 
 def test_a_second_resume_at_once_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    true_open, told = loop.open_on_ranks, []
+    true_open = loop.open_on_ranks
+    told = []
 
     def opened(*given: Any) -> Any:
         if not told:
@@ -294,6 +299,7 @@ def test_a_second_resume_at_once_is_refused(stopped: Path, monkeypatch: pytest.M
     monkeypatch.setattr(loop, "open_on_ranks", opened)
     loop.resume(stopped, stop_after=5)
     assert told == [
-        f"RecordError: Cannot write the run {stopped}: another process, or a recorder of this one that was not closed, is "
+        f"RecordError: Cannot write the run {stopped}: another process, or a recorder of this one "
+        "that was not closed, is "
         "writing it. Close it, or wait until the process ends.\n"
     ]

@@ -212,7 +212,8 @@ def test_runs_on_other_tokens_are_not_compared(
 def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_bits(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true_train, out = loop.train, tmp_path / "out"
+    true_train = loop.train
+    out = tmp_path / "out"
 
     def train(config: TrainConfig, **more: Any) -> Path:
         if "naive" in str(config.out):

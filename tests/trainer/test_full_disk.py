@@ -1,4 +1,6 @@
-"""A full disk gives the advice that fits: a run is gone on with, everything else is made again by the same command."""
+"""A full disk gives the advice that fits: a run is gone on with, everything else is made again by
+the same command.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,8 @@ def test_at_a_checkpoint_the_ones_before_stay(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(place, tmp_path / "run", **CASES["naive"])
-    folder, whole = (
-        loop.train(replace(config, stop_after=2)),
-        loop.train(replace(config, out=str(tmp_path / "whole"))),
-    )
+    folder = loop.train(replace(config, stop_after=2))
+    whole = loop.train(replace(config, out=str(tmp_path / "whole")))
     with monkeypatch.context() as patch:
         patch.setattr(saving, "_publish", full)
         refused = call("resume", str(folder))

@@ -1,4 +1,6 @@
-"""Models are a function of shape and seed, and every way of computing the loss gives the same loss and gradients."""
+"""Models are a function of shape and seed, and every way of computing the loss gives the same loss
+and gradients.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,8 @@ def test_weights_are_a_function_of_the_seed_alone() -> None:
 
 def test_a_folder_with_a_config_alone_is_drawn_from_the_seed(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "shape")
-    one, two = build(str(folder), seed=1), build(str(folder / "config.json"), seed=1)
+    one = build(str(folder), seed=1)
+    two = build(str(folder / "config.json"), seed=1)
     assert torch.equal(one.lm_head.weight, two.lm_head.weight)
     assert one.lm_head.weight.dtype == torch.float32
     assert one.config.attention_dropout == 0
@@ -107,7 +110,8 @@ def test_model_code_never_runs(
     model_type: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even where somebody answers yes to whatever is asked."""
-    folder, mark = tmp_path / "model", tmp_path / "was run"
+    folder = tmp_path / "model"
+    mark = tmp_path / "was run"
     folder.mkdir()
     (folder / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
     given = {
@@ -219,7 +223,8 @@ def test_weights_of_another_model_and_missing_ones_are_refused(tmp_path: Path) -
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_is_the_sum_of_the_models_own_mean(tied: bool) -> None:
-    model, tokens = small(tie_word_embeddings=tied), TOKENS
+    model = small(tie_word_embeddings=tied)
+    tokens = TOKENS
     own = model(input_ids=tokens, labels=tokens).loss * 3 * 16
     assert loss_sum(model, tokens).item() == pytest.approx(own.item(), rel=1e-6)
 
@@ -228,10 +233,8 @@ def test_the_loss_is_the_sum_of_the_models_own_mean(tied: bool) -> None:
 def test_layers_beside_body_and_head_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has layers between body and head, one scales the logits; the loss is the model's own."""
     names = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
-    shape, kind = (
-        {name: SMALL[name] for name in names} | {"num_hidden_layers": 1},
-        getattr(transformers, name),
-    )
+    shape = {name: SMALL[name] for name in names} | {"num_hidden_layers": 1}
+    kind = getattr(transformers, name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = kind(kind.config_class(**shape, is_decoder=True, pad_token_id=0)).eval()
@@ -248,7 +251,8 @@ def test_layers_beside_body_and_head_train(name: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("kind", "light"), [("float32", False), ("bfloat16", True)])
 def test_compiled_equals_eager(kind: str, light: bool) -> None:
     torch._dynamo.reset()
-    model, tokens = small(num_hidden_layers=1), TOKENS
+    model = small(num_hidden_layers=1)
+    tokens = TOKENS
     if kind == "bfloat16":
         narrowed(model)
     wanted_loss = loss_sum(model, tokens)

@@ -1,4 +1,6 @@
-"""Trainings of a tiny model: what is refused before anything is written, and what the record of a run holds."""
+"""Trainings of a tiny model: what is refused before anything is written, and what the record of a
+run holds.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice"),
 ]
 
-# ── bad input ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── bad input ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_bad_input_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-# ── the record ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the record ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None:
@@ -131,7 +133,8 @@ def test_micro_batches_add_up_to_the_batch(place: Path, tmp_path: Path) -> None:
 
 def test_a_micro_batch_has_the_random_bits_of_its_place(place: Path, tmp_path: Path) -> None:
     run = built(place, tmp_path, recipe="int8-row/word", gradient_accumulation_steps=2)
-    layer, places = next(iter(run.linears.layers.values())), []
+    layer = next(iter(run.linears.layers.values()))
+    places = []
     run.model.register_forward_pre_hook(lambda *_: places.append(layer.clock_words.tolist()[1:3]))
     train_step(run)
     assert (
@@ -179,7 +182,7 @@ def test_a_row_has_the_rate_of_the_optimizer_and_not_of_the_plan(
     assert row["lr"] == 0.125
 
 
-# ── narrow matmuls ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── narrow matmuls ────────────────────────────────────────────────────────────────────────────────
 
 
 def built(place: Path, folder: Path, **changes: Any) -> session.Session:
@@ -201,7 +204,7 @@ def test_overrides_choose_the_row_of_each_layer(place: Path, tmp_path: Path) -> 
     assert rows.get("lm_head", "bfloat16") == "bfloat16"  # the row's own `keep`
 
 
-# ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── events ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_lost_update_is_an_event(
@@ -226,7 +229,7 @@ def test_a_lost_update_is_an_event(
     assert run.summary is not None and run.summary["lost_fraction"] > 0.5
 
 
-# ── a step, and an evaluation ───────────────────────────────────────────────────────────────────────────────────────
+# ── a step, and an evaluation ─────────────────────────────────────────────────────────────────────
 
 
 def test_the_rate_of_a_step_is_the_schedules(place: Path, tmp_path: Path) -> None:
@@ -239,7 +242,8 @@ def test_the_rate_of_a_step_is_the_schedules(place: Path, tmp_path: Path) -> Non
     run.optimizer.register_step_pre_hook(note)
     for _ in range(10):
         train_step(run)
-    rises, falls = (number / 3 for number in (1, 2, 3)), (1 - number / 7 for number in range(1, 8))
+    rises = (number / 3 for number in (1, 2, 3))
+    falls = (1 - number / 7 for number in range(1, 8))
     assert rates == pytest.approx([3e-3 * part for part in (*rises, *falls)])
 
 
@@ -271,7 +275,7 @@ def test_matrices_alone_decay(place: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(parameter.detach(), factor * before[name], rtol=1e-6, atol=0)
 
 
-# ── compilers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── compilers ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_without_a_compiler_a_run_is_eager(

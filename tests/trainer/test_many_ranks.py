@@ -1,4 +1,6 @@
-"""A training on several ranks: one run folder, one voice, the numbers of one process, and an end at a flipped bit."""
+"""A training on several ranks: one run folder, one voice, the numbers of one process, and an end at
+a flipped bit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a run does about steps that go wrong: each fault is injected once, at a known step and place."""
+"""What a run does about steps that go wrong: each fault is injected once, at a known step and
+place.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def spoil(
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Change the loss of some batches of the data, by their place in it."""
-    true_loss, true_batch, is_bad = language_model.loss_sum, Session.batch, [False]
+    true_loss = language_model.loss_sum
+    true_batch = Session.batch
+    is_bad = [False]
 
     def loss_sum(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         loss = true_loss(model, tokens)

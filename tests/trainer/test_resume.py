@@ -1,7 +1,9 @@
-"""Trainings of a tiny model, stopped, killed, damaged and refused in every way: what remains is always the same run.
+"""Trainings of a tiny model, stopped, killed, damaged and refused in every way: what remains is
+always the same run.
 
-Killing and interrupting happen in real processes, each forked from one that has loaded everything but computed nothing.
-A process dies, or gets its signal, at a chosen system call, so every moment can be met again.
+Killing and interrupting happen in real processes, each forked from one that has loaded everything
+but computed nothing. A process dies, or gets its signal, at a chosen system call, so every moment
+can be met again.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from trainer.tiny_runs import CASES, ENVIRONMENT, assert_same_run, call, setting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Reads a task a line: the words of a command, where its output goes, and which signal comes at which system call.
+# Reads a task a line: the words of a command, where its output goes, and which signal comes at
+# which system call.
 NURSERY = '''
 import json, os, signal, sys, threading
 import transformers.models.llama.modeling_llama
@@ -103,7 +106,9 @@ class Nursery:
         )
 
     def __call__(self, *words: str, at: dict[str, signal.Signals] | None = None) -> int:
-        """The status of a command; ``at`` names the system call, by number or by what is written, of each signal."""
+        """The status of a command; ``at`` names the system call, by number or by what is written,
+        of each signal.
+        """
         moments = {moment: int(number) for moment, number in (at or {}).items()}
         task = {"words": words, "output": str(self.output), "moments": moments}
         print(json.dumps(task), file=self.process.stdin, flush=True)
@@ -126,7 +131,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
         made.process.stdin.close()
 
 
-# ── resume ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── resume ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -150,7 +155,8 @@ def test_a_killed_run_is_the_same(
     config = settings(place, tmp_path / "counted", **CASES[name])
     assert nursery(*words_of(config)) == 0, nursery.said
     assert_same_run(read_run(tmp_path / "counted"), whole[name])
-    draw, last = random.Random(name), nursery.num_calls
+    draw = random.Random(name)
+    last = nursery.num_calls
     for moment in draw.sample(range(last // 4, last - 4), 4):
         folder = tmp_path / str(moment)
         command = words_of(replace(config, out=str(folder)))
@@ -183,14 +189,15 @@ def test_a_resumed_model_draws_the_same_random_numbers(place: Path, tmp_path: Pa
     assert_same_run(read_run(folder), whole)
 
 
-# ── signals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── signals ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_saves_and_says_how_to_go_on(
     number: signal.Signals, place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
 ) -> None:
-    name, folder = "naive", tmp_path / "run"
+    name = "naive"
+    folder = tmp_path / "run"
     config = settings(place, folder, **CASES[name], checkpoint_every=0)
     assert nursery(*words_of(config), at={'{"step":3,"loss"': number}) == (
         130 if number == signal.SIGINT else 143
@@ -223,7 +230,7 @@ def test_an_interruption_before_the_first_step_leaves_nothing(
     assert "Traceback" not in nursery.said and not (tmp_path / "run").exists()
 
 
-# ── damage ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── damage ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(
@@ -291,7 +298,9 @@ def test_a_lost_run_restarts_if_asked(
 def test_its_command_resumes_a_run(
     place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
 ) -> None:
-    """As torchrun and Slurm give it again: after a kill before and behind the first checkpoint, a stop, and the end."""
+    """As torchrun and Slurm give it again: after a kill before and behind the first checkpoint, a
+    stop, and the end.
+    """
     words = words_of(settings(place, tmp_path / "run", **CASES["naive"]))
     for written, kill in (
         ('{"step":1,"loss"', signal.SIGKILL),
@@ -311,7 +320,9 @@ def test_its_command_resumes_a_run(
 def test_a_full_disk_at_start(
     at: int, existed: bool, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    true_fsync, count, folder = os.fsync, 0, tmp_path / "run"
+    true_fsync = os.fsync
+    count = 0
+    folder = tmp_path / "run"
     if existed:
         folder.mkdir()
 
@@ -329,7 +340,7 @@ def test_a_full_disk_at_start(
         assert folder.exists() == existed and not (existed and os.listdir(folder))
 
 
-# ── a save that fails ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── a save that fails ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_failed_save_ends_the_run_at_the_next_step(
@@ -369,7 +380,7 @@ def test_each_checkpoint_is_an_event_once_it_is_there(
     assert events[-3:] == [("checkpoint", 8), ("resume", 8), ("finish", 8)]
 
 
-# ── another machine ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── another machine ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_has_changed_since_the_run_began_is_told(

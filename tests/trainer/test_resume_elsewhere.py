@@ -1,4 +1,6 @@
-"""A run goes on on another number of ranks, from and to one process, and is the same run to the last bit."""
+"""A run goes on on another number of ranks, from and to one process, and is the same run to the
+last bit.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def copies(stopped: dict[str, Path], tmp_path: Path, where: str) -> dict[Path, d
 
 @pytest.fixture(scope="module")
 def found(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
-    """Every case, whole on one process; stopped on two and on one; and gone on with on one, two and three."""
+    """Every case, whole on one process; stopped on two and on one; and gone on with on one, two and
+    three.
+    """
     folder = tmp_path_factory.mktemp("elsewhere")
     for name, changes in CASES.items():
         for part, more in (("whole", {}), ("one", {"stop_after": 2})):
@@ -65,7 +69,8 @@ def found(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["two, then one", "two, then three", "one, then two"])
 def test_it_is_the_same_run(way: str, case: str, found: dict[str, dict[str, Run]]) -> None:
-    run, whole = found[way][case], found["whole"][case]
+    run = found[way][case]
+    whole = found["whole"][case]
     assert run.summary["weights_fingerprint"] == whole.summary["weights_fingerprint"]
     assert [(row["loss"], row["grad_norm"]) for row in run.steps] == [
         (r["loss"], r["grad_norm"]) for r in whole.steps

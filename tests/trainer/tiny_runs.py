@@ -1,4 +1,6 @@
-"""Trainings of a tiny model, for tests: their settings, the same as a command line, and when two are the same run."""
+"""Trainings of a tiny model, for tests: their settings, the same as a command line, and when two
+are the same run.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ SITTINGS = {"start", "resume", "stop", "note", "checkpoint", "checkpoint_damaged
 
 
 def told(run: Run) -> list[str]:
-    """What happened in a run, however often it was stopped; a step that was taken again after a kill tells it again."""
+    """What happened in a run, however often it was stopped; a step that was taken again after a
+    kill tells it again.
+    """
     return list(dict.fromkeys(repr(event) for event in run.events if event["kind"] not in SITTINGS))
 
 

@@ -1,4 +1,6 @@
-"""Scalify: rules on scales against exact fractions, whole models against themselves in plain float64, data near one."""
+"""Scalify: rules on scales against exact fractions, whole models against themselves in plain
+float64, data near one.
+"""
 
 from __future__ import annotations
 
@@ -120,11 +122,9 @@ def test_arithmetic_hands_on_data_and_scale_by_its_rule(
 
 @pytest.mark.parametrize("scales", [(2.0**-30, 2.0**-20), (2.0**4, 2.0**-3)])
 def test_gradients_follow_the_same_rules_and_meet_by_addition(scales: tuple[float, float]) -> None:
-    x, a, b = (
-        scaled(A, 2.0**-3),
-        scaled(B, scales[0]),
-        scaled([3.0, 1.0, -0.5, 2.0, 1.0, -4.0], scales[1]),
-    )
+    x = scaled(A, 2.0**-3)
+    a = scaled(B, scales[0])
+    b = scaled([3.0, 1.0, -0.5, 2.0, 1.0, -4.0], scales[1])
     (x * a - x * b).backward(Scaled(torch.full((2, 3), 1.5, dtype=torch.float64), 2.0**-40))
     gradient = oracle.pair([1.5] * 6, 2.0**-40)
     assert pair_of(x.grad) == oracle.add(
@@ -150,8 +150,10 @@ def test_gradients_follow_the_same_rules_and_meet_by_addition(scales: tuple[floa
 )
 def test_what_moves_elements_keeps_the_scale(operation: Callable[[Tensor], Tensor]) -> None:
     real = random(2, 3, 4)
-    plain, x = real.clone().requires_grad_(), Scaled(real * 8, 0.125).requires_grad_()
-    wanted, found = operation(plain), operation(x)
+    plain = real.clone().requires_grad_()
+    x = Scaled(real * 8, 0.125).requires_grad_()
+    wanted = operation(plain)
+    found = operation(x)
     assert type(found) is Scaled and found.scale == 0.125 and torch.equal(found.value(), wanted)
     wanted.backward(torch.ones_like(wanted))
     (gradient,) = torch.autograd.grad(found, x, Scaled(torch.full_like(wanted, 4.0), 0.25))
@@ -200,10 +202,13 @@ def function_case(
     *inputs: Tensor,
     parameters: tuple[Tensor, ...] = (),
 ) -> tuple[Any, list[Any]]:
-    """Output and input gradients of a rule, its values and all gradients equal to those of the plain function."""
+    """Output and input gradients of a rule, its values and all gradients equal to those of the
+    plain function.
+    """
     reals = [x.clone().requires_grad_() for x in inputs]
     scaled_inputs = [Scaled(x / power_of_rms(x), power_of_rms(x)).requires_grad_() for x in inputs]
-    wanted, found = plain(*reals), ruled(*scaled_inputs)
+    wanted = plain(*reals)
+    found = ruled(*scaled_inputs)
     direction = random(*wanted.shape, seed=5)
     by_plain = torch.autograd.grad(wanted, [*reals, *parameters], direction * SMALL)
     by_rule = torch.autograd.grad(found, [*scaled_inputs, *parameters], Scaled(direction, SMALL))
@@ -224,11 +229,13 @@ def function_case(
 )
 def test_attention_guesses_within_what_the_formats_forgive(options: dict[str, Any]) -> None:
     heads = 1 if "enable_gqa" in options else 4
-    query, key = random(2, 4, 64, 16, seed=1) * 0.01, random(2, heads, 64, 16, seed=2) * 8
+    query = random(2, 4, 64, 16, seed=1) * 0.01
+    key = random(2, heads, 64, 16, seed=2) * 8
     value = random(2, heads, 64, 16, seed=3) * 1e-4
     plain = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)  # noqa: E731
     found, found_gradients = function_case(plain, plain, query, key, value)
-    # The output is a mean, so at most as large as the values, here near one; e5m2 holds gradients from 2^-14 to 2^15.
+    # The output is a mean, so at most as large as the values, here near one; e5m2 holds gradients
+    # from 2^-14 to 2^15.
     assert found.scale == power_of_rms(value)
     assert 2.0**-5 < rms(found.data) < 2
     assert all(2.0**-12 < rms(x.data) < 2.0**10 for x in found_gradients)
@@ -289,15 +296,17 @@ def operands(model: nn.Module) -> dict[tuple[str, str], Tensor]:
 
 
 def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model: PreTrainedModel) -> None:
-    """The band: root mean squares from 1/2 to 8, of gradients, which e5m2 holds, from 2^-8 to 2^8; for gradients near 1e-6
-    and for those 2^30 times smaller."""
+    """The band: root mean squares from 1/2 to 8, of gradients, which e5m2 holds, from 2^-8 to 2^8;
+    for gradients near 1e-6 and for those 2^30 times smaller.
+    """
     plain = recorded(model.float())
     other = scalified(plain)
     loss_and_gradients(other, SMALL * 2.0**-30)
     far = {key: x.clone() for key, x in operands(other).items()}
     loss_and_gradients(plain, SMALL)
     loss_and_gradients(other, SMALL)
-    near, raw = operands(other), operands(plain)
+    near = operands(other)
+    raw = operands(plain)
     assert len(near) == 3 * (15 if "Llama" in type(model).__name__ else 9)
     assert all(1 / 2 <= rms(x) <= 8 for (_, kind), x in near.items() if kind != "gradient")
     assert all(2.0**-8 <= rms(x) <= 2.0**8 for x in near.values())
@@ -306,7 +315,9 @@ def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model: PreTr
 
 
 def float16_case(model: nn.Module, factor: float, wanted: dict[str, Tensor]) -> tuple[float, float]:
-    """The largest relative error of a parameter's gradient, and the share of all gradients that became zero."""
+    """The largest relative error of a parameter's gradient, and the share of all gradients that
+    became zero.
+    """
     found = loss_and_gradients(model, factor)[1]
     assert all(found[name].isfinite().all() for name in wanted)
     errors = [distance(found[name].double(), wanted[name] * factor) for name in wanted]
@@ -321,7 +332,8 @@ def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(
 ) -> None:
     base = tiny(family, tmp_path, torch.float32)
     _, wanted = loss_and_gradients(copy.deepcopy(base).double())
-    plain, near = copy.deepcopy(base).half(), {}
+    plain = copy.deepcopy(base).half()
+    near = {}
     model, optimizer = prepare(copy.deepcopy(base), "scalify-float16/word", audit_every=0)
     assert optimizer.loss_scaler is None
     for factor in (1.0, 2.0**-16, 2.0**-24, 2.0**-40):

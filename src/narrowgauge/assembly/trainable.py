@@ -23,7 +23,8 @@ from narrowgauge.torch_support.machine import require_float64
 
 def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:
     """Refuse a model that a recipe cannot train."""
-    name, kind = recipe.name, type(model).__name__
+    name = recipe.name
+    kind = type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel) or has_shards(model):
         raise RecipeError(
             f"Cannot prepare this {kind} by recipe '{name}' because fully_shard, "

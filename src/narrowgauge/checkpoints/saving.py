@@ -40,7 +40,9 @@ from narrowgauge.runs.atomic_io import (
 )
 
 SCHEMA_VERSION = 5
-_FOLDER, _STATE, _MANIFEST = "checkpoints", "state.json", "manifest.json"
+_FOLDER = "checkpoints"
+_STATE = "state.json"
+_MANIFEST = "manifest.json"
 _PATIENCE_SECONDS = 10.0
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -115,7 +117,8 @@ def _read_manifest(path: Path) -> tuple[str, dict[str, Any]]:
                 f"{SCHEMA_VERSION}.",
                 "Resume with the version that wrote it.",
             )
-        files, folder = manifest["files"], f"step-{manifest['step']:08d}"
+        files = manifest["files"]
+        folder = f"step-{manifest['step']:08d}"
         if _STATE not in files or any(Path(name).name != name for name in files):
             raise ValueError("it lacks state.json, or a file is not in this folder")
         if {
@@ -183,7 +186,8 @@ class Saver:
     """
 
     def __init__(self, folder: Path, ranks: Ranks = ALONE) -> None:
-        self._place, self.ranks = Path(folder) / _FOLDER, ranks
+        self._place = Path(folder) / _FOLDER
+        self.ranks = ranks
         self.resumed_from: int | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -207,11 +211,10 @@ class Saver:
         self._step = step
         final = self._folder_of(step)
         temporary = self._place / f"{TEMPORARY}{final.name}"
-        limit, self.resumed_from = step if self.resumed_from is None else self.resumed_from, None
-        manifest, text = (
-            {"schema_version": SCHEMA_VERSION, "step": step},
-            json.dumps(state, indent=1),
-        )
+        limit = step if self.resumed_from is None else self.resumed_from
+        self.resumed_from = None
+        manifest = {"schema_version": SCHEMA_VERSION, "step": step}
+        text = json.dumps(state, indent=1)
         self.ranks.of_first(lambda: self._clean(temporary))
         copy = self.ranks.together(lambda: dcp_files.TakenCopy(tensors))
 

@@ -133,7 +133,8 @@ def restore_tensors(
     with torch.no_grad():
         for name, parameter in named_parameters:
             local_of(parameter).copy_(local_of(tensors[f"model.{name}"]))
-    names, states = optimizer.parameter_names(), _by_owner(tensors)
+    names = optimizer.parameter_names()
+    states = _by_owner(tensors)
     entries = {trained: states.get(f"optimizer.{name}") for trained, name in names.items()}
     optimizer.load_states({trained: entry for trained, entry in entries.items() if entry})
     for trained, name in names.items():

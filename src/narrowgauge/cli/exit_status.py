@@ -118,7 +118,8 @@ def _explained(error: Exception) -> tuple[str, str, int] | None:
 
 
 def _with_advice(error: click.ClickException) -> str:
-    context, message = getattr(error, "ctx", None), error.format_message()
+    context = getattr(error, "ctx", None)
+    message = error.format_message()
     if context is None:
         return message
     # click suggests too many names.

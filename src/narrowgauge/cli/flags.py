@@ -33,7 +33,8 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
 json_object = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 json_list = click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 
-RECIPE, RECIPES = Parsed(notation.parse), Parsed(notation.parse_names)
+RECIPE = Parsed(notation.parse)
+RECIPES = Parsed(notation.parse_names)
 RECIPES_OR_ALL = Parsed(lambda text: "all" if text.strip() == "all" else notation.parse_names(text))
 
 
@@ -49,7 +50,9 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
     for field in dataclasses.fields(TrainConfig):
         if compared and field.name in OF_A_RUN:
             continue
-        name, kind, help = field.name.replace("_", "-"), kind_of(field), field.metadata["help"]
+        name = field.name.replace("_", "-")
+        kind = kind_of(field)
+        help = field.metadata["help"]
         default = field.default.to_value() if isinstance(field.default, Recipe) else field.default
         flags.append(
             click.Option(

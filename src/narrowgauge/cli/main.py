@@ -29,7 +29,8 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
-_path, _count = click.Path(path_type=Path), click.IntRange(min=1)
+_path = click.Path(path_type=Path)
+_count = click.IntRange(min=1)
 _run_folder = click.argument("folder", metavar="DIR", type=_path)
 
 
@@ -41,7 +42,9 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
     library never calls this.
     """
     if platform.libc_ver()[0] == "glibc":
-        libc, m_trim_threshold, m_mmap_threshold = ctypes.CDLL(None), -1, -3
+        libc = ctypes.CDLL(None)
+        m_trim_threshold = -1
+        m_mmap_threshold = -3
         libc.mallopt(m_mmap_threshold, mmap_threshold)
         libc.mallopt(m_trim_threshold, trim_threshold)
 

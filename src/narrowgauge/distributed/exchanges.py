@@ -96,7 +96,8 @@ _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.We
 
 def group_of(ranks: Sequence[int]) -> Any:
     """Return a process group of these ranks, made once. Only they need to call it."""
-    key, everyone = tuple(sorted(ranks)), dist.group.WORLD
+    key = tuple(sorted(ranks))
+    everyone = dist.group.WORLD
     if len(key) == dist.get_world_size():
         return everyone
     groups = _groups.setdefault(everyone, {})
@@ -118,7 +119,9 @@ class Exchange:
     on_gradient: Callable[[Tensor], None] | None = None
 
     def __init__(self, grid: RankGrid, row: Reduction, average: bool) -> None:
-        self.grid, self.row, self.average = grid, row, average
+        self.grid = grid
+        self.row = row
+        self.average = average
         self.spans: list[tuple[Any, Any]] = []
 
     def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:

@@ -119,7 +119,8 @@ class _GroupSum:
     _summed: _MicroBatch | None = None
 
     def __init__(self, reduction: GradientReduction, exchange: Exchange) -> None:
-        self.reduction, self.exchange = reduction, exchange
+        self.reduction = reduction
+        self.exchange = exchange
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -162,7 +163,8 @@ class GradientReduction:
 
     def __init__(self, model: nn.Module, row: Reduction, average: bool, mesh: Any) -> None:
         settle(model)
-        self.row, self._model = row, model
+        self.row = row
+        self._model = model
         self._accumulator: Any = None
         self.current: _MicroBatch | None = None
         self._in_step = self._is_closed = False
@@ -190,7 +192,8 @@ class GradientReduction:
         whole_params = [p for p in self._trainable if id(p) not in sharded_ids]
         self._sharded = [p for p in self._trainable if id(p) in sharded_ids]
         grid = grid or _grid_of(model, mesh)
-        self.size, self.group = grid.size, grid.group
+        self.size = grid.size
+        self.group = grid.group
         _require_whole(model, whole_params, grid)
         self._replicated = Replicated(
             whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register
@@ -238,7 +241,8 @@ class GradientReduction:
         if self._ddp is not None:
             # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank
             # 0's in each forward pass.
-            self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = False, True
+            self._ddp.require_backward_grad_sync = False
+            self._ddp.require_forward_param_sync = True
         self.current = _MicroBatch(is_last, is_absent)
         try:
             before = self._before_pass(self.current)
@@ -592,7 +596,8 @@ class Replicated:
     def __init__(
         self, parameters: Sequence[Tensor], grid: RankGrid, make: Callable[[RankGrid], Exchange]
     ) -> None:
-        self.parameters, self.grid = list(parameters), grid
+        self.parameters = list(parameters)
+        self.grid = grid
         self.buckets = [(bucket, make(grid)) for bucket in _in_buckets(parameters)]
         self._used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
 
@@ -649,7 +654,8 @@ def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         size = local_of(parameter).numel() * parameter.element_size()
         bucket, filled = open_buckets.get(kind, ([], BUCKET_BYTES))
         if filled + size > BUCKET_BYTES:
-            bucket, filled = [], 0
+            bucket = []
+            filled = 0
             buckets.append(bucket)
         bucket.append(parameter)
         open_buckets[kind] = (bucket, filled + size)

@@ -83,10 +83,8 @@ def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[Corruptio
             message = f"{name} of {who} differs from that of {len(ranks) - len(wrong)} other ranks after step {step}."
             advice = f"Take the machine of rank {wrong[0]} out of service"
         else:
-            message, advice = (
-                f"{name} differs between {who} after step {step}.",
-                "Test the memory of these machines",
-            )
+            message = f"{name} differs between {who} after step {step}."
+            advice = "Test the memory of these machines"
         advice += ", and resume: the last checkpoint was saved before the damage."
         errors.append(CorruptionError(message, advice, wrong[0] if has_majority else None, name))
     return errors

@@ -169,7 +169,8 @@ def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
         return fingerprint(tensor.to_local()), None
     if len(axes) > 1 or not tensor.placements[axes[0]].is_shard(0):
         return fingerprint(tensor.full_tensor()), None
-    mesh, axis = tensor.device_mesh, axes[0]
+    mesh = tensor.device_mesh
+    axis = axes[0]
     rows = -(-tensor.shape[0] // mesh.size(axis))
     first = min(mesh.get_local_rank(axis) * rows, tensor.shape[0])
     offset = first * (tensor.numel() // max(1, tensor.shape[0]))
@@ -200,7 +201,8 @@ def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
 
     FSDP2 needs tied parameters in one group.
     """
-    inner_params, inner_modules = set(layer.parameters()), set(layer.modules())
+    inner_params = set(layer.parameters())
+    inner_modules = set(layer.modules())
     outer = [module for module in model.modules() if module not in inner_modules]
     return not any(
         p in inner_params for module in outer for p in module._parameters.values() if p is not None

@@ -48,7 +48,8 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
     for group in ours.param_groups:
         ours.make_missing(group, group["params"])
     for before, parameter in zip(old, new, strict=True):
-        source, target = ours.state.pop(before), ours.state[parameter]
+        source = ours.state.pop(before)
+        target = ours.state[parameter]
         unsharded = source.tensors_of_extras()
         values = {
             name: value.to(target.parameter.device)

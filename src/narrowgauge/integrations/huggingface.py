@@ -65,7 +65,8 @@ def save_for_torch(trainer: Trainer, checkpoint: str | Path) -> None:
     Example:
         >>> save_for_torch(trainer, "out/checkpoint-500")  # doctest: +SKIP
     """
-    folder, optimizer = Path(checkpoint), unwrapped(trainer.optimizer)
+    folder = Path(checkpoint)
+    optimizer = unwrapped(trainer.optimizer)
     if not isinstance(optimizer, Optimizer):
         raise RecipeError(
             f"Cannot rewrite {folder}: the trainer steps with {type(optimizer).__name__}, "
@@ -135,7 +136,8 @@ class NarrowgaugeCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._close(finished=False)  # from an interrupted training
-        optimizer, resume = unwrapped(named["optimizer"]), state.global_step > 0
+        optimizer = unwrapped(named["optimizer"])
+        resume = state.global_step > 0
         for warning in _warnings(args, optimizer):
             warnings.warn(warning, stacklevel=2)
         self.recorder = RunRecorder(
@@ -165,7 +167,8 @@ class NarrowgaugeCallback(TrainerCallback):
             self.recorder.step(loss, lr=self._rate, **columns)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
-        logs, optimizer = named.get("logs") or {}, unwrapped(named.get("optimizer"))
+        logs = named.get("logs") or {}
+        optimizer = unwrapped(named.get("optimizer"))
         if self.recorder is None or "loss" not in logs:
             return
         self._record_step(state, logs["loss"], grad_norm=logs.get("grad_norm"))
@@ -191,7 +194,8 @@ class NarrowgaugeCallback(TrainerCallback):
         self._close(finished=state.global_step >= state.max_steps)
 
     def _close(self, finished: bool) -> None:
-        recorder, self.recorder = self.recorder, None
+        recorder = self.recorder
+        self.recorder = None
         if recorder is not None:
             recorder.close(finished)
 

@@ -64,8 +64,12 @@ class NarrowgaugeMonitor(Callback):
         self.folder = None if folder is None else Path(folder)
         self.recorder: RunRecorder | None = None
         self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
-        self._loss_name, self._val_loss_name, self._count = loss, val_loss, tokens
-        self._step, self._tokens, self._rate = 0, 0, 0.0
+        self._loss_name = loss
+        self._val_loss_name = val_loss
+        self._count = tokens
+        self._step = 0
+        self._tokens = 0
+        self._rate = 0.0
         self._loss: Tensor | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -75,7 +79,8 @@ class NarrowgaugeMonitor(Callback):
         keep_ranks_apart(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        optimizer, count = trainer.optimizers[0], len(trainer.optimizers)
+        optimizer = trainer.optimizers[0]
+        count = len(trainer.optimizers)
         if count > 1:
             warnings.warn(
                 f"Of {count} optimizers, the record shows the rate and the audit of the first.",
@@ -88,7 +93,9 @@ class NarrowgaugeMonitor(Callback):
                 f"{optimizer.max_grad_norm:g} by the optimizer. Leave gradient_clip_val out.",
                 stacklevel=2,
             )
-        self._step, self._loss, self._tokens = trainer.global_step, None, 0
+        self._step = trainer.global_step
+        self._loss = None
+        self._tokens = 0
         resume = trainer.global_step > 0
         names = (
             "max_steps",
@@ -145,7 +152,8 @@ class NarrowgaugeMonitor(Callback):
         self.recorder.step(
             loss, lr=self._rate, tokens=None if self._count is None else self._tokens
         )
-        self._loss, self._tokens = None, 0
+        self._loss = None
+        self._tokens = 0
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         loss = trainer.callback_metrics.get(self._val_loss_name)
@@ -159,7 +167,8 @@ class NarrowgaugeMonitor(Callback):
         self._close(finished=False)
 
     def _close(self, finished: bool) -> None:
-        recorder, self.recorder = self.recorder, None
+        recorder = self.recorder
+        self.recorder = None
         if recorder is not None:
             recorder.close(finished)
 

@@ -81,7 +81,9 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
         return None if self.bias is None or self.bias.requires_grad else self.bias
 
     def multiply(self, rows: Tensor) -> Tensor:
-        codes, scales, name = self.weight_codes, self.weight_scales, self.registered_name
+        codes = self.weight_codes
+        scales = self.weight_scales
+        name = self.registered_name
         return cast(
             Tensor, inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name)
         )
@@ -159,7 +161,8 @@ def quantize_base(
         torch.Size([64, 32])
     """
     chosen = get_compute(compute)
-    right, patterns = chosen.output.right, keep
+    right = chosen.output.right
+    patterns = keep
     if patterns is None:
         patterns = (*chosen.keep, *roles_of(model)) if chosen.keep else ()
     is_packed = right.format == "float4_e2m1fn" and right.block is not None

@@ -51,7 +51,10 @@ class Clock:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self.seed, self.step, self.first_sequence, self.first_token = seed, 0, 0, 0
+        self.seed = seed
+        self.step = 0
+        self.first_sequence = 0
+        self.first_token = 0
         self.is_placed = False
         self._begin()
 

@@ -60,7 +60,8 @@ def grouped_linear(
         if bias is None and _suits_torch(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     name = register(compute)
-    experts, ends = len(weights), offsets.tolist()
+    experts = len(weights)
+    ends = offsets.tolist()
     *groups, without_expert = x.split(
         [end - start for start, end in zip([0, *ends], [*ends, len(x)], strict=True)]
     )
@@ -225,7 +226,8 @@ def grouped_layers(
     for name, module in [
         (name, module) for name, module in model.named_modules() if is_experts(module)
     ]:
-        names, experts = _full_names(name, module), cast(Any, module)
+        names = _full_names(name, module)
+        experts = cast(Any, module)
         computes = {
             projection: compute
             for projection, full in names.items()

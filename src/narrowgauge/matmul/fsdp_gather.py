@@ -70,7 +70,8 @@ def _can_gather(layer: Linear) -> bool:
     equal numbers of its rows.
     """
     weight: Any = layer.weight
-    compute, cast = layer.compute, layer.compute.casts[_SLOT]
+    compute = layer.compute
+    cast = layer.compute.casts[_SLOT]
     is_plain = cast.scaling == "current" and cast.block is None and not cast.is_wide
     has_other_weights = compute.transform or compute.output.left.outliers or layer.is_transposed
     has_one_cast = (
@@ -103,7 +104,8 @@ class _GatheredWeight:
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return this rank's shard to send, and metadata for the other method."""
-        weight, amax = self.shard.to(mp_policy.param_dtype or self.shard.dtype), None
+        weight = self.shard.to(mp_policy.param_dtype or self.shard.dtype)
+        amax = None
         if self.cast.granularity == "tensor":
             amax = weight.abs().amax().float().view(1, 1)
             # A maximum may lose a NaN on its way. An infinity also makes the scale NaN.

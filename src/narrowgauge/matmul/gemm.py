@@ -59,20 +59,21 @@ def multiply(
             bias if bias is not None and native.adds_bias(kernel, product, bias, dtype) else None
         )
         after = bias if inside is None else None
-        result_dtype, fast = (
-            dtype if after is None else torch.float32,
-            product.accumulation == "fast",
-        )
+        result_dtype = dtype if after is None else torch.float32
+        fast = product.accumulation == "fast"
         return _scaled(
             *native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, inside, fast=fast),
             after,
             dtype,
         )
-    a, b = _widened(lhs, dims[0]), _widened(rhs, dims[1])
-    a, b = a if dims[0] == 1 else a.t(), b.t() if dims[1] == 1 else b
+    a = _widened(lhs, dims[0])
+    b = _widened(rhs, dims[1])
+    a = a if dims[0] == 1 else a.t()
+    b = b.t() if dims[1] == 1 else b
     if a.dtype != b.dtype:  # only one is narrow, and perhaps padded
         size = min(a.shape[1], b.shape[0])
-        a, b = a[:, :size].float(), b[:size].float()
+        a = a[:, :size].float()
+        b = b[:size].float()
     by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)
     by_column = None if rhs.outer is None else rhs.outer.reshape(1, -1)
     if a.dtype == torch.int8:
@@ -255,7 +256,8 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
         return sum_integers(a, b)
     sums = SCRATCH.take("sums", torch.int32, a.shape[0], b.shape[1])
     values = SCRATCH.take("values", torch.float32, *sums.shape)
-    a, b = _row_major(a), _row_major(b)
+    a = _row_major(a)
+    b = _row_major(b)
     if a.shape[1] <= INT32_TERMS:
         torch._int_mm(a, b, out=sums)
         # In a loop with bfloat16 stores, a compiled kernel converts integers one by one. PyTorch's

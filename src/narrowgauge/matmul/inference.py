@@ -47,7 +47,8 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(codes, scales, weight)
         registered = REGISTERED[compute]
-        lhs, rhs = cast_to_slot(x, Call(compute), "output.left"), Operand(codes, scales)
+        lhs = cast_to_slot(x, Call(compute), "output.left")
+        rhs = Operand(codes, scales)
         y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
         return add_outliers(y, x, registered, weight, rhs) if registered.output.left.outliers else y
 
@@ -172,7 +173,8 @@ def _check_formats(
     layer's format.
     """
     for name in module.exact:
-        saved, buffer = state_dict.get(prefix + name), cast(Tensor, module._buffers[name])
+        saved = state_dict.get(prefix + name)
+        buffer = cast(Tensor, module._buffers[name])
         if saved is not None and saved.dtype != buffer.dtype:
             raise FormatError(
                 f"'{prefix}{name}' was saved in {saved.dtype}, and a layer quantized as "
@@ -291,11 +293,9 @@ def quantize_layer(
     ``module`` is ``nn.Linear`` or transformers' ``Conv1D``, ``kind`` its new class. Tied layers
     share one entry of ``shared``.
     """
-    weight, bias, matrix = (
-        module._parameters["weight"],
-        module._parameters["bias"],
-        matrix_of(module),
-    )
+    weight = module._parameters["weight"]
+    bias = module._parameters["bias"]
+    matrix = matrix_of(module)
     if weight not in shared:
         shared[weight] = kind.codes_of(matrix.detach(), compute.output.right)
     for entries in (module._parameters, module._buffers, module._non_persistent_buffers_set):

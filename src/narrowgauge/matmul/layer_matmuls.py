@@ -61,7 +61,8 @@ def register(compute: Compute) -> str:
             "of the input, which several layers share.",
             "Scale that weight per row, tensor or block.",
         )
-    name, number = compute.name, 1
+    name = compute.name
+    number = 1
     while (
         registered := REGISTERED.setdefault(name, compute)
     ) is not compute and registered != compute:
@@ -107,7 +108,9 @@ def cast_to_slot(x: Tensor, call: Call, slot: str, fold: Tensor | None = None) -
 
     Multiply ``fold`` into it first, see :func:`scales_to_fold`.
     """
-    slot_row, cast, drawn = SLOTS[slot], call.compute.casts[slot], None
+    slot_row = SLOTS[slot]
+    cast = call.compute.casts[slot]
+    drawn = None
     if call.keys is not None and cast.needs_bits:
         length = None if slot_row.tensor == "weight" else call.sequence_length
         drawn = draw(cast, x, call.keys, slot_row.random_key, length)
@@ -285,10 +288,8 @@ def output(
     backward: x's cast, or x itself.
     """
     compute = call.compute
-    lhs, rhs = (
-        cast_to_slot(x, call, "output.left"),
-        cast_weight_to_slot(weight, call, "output.right"),
-    )
+    lhs = cast_to_slot(x, call, "output.left")
+    rhs = cast_weight_to_slot(weight, call, "output.right")
     y = multiply_slots(lhs, rhs, call.name, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
     if compute.output.left.outliers:
         y = add_outliers(y, x, compute, weight, rhs)
@@ -327,7 +328,8 @@ def gradients(
     each if needed.
     """
     compute = call.compute
-    slots, grad = compute.cast_slots, grad.contiguous()
+    slots = compute.cast_slots
+    grad = grad.contiguous()
     grad_input = grad_weight = lhs = None
 
     def cast_grad(slot: str, rhs: Operand) -> Operand:
@@ -401,7 +403,8 @@ class _TransformedProduct(_Product):
 
 
 class _Gradients(_FirstOrder):
-    forward, setup_context = staticmethod(gradients), staticmethod(lambda ctx, inputs, output: None)
+    forward = staticmethod(gradients)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
 
 
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards

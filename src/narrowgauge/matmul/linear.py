@@ -283,7 +283,8 @@ def made_narrow(name: str, module: nn.Module, compute: Compute) -> Linear:
             "Prepare the model before the framework gets it; in torchtitan, use "
             "NarrowgaugeConverter.",
         )
-    transposed, weight = is_transposed(module), cast(Tensor, module.weight)
+    transposed = is_transposed(module)
+    weight = cast(Tensor, module.weight)
     kind: Any = type(module)
     module.__class__ = _narrow_class(kind)
     layer = cast(Linear, module)

@@ -43,7 +43,8 @@ SCALED_MM = ("float8", "float8-fnuz")
 """Kernels that are ``torch._scaled_mm``, an operator that compilers know: it is traced, and adds a
 bias.
 """
-_NAN, _MAGNITUDE = -128, 127
+_NAN = -128
+_MAGNITUDE = 127
 
 
 class Sums(NamedTuple):
@@ -105,7 +106,8 @@ def multiply_codes(
     ``dims`` are the contracted dimensions. ``bias`` is for kernels that add it, see
     :func:`adds_bias`. ``fast`` accumulates in the tensor core's register alone, if the kernel can.
     """
-    rows, columns = lhs.data.shape[1 - dims[0]], rhs.data.shape[1 - dims[1]]
+    rows = lhs.data.shape[1 - dims[0]]
+    columns = rhs.data.shape[1 - dims[1]]
     sums = _FUNCTIONS[kernel.name](_turned(lhs, dims[0]), _turned(rhs, dims[1]), dtype, fast, bias)
     is_whole = sums.values.shape == (rows, columns)
     return sums if is_whole else sums._replace(values=sums.values[:rows, :columns])
@@ -146,7 +148,8 @@ def _float8(
 ) -> Sums:
     """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
     (rows, _), (columns, _) = lhs.data.shape, rhs.data.shape
-    a, b = _filled(lhs.data).contiguous(), _filled(rhs.data).contiguous()
+    a = _filled(lhs.data).contiguous()
+    b = _filled(rhs.data).contiguous()
     by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)
     by_column = None if rhs.outer is None else rhs.outer.reshape(1, -1)
     is_whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
@@ -158,7 +161,8 @@ def _float8(
     first = _one(a.device) if by_row is None else by_row
     second = _one(a.device) if by_column is None else by_column
     if is_whole:
-        first, second = first.reshape(()), second.reshape(())
+        first = first.reshape(())
+        second = second.reshape(())
     else:
         first = _padded(first.expand(rows, 1), len(a), 1).contiguous()
         second = _padded(second.expand(1, columns), 1, len(b)).contiguous()
@@ -179,10 +183,8 @@ def _as_fnuz(operand: Operand) -> Operand:
 
     Its only NaN is the other format's code for negative zero.
     """
-    bits, two = (
-        operand.data.view(torch.int8),
-        torch.full((1, 1), 2.0, dtype=torch.float32, device=operand.data.device),
-    )
+    bits = operand.data.view(torch.int8)
+    two = torch.full((1, 1), 2.0, dtype=torch.float32, device=operand.data.device)
     is_e5m2 = operand.data.dtype == torch.float8_e5m2
     # Magnitudes above these are infinities and NaN.
     bad = (bits & _MAGNITUDE) > (0x7B if is_e5m2 else 0x7E)
@@ -196,7 +198,8 @@ def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> S
 
     Add every 128 terms to the sum in float32.
     """
-    a, b = _filled(lhs.data).contiguous(), _filled(rhs.data).contiguous()
+    a = _filled(lhs.data).contiguous()
+    b = _filled(rhs.data).contiguous()
     (first, of_first), (second, of_second) = _scales_of_128(lhs), _scales_of_128(rhs)
     return Sums(F.scaled_mm(a, b.t(), first, of_first, second, of_second, output_dtype=dtype))
 
@@ -224,11 +227,13 @@ def _micro_scaled(
     a, b = (_filled(x.data, side=32 if is_amd else _SIDE).contiguous() for x in (lhs, rhs))
     blocks_per_side = 2 if a.dtype == PAIRS else 1  # of 32 values, in 32 bytes of codes
     if a.dtype == PAIRS:
-        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+        a = a.view(torch.float4_e2m1fn_x2)
+        b = b.view(torch.float4_e2m1fn_x2)
     block = (
         F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
     )
-    recipe, swizzle = [block], [F.SwizzleType.SWIZZLE_32_4_4]
+    recipe = [block]
+    swizzle = [F.SwizzleType.SWIZZLE_32_4_4]
     assert lhs.inner is not None and rhs.inner is not None
     inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
     # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here
@@ -242,9 +247,11 @@ def _micro_scaled(
         outer = [] if operand.outer is None else [operand.outer.reshape(1)]
         scales.append([codes.view(scale), *outer])
     if is_amd:
-        swizzle, dtype = [F.SwizzleType.NO_SWIZZLE], torch.bfloat16
+        swizzle = [F.SwizzleType.NO_SWIZZLE]
+        dtype = torch.bfloat16
     if lhs.outer is not None:
-        recipe, swizzle = [*recipe, F.ScalingType.TensorWise], [*swizzle, F.SwizzleType.NO_SWIZZLE]
+        recipe = [*recipe, F.ScalingType.TensorWise]
+        swizzle = [*swizzle, F.SwizzleType.NO_SWIZZLE]
     first, second = scales
     return Sums(
         F.scaled_mm(a, b.t(), first, recipe, second, recipe, swizzle, swizzle, output_dtype=dtype)
@@ -279,8 +286,10 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
 
     It takes more than 16 rows, and multiples of 8 for the other sides.
     """
-    rows, columns = a.shape[0], b.shape[1]
-    a, b = _filled(a, least_rows=17), _filled(b)
+    rows = a.shape[0]
+    columns = b.shape[1]
+    a = _filled(a, least_rows=17)
+    b = _filled(b)
     parts = zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True)
     sums = [torch._int_mm(lhs.contiguous(), rhs) for lhs, rhs in parts]
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
@@ -303,7 +312,9 @@ _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool, Tensor | No
 
 
 # Several tiles of scales in each direction, none of them full; padded columns of scales; odd rows.
-_TERMS, _ROWS, _SQUARE_ROWS = 640, (137, 269), 256
+_TERMS = 640
+_ROWS = (137, 269)
+_SQUARE_ROWS = 256
 
 
 @lru_cache(None)
@@ -320,7 +331,8 @@ def _works(
         bias = None
         if with_bias:
             bias = _scattered(1, len(b.data))[0].bfloat16()
-            exactly, bias = exactly + bias.double(), bias.to(device)
+            exactly = exactly + bias.double()
+            bias = bias.to(device)
         there = []
         for operand in (a, b):
             parts = [None if part is None else part.to(device) for part in operand]

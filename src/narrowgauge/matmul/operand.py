@@ -256,7 +256,8 @@ def _draw(operand: int, x: Tensor, clock: Tensor, layers: Tensor) -> Draw:
     return key_of(Keys(torch.stack([seed]), layers[0]), operand), first_row
 
 
-_SAMPLE_ROWS, _SAMPLE_COLUMNS = 64, 16
+_SAMPLE_ROWS = 64
+_SAMPLE_COLUMNS = 16
 _SAMPLE = _SAMPLE_ROWS * _SAMPLE_COLUMNS
 
 
@@ -268,7 +269,8 @@ def _content(x: Tensor) -> Tensor:
     row, column = (
         torch.arange(count, device=x.device) for count in (_SAMPLE_ROWS, _SAMPLE_COLUMNS)
     )
-    rows, columns = row * x.shape[0] // _SAMPLE_ROWS, column * x.shape[1] // _SAMPLE_COLUMNS
+    rows = row * x.shape[0] // _SAMPLE_ROWS
+    columns = column * x.shape[1] // _SAMPLE_COLUMNS
     bits = x[rows[:, None], columns[None, :]].float().view(torch.int32)
     places = (row[:, None] * _SAMPLE_COLUMNS + column[None, :]).to(torch.int32)
     mixed = random_bits(bits, random_bits(places, torch.zeros_like(places)))

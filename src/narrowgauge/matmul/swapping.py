@@ -125,7 +125,9 @@ class NarrowLayers:
         """
         readers = self.matrices()
         sizes = {name: self.model.get_parameter(name).numel() for name in readers}
-        total, narrow, wide = sum(sizes.values()), 0, []
+        total = sum(sizes.values())
+        narrow = 0
+        wide = []
         for name, reader in readers.items():
             if reader == "narrow":
                 narrow += sizes[name]

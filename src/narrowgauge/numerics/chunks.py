@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK, CHUNK_ON_GPU = 1 << 15, 1 << 22
+CHUNK = 1 << 15
+CHUNK_ON_GPU = 1 << 22
 """Elements in a chunk.
 
 On a CPU ten float64 temporaries fit the second-level cache. On a GPU they stay within 1 GiB.

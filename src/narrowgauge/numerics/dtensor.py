@@ -131,7 +131,9 @@ def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor, Replicate
 
-    part, shape, placements = sendable(owner, part), owner.shape, owner.placements
+    part = sendable(owner, part)
+    shape = owner.shape
+    placements = owner.placements
     if row_dims:
         shape = torch.Size((*shape[:-row_dims], *[1] * row_dims))
         placements = [Replicate() if _splits_row(owner, p, row_dims) else p for p in placements]

@@ -54,7 +54,8 @@ from narrowgauge.torch_support.compile import (
 if TYPE_CHECKING:
     from narrowgauge.numerics.multi_tensor_squares import SquaresTable
 
-JOINED_ELEMENTS, JOINED_TOTAL = 1 << 16, 1 << 22
+JOINED_ELEMENTS = 1 << 16
+JOINED_TOTAL = 1 << 22
 """Join tensors of at most the first number of elements, up to the second: one call then serves many
 tensors.
 """
@@ -222,7 +223,8 @@ _GRIDS = (2.0**100, 2.0**59, 2.0**18, 2.0**-23, 2.0**-74)
 """The steps of the words, coarse to fine. Two words are the last two."""
 _ROUNDERS = tuple(1.5 * 2.0**52 * step for step in _GRIDS)
 """Numbers whose ulp is a word's step: added and subtracted, they round to it."""
-_NARROW, _WIDE = 2, len(_GRIDS)
+_NARROW = 2
+_WIDE = len(_GRIDS)
 _BETWEEN_CARRIES = 6
 _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -382,7 +384,8 @@ def _scratch(rows: Tensor, count: int) -> Tensor:
 
 def _spans(rows: Tensor) -> Iterator[tuple[int, int]]:
     """Yield starts and stops of the elements to process at a time."""
-    numel, size = rows.shape[1], chunk_size(rows.device)
+    numel = rows.shape[1]
+    size = chunk_size(rows.device)
     return ((start, min(start + size, numel)) for start in range(0, numel, size))
 
 

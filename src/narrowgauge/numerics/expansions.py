@@ -178,7 +178,8 @@ def expansion_of(value: Tensor, length: int, rn: NearestEven) -> Parts:
         >>> expansion_of(torch.tensor(0.999), 2, NearestEven(16))
         (tensor(1.), tensor(-0.0010))
     """
-    parts, remainder = [], value
+    parts = []
+    remainder = value
     for _ in range(length):
         parts.append(rn(remainder.float()))
         remainder = remainder - parts[-1]

@@ -21,7 +21,8 @@ _MODULUS = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15
 """Odd, so that its multiples are far from each other."""
 # The finalizer's factors, as signed numbers.
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9 - _MODULUS, 0x94D049BB133111EB - _MODULUS
+_MIX_1 = 0xBF58476D1CE4E5B9 - _MODULUS
+_MIX_2 = 0x94D049BB133111EB - _MODULUS
 
 
 def splitmix64(z: Any) -> Any:
@@ -62,7 +63,8 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
     places = torch.arange(
         min(chunk_size(x.device), x.numel()), dtype=torch.int64, device=x.device
     ) * _signed(GOLDEN)
-    total, place = torch.zeros((), dtype=torch.int64, device=x.device), offset
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    place = offset
     for (chunk,) in flat_chunks(x):
         bits = chunk.view(INTEGERS[size]).to(torch.int64)
         if size in (2, 4):

@@ -264,7 +264,8 @@ def sqnr_of_sums(sums: Tensor) -> Tensor:
     """Return the signal to quantization noise ratio of added :func:`cast_sums` ``[..., 6]``, in
     decibels. +inf without error.
     """
-    signal, error = sums[..., 0], sums[..., 1]
+    signal = sums[..., 0]
+    error = sums[..., 1]
     return 10 * torch.log10(torch.where(error == 0, torch.inf, signal / error))
 
 

@@ -23,7 +23,8 @@ from narrowgauge.torch_support.printer import print_graph, prove, trace
 from narrowgauge.torch_support.torch_names import is_captured, send
 from narrowgauge.torch_support.triton import LAUNCH, REDUCERS, TRITON, load, runs_on
 
-BLOCK, SPAN = 1024, 8192
+BLOCK = 1024
+SPAN = 8192
 """Elements that a program reads at a time, and in all."""
 SLOTS = 128
 """Partial sums: additions to one address wait for each other."""
@@ -129,7 +130,8 @@ class SquaresTable:
         self._tensors = [
             local_of(tensor).contiguous() for _, members in groups for tensor in members
         ]
-        device, self._num_groups = self._tensors[0].device, len(groups)
+        device = self._tensors[0].device
+        self._num_groups = len(groups)
         numbers = [number for number, (_, members) in enumerate(groups) for _ in members]
         sizes = [
             (x.numel(), k, DTYPES.index(x.dtype))
@@ -173,7 +175,9 @@ class SquaresTable:
         Return a function that tells which of them were finite, and waits for the device.
         """
         self._tensors = []
-        ids, peaks, order = self._ids, self.peaks, list(map(id, tensors))
+        ids = self._ids
+        peaks = self.peaks
+        order = list(map(id, tensors))
 
         def flags() -> list[bool]:
             by_id = dict(zip(ids, peaks.isfinite().tolist(), strict=True))

@@ -222,7 +222,8 @@ def random_words(
 def words_of(row: Tensor, column: Tensor, key: Tensor, first_row: Tensor) -> tuple[Tensor, Tensor]:
     """Return :func:`random_words` for int32 counters of rows and columns."""
     column_key = random_bits(torch.full_like(key, _COLUMNS), key)
-    by_row, by_column = random_bits(row + first_row, key), random_bits(column, column_key)
+    by_row = random_bits(row + first_row, key)
+    by_column = random_bits(column, column_key)
     return (
         ((by_row >> 16) & 0xFFFF).float()[:, None] * 2.0**-16,
         ((by_column >> 16) & 0xFFFF).float()[None, :] * 2.0**-16 + 2.0**-17,
@@ -296,8 +297,10 @@ def rotate(x: Tensor, dim: int) -> Tensor:
         half = size // 2
         for start in range(0, ROTATION_SIZE, size):
             for place in range(start, start + half):
-                low, high = places[place], places[place + half]
-                places[place], places[place + half] = low + high, low - high
+                low = places[place]
+                high = places[place + half]
+                places[place] = low + high
+                places[place + half] = low - high
     return torch.stack([place * 0.25 for place in places], dim + 1).flatten(dim, dim + 1)
 
 

@@ -247,10 +247,8 @@ def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
     else:
         # Compare the few exponents: on a CPU bits are slow to read beside bfloat16 loads.
         magnitude = v.abs()
-        power, inverse = (
-            torch.full_like(v, 2.0**row.min_exponent),
-            torch.full_like(v, 2.0**-row.min_exponent),
-        )
+        power = torch.full_like(v, 2.0**row.min_exponent)
+        inverse = torch.full_like(v, 2.0**-row.min_exponent)
         for exponent in range(row.min_exponent + 1, row.max_exponent + 1):
             power = torch.where(magnitude < 2.0**exponent, power, 2.0**exponent)
             inverse = torch.where(magnitude < 2.0**exponent, inverse, 2.0**-exponent)
@@ -309,7 +307,9 @@ def round_to(
     row = get_format(format)
     _check(x, row, rounding, seed)
     values = x.detach().double()
-    magnitude, negative, is_nan = values.abs(), values.signbit(), values.isnan()
+    magnitude = values.abs()
+    negative = values.signbit()
+    is_nan = values.isnan()
     # A magnitude is a whole number of steps. Steps are powers of two, constant below the smallest
     # normal value.
     floor = row.nearest_floor if rounding == "nearest" else row.finest_exponent

@@ -22,7 +22,8 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 
 State = dict[str, Tensor]
-FLOOR, CEILING = 1.0, 2.0**24
+FLOOR = 1.0
+CEILING = 2.0**24
 """The smallest and the largest scale. With 2^24 the smallest float16 stands for 2^-48."""
 COUNTERS = ("lives", "good_steps", "num_overflows", "num_held")
 
@@ -64,7 +65,8 @@ class LossScaler:
                 raise RecipeError(
                     f"Cannot take {name} = {count!r}: it must be a whole number, at least 1."
                 )
-        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self.growth_interval = growth_interval
+        self.hysteresis = hysteresis
         self._waits_for_device = True
         self.request: object = None
         """Identifies the latest :meth:`scale`.

@@ -194,7 +194,8 @@ def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float
     """Return ``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
     if not is_widened(x.dtype, x.device.type):
         return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, a, b, beta=beta, alpha=alpha)
-    wide, result = b.float(), torch.empty_like(x)
+    wide = b.float()
+    result = torch.empty_like(x)
     results = row_pieces(result)
     sizes = [len(rows) for rows in results]
     for rows, x_rows, a_rows in zip(results, x.split(sizes), a.split(sizes), strict=True):

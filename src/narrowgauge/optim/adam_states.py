@@ -153,7 +153,8 @@ def _of_narrowgauge(
 
     They are read over the same visible weight.
     """
-    tensors, dtype = tensors_of(entry), getattr(torch, known_row(group["storage"]).visible)
+    tensors = tensors_of(entry)
+    dtype = getattr(torch, known_row(group["storage"]).visible)
     if tensors.keys() == {"step", *STATE_NAMES} and tensors["exp_avg"].dtype is torch.float32:
         dtype = torch.float32  # all in float32, whatever the storage of its group
     elif torch.float32 not in (dtype, parameter.dtype):
@@ -352,7 +353,8 @@ def _bitsandbytes(entry: Entry, number: str) -> Tensor:
     codes: Tensor = entry[f"state{number}"]
     if codes.dtype is not torch.uint8:
         return codes.float()  # small tensors stay in float32
-    table, scales = entry[f"qmap{number}"], entry[f"absmax{number}"]
+    table = entry[f"qmap{number}"]
+    scales = entry[f"absmax{number}"]
     if -(-codes.numel() // 256) != scales.numel():
         raise DataError(
             f"An 8-bit state has {scales.numel()} scales for {codes.numel()} values.",
@@ -365,7 +367,8 @@ def _torchao(value: Any) -> Tensor:
     """Decode an optimizer state of torchao 0.18 (``optim/subclass_8bit.py``, ``subclass_4bit.py``,
     ``subclass_fp8.py``).
     """
-    codes, scales = value.codes, value.scale
+    codes = value.codes
+    scales = value.scale
     if codes.dtype is torch.float8_e4m3fn:
         values = codes.float()
     elif type(value).__name__.endswith("4bit"):

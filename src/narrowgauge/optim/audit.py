@@ -227,13 +227,16 @@ class Auditor:
 
         In a healthy run no name is asked for.
         """
-        before, self._alarmed, result = self._alarmed, set(), []
+        before = self._alarmed
+        self._alarmed = set()
+        result = []
         stalled = self.stalled()
         names = names_of() if stalled else {}
         for parameter in stalled:
             if parameter not in names:
                 continue  # replaced since
-            reading, storage = read(self.window(parameter)), storage_of(parameter)
+            reading = read(self.window(parameter))
+            storage = storage_of(parameter)
             if reading.lost_fraction == 1 and storage.weight.rounding == "stochastic":
                 continue  # it stores rare updates on average, and a window may contain none
             self._alarmed.add(parameter)

@@ -48,7 +48,8 @@ class AveragedModel(TorchAveragedModel):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, decay: float | None = 0.999) -> None:
         super().__init__(model)
-        self.optimizer, self.decay = optimizer, decay
+        self.optimizer = optimizer
+        self.decay = decay
         for average, parameter in zip(self.module.parameters(), model.parameters(), strict=True):
             average.data = self._stored(parameter)
             average.grad = None

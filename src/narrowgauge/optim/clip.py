@@ -51,7 +51,9 @@ def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
     found a gradient that is not finite.
     """
     max_norm, skip_above, grad_scale, found_inf = options
-    scale, unscaled, finite = reciprocal(grad_scale), norm / grad_scale, norm.isfinite()
+    scale = reciprocal(grad_scale)
+    unscaled = norm / grad_scale
+    finite = norm.isfinite()
     clip = (reciprocal(norm * scale + 1e-6) * max_norm).clamp(max=1.0)
     overflow = (found_inf != 0) | ~finite
     skip = overflow | (unscaled > skip_above)
@@ -120,7 +122,8 @@ class StepControl:
         """
         limits = [1.0, 0.0, math.inf if max_norm is None else max_norm, skip_above]
         if self._limits is None or self._limits.device != device:
-            self._limits, self._sent = torch.empty(4, dtype=torch.float32, device=device), []
+            self._limits = torch.empty(4, dtype=torch.float32, device=device)
+            self._sent = []
         if not is_captured():
             if limits != self._sent:
                 send(torch.tensor(limits, dtype=torch.float32, device="cpu"), self._limits)

@@ -48,7 +48,8 @@ from narrowgauge.numerics.rounding import (
 )
 from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
 
-SIGN, MANTISSA = -(1 << 31), 0x7FFFFF
+SIGN = -(1 << 31)
+MANTISSA = 0x7FFFFF
 QUIET_NAN64 = 0x7FF8 << 48
 INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
@@ -113,14 +114,16 @@ def _encode_window(
 
     Scale by a power of two, so that its exponent field begins at zero.
     """
-    bits, dropped = bits_of(x * scale), dropped_bits(code)
+    bits = bits_of(x * scale)
+    dropped = dropped_bits(code)
     magnitude = (
         bits & MAGNITUDE
     )  # also for unsigned codes: -0 and a negative NaN would fill the word
     if code.signed and not code.hold and shift > dropped and shift + code.bits == 32:
         # The topmost code of a word needs one shift before the addition, and its sign is already in
         # place.
-        offset, steps = shift - dropped, _last_step(code) << shift
+        offset = shift - dropped
+        steps = _last_step(code) << shift
         magnitude = magnitude.clamp(max=steps >> offset)
         added = addend_of(magnitude, dropped, addend) << offset
         return (((magnitude << offset) + added) & steps) | _sign(bits)
@@ -293,7 +296,8 @@ def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Te
     if field is None:
         return visible_value(storage.visible, visible)
     if storage.master:
-        seen, stored = visible_value(storage.visible, visible), decode(storage.weight, field, 0)
+        seen = visible_value(storage.visible, visible)
+        stored = decode(storage.weight, field, 0)
         is_outdated = encode_weight(storage, stored, 0)[0] != _in_range(storage, visible)
         return torch.where(is_outdated, seen, stored)
     total = visible + field
@@ -342,8 +346,10 @@ def inside_cell(storage: Storage, bits: Tensor, value: Tensor) -> Tensor:
 
     Such a weight lies between two visible ones, or so near that a kernel's rounding put it there.
     """
-    dtype, most = getattr(torch, storage.visible), half(VISIBLE[storage.visible][1])
-    seen, rounded = visible_value(storage.visible, bits), value.to(dtype).float()
+    dtype = getattr(torch, storage.visible)
+    most = half(VISIBLE[storage.visible][1])
+    seen = visible_value(storage.visible, bits)
+    rounded = value.to(dtype).float()
     if storage.visible == "float16":
         rounded = rounded.clamp(-65536.0, 65536.0)  # what infinity is in `seen`
     is_above = value.abs() > seen.abs()
@@ -470,10 +476,8 @@ def addends(
     stochastic = [(n, dropped_bits(c)) for n, c in table.items() if c.rounding == "stochastic"]
     if not stochastic:
         return result
-    random, start = (
-        random_bits(bits_of(weight) ^ gradient_mantissa(storage.visible, gradient_bits), seed),
-        0,
-    )
+    random = random_bits(bits_of(weight) ^ gradient_mantissa(storage.visible, gradient_bits), seed)
+    start = 0
     for place, (name, dropped) in enumerate(stochastic):
         start += min(dropped, (32 - start) // (len(stochastic) - place))
         missing = max(0, dropped - start)
@@ -540,7 +544,8 @@ def _key(storage: Storage, lane: Lane, weight: Tensor) -> Tensor:
     """
     if not storage.weight.scaled:
         return weight
-    key, widths = bits_of(weight), dict(storage.fields)
+    key = bits_of(weight)
+    widths = dict(storage.fields)
     for place, (name, _) in enumerate(storage.states):
         word, shift = lane.fields[name]
         # Place the bits above the gradient's mantissa, and mostly below the weight's.
@@ -643,10 +648,13 @@ def write_state(
     storage: Storage, lane: Lane, name: str, value: Tensor, addend: Addend
 ) -> dict[str, Tensor]:
     """Return a state's bits in place. Each part stores the remainder of the parts before it."""
-    code, fields, rest = storage.code(name), {}, value
+    code = storage.code(name)
+    fields = {}
+    rest = value
     names = (name, *low_parts(name, code))
     for place, part in enumerate(names):
-        shift, into = _shift(lane, part), _into(code, lane.scales, name, place)
+        shift = _shift(lane, part)
+        into = _into(code, lane.scales, name, place)
         fields[part] = encode(code.part(place), rest, addend, shift, into)
         if part != names[-1]:
             rest = rest - decode(code, fields[part], shift, _inverse(into))
@@ -677,7 +685,8 @@ def write_parts(
         for place, (part, value) in enumerate(
             zip((name, *low_parts(name, code)), values, strict=True)
         ):
-            shift, into = _shift(lane, part), _into(code, lane.scales, name, place)
+            shift = _shift(lane, part)
+            into = _into(code, lane.scales, name, place)
             fields[part] = encode(code.part(place), value, None, shift, into)
             if name == "weight":
                 stored.append(_stored(code, fields[part], shift, into, value))
@@ -742,10 +751,12 @@ def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None 
     A stochastic code rounds under ``seed`` (0-d int32). The random bits hash a value's mantissa and
     its position in its matrix.
     """
-    value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
+    value = quiet(values.float().contiguous())
+    dropped = dropped_bits(code)
     addend: Addend = None
     if code.rounding == "stochastic":
-        rows, columns = math.prod(value.shape[-2:-1]), (1, *value.shape)[-1]
+        rows = math.prod(value.shape[-2:-1])
+        columns = (1, *value.shape)[-1]
         row, column = (
             torch.arange(count, dtype=torch.int32, device=value.device) for count in (rows, columns)
         )

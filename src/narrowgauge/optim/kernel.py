@@ -200,14 +200,16 @@ def make_step(
         caller does. It returns the audit, empty without one.
     """
     layout = layout_of(storage)
-    parts, names = layout.num_parts, (*CONTROL, *rule.scalars)
+    parts = layout.num_parts
+    names = (*CONTROL, *rule.scalars)
     num_words = 2 * parts + sum(map(layout.num_tensors, layout.planes))
     end = num_words + 2 * len(storage.scaled) * parts
 
     def step(*arguments: Tensor) -> Tensor:
         words, (*changes, values, seed) = arguments[:num_words], arguments[end:]
         numbers = {name: values[index] for index, name in enumerate(names)}
-        done, decayed = [], []
+        done = []
+        decayed = []
         for k, lane in enumerate(lanes_of(storage, words, arguments[num_words:end])):
             change = changes[k] if changes else None
             done.append(advance(rule, storage, lane, change, numbers, seed))
@@ -237,7 +239,8 @@ def make_average(rule: MatrixRule, storage: Storage) -> Step:
 
     It takes the arguments of :func:`make_step`, and writes ``changes`` alone.
     """
-    num_lanes, names = layout_of(storage).num_lanes, (*CONTROL, *rule.scalars)
+    num_lanes = layout_of(storage).num_lanes
+    names = (*CONTROL, *rule.scalars)
 
     def step(*arguments: Tensor) -> Tensor:
         *words, values, _ = arguments
@@ -272,7 +275,8 @@ class Kernel:
     """
 
     def __init__(self, rule: AnyRule, storage: Storage) -> None:
-        self.rule, self.storage = rule, storage
+        self.rule = rule
+        self.storage = storage
         self.not_printed = ""
         self.how_it_ran: str | None = None
         self.is_matrix = isinstance(rule, MatrixRule)

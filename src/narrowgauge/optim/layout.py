@@ -41,7 +41,8 @@ LEAST_ROW = 64
 """Trailing dimensions are joined until a row has so many values, such as those of a convolution's
 kernel.
 """
-LARGE_BYTES, STAGGERED_BYTES = 1 << 22, 153 * 64
+LARGE_BYTES = 1 << 22
+STAGGERED_BYTES = 153 * 64
 """Tensors of so many bytes begin so many bytes apart: 153 lines, modulo 4 KiB and 64 KiB a fresh
 place for each.
 """
@@ -102,7 +103,8 @@ class Layout:
 
         The first dimension never joins.
         """
-        count, size = min(1, len(shape)), shape[-1] if shape else 1
+        count = min(1, len(shape))
+        size = shape[-1] if shape else 1
         while count < len(shape) - 1 and size < LEAST_ROW:
             count += 1
             size *= shape[-count]
@@ -117,7 +119,8 @@ class Layout:
         """
         words, place = {}, 2  # weight and gradient come first
         for plane in self.planes:
-            count, dtype = self.num_tensors(plane), INTEGER[max(32, plane.bits)]
+            count = self.num_tensors(plane)
+            dtype = INTEGER[max(32, plane.bits)]
             size = math.prod(extent)
             step = STAGGERED_BYTES // dtype.itemsize if size * dtype.itemsize >= LARGE_BYTES else 0
             total = count * (size + step) + place * step
@@ -175,7 +178,8 @@ class Layout:
 
         Return the copy as a matrix, and its memory with padding, ``[parts, …]``.
         """
-        extent, matrix = self.extent(values.shape), self.matrix(values.shape)
+        extent = self.extent(values.shape)
+        matrix = self.matrix(values.shape)
         *rows, columns = (self.num_parts, *extent)
         memory = values.new_zeros(*rows, columns * self.per_word)
         copy = memory.flatten(0, 1)[tuple(map(slice, matrix))]
@@ -186,7 +190,8 @@ class Layout:
         """Return a contiguous tensor and its lanes, each of :meth:`extent`: views of its memory, or
         of a padded copy.
         """
-        matrix, memory = values, values
+        matrix = values
+        memory = values
         if math.prod(self.extent(values.shape)) * self.num_lanes != values.numel():
             matrix, memory = self.padded(values)
         parts = memory.view(self.num_parts, *self.extent(values.shape), self.per_word)
@@ -232,7 +237,8 @@ class Layout:
         """Return a weight or gradient in place as the kernel's words, or ``None`` if it has odd
         ends, strides or address.
         """
-        extent, offset = self.extent(form), tensor.storage_offset() * tensor.element_size()
+        extent = self.extent(form)
+        offset = tensor.storage_offset() * tensor.element_size()
         is_padded = math.prod(extent) * self.num_lanes != tensor.numel()
         if is_padded or not tensor.is_contiguous() or offset % 4:
             return None
@@ -259,10 +265,8 @@ class Layout:
         for plane in self.planes:
             tensors = [next(queue) for _ in range(self.num_tensors(plane))]
             for lane, fields in enumerate(lanes):
-                tensor, place = (
-                    tensors[lane // plane.per_word],
-                    plane.bits * (lane % plane.per_word),
-                )
+                tensor = tensors[lane // plane.per_word]
+                place = plane.bits * (lane % plane.per_word)
                 fields.update({name: (tensor, shift + place) for name, shift, _ in plane.fields})
         return lanes
 

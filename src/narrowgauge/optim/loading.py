@@ -127,7 +127,8 @@ def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
 
     Every rank has them whole, whatever the sharding.
     """
-    group, row = optimizer.group_of(parameter), optimizer.storage_of(parameter)
+    group = optimizer.group_of(parameter)
+    row = optimizer.storage_of(parameter)
     states = extras_of(optimizer.rule_in(group, parameter), parameter.shape, group)
     stored = {name: extra_code(row, state.role) for name, state in states.items()}
     bounds = {f"{name}_bound" for name, code in stored.items() if code.scaled}

@@ -158,7 +158,8 @@ def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
     for name, parameter in parameters.items():
         if parameter not in varying:
             continue
-        count, weights = off[visible][name], local_of(parameter.detach())
+        count = off[visible][name]
+        weights = local_of(parameter.detach())
         if 0 < count < MOSTLY * parameter.numel():
             warnings.warn(kept_note(name, count, parameter.numel()), stacklevel=2)
         if count:

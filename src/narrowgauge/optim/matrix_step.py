@@ -53,13 +53,15 @@ def step_matrices(
     for ranks, members in _by_ranks(states):
         members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
         while members:
-            count, room = 1, _room(members[0].owner.device) - members[0].owner.numel()
+            count = 1
+            room = _room(members[0].owner.device) - members[0].owner.numel()
             if ranks is not None and not ranks.has_stacks:
                 count = ranks.count
             else:
                 while count < len(members) and (room := room - members[count].owner.numel()) >= 0:
                     count += 1
-            batch, members = members[:count], members[count:]
+            batch = members[:count]
+            members = members[count:]
             yield from _step_batch(
                 ranks, {s: MatrixStep(s, options, numbers_of(s)) for s in batch}, launch
             )
@@ -121,7 +123,8 @@ def _step_batch(
             )
             del gradient
     for place, step in enumerate(steps):
-        change, changes[place] = changes[place], None
+        change = changes[place]
+        changes[place] = None
         step.state.change = _scatter(ranks, place, step.owner, change)
         del change
         if ranks is not None:
@@ -198,7 +201,8 @@ def _scatter(ranks: Ranks | None, place: int, owner: Tensor, matrix: Tensor | No
         assert matrix is not None
         return own_part(owner, matrix.view(owner.shape)) if ranks is None else matrix
     rows, columns = matrix_shape(owner.shape)
-    height, local = ranks.height(rows), local_of(owner)
+    height = ranks.height(rows)
+    local = local_of(owner)
     part = torch.empty(height, columns, dtype=torch.float32, device=local.device)
     pieces = None if matrix is None else list(_padded(matrix, height * ranks.count).split(height))
     dist.scatter(part, pieces, group=ranks.group, group_src=place)
@@ -246,8 +250,11 @@ class MatrixStep:
 
     def __init__(self, state: ParameterState, options: Options, numbers: Numbers) -> None:
         assert isinstance(state.kernel.rule, MatrixRule)
-        self.state, self.options, self.numbers = state, options, numbers
-        self.owner, self.storage = state.owner, state.storage
+        self.state = state
+        self.options = options
+        self.numbers = numbers
+        self.owner = state.owner
+        self.storage = state.storage
         self.kernel, self.rule = state.kernel, state.kernel.rule
 
     def weight(self) -> Tensor:
@@ -295,7 +302,8 @@ class MatrixStep:
 
         Return the sums of the audit, if it is audited and this rank has elements.
         """
-        totals, numbers = [], self.numbers
+        totals = []
+        numbers = self.numbers
         for words, changes in self._pieces(self.state.change):
             tensors = [
                 *words,
@@ -319,7 +327,8 @@ class MatrixStep:
         tensors, weight = state.kernel_tensors()
         in_form = values.view(state.form)
         matrix, lanes = state.layout.lanes(in_form)
-        length, row = len(tensors[0]), tensors[0][0].numel()
+        length = len(tensors[0])
+        row = tensors[0][0].numel()
         # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16
         # bytes at a time.
         least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)

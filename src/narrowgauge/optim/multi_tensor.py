@@ -124,7 +124,8 @@ def _audit_of(layout: Layout, form: tuple[int, ...], turn: int, words: int) -> t
     period = max(1, min(period, count))
     period = 1 << (period.bit_length() - 1)
     places = np.arange(turn % period, count, period)
-    line, piece = places // pieces, places % pieces
+    line = places // pieces
+    piece = places % pieces
     width = layout.per_word * min(columns, words)
     widths = np.clip(elements - piece * width, 0, width)
     num_lines = np.zeros(len(places), np.int64)
@@ -174,7 +175,9 @@ class Table:
     """
 
     def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
-        self.rule, self.storage, self.device = rule, storage, device
+        self.rule = rule
+        self.storage = storage
+        self.device = device
         self.layout = layout_of(storage)
         self._is_cpp = language_on(device) == CPP.name
         self._num_inputs = len(input_names(rule))
@@ -259,10 +262,12 @@ class Table:
 
         What is not in the order of its words is copied.
         """
-        self._copies, self._inputs = [], []
+        self._copies = []
+        self._inputs = []
         addresses = []
         for state in self._states:
-            weight, gradient = state.parameter, state.gradient
+            weight = state.parameter
+            gradient = state.gradient
             if not state.is_in_place():
                 weight, gradient = self._copied(state)
             row = [weight.data_ptr(), gradient.data_ptr()]
@@ -276,7 +281,8 @@ class Table:
 
         Copies live until the launch, which writes the weight back.
         """
-        weight, gradient = state.in_form(state.parameter.detach()), state.in_form(state.gradient)
+        weight = state.in_form(state.parameter.detach())
+        gradient = state.in_form(state.gradient)
         self._inputs += [weight, gradient]
         if weight.data_ptr() != state.parameter.data_ptr():
             self._copies.append((state, weight))
@@ -314,7 +320,8 @@ class Table:
         """Find the states with rows that several programs or ranks step, and give each row a
         record.
         """
-        self._shared, num_records = [], 0
+        self._shared = []
+        num_records = 0
         self._rows[order, PLACE["record"]] = -1
         has_pieces = self._rows[order, PLACE["pieces"]] > 1
         for place, state, is_split in zip(order, self._states, has_pieces.tolist(), strict=True):
@@ -363,7 +370,8 @@ class Table:
                 state.write_back(weight)
             # Autograd notices a weight that was written between forward and backward pass.
             torch.autograd.graph.increment_version([state.parameter for state in self._states])
-        self._copies, self._inputs = [], []
+        self._copies = []
+        self._inputs = []
         return None if sums is None else self._add_up(sums)
 
     def _find_peaks(self, control: Tensor) -> Tensor:
@@ -404,14 +412,16 @@ class Table:
     def _call_triton(
         self, name: str, control: Tensor, records: Tensor | None, sums: Tensor | None
     ) -> None:
-        selection, buffer = self._selection, self._on_device()
+        selection = self._selection
+        buffer = self._on_device()
         start = len(buffer) - -(-self._numbers.size // 2)
         numbers = buffer[start:].view(torch.float32)
         # A kernel takes no missing tensor. It does not read these.
         records = control if records is None else records
         sums = control if sums is None else sums
         arguments = buffer, selection.tiles, numbers, control, records, sums
-        whole, rest = selection.num_whole, selection.num_programs - selection.num_whole
+        whole = selection.num_whole
+        rest = selection.num_programs - selection.num_whole
         with torch.cuda.device_of(control):
             for is_whole, first, count in ((True, 0, whole), (False, whole, rest)):
                 if count:
@@ -481,7 +491,8 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     if language_on(device) == CPP.name:
         cpp_step.build_all(rule, storage)
     kernel = Kernel(rule, storage)
-    scalars, seed = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist(), 12345
+    scalars = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist()
+    seed = 12345
     values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
     numbers = Numbers(values, torch.tensor(seed, dtype=torch.int32), True)
     expected = _cases(rule, storage, torch.device("cpu"), device)
@@ -534,7 +545,9 @@ def _cases(
     A fault of a division's last bit shows in one of a thousand weights of 16 bits. An interpreter
     is too slow for as many.
     """
-    kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
+    kernel = Kernel(rule, storage)
+    dtype = getattr(torch, storage.visible)
+    states = []
     rows = 4 if triton.INTERPRET and proven.type == "cpu" else MANY_ROWS
 
     def drawn(dtype: torch.dtype, shape: Sequence[int], seed: int, edges: bool) -> Tensor:
@@ -615,7 +628,8 @@ class Launches:
     def _take(
         self, stepper: Any, kernel: Kernel, device: torch.device, count: int, states: Sequence[ParameterState]
     ) -> None:  # fmt: skip
-        group, audit_every = stepper.group, stepper.audit_every
+        group = stepper.group
+        audit_every = stepper.audit_every
         is_audited = audit_every > 0 and count % audit_every == 0
         batch = self._batches[kernel, device]
         numbers = kernel.rule.prepare(group, count), step_seed(group["seed"], count)

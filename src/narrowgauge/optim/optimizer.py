@@ -133,12 +133,10 @@ class Optimizer(torch.optim.Optimizer):
             math.inf,
         ):  # infinity never clips, but skips steps with a non-finite norm
             Range(above=True).check("max_grad_norm", max_grad_norm)
-        self.rule, self.compile, self.max_grad_norm, self.audit_every = (
-            rule,
-            compile,
-            max_grad_norm,
-            audit_every,
-        )
+        self.rule = rule
+        self.compile = compile
+        self.max_grad_norm = max_grad_norm
+        self.audit_every = audit_every
         self.grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before
@@ -181,7 +179,8 @@ class Optimizer(torch.optim.Optimizer):
         self.register_state_dict_post_hook(show_states)  # before other hooks see the states
         self._taken: dict[Tensor, ParameterState] = {}  # between the two hooks of loading
         self.register_load_state_dict_post_hook(put_states)
-        formats, self._to_round = self._to_round or {}, None
+        formats = self._to_round or {}
+        self._to_round = None
         self._round(formats)
         self._take_over([p for p in self._parameters() if p not in formats])
         announce(self)
@@ -332,7 +331,8 @@ class Optimizer(torch.optim.Optimizer):
         """Return the rule of a parameter, or of one in another format, and the storage with its
         states. Refuse odd pairs.
         """
-        rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter, visible)
+        rule = self.rule_in(group, parameter)
+        storage = self._storage_in(group, parameter, visible)
         if visible is None:
             validation.check_visible(parameter, storage)
         storage = storage.keeping(rule.kept)
@@ -383,10 +383,8 @@ class Optimizer(torch.optim.Optimizer):
             rule, storage = self._pair_of(group, parameter)
             if (rule.name, storage) not in self._kernels:
                 self._kernels[rule.name, storage] = Kernel(rule, storage)
-            kernel, extras = (
-                self._kernels[rule.name, storage],
-                extras_of(rule, parameter.shape, group),
-            )
+            kernel = self._kernels[rule.name, storage]
+            extras = extras_of(rule, parameter.shape, group)
             states[parameter] = state = ParameterState(
                 parameter, storage, kernel, group["storage"], extras
             )
@@ -446,7 +444,8 @@ class Optimizer(torch.optim.Optimizer):
             RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an
                 unknown name, or a value has another shape.
         """
-        known, states = values.keys() & set(self._parameters()), states or {}
+        known = values.keys() & set(self._parameters())
+        states = states or {}
         if unknown := {*values, *states} - known:
             raise RecipeError(
                 f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the "
@@ -464,7 +463,8 @@ class Optimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 self.make_missing(group, parameters, fills=False)
             for index, parameter in enumerate(parameters):
-                state, entry = self.state[parameter], states.get(parameter, {})
+                state = self.state[parameter]
+                entry = states.get(parameter, {})
                 state.adopt(local_of(values[parameter]))
                 state.step = int(entry.get("step", state.step))
                 number = step_seed(group["seed"], -1 - index)  # no step uses it
@@ -504,7 +504,8 @@ class Optimizer(torch.optim.Optimizer):
         if strange := sorted({*states} - {"step", *names}):
             has = ", ".join(names) or "no states"
             raise RecipeError(f"Cannot adopt '{strange[0]}': rule '{rule.name}' has {has}.")
-        extras, shape = extras_of(rule, parameter.shape, group), local_of(parameter).shape
+        extras = extras_of(rule, parameter.shape, group)
+        shape = local_of(parameter).shape
         for name, value in {"weight": weight, **states}.items():
             needed = tuple(extras[name].shape if name in extras else shape)
             if isinstance(value, Tensor) and name != "step" and local_of(value).shape != needed:
@@ -697,7 +698,8 @@ class Optimizer(torch.optim.Optimizer):
         They take their numbers from :meth:`advance`.
         """
         states = [state for _, members in work for state in members]
-        step_control, launches = StepControl(self._is_worth_compiling), Launches({})
+        step_control = StepControl(self._is_worth_compiling)
+        launches = Launches({})
         placed = [gradients[state.owner] for state in states]
         decision = self._decide(step_control, placed, states[0].parameter.device)
         captured = _Captured(
@@ -751,10 +753,8 @@ class Optimizer(torch.optim.Optimizer):
                 "step without a norm.",
                 "Set them before the capture.",
             )
-        states, launches = (
-            [state for _, members in captured.work for state in members],
-            Launches(captured.tables),
-        )
+        states = [state for _, members in captured.work for state in members]
+        launches = Launches(captured.tables)
         for state, gradient in zip(states, captured.gradients, strict=True):
             state.gradient = gradient
         captured.take(self.auditor, launches)

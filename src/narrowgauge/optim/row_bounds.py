@@ -59,8 +59,10 @@ def scales_of_rows(
     for name, before in old.items():
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
         after = weight_bound(weights) if name == "weight" else codes.finite_bound(new[name])
-        code, bound = storage.code(name), torch.where(scalars["skip"] != 0, before, after)
-        into, back = codes.multipliers(code, bound)[0], codes.multipliers(code, before)[1]
+        code = storage.code(name)
+        bound = torch.where(scalars["skip"] != 0, before, after)
+        into = codes.multipliers(code, bound)[0]
+        back = codes.multipliers(code, before)[1]
         scales[name] = bound, into, back
     return scales
 
@@ -71,7 +73,8 @@ def bound_rows(state: Any, values: Tensor) -> list[Tensor]:
 
     ``values`` are the scalars of ``CONTROL`` and of the rule, float32.
     """
-    rule, storage = state.kernel.rule, state.storage
+    rule = state.kernel.rule
+    storage = state.storage
     slopes = _peaks(state, state.gradient)
     weights = torch.zeros_like(slopes)
     if "weight" in bounding(rule, storage):

@@ -69,7 +69,9 @@ class ParameterState:
     ) -> None:  # fmt: skip
         self.owner, self.parameter = owner, local_of(owner)
         self.made_for = self.parameter.shape, self.parameter.dtype, self.parameter.device
-        self.storage, self.kernel, self.requested = storage, kernel, requested
+        self.storage = storage
+        self.kernel = kernel
+        self.requested = requested
         self.layout = layout_of(storage)
         self.row_dims = self.layout.row_dims(owner.shape) if self.layout.by_rows else 0
         self.order = self.memory_order()
@@ -77,7 +79,8 @@ class ParameterState:
         self.extent = self.layout.extent(self.form)
         self.words: dict[str, Tensor] = {}
         self.bounds: dict[str, Tensor] = {}
-        self.step, self.gradient = 0, NO_GRADIENT
+        self.step = 0
+        self.gradient = NO_GRADIENT
         self.change: Any = None
         self._extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
@@ -214,12 +217,10 @@ class ParameterState:
         )
 
     # Not a Mapping to isinstance, since frameworks build those anew.
-    __contains__, get, items, values = (
-        Mapping.__contains__,
-        Mapping.get,
-        Mapping.items,
-        Mapping.values,
-    )
+    __contains__ = Mapping.__contains__
+    get = Mapping.get
+    items = Mapping.items
+    values = Mapping.values
 
     def in_parameter_order(self) -> dict[str, Tensor]:
         """Return copies of this rank's part: planes in the parameter's shape, bounds as
@@ -330,7 +331,8 @@ class ParameterState:
         """
         if name in self.extras:
             return self.extra(name).clone()
-        lane, is_weight = self._lane(), name == "weight"
+        lane = self._lane()
+        is_weight = name == "weight"
         value = (
             codes.read_weight(self.storage, lane)
             if is_weight
@@ -388,7 +390,8 @@ class ParameterState:
 
         The parameter becomes its visible part.
         """
-        value, lane = self._as_matrix("weight", values), self._lane()
+        value = self._as_matrix("weight", values)
+        lane = self._lane()
         value = codes.into_cell(self.storage, value)
         bits, fields = codes.write_weight(self.storage, lane, value, None)
         visible = self.in_shape(codes.visible_value(self.storage.visible, bits))
@@ -423,7 +426,8 @@ class ParameterState:
         if name in self.extras:
             self.put_extra(name, values, seed)
             return
-        value, lane = self._as_matrix(name, values), self._lane()
+        value = self._as_matrix(name, values)
+        lane = self._lane()
         # The random bits are a hash of the stored weights, as in a step.
         addends = codes.addends(
             self.storage, codes.read_weight(self.storage, lane), lane.gradient, seed

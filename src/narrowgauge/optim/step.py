@@ -42,14 +42,17 @@ class Stepper:
     def __init__(
         self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int, launches: Launches
     ) -> None:  # fmt: skip
-        self.group, self.control, self.auditor = group, control, auditor
+        self.group = group
+        self.control = control
+        self.auditor = auditor
         self.audit_every = audit_every
         self._launches = launches
         self._numbers: dict[tuple[str, int, torch.dtype], Numbers] = {}
 
     def numbers(self, state: ParameterState) -> Numbers:
         """Return the scalars and the seed of the next step of a state."""
-        kernel, count = state.kernel, state.step + 1
+        kernel = state.kernel
+        count = state.step + 1
         dtype = codes.value_dtype(kernel.storage)
         key = kernel.rule.name, count, dtype
         if key not in self._numbers:

@@ -67,7 +67,8 @@ def streams_of(rule: AnyRule, storage: Storage) -> list[Stream]:
     """Return the streams of a step: weight, gradient and planes, in the order of the definition,
     then changes.
     """
-    layout, names = layout_of(storage), input_names(rule)
+    layout = layout_of(storage)
+    names = input_names(rule)
     streams = []
     for column, name in enumerate(("weight", "gradient")):
         for part in range(layout.num_parts):
@@ -265,7 +266,8 @@ class StepText:
         if not self.peaks:
             return []
         assert isinstance(self.rule, Rule)
-        places, scaled = self.old_bounds(), self.storage.scaled
+        places = self.old_bounds()
+        scaled = self.storage.scaled
         lines = self.declared_peaks()
         known = [self.text("found", self.record_size())]
         for k, (name, part) in enumerate(self.peaks):

@@ -125,7 +125,8 @@ class _Text(StepText):
 
     def add_words(self, stream: Stream) -> None:
         """Add the load and the store of a stream of words."""
-        per_word, name = self.layout.per_word, f"{stream.name}_at"
+        per_word = self.layout.per_word
+        name = f"{stream.name}_at"
         word = f"w{len(self.loads)}"
         is_there = stream.is_plane or self.is_whole
         by_halves = not is_there and per_word == 2
@@ -151,7 +152,8 @@ class _Text(StepText):
         """Add the loads and the stores of a matrix rule's change: a float for each weight of a
         word.
         """
-        per_word, line = self.layout.per_word, f"({part} * group + line)"
+        per_word = self.layout.per_word
+        line = f"({part} * group + line)"
         place = f"{line} * elements + {per_word} * origin"
         name = f"change_at{part}"
         self.lines.append(f"{name} = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + ({place})")
@@ -167,7 +169,8 @@ class _Text(StepText):
     def whole(self) -> str:
         """Return the text of all functions."""
         bounded = [*self.lines, *self.bounds()]
-        step, audit = self.walk(), self.walk(audited=True)
+        step = self.walk()
+        audit = self.walk(audited=True)
         choice = self.choice("place % period == phase", [audit], [step])
         text = _HELPERS
         text += self.function("step", [*bounded, step])
@@ -197,7 +200,9 @@ class _Text(StepText):
         largest.
         """
         graph = magnitude_graph(self.storage, TRITON)
-        begin, body, ends = [], [], []
+        begin = []
+        body = []
+        ends = []
         for name, part in self.peaks:
             k = self.place_of_peak(name, part)
             printed = print_graph(graph, ["w"], f"m_{name}{part}_", TRITON)

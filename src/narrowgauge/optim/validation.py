@@ -118,7 +118,8 @@ def known_row(storage: object) -> Storage:
     row = STORAGES.get(storage) if isinstance(storage, str) else None
     if row is None:
         name = storage if isinstance(storage, str) else ""
-        near, last = suggestion(name, STORAGES), name.rpartition("/")[2]
+        near = suggestion(name, STORAGES)
+        last = name.rpartition("/")[2]
         if last in STORAGES:
             near = f"A recipe is a compute and a storage; the storage is '{last}'."
         raise RecipeError(
@@ -210,7 +211,8 @@ def check_fits(state: ParameterState, storage: str, parameter: Tensor) -> None:
             "Build a new optimizer with that storage. Its adopt(weights, moments) takes the old "
             "one's stored() values.",
         )
-    present, earlier = (parameter.shape, parameter.dtype), state.made_for[:2]
+    present = (parameter.shape, parameter.dtype)
+    earlier = state.made_for[:2]
     if present != earlier:
         now, then = (
             f"{dtype_name(dtype)} of shape {tuple(shape)}" for shape, dtype in (present, earlier)
@@ -225,7 +227,8 @@ def check_same_rule(
     state: ParameterState, rule: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Refuse options for which a parameter needs another rule, or states that it does not have."""
-    name, present = state.kernel.rule.name, state.shapes_of_states
+    name = state.kernel.rule.name
+    present = state.shapes_of_states
     missing = {
         state: tuple(shape) for state, shape in shapes.items() if present.get(state) != tuple(shape)
     }
@@ -306,7 +309,8 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
                 f"Cannot load a state without the option '{missing[0]}'.",
                 "Save it by this version.",
             )
-        ours, saved_names = mine.get("param_names", ()), theirs.get("param_names", ())
+        ours = mine.get("param_names", ())
+        saved_names = theirs.get("param_names", ())
         if list(ours) != list(saved_names) and sorted(ours) == sorted(saved_names):
             raise RecipeError(
                 "Cannot load a state of the same parameters in another order.",

@@ -168,7 +168,8 @@ class _Layer:
         """Return the bytes that a norm saves per token, with ``groups`` statistics and ``stream``
         bytes per element.
         """
-        stream, kind = stream or self.widths.stream, self.architecture.norm
+        stream = stream or self.widths.stream
+        kind = self.architecture.norm
         if kind == "layer":
             # Mean and scale, in the input's dtype on a CPU.
             return stream * size + 2 * stream * groups
@@ -204,11 +205,14 @@ class _Layer:
 
     def attention(self) -> Iterator[SavedTensor]:
         """Yield projection inputs, queries, keys, values and the attention's result."""
-        a, e = self.architecture, self.widths.matmul
-        queries, values = a.num_heads * a.query_dim, a.num_heads * a.value_dim
+        a = self.architecture
+        e = self.widths.matmul
+        queries = a.num_heads * a.query_dim
+        values = a.num_heads * a.value_dim
         if a.latent:
             yield from self._latent_tensors()
-            keys, saved_values = queries, values
+            keys = queries
+            saved_values = values
         else:
             fused = 1 if a.has_fused_inputs else 3
             yield SavedTensor(
@@ -239,7 +243,8 @@ class _Layer:
             )
 
     def _latent_tensors(self) -> Iterator[SavedTensor]:
-        a, latent = self.architecture, self.architecture.latent
+        a = self.architecture
+        latent = self.architecture.latent
         assert latent is not None
         yield SavedTensor("input of the projections", self.inputs(a.hidden_size, 2), True, True)
         ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank]
@@ -251,7 +256,8 @@ class _Layer:
 
     def inner(self, name: str, size: int, copies: int = 1) -> Iterator[SavedTensor]:
         """Yield gate and up, and their product, in an MLP or in the ``copies`` experts of a token."""
-        a, is_eager = self.architecture, self.program.kernels == "eager"
+        a = self.architecture
+        is_eager = self.program.kernels == "eager"
         tensors = EAGER_ACTIVATION_TENSORS.get(a.activation, 1) if is_eager else 1
         if a.is_gated:
             tensors += 2 if is_eager else 1
@@ -262,7 +268,8 @@ class _Layer:
         """Yield what torchtitan saves with per-operation checkpointing: a layer's input, attention,
         and every second matmul.
         """
-        a, e = self.architecture, self.widths.matmul
+        a = self.architecture
+        e = self.widths.matmul
 
         def is_here(m: Matmul) -> bool:
             return (
@@ -286,7 +293,9 @@ class _Layer:
 
     def mixture(self) -> Iterator[SavedTensor]:
         """Yield the router, each token's copies for its experts, and their inner tensors."""
-        a, mixture, e = self.architecture, self.architecture.mixture, self.widths.matmul
+        a = self.architecture
+        mixture = self.architecture.mixture
+        e = self.widths.matmul
         assert mixture is not None
         chosen = mixture.experts_per_token
         # The router's input, its float32 probabilities, and the chosen experts: their weights, and

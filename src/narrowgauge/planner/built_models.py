@@ -90,11 +90,10 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     import torch.nn as nn
 
     total = sum(value.numel() for value in model.parameters())
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    heads, hidden = (
-        _size(config, "num_attention_heads", "n_head", "num_heads"),
-        _size(config, "hidden_size", "n_embd"),
-    )
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    heads = _size(config, "num_attention_heads", "n_head", "num_heads")
+    hidden = _size(config, "hidden_size", "n_embd")
     depth = _size(config, "num_hidden_layers", "n_layer", "num_layers")
     modules = dict(model.named_modules())
     lists = ((n, list(m)) for n, m in modules.items() if isinstance(m, nn.ModuleList))
@@ -212,7 +211,8 @@ def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
         if p.ndim == 2 and re.search(r"attn|attention|mixer", n.rpartition(".")[0])
     ]
     for name, value in weights.items():
-        module, leaf = name.rpartition(".")[0], name.removesuffix(".weight").rpartition(".")[2]
+        module = name.rpartition(".")[0]
+        leaf = name.removesuffix(".weight").rpartition(".")[2]
         part: Part
         split: Split
         if value.ndim == 3:
@@ -240,15 +240,19 @@ def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
             continue
         owner = layer.get_submodule(module)
         out, inner = value.shape[::-1] if "Conv1D" in type(owner).__name__ else value.shape
-        part, split = "attention" if name in attention else "mlp", "column"
+        part = "attention" if name in attention else "mlp"
+        split = "column"
         if part == "attention":
             split = "row" if name == attention[-1] else "none" if "_a_proj" in leaf else "column"
         elif out == hidden and (inner != hidden or "down" in leaf):
             split = "row"
         if "shared" in module:
-            leaf, split = f"shared.{leaf}", split if min(value.shape) > 1 else "none"
+            leaf = f"shared.{leaf}"
+            split = split if min(value.shape) > 1 else "none"
         elif part == "mlp" and re.search(r"gate$|router", module):
-            leaf, part, split = "router", "experts", "none"
+            leaf = "router"
+            part = "experts"
+            split = "none"
         yield Matmul(
             leaf, inner, out, 1, part, split, has_bias=getattr(owner, "bias", None) is not None
         )

@@ -64,7 +64,8 @@ class Cluster:
                 )
         nodes = math.ceil(self.chips / self.chips_per_node)
         if nodes * self.chips_per_node - self.chips >= nodes:
-            size, near = self.chips_per_node, self.chips - self.chips % self.chips_per_node
+            size = self.chips_per_node
+            near = self.chips - self.chips % self.chips_per_node
             raise ChipError(
                 f"Cannot place {self.chips} chips in nodes of {size} because they fill "
                 f"{self.chips / size:.2f} nodes.",

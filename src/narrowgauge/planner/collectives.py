@@ -146,7 +146,8 @@ def hierarchical_seconds(num_bytes: float, path: Path) -> float:
     """Return the seconds of a three-part all-reduce: scatter within nodes, sum between them, gather
     within them.
     """
-    k, n = path.ranks_per_node, path.nodes
+    k = path.ranks_per_node
+    n = path.nodes
     within = 2 * (
         (k - 1) / k * num_bytes / path.link_bytes_per_second + (k - 1) * LINK_LATENCY_SECONDS
     )
@@ -194,8 +195,10 @@ def parameters_of(job: Job, layers: int) -> tuple[float, float]:
 
     An embedding on the first or last stage counts.
     """
-    a, layout = job.architecture, job.layout
-    outer, share = a.outer_parameters, layers / a.num_layers
+    a = job.architecture
+    layout = job.layout
+    outer = a.outer_parameters
+    share = layers / a.num_layers
     inner = a.num_parameters - outer - a.expert_parameters
     if layout.pipeline > 1 and not a.tie_embeddings:
         outer -= a.vocab_size * a.hidden_size  # the head is on another stage
@@ -210,9 +213,12 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     ``compute`` is the seconds of a micro-batch on the stage, forward and backward. It includes
     ``attention`` seconds.
     """
-    layout, a, batches = job.layout, job.architecture, job.layout.micro_batches
+    layout = job.layout
+    a = job.architecture
+    batches = job.layout.micro_batches
     # Bytes of a micro-batch's residual stream, before sharding over tensor ranks.
-    stream, is_again = job.tokens * a.hidden_size * job.width, layout.recompute == "full"
+    stream = job.tokens * a.hidden_size * job.width
+    is_again = layout.recompute == "full"
 
     def term(
         name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float
@@ -231,26 +237,24 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     if layout.tensor > 1:
         # Attention and MLP each gather and reduce the residual stream: two pairs forward, two
         # backward.
-        path, count = _path(job, layout.tensor, 1), 6 if is_again else 4
-        seconds, exchanges = 2 * all_gather_seconds(stream, path), "gathers and reductions"
+        path = _path(job, layout.tensor, 1)
+        count = 6 if is_again else 4
+        seconds = 2 * all_gather_seconds(stream, path)
+        exchanges = "gathers and reductions"
         yield term(
             "activations between tensor ranks", "tensor", path, stream, count, exchanges, seconds
         )
     if layout.context > 1:
         # Keys, values and their gradients go around the ring.
-        path, count = (
-            _path(job, layout.context, layout.tensor),
-            (4 if is_again else 3) * (layout.context - 1),
-        )
+        path = _path(job, layout.context, layout.tensor)
+        count = (4 if is_again else 3) * (layout.context - 1)
         size = job.tokens * a.num_kv_heads * (a.query_dim + a.value_dim) * job.width / layout.tensor
         name = "keys and values between context ranks"
         yield term(name, "context", path, size, count, "sends", send_seconds(size, path))
     if layout.expert > 1:
         assert a.mixture is not None
-        path, count = (
-            _path(job, layout.expert, layout.expert_tensor_ranks * layout.context),
-            6 if is_again else 4,
-        )
+        path = _path(job, layout.expert, layout.expert_tensor_ranks * layout.context)
+        count = 6 if is_again else 4
         size = stream * a.mixture.experts_per_token / layout.tensor
         # A token for several experts of a node may travel there once.
         once = 1 - job.efficiency["once_per_node"] * _repeated(
@@ -260,12 +264,11 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
         kind = "interleaved" if layout.interleave > 1 else "expert"
         yield term("tokens between experts", kind, path, size, count, "all-to-alls", seconds)
     if layout.pipeline > 1:
-        path, size = (
-            _path(job, layout.pipeline, layout.num_ranks // layout.pipeline),
-            stream / layout.tensor,
-        )
+        path = _path(job, layout.pipeline, layout.num_ranks // layout.pipeline)
+        size = stream / layout.tensor
         count = 2 * layout.interleave * batches
-        seconds, text = count * send_seconds(size, path), f"{count} sends of {size / 1e6:,.3g} MB"
+        seconds = count * send_seconds(size, path)
+        text = f"{count} sends of {size / 1e6:,.3g} MB"
         yield _exposed(
             job, "activations between stages", seconds, "pipeline", batches * compute, path, text
         )
@@ -281,11 +284,13 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
     gradient = job.recipe.reduction.bytes_per_element(
         job.program.reduced if job.gathered else visible
     )
-    every, sharing = layout.num_replicas * layout.context, layout.num_sharing if layout.zero else 1
+    every = layout.num_replicas * layout.context
+    sharing = layout.num_sharing if layout.zero else 1
     if sharing > 1:
         of_experts = layout.sharing_experts(sharing)
         stride = min(layout.expert_tensor_ranks * layout.expert, layout.num_ranks // of_experts)
-        path, experts_path = _path(job, sharing, layout.tensor), _path(job, of_experts, stride)
+        path = _path(job, sharing, layout.tensor)
+        experts_path = _path(job, of_experts, stride)
         weight = job.weight_bytes
         trained = job.trained_parameters / job.architecture.num_parameters
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
@@ -335,7 +340,9 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
 
 
 def _path(job: Job, ranks: int, stride: int) -> Path:
-    shares, cluster, peers = job.efficiency, job.cluster, job.chip.peers
+    shares = job.efficiency
+    cluster = job.cluster
+    peers = job.chip.peers
     is_beyond_bridges = peers and min(ranks * stride, cluster.chips_per_node) > peers
     link = shares["host_path" if is_beyond_bridges else "link"]
     return path_of(ranks, stride, cluster, link=link, network=shares["network"])

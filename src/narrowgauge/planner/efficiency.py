@@ -28,7 +28,8 @@ LONG = 32_768
 SOFTWARE: tuple[str, ...] = tuple(_TABLES["software"])
 """Libraries and years with known speed."""
 
-RESTARTS, MOST_RESTARTS = 0.10, 0.25
+RESTARTS = 0.10
+MOST_RESTARTS = 0.25
 """Extra time of a whole run over its steps, and at the high end of its interval: failures,
 restarts, repeated work, evaluations. BLOOM took 11 % more GPU-hours than its steps (arXiv
 2211.05100 and the project's log). Llama 3's 405B took 8 % more than its steps at the printed 400

@@ -42,7 +42,8 @@ H100, eager and compiled.
 _SCORE_BYTES = (13, 19)
 # Tensors of the residual stream that a layer moves, forward and backward: two norms (5 each),
 # residuals (4), rotary (8).
-_STREAMS, _ROTARY_STREAMS = 14, 8
+_STREAMS = 14
+_ROTARY_STREAMS = 8
 _GATED, _UNGATED = 8, 5  # tensors of the MLP's inner size: with a gate, with GELU
 _DISPATCHED = (
     8  # stream tensors per visited expert of a token: sort and restore, in both directions
@@ -86,12 +87,15 @@ def linear_seconds(
     each pass. Adapters multiply in bfloat16.
     """
     matmuls, casts = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]  # forward, backward and once
-    mixture, start = architecture.mixture, shares["kernel_seconds"]
+    mixture = architecture.mixture
+    start = shares["kernel_seconds"]
     for matmul in (*architecture.matmuls, *adapters_of(architecture, program)):
         if (matmul.part == "head") != is_head:
             continue
-        is_adapter, layer = "lora" in matmul.name, _PLACES[matmul.part] + matmul.name
-        compute, is_first = recipe.compute_of(layer), first_of_input(layer) == layer
+        is_adapter = "lora" in matmul.name
+        layer = _PLACES[matmul.part] + matmul.name
+        compute = recipe.compute_of(layer)
+        is_first = first_of_input(layer) == layer
         if is_adapter:
             compute = COMPUTES[recipe.dtype]
             base = layer.removesuffix(".lora_A")
@@ -133,7 +137,9 @@ def attention_seconds(job: Job) -> Seconds:
 
     Flash kernels skip masked scores.
     """
-    shape, chip, shares = job.architecture, job.chip, job.efficiency
+    shape = job.architecture
+    chip = job.chip
+    shares = job.efficiency
     is_flash = job.program.attention == "flash"
     flops = (
         job.tokens
@@ -158,7 +164,8 @@ def mixture_seconds(job: Job) -> Seconds:
     """Return the waiting time of mixtures in addition to matmuls: routers, sorting, and host
     launches.
     """
-    mixture, shares = job.architecture.mixture, job.efficiency
+    mixture = job.architecture.mixture
+    shares = job.efficiency
     if mixture is None:
         return Seconds()
     launches = shares["expert_seconds"] * mixture.num_experts / job.layout.expert

@@ -215,7 +215,8 @@ def read_fields(
 
     The name is empty without one.
     """
-    named, values = "", dict[str, Any]()
+    named = ""
+    values = dict[str, Any]()
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = (side.strip() for side in part.partition("="))
         choices = fields if equals else tuple(names)

@@ -64,7 +64,9 @@ def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[flo
     Source: Korthikanti et al., arXiv 2205.05198, section 4.2.3; Narayanan et al., arXiv 2104.04473,
     figure 4, for interleaving.
     """
-    p, v, total = layout.pipeline, layout.interleave, architecture.num_layers
+    p = layout.pipeline
+    v = layout.interleave
+    total = architecture.num_layers
     even = total % (p * v) == 0 or p == 1
     stages = {}
     for number in (0, p - 1) if even else (0, 1, p - 1):
@@ -100,9 +102,14 @@ class _Rank:
     """The memory of a rank of one stage, from its number of layers and of layers in flight."""
 
     def __init__(self, job: Job, stage: int, layers: float, layers_in_flight: float) -> None:
-        self.job, self.a, self.layout, self.tokens = job, job.architecture, job.layout, job.tokens
-        self.layers, self.layers_in_flight = layers, layers_in_flight
-        self.program, self.on_host = job.program, 0.0
+        self.job = job
+        self.a = job.architecture
+        self.layout = job.layout
+        self.tokens = job.tokens
+        self.layers = layers
+        self.layers_in_flight = layers_in_flight
+        self.program = job.program
+        self.on_host = 0.0
         self.is_last = stage == self.layout.pipeline - 1
         storage = job.recipe.storage
         is_exact = job.recipe.reduction.order_invariant
@@ -119,15 +126,18 @@ class _Rank:
         self.gathered = job.weight_bytes
         self.gradient = visible * job.trained_parameters / self.a.num_parameters
         # Parameters of the largest layer on one of the ranks that shard it.
-        a, layout = self.a, self.layout
+        a = self.a
+        layout = self.layout
         experts = a.expert_parameters / a.mixture.num_layers if a.mixture else 0.0
         experts = experts / layout.expert / layout.expert_tensor_ranks
         self.largest_layer = a.largest_layer / layout.tensor + experts
 
     def worst_moment(self) -> Terms:
-        a, layout = self.a, self.layout
+        a = self.a
+        layout = self.layout
         weights, gradients, optimizer = self.state_terms()
-        buffers, sums = self.buffer_terms(), self.sum_terms(gradients)
+        buffers = self.buffer_terms()
+        sums = self.sum_terms(gradients)
         # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during
         # forward.
         late = early = gradients
@@ -147,15 +157,15 @@ class _Rank:
             if a.mixture
             else a.intermediate_size
         )
-        stream, inner = (
-            self.widths.stream * a.hidden_size,
-            (2 if a.is_gated else 1) * self.widths.matmul * size,
-        )
+        stream = self.widths.stream * a.hidden_size
+        inner = (2 if a.is_gated else 1) * self.widths.matmul * size
         value = self.tokens * (stream / layout.stream_ranks + inner / layout.tensor)
         formula = f"{self.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
         passing = Term("activations", "gradients on their way", value, formula)
         # Temporary gradients: of the head, the first in backward, and of the current layer.
-        head, of_layer, width = [], [], self.gradient
+        head = []
+        of_layer = []
+        width = self.gradient
         if not early.value and self.is_last and self.program.part("head").trains:
             width_of_head = bytes_per_number(self.job.gathered or self.job.recipe.storage.visible)
             value = a.vocab_size * a.hidden_size * width_of_head / layout.tensor
@@ -195,13 +205,15 @@ class _Rank:
         return Terms(max(moments, key=lambda terms: sum(term.value for term in terms)))
 
     def state_terms(self) -> tuple[Term, Term, Term]:
-        layout, per = self.layout, self.per
+        layout = self.layout
+        per = self.per
         state = shared(self.experts, layout, layout.sharing_experts(layout.num_sharing))
         state += shared(self.rest, layout, layout.num_sharing)
         source = _ZERO if layout.zero and layout.num_sharing > 1 else "definition"
 
         def term(group: str, name: str, level: int) -> Term:
-            value, width = getattr(state, group), getattr(per, group)
+            value = getattr(state, group)
+            width = getattr(per, group)
             over = (
                 layout.tensor
                 * layout.pipeline
@@ -260,8 +272,12 @@ class _Rank:
         """Return the tensors saved by all layers in flight at the end of forward, and the memory of
         the layer in backward.
         """
-        a, layout, in_flight, tokens = self.a, self.layout, self.layers_in_flight, self.tokens
-        job, length = self.job, self.job.sequence_length if self.program.attention == "eager" else 0
+        a = self.a
+        layout = self.layout
+        in_flight = self.layers_in_flight
+        tokens = self.tokens
+        job = self.job
+        length = self.job.sequence_length if self.program.attention == "eager" else 0
 
         def bytes_of(repeated: str) -> tuple[float, float]:
             saved, stream, casts = layer_bytes(
@@ -308,7 +324,9 @@ class _Rank:
         """Return unsharded layers of ZeRO-3, gradients in transit, and gathered inputs of tensor
         ranks.
         """
-        layout, per, largest = self.layout, self.per, self.largest_layer
+        layout = self.layout
+        per = self.per
+        largest = self.largest_layer
         terms: list[Term] = []
 
         def add(name: str, count: float, width: float, source: str) -> None:
@@ -351,11 +369,10 @@ class _Rank:
                 "a matrix, dequantized", matrix, 2.0, "bitsandbytes: the largest matrix in bfloat16"
             )
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
-            tokens, row = 2 * self.tokens, self.a.hidden_size * self.widths.matmul
-            name, formula = (
-                "a layer's input and its gradient, gathered",
-                f"{tokens:g} tokens × {row:,.0f} B",
-            )
+            tokens = 2 * self.tokens
+            row = self.a.hidden_size * self.widths.matmul
+            name = "a layer's input and its gradient, gathered"
+            formula = f"{tokens:g} tokens × {row:,.0f} B"
             terms.append(Term("buffers", name, tokens * row, formula, _SEQUENCE))
         return terms
 
@@ -363,7 +380,10 @@ class _Rank:
         """Return the memory of head and loss at the start of backward."""
         if not self.is_last:
             return []
-        layout, tokens, vocab, program = self.layout, self.tokens, self.a.vocab_size, self.program
+        layout = self.layout
+        tokens = self.tokens
+        vocab = self.a.vocab_size
+        program = self.program
         row = (4 + 2 * self.widths.stream) * self.a.hidden_size
         value = tokens * row / layout.stream_ranks
         hidden = Term("logits", "input of the head", value, f"{tokens:g} tokens × {row:g} B")
@@ -384,7 +404,8 @@ def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:
     for name, usual in OVERHEAD.items():
         if name == "communication buffers" and layout.num_ranks == 1:
             continue
-        value, formula = usual, f"{usual / 1e9:g} GB"
+        value = usual
+        formula = f"{usual / 1e9:g} GB"
         if name == "fragmentation":
             value = usual * changing.total
             formula = f"{usual:.0%} of {changing.total / 1e9:.3g} GB that change"

@@ -175,7 +175,8 @@ class Architecture:
     @cached_property
     def outer_parameters(self) -> int:
         """Count the parameters outside the layers; the head's weight counts unless tied."""
-        head, tables = self.matmuls[-1], (self.vocab_size + self.positions) * self.hidden_size
+        head = self.matmuls[-1]
+        tables = (self.vocab_size + self.positions) * self.hidden_size
         return (
             tables
             + head.num_parameters
@@ -286,8 +287,10 @@ def decoder(
         has_biases: all matmuls but the head have biases, and norms too.
         fields: further fields of :class:`Architecture`.
     """
-    kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
-    size, is_gated = intermediate_size or 4 * hidden_size, fields.get("is_gated", True)
+    kv_heads = num_kv_heads or num_heads
+    head_dim = head_dim or hidden_size // num_heads
+    size = intermediate_size or 4 * hidden_size
+    is_gated = fields.get("is_gated", True)
     query_dim = latent.plain_dim + latent.rotary_dim if latent else head_dim
     value_dim = latent.value_dim if latent else head_dim
     moe = mixture.num_layers if mixture else 0

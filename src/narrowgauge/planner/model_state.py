@@ -200,12 +200,14 @@ def on_stage(job: Job, layers: float, stage: int) -> tuple[Bytes, Bytes]:
 
     The first stage has the embedding, the last the head.
     """
-    a, layout = job.architecture, job.layout
+    a = job.architecture
+    layout = job.layout
     ranks = layout.tensor, layout.expert_tensor_ranks
     state = state_of(a, job.recipe.storage, job.optimizer, *ranks, job.program)
     share = layers / a.num_layers
     rest = state.layers * share
-    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    is_first = stage == 0
+    is_last = stage == layout.pipeline - 1
     if is_first or (is_last and a.tie_embeddings):
         rest += state.embedding
     if is_last:

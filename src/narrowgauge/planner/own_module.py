@@ -50,7 +50,8 @@ class LiveBytes(TorchDispatchMode):
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._free, storage._cdata)
         if self.live > self.activations + self.gradients:
-            self.activations, self.gradients = self.live - self.accumulated, self.accumulated
+            self.activations = self.live - self.accumulated
+            self.gradients = self.accumulated
         return result
 
     def _free(self, key: int) -> None:
@@ -87,7 +88,8 @@ def of_module(
         inputs = tree_map(
             lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value, batch
         )
-        live, flops = LiveBytes(list(fake_model.parameters())), FlopCounterMode(display=False)
+        live = LiveBytes(list(fake_model.parameters()))
+        flops = FlopCounterMode(display=False)
         for end in ("", "_backward"):  # the counter does not know fused attention on CPUs
             cpu, gpu = (
                 getattr(torch.ops.aten, f"{_FLASH}{place}{end}") for place in ("_for_cpu", "")

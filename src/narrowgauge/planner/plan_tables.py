@@ -91,7 +91,8 @@ class Plan:
 
     def sentences(self) -> list[str]:
         """Return the conclusions, the most important first."""
-        best, lines = self.best, list[str]()
+        best = self.best
+        lines = list[str]()
         if not best.fits:
             lines.append(_too_large(best))
         if self.days:
@@ -140,7 +141,8 @@ class Plan:
         """Return the options of each cluster, what fits instead, and the time of each group in the
         best option's step.
         """
-        best, places = self.best, _places(self.options)
+        best = self.best
+        places = _places(self.options)
         states = "" if best.optimizer == "adamw" else f"states of {best.optimizer}; "
         count = count_text(best.architecture.num_parameters)
         if best.trained_parameters != best.architecture.num_parameters:
@@ -377,7 +379,8 @@ def _doubling(jobs: Sequence[Estimate]) -> Iterator[str]:
 
 def _assumptions(plan: Plan) -> Iterator[str]:
     """Yield the plan's assumptions: libraries, networks, parts of the model, and losses of recipes."""
-    best, preset = plan.best, MODELS.get(plan.best.architecture.name)
+    best = plan.best
+    preset = MODELS.get(plan.best.architecture.name)
     for job in plan.options:
         yield f"{job.efficiency.engines} on {job.chip.name} (--software)"
     for job in plan.options:

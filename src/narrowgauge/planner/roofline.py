@@ -53,7 +53,9 @@ def operation_seconds(
 
     The recipe sets the dtypes of input, output and weight.
     """
-    num_weights, stream, weights = out_features * in_features, recipe.dtype, recipe.storage.visible
+    num_weights = out_features * in_features
+    stream = recipe.dtype
+    weights = recipe.storage.visible
     sizes = {
         "input": num_tokens * in_features,
         "weight": float(num_weights),
@@ -65,7 +67,8 @@ def operation_seconds(
         native = is_native(product, chip)
         for name in casts_made(compute):
             if SLOTS[name].matmul == matmul:
-                cast, tensor = compute.casts[name], SLOTS[name].tensor
+                cast = compute.casts[name]
+                tensor = SLOTS[name].tensor
                 width = bytes_per_number(weights if tensor == "weight" else stream)
                 moved = sizes[tensor] * (width * _passes(cast) + _written_bytes(cast, native))
                 seconds[name] = bytes_seconds(moved, chip, shares) + shares["kernel_seconds"]

@@ -17,7 +17,9 @@ def why_not(program: Program, job: Job) -> str:
 
 def _reasons(program: Program, job: Job) -> Iterator[str]:
     """Yield every reason, the one that no layout can change first."""
-    limits, layout, recipe = program.limits, job.layout, job.recipe
+    limits = program.limits
+    layout = job.layout
+    recipe = job.recipe
     rule = UPDATE_RULES[job.optimizer].optimizer
     has_adapters = bool(job.program.lora)
     axes = limits["axes"]

@@ -103,7 +103,8 @@ class Law:
             SHAPES[name](chips) * weights
             for name, weights in zip(self.parts, self.weights, strict=True)
         )
-        deviation, middle = max(NOISE, self.error) * math.hypot(*changes), self.seconds(chips)
+        deviation = max(NOISE, self.error) * math.hypot(*changes)
+        middle = self.seconds(chips)
         return max(0.0, middle - SIGMAS * deviation), middle + SIGMAS * deviation
 
     def __str__(self) -> str:
@@ -131,7 +132,8 @@ class Scaling:
     def sentences(self) -> list[str]:
         """Summarize the times in at most four sentences."""
         (first, slow), (last, fast), law = self.points[0], self.points[-1], self.laws[0]
-        times, ratio = slow / fast, last / first
+        times = slow / fast
+        ratio = last / first
         lines = [
             f"{last:,} chips instead of {first:,}: {duration_text(slow)} become "
             f"{duration_text(fast)}, {times:.3g} × as fast "
@@ -147,7 +149,8 @@ class Scaling:
                 "extrapolate them."
             )
             return lines
-        total, divided = law.seconds(first), law.parts["divided"] / first
+        total = law.seconds(first)
+        divided = law.parts["divided"] / first
         lines.append(
             f"T(N) = {law}: of {duration_text(total)} on {counted(first, 'chip')} "
             f"{duration_text(divided)} are divided among "
@@ -173,7 +176,9 @@ class Scaling:
         """Return plain values: the laws, times on half the least, ``at`` and twice the most chips,
         and possible causes.
         """
-        first, last, law = self.points[0][0], self.points[-1][0], self.laws[0]
+        first = self.points[0][0]
+        last = self.points[-1][0]
+        law = self.laws[0]
         predictions = []
         for chips in sorted({max(1, first // 2), *at, max([2 * last, *at])}):
             seconds, (low, high) = law.seconds(chips), self.interval(chips)

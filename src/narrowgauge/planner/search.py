@@ -164,7 +164,8 @@ def _best(tried: Sequence[Estimate], least: float) -> Estimate | None:
     roomy = [option for option in fitting if option.has_room]
     if not fitting:
         return None
-    best, rival = _fastest(roomy or fitting), _fastest(fitting)
+    best = _fastest(roomy or fitting)
+    rival = _fastest(fitting)
     if rival.tokens_per_second > MUCH_FASTER * best.tokens_per_second:
         return replace(best, faster=rival)
     return best
@@ -172,7 +173,9 @@ def _best(tried: Sequence[Estimate], least: float) -> Estimate | None:
 
 def _possible_shapes(job: Job, fixed: Mapping[str, Any]) -> list[Layout]:
     """Return the shapes that suit the model and that a program runs."""
-    a, length, program = job.architecture, job.sequence_length, job.program
+    a = job.architecture
+    length = job.sequence_length
+    program = job.program
     asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
     shapes = [shape for shape in _shapes(job, fixed) if not unsuited(a, shape, length)]
     if not shapes:
@@ -202,7 +205,8 @@ def _shapes_of_step(
 
     If none does, return all, unless the tokens were given.
     """
-    micro_batch, limit = fixed.get("micro_batch", 1), num_sequences
+    micro_batch = fixed.get("micro_batch", 1)
+    limit = num_sequences
     if tokens_per_step is None:
         limit *= SIMPLER_STEP_FACTOR
     small = [shape for shape in shapes if micro_batch * shape.num_replicas <= limit]
@@ -278,7 +282,9 @@ def _values(fixed: Mapping[str, Any], name: str, candidates: Iterable[Any]) -> t
 
 def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yield divisions of all chips among the axes, with one sequence at a time."""
-    model, chips, node = job.architecture, job.cluster.chips, job.cluster.chips_per_node
+    model = job.architecture
+    chips = job.cluster.chips
+    node = job.cluster.chips_per_node
     tensors = _values(fixed, "tensor", (ranks for ranks in _TENSOR if ranks <= node))
     stages = [
         number

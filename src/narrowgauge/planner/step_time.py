@@ -78,7 +78,9 @@ def step_terms(job: Job) -> Terms:
 
 def check_job(job: Job) -> None:
     """Raise if a job cannot run."""
-    architecture, layout, chip = job.architecture, job.layout, job.chip
+    architecture = job.architecture
+    layout = job.layout
+    chip = job.chip
     if chip.rate_format(job.recipe.dtype) not in chip.peak_tflops:
         raise ChipError(
             f"Cannot run {job.recipe.name} on {chip.name} because it does not multiply "
@@ -114,7 +116,8 @@ def stage_layers(num_layers: int, stages: int) -> tuple[int, bool]:
 
 def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds of a micro-batch by group: for all layers, and for head and loss."""
-    layout, program = job.layout, job.program
+    layout = job.layout
+    program = job.program
     again = dict.fromkeys(_GROUPS, float(layout.recompute == "full"))
     if layout.recompute == "selective":
         again |= _AGAIN[program.selective]
@@ -164,7 +167,9 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
 
 def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
     """Yield a stage's computing and exchanges for all micro-batches, and its wait for other stages."""
-    layout, library, batches = job.layout, job.efficiency["library"], job.layout.micro_batches
+    layout = job.layout
+    library = job.efficiency["library"]
+    batches = job.layout.micro_batches
     body, tail = _micro_batch_seconds(job)
     groups = {
         group: seconds * layers / job.architecture.num_layers for group, seconds in body.items()
@@ -195,7 +200,8 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
     """Yield waiting times, in proportion to the ``seconds`` of a step; a rank has the states of
     ``number`` parameters.
     """
-    chips, shares = job.layout.num_ranks, job.efficiency
+    chips = job.layout.num_ranks
+    shares = job.efficiency
     if chips > 1:
         # The expected excess of the slowest chip over the mean.
         late = shares["spread"] * math.sqrt(2 * math.log(chips))

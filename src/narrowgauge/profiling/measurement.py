@@ -148,11 +148,9 @@ def passes_of(session: Session, kind: Kind) -> tuple[Work, Work]:
     cold. In a model, a layer's weight and input come from memory, since other layers ran in
     between.
     """
-    recipe, device, num_tokens = (
-        session.config.recipe,
-        session.device,
-        session.config.tokens_per_step,
-    )
+    recipe = session.config.recipe
+    device = session.device
+    num_tokens = session.config.tokens_per_step
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(columns: int, scale: float) -> Tensor:

@@ -89,10 +89,12 @@ class LivePage:
             NarrowgaugeError: the first rendering failed. After that, keep the last rendering: it is
                 older, but correct.
         """
-        began, stamp = time.monotonic(), stamp_of(self.paths)
+        began = time.monotonic()
+        stamp = stamp_of(self.paths)
         if not stamp or stamp == self._stamp or began < self._next:
             return False
-        self._stamp, number = stamp, self.current[0]
+        self._stamp = stamp
+        number = self.current[0]
         try:
             self.current = (number + 1, rendered(self.paths))
         except NarrowgaugeError:
@@ -148,7 +150,8 @@ class PageServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    server_version, sys_version = "narrowgauge", ""
+    server_version = "narrowgauge"
+    sys_version = ""
     protocol_version = "HTTP/1.1"
     timeout = 60
 

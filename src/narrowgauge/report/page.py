@@ -72,7 +72,8 @@ def document(data: Row, live: bool = False, **words: Any) -> str:
         live: reload the page when its runs have grown.
         words: values for the template.
     """
-    script, live_script = asset("page.js"), asset("live.js") if live else ""
+    script = asset("page.js")
+    live_script = asset("live.js") if live else ""
     plotly, digest = plotly_script()
     digests = [digest_of(script), *([digest_of(live_script)] if live else []), digest]
     policy = (

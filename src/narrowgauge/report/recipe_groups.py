@@ -96,7 +96,8 @@ def details_of(run: Run, index: int) -> RunDetails:
     """
     was_held = "gauges" in vars(run)
     try:
-        diagnosis, rows = diagnosed(run), rows_of(run, "gauges")
+        diagnosis = diagnosed(run)
+        rows = rows_of(run, "gauges")
         return RunDetails(
             diagnosis, bool(rows), heat_maps(rows), histogram(rows, index), _lowest_edq(rows)
         )

@@ -32,7 +32,8 @@ def event_table(named: Iterable[tuple[Run, str]]) -> Table:
     rows = []
     for (label, kind, advice, _), events in groups.items():
         steps = dict.fromkeys(str(event.get("step", "")) for event in (events[0], events[-1]))
-        message, more = events[0].get("message", ""), len(events) - 1
+        message = events[0].get("message", "")
+        more = len(events) - 1
         if more:
             message = f"{message} ({counted(more, 'more event')}: see events.jsonl)"
         rows.append(

@@ -50,7 +50,8 @@ def render(comparison: Comparison, live: bool = False) -> str:
         Plotly plus about 0.1 MB per run.
     """
     groups = groups_of(comparison)
-    named, readings = [pair for group in groups for pair in group.named], run_readings(groups)
+    named = [pair for group in groups for pair in group.named]
+    readings = run_readings(groups)
     details = [run for group in groups for run in group.details]
     verdict = differences(groups, comparison)
     figures = {
@@ -138,7 +139,9 @@ class RunReadings:
 
 def run_readings(groups: Iterable[Group]) -> RunReadings:
     """Return the diagnosis of a page's runs."""
-    rows, first, lines = list[Row](), [], []
+    rows = list[Row]()
+    first = []
+    lines = []
     healthy: dict[str, list[str]] = {}
     for group in groups:
         kinds: dict[tuple[str, str], list[tuple[int, Reading]]] = {}

@@ -159,10 +159,8 @@ def read_log(path: Path) -> dict[str, Any] | None:
             for file in files:
                 for name, series in _READERS[pattern](file).items():
                     values.setdefault(name, {}).update(series)
-            steps, evals = (
-                _rows(values, STEP),
-                [row for row in _rows(values, EVAL) if "val_loss" in row],
-            )
+            steps = _rows(values, STEP)
+            evals = [row for row in _rows(values, EVAL) if "val_loss" in row]
             config, is_finished = _progress(files[0])
         except (ValueError, RecursionError) as error:
             raise RecordError(
@@ -193,7 +191,8 @@ def _progress(file: Path) -> tuple[Row, bool]:
     Only Hugging Face's log says so.
     """
     state = load_json(file.read_bytes()) if file.name == "trainer_state.json" else {}
-    done, planned = state.get("global_step"), state.get("max_steps")
+    done = state.get("global_step")
+    planned = state.get("max_steps")
     if isinstance(done, int) and isinstance(planned, int) and planned > 0:
         return {"steps": planned}, done >= planned
     return {}, True

@@ -183,13 +183,16 @@ def wrong_value(kind: str, row: Row) -> str:
 
 
 def _why_wrong(column: Column, value: Any) -> str:
-    is_right, word = True, "a number"
+    is_right = True
+    word = "a number"
     if column.type == "text":
-        is_right, word = isinstance(value, str | None), "text"
+        is_right = isinstance(value, str | None)
+        word = "text"
     elif column.type in ("count", "number", "flag"):
         is_right = _is_number(value)
     elif column.type == "lists":
-        is_right, word = isinstance(value, dict), "a table"
+        is_right = isinstance(value, dict)
+        word = "a table"
     if not is_right:
         return f"{column.name} = {short(value)}, which is not {word}"
     for name, numbers in value.items() if column.type == "lists" else ():

@@ -260,7 +260,8 @@ def require_free(path: str | Path) -> None:
 
     Files that a killed process leaves do not count.
     """
-    path, problem = Path(path), ""
+    path = Path(path)
+    problem = ""
     with disk_errors(path):
         if path.exists() and not path.is_dir():
             problem = "it is a file"

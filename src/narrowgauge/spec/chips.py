@@ -134,7 +134,8 @@ def get_chip(name: str) -> Chip:
     Raises:
         ChipError: no chip has that name, or several match the prefix.
     """
-    key, plain = name.strip().lower(), _plain(name)
+    key = name.strip().lower()
+    plain = _plain(name)
     by_plain = {_plain(chip): chip for chip in CHIPS}
     if plain in by_plain:
         return CHIPS[by_plain[plain]]

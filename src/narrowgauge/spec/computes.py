@@ -294,7 +294,8 @@ class Compute:
                     "nothing adds their product.",
                     "Only the input of output has them.",
                 )
-        left, right = self.output.left, self.output.right
+        left = self.output.left
+        right = self.output.right
         if left.outliers and (right.is_wide or right.block or right.rotation != left.rotation):
             raise RecipeError(
                 f"Cannot leave outlier columns out in compute '{self.name}' because its weights "
@@ -467,7 +468,8 @@ def _int8() -> Products:
 
     Quantize gradients twice, stochastically.
     """
-    column, gradient = replace(_INT8, granularity="column"), replace(_INT8, rounding="stochastic")
+    column = replace(_INT8, granularity="column")
+    gradient = replace(_INT8, rounding="stochastic")
     return (
         Product(_INT8, _INT8, "int32"),
         Product(gradient, column, "int32"),
@@ -673,7 +675,8 @@ def casts_made(compute: Compute) -> tuple[str, ...]:
     """Return the slots that a compute casts: no reused codes, and no mere rounding to 16 or 32
     bits.
     """
-    slots, casts = compute.cast_slots, compute.casts
+    slots = compute.cast_slots
+    casts = compute.casts
     return tuple(name for name in SLOTS if slots[name] == name and not casts[name].is_wide)
 
 
@@ -703,7 +706,8 @@ def stores_codes(compute: Compute, with_weight: bool = False) -> bool:
         >>> [name for name in ("int8-outlier-codes", "int8-outlier", "mxfp8") if stores_codes(COMPUTES[name])]
         ['int8-outlier-codes']
     """
-    left, right = compute.output.left, compute.output.right
+    left = compute.output.left
+    right = compute.output.right
     if keeps_outlier_weights(compute) and not with_weight:
         return False
     is_plain = right.block is None and right.rotation == "none"

@@ -215,10 +215,8 @@ class Format:
     def _magnitude_value(self, magnitude: int) -> float:
         if self.kind == "int":
             return float(magnitude)
-        field, mantissa = (
-            magnitude >> self.mantissa_bits,
-            magnitude & ((1 << self.mantissa_bits) - 1),
-        )
+        field = magnitude >> self.mantissa_bits
+        mantissa = magnitude & ((1 << self.mantissa_bits) - 1)
         if self.signed and field == 0:
             return math.ldexp(mantissa, self.finest_exponent)
         hidden = 1 << self.mantissa_bits

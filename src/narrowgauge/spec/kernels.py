@@ -44,7 +44,8 @@ class Kernel:
 
     def takes(self, product: Product) -> bool:
         """Return whether the casts of a product match the kernel's operands."""
-        left, right = product.left, product.right
+        left = product.left
+        right = product.right
         return (
             (left.format, right.format) in self.formats
             and (left.granularity, right.granularity) in self.granularities

@@ -104,7 +104,8 @@ def get_compute(compute: str | Compute) -> Compute:
     if isinstance(compute, Compute):
         return compute
     name = compute_name(compute)
-    choices, row = AMBIGUOUS.get(name, ()), COMPUTES.get(name)
+    choices = AMBIGUOUS.get(name, ())
+    row = COMPUTES.get(name)
     if row is not None and (not choices or "/" in choices[0]):
         return row
     if choices:

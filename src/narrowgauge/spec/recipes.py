@@ -168,7 +168,8 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
 
 def _check_override(recipe: Recipe, override: Override) -> None:
     """Refuse a compute to which a model prepared for the main compute cannot switch."""
-    main, compute = recipe.compute, override.compute
+    main = recipe.compute
+    compute = override.compute
     requested = f"override '{override.pattern}' has compute '{compute.name}'"
     if compute != main and compute.owns_storages:
         raise RecipeError(

@@ -160,7 +160,8 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
         name: a full name, an alias, or a ``.toml`` file.
     """
     recipe = notation.parse(name)
-    facts, stored = _facts(recipe), _stored_parts(recipe.storage)
+    facts = _facts(recipe)
+    stored = _stored_parts(recipe.storage)
     matmuls = [
         {
             "matmul": place,
@@ -183,7 +184,8 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:
-    compute, vectors = recipe.compute, storages.for_vectors(recipe.storage)
+    compute = recipe.compute
+    vectors = storages.for_vectors(recipe.storage)
     facts = {
         "for": compute.purpose,
         "loses": recipe.storage.loses,

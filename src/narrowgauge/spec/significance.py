@@ -26,7 +26,8 @@ def student_t(degrees: int, confidence: float = 0.95) -> float:
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 26.7.3 and 26.7.4.
     """
-    low, high = 0.0, math.pi / 2
+    low = 0.0
+    high = math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if _probability(middle, degrees) < confidence else (low, middle)
@@ -35,8 +36,10 @@ def student_t(degrees: int, confidence: float = 0.95) -> float:
 
 def _probability(angle: float, degrees: int) -> float:
     """Return the probability of a sample within ± ``sqrt(degrees) * tan(angle)``."""
-    cosine, exponent = math.cos(angle), degrees % 2
-    term, total = cosine**exponent, 0.0
+    cosine = math.cos(angle)
+    exponent = degrees % 2
+    term = cosine**exponent
+    total = 0.0
     while exponent <= degrees - 2:
         total += term
         term *= (exponent + 1) / (exponent + 2) * cosine**2

@@ -122,7 +122,8 @@ CODES: dict[str, Code] = {
     "float8-row-triple": Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3),
 }
 """Codes by name. A row of the table writes ``weight+first moment+second moment``."""
-FLOAT32, BFLOAT16 = CODES["float32"], CODES["bfloat16"]
+FLOAT32 = CODES["float32"]
+BFLOAT16 = CODES["bfloat16"]
 
 VISIBLE: dict[str, tuple[int, int, int]] = {
     "float32": (32, 0, 0),
@@ -174,7 +175,8 @@ def _partitions(
     if not fields:
         yield ()
         return
-    first, rest = fields[0], fields[1:]
+    first = fields[0]
+    rest = fields[1:]
     for way in _partitions(rest):
         yield ((first,), *way)
         for place, group in enumerate(way):
@@ -299,7 +301,8 @@ class Storage:
         A tail, master copy or low part keeps small updates of the weight. It does not help second
         moments.
         """
-        weight, moment = self.weight, self.exp_avg_sq
+        weight = self.weight
+        moment = self.exp_avg_sq
         is_short = self.visible != "float32" and not self.beside and weight.rounding == "nearest"
         is_frozen = (
             moment.parts == 1

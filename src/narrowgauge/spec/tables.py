@@ -103,7 +103,8 @@ def write(parts: Table | Sequence[Table]) -> None:
         from rich.measure import Measurement
 
         console = Console(highlight=False)
-        rich, free = [part.rich() for part in tables], console.options.update(max_width=10_000)
+        rich = [part.rich() for part in tables]
+        free = console.options.update(max_width=10_000)
         if all(Measurement.get(console, free, part).minimum <= console.width for part in rich):
             return console.print(*rich)
     print("\n".join(part.plain() for part in tables), end="", flush=True)

@@ -243,7 +243,8 @@ def cache_folder() -> Path:
     folder of caches.
     """
     candidates = []
-    chosen, home = os.environ.get("NARROWGAUGE_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    chosen = os.environ.get("NARROWGAUGE_CACHE")
+    home = os.environ.get("XDG_CACHE_HOME")
     if chosen:
         candidates.append(Path(chosen))
     if home:

@@ -65,8 +65,10 @@ def edge_values(
 
     ``seed`` chooses among them. ``finite`` omits infinities.
     """
-    generator, info = torch.Generator().manual_seed(seed), torch.finfo(dtype)
-    tiny, eps = info.tiny, info.eps
+    generator = torch.Generator().manual_seed(seed)
+    info = torch.finfo(dtype)
+    tiny = info.tiny
+    eps = info.eps
     ends = [
         0.0,
         tiny * eps,
@@ -103,7 +105,8 @@ def with_nan(values: Tensor, seed: int = 0) -> Tensor:
     NaNs have both signs and several payloads: the quiet one, the smallest (signaling), and all
     ones.
     """
-    kind, width = INTEGERS[values.dtype.itemsize], 8 * values.dtype.itemsize
+    kind = INTEGERS[values.dtype.itemsize]
+    width = 8 * values.dtype.itemsize
     infinity = int(torch.tensor(torch.inf, dtype=values.dtype).view(kind))
     patterns = [infinity | (infinity >> 1), infinity + 1, (1 << (width - 1)) - 1]
     signed = torch.tensor(

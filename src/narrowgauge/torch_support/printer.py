@@ -174,7 +174,8 @@ class _Printer:
     """
 
     def __init__(self, prefix: str, language: Language) -> None:
-        self._prefix, self._language = prefix, language
+        self._prefix = prefix
+        self._language = language
         self.names: dict[int, str] = {}
         self.printed = Printed([], [], [])
         self._count = 0
@@ -182,7 +183,8 @@ class _Printer:
 
     def add(self, operation: Operation) -> None:
         """Print an operation."""
-        name, result = operation.name, operation.result
+        name = operation.name
+        result = operation.result
         if name == "new_zeros":  # the result of a step without an audit
             return
         dtype = result.dtype

@@ -30,10 +30,12 @@ def objects_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
         >>> [name for name, value in objects_of(model) if isinstance(value, nn.Parameter)]
         ['weight', 'bias', 'more.0.weight', 'more.0.bias']
     """
-    objects, seen = [("", model)], set[int]()
+    objects = [("", model)]
+    seen = set[int]()
     while objects:
         place, value = objects.pop()
-        package, is_module = type(value).__module__.partition(".")[0], isinstance(value, nn.Module)
+        package = type(value).__module__.partition(".")[0]
+        is_module = isinstance(value, nn.Module)
         if (
             isinstance(value, _PLAIN)
             or id(value) in seen
@@ -63,7 +65,8 @@ def generators_put_back() -> Iterator[None]:
         if torch.cuda.is_available() and torch.cuda.is_initialized()
         else ()
     )
-    python, numpy = random.getstate(), sys.modules.get("numpy")
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices):
@@ -90,11 +93,9 @@ def put_back(
     Returns:
         The attributes that cannot be restored, with the reason.
     """
-    restore, unrestored, stepped = (
-        list[Callable[[], object]](),
-        dict[str, str](),
-        set[torch.optim.Optimizer](),
-    )
+    restore = list[Callable[[], object]]()
+    unrestored = dict[str, str]()
+    stepped = set[torch.optim.Optimizer]()
     for name, value in [*objects_of(model), *(("", p) for p in parameters)]:
         if hasattr(type(value), "__next__"):
             unrestored[f"{name} of the model"] = "an iterator cannot be put back"

@@ -95,7 +95,8 @@ class Follower:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Listener, after: Listener) -> None:
-        self.before, self.after = before, after
+        self.before = before
+        self.after = after
         self._steps = (_STEPS.get(optimizer) or (lambda: None))() or _Steps(optimizer)
         self._steps.followers.append(self)
 

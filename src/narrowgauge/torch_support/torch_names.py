@@ -128,7 +128,8 @@ def is_traced() -> bool:
     """Return whether a function is traced or recorded: the tensors of its operations may have no
     values.
     """
-    mode, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+    mode = torch._C._get_dispatch_mode
+    keys = torch._C._TorchDispatchModeKey
     return (
         torch.compiler.is_compiling()
         or IS_RECORDED.get()
@@ -417,7 +418,8 @@ def calls_of_step(optimizer: Any) -> int:
     """Return the number of nested ``step`` calls of an optimizer in this thread: two if a subclass
     calls ``super().step()``.
     """
-    count, frame = 0, sys._getframe()
+    count = 0
+    frame = sys._getframe()
     while frame is not None:
         code = frame.f_code
         if (

@@ -42,10 +42,8 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[An
     Args:
         seeds: how many, counted from 0, or the seeds themselves.
     """
-    numbers, labels = (
-        range(seeds) if isinstance(seeds, int) else seeds,
-        [recipe_name(recipe) for recipe in recipes],
-    )
+    numbers = range(seeds) if isinstance(seeds, int) else seeds
+    labels = [recipe_name(recipe) for recipe in recipes]
     folders = [run_name(label, 0).lower() for label in labels]
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
@@ -130,7 +128,8 @@ def _record(
     from narrowgauge.gauges.recording.record import Record, numbers
     from narrowgauge.gauges.recording.run_recorder import warn
 
-    parsed, label = parsed_recipe(recipe), recipe_name(recipe)
+    parsed = parsed_recipe(recipe)
+    label = recipe_name(recipe)
     config = {"recipe": recipe if parsed is None else parsed.to_value(), "seed": seed}
     with Record(lambda: RunWriter.create(folder, {"config": config}), parsed, warn) as record:
         try:

@@ -60,7 +60,9 @@ def require(field: dataclasses.Field[Any], value: Any) -> None:
     """Check the type and the allowed values of one setting."""
     if value is None and field.default is None:
         return
-    kind, law, flag = kind_of(field), field.metadata["law"], f"--{field.name.replace('_', '-')}"
+    kind = kind_of(field)
+    law = field.metadata["law"]
+    flag = f"--{field.name.replace('_', '-')}"
     # Exact types: True is an int in Python. An int may stand for a float.
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise NarrowgaugeError(
@@ -102,7 +104,8 @@ OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 
 _DEFAULT = parse("bfloat16/word")
 # From these sizes on, compilation pays off within a run.
-COMPILE_PARAMETERS, COMPILE_STEPS = 5_000_000, 1000
+COMPILE_PARAMETERS = 5_000_000
+COMPILE_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -271,7 +274,8 @@ class TrainConfig:
         """Refuse settings that contradict each other, the number of ranks or the model's
         ``positions``.
         """
-        parts, warmup = self.gradient_accumulation_steps, self.warmup_steps or 0
+        parts = self.gradient_accumulation_steps
+        warmup = self.warmup_steps or 0
         most = (
             MODELS[self.model].max_positions
             if self.model in MODELS

@@ -24,12 +24,10 @@ class Console:
     def __init__(
         self, num_steps: int, log_every: int, stream: TextIO | None = None, is_quiet: bool = False
     ) -> None:
-        self.num_steps, self.log_every, self.stream, self.is_quiet = (
-            num_steps,
-            log_every,
-            stream,
-            is_quiet,
-        )
+        self.num_steps = num_steps
+        self.log_every = log_every
+        self.stream = stream
+        self.is_quiet = is_quiet
         self.failure: OSError | None = None
 
     def say(self, line: str, always: bool = False) -> None:

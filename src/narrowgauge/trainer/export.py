@@ -38,7 +38,8 @@ def _write(session: Session, temporary: Path) -> None:
     weights = {name: tensors[name].contiguous() for name in names if name in tensors}
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     tables = [model.config, model.generation_config] if model.can_generate() else [model.config]
-    tokenizer, end = session.folder / "tokenizer.json", session.data.end_of_text
+    tokenizer = session.folder / "tokenizer.json"
+    end = session.data.end_of_text
     with without_progress_bars():
         for table in tables:
             table.use_cache = True

@@ -135,7 +135,8 @@ class Session:
     linears: NarrowLayers | None = field(init=False)
 
     def __post_init__(self) -> None:
-        config, optimizer = self.config, self.optimizer
+        config = self.config
+        optimizer = self.optimizer
         self.saver, self.linears = Saver(self.folder, self.here.apart()), linears_of(self.model)
         self.fingerprints = Fingerprints(
             self.model,
@@ -166,7 +167,10 @@ class Session:
         """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size,
         sequence_length + 1]`` each.
         """
-        c, batch, sums, began = self.config, [], [], time.perf_counter()
+        c = self.config
+        batch = []
+        sums = []
+        began = time.perf_counter()
         for part in self.micro_batches:
             first = self.sequences + part.number * c.micro_batch_size
             tokens = self.data.batch(first, c.micro_batch_size, c.sequence_length, c.seed)
@@ -218,11 +222,9 @@ class Session:
         Raises:
             RecordError: it is of another model, or its weights differ from the saved ones.
         """
-        state, optimizer, named = (
-            checkpoint.state(),
-            self.optimizer,
-            dict(self.model.named_parameters()),
-        )
+        state = checkpoint.state()
+        optimizer = self.optimizer
+        named = dict(self.model.named_parameters())
 
         def read() -> dict[str, Tensor]:
             with disk_errors(checkpoint.path):
@@ -245,7 +247,8 @@ class Session:
 
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     """Build a session at step 0, with the settings filled in for the model."""
-    here, device = all_ranks(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = all_ranks()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _require_tokenizer(config, data)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
     config.require_agreement(
@@ -310,7 +313,8 @@ def _sums(
 
 def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
     """Refuse weights that belong to another tokenizer than the tokens, where both are known."""
-    file, other = Path(config.model) / "tokenizer.json", data.tokenizer_path
+    file = Path(config.model) / "tokenizer.json"
+    other = data.tokenizer_path
     if other is None or not file.is_file() or weights_file(file.parent) is None:
         return
     if (
@@ -325,7 +329,8 @@ def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
 
 
 def describe(session: Session) -> dict[str, Any]:
-    config, data = session.config, session.data
+    config = session.config
+    data = session.data
     return {
         "config": config.to_dict(),
         **describe_process(session.device, session.here.size),
@@ -374,7 +379,8 @@ def load(folder: str | Path) -> Session:
             f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
             "Restore its checkpoints.",
         )
-    recorded, none = run.run["data"], np.zeros(0, dtype=np.uint16)
+    recorded = run.run["data"]
+    none = np.zeros(0, dtype=np.uint16)
     session = build(
         config, folder, Dataset(none, none, recorded["vocab_size"], recorded["end_of_text"])
     )

@@ -68,8 +68,12 @@ def differentiate(session: Session) -> Tensor:
     Returns:
         The loss, 0-d, with the same bits on every rank and for every number of ranks.
     """
-    config, linears, reduction = session.config, session.linears, session.reduction
-    scaler, parts, shares = session.optimizer.loss_scaler, session.micro_batches, []
+    config = session.config
+    linears = session.linears
+    reduction = session.reduction
+    scaler = session.optimizer.loss_scaler
+    parts = session.micro_batches
+    shares = []
     accumulator = session.accumulator if reduction is None else None  # a reduction calls it itself
     if accumulator is not None:
         accumulator.discard()  # half a batch of a step that failed
@@ -124,7 +128,9 @@ def evaluate(session: Session) -> float:
 
     They are the same for every number of micro-batches and ranks.
     """
-    config, here, size = session.config, session.here, session.config.micro_batch_size
+    config = session.config
+    here = session.here
+    size = session.config.micro_batch_size
     num_sequences = session.data.num_validation(config.eval_sequences, config.sequence_length)
     num_batches = -(-num_sequences // size)
     session.model.eval()

@@ -338,10 +338,8 @@ def _revived(origin: Any) -> nn.Module:
 
 class _Linear(_Ruled):
     def forward(self: Any, x: Tensor) -> Tensor:
-        multiply, features = (
-            getattr(self, "multiply", F.linear),
-            (self.in_features, self.out_features),
-        )
+        multiply = getattr(self, "multiply", F.linear)
+        features = (self.in_features, self.out_features)
         takes_unit = getattr(self, "takes_unit", False)  # of a narrow layer
         y = linear(x, self.weight, self.bias, multiply, features, takes_unit)
         return value_of(y) if self.leaves_plain else y

@@ -35,7 +35,9 @@ def made(
     skipped: int = 0,
     steps: int = 10,
 ) -> Run:
-    """A run that took ``steps`` steps from a loss of 8, and ended in ``loss``; ``None`` is not finished."""
+    """A run that took ``steps`` steps from a loss of 8, and ended in ``loss``; ``None`` is not
+    finished.
+    """
     rows: list[dict[str, Any]] = [
         {"step": k, "loss": 8.0 - k / 10, "seconds": step_seconds} for k in range(1, steps + 1)
     ]

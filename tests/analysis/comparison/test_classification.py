@@ -1,4 +1,6 @@
-"""The classification of recipes, as tables: runs in; rank, faults, noise, cheapest and best metrics out."""
+"""The classification of recipes, as tables: runs in; rank, faults, noise, cheapest and best metrics
+out.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def sized(runs: list[Run], size: float | None) -> list[Run]:
     return runs
 
 
-# A group beside three seeds of bfloat16/master at 4.0, 4.1 and 4.2: its rank, and the names of its faults.
+# A group beside three seeds of bfloat16/master at 4.0, 4.1 and 4.2: its rank, and the names of its
+# faults.
 RANKS: list[tuple[list[Run], Rank, list[str]]] = [
     (word(4.01, 4.09, 4.2), Rank.WITHIN_NOISE, []),
     # +0.0005 on 4.1 is an eighth of a thousandth: certain, and too small to matter.
@@ -72,7 +75,7 @@ def test_runs_have_a_rank_and_faults(group: list[Run], found: Rank, faults: list
     assert one.usable_rank is (None if faults else found)
 
 
-# ── the cheapest ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the cheapest ──────────────────────────────────────────────────────────────────────────────────
 
 COMPACT = seeds("bfloat16/compact", EQUAL)
 UNSURE = seeds("bfloat16/compact", (4.2, 4.0, 4.2))

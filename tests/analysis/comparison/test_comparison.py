@@ -36,7 +36,10 @@ def test_a_row_has_the_documented_columns() -> None:
 
 
 def test_the_file_says_what_the_page_says() -> None:
-    """Averages over a run hide that its updates are lost at the end. A script that reads the file must see it."""
+    """Averages over a run hide that its updates are lost at the end.
+
+    A script that reads the file must see it.
+    """
     naive = seeds("bfloat16/naive", (4.02, 4.12, 4.22), edq=(0.5, 0.5, 0.5))
     found = compare_runs([*MASTER, *naive, made("bfloat16/word", 0, 4.0)])
     rows = {row["recipe"]: row for row in json.loads(found.json())}
@@ -148,5 +151,6 @@ def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> Non
 def test_the_fewest_seeds_that_tell_a_difference_by_hand(
     difference: float, seeds: int | None
 ) -> None:
-    # Four of five times: 16.334 / √2 = 11.55, 5.653 / √3 = 3.26, 3.761 / √5 = 1.68 standard deviations.
+    # Four of five times: 16.334 / √2 = 11.55, 5.653 / √3 = 3.26, 3.761 / √5 = 1.68 standard
+    # deviations.
     assert seeds_needed(1.0, difference) == seeds

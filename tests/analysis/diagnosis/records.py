@@ -1,4 +1,6 @@
-"""Records of runs made by hand, for tests: healthy rows, to which a case adds what a fault would write."""
+"""Records of runs made by hand, for tests: healthy rows, to which a case adds what a fault would
+write.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS
 
 Row = dict[str, Any]
-NUM_STEPS, AT, EVERY = 160, 81, 10
+NUM_STEPS = 160
+AT = 81
+EVERY = 10
 """Steps of a record, the first step that a fault spoils, and the steps between samples."""
 LAYER = "model.layers.1.mlp.down_proj"
 OTHER = "model.layers.0.mlp.down_proj"

@@ -1,4 +1,6 @@
-"""One run: a table of made-up records, each with the reading that it must give, and healthy records that give none."""
+"""One run: a table of made-up records, each with the reading that it must give, and healthy records
+that give none.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ WEIGHT = f"{LAYER}.weight"
 Fault = Callable[[Run], None]
 
 
-# ── what a fault writes ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what a fault writes ───────────────────────────────────────────────────────────────────────────
 
 
 def steps(since: int = AT, until: int = NUM_STEPS, **columns: object) -> Fault:
@@ -72,7 +74,8 @@ def hashed(*rows: Row) -> Fault:
     return lambda run: run.__dict__.update(fingerprints=[{"tensors": {}, **row} for row in rows])
 
 
-W, W2 = {"weight:a": [7, 1.0, 4]}, {"weight:a": [8, 1.5, 4]}
+W = {"weight:a": [7, 1.0, 4]}
+W2 = {"weight:a": [8, 1.5, 4]}
 
 CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     # steps
@@ -145,7 +148,9 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "changed-by-resume",
     ),
 }  # fmt: skip
-"""By case: the recipe, what the fault writes, and the step, stage, tensor and name of the first reading."""
+"""By case: the recipe, what the fault writes, and the step, stage, tensor and name of the first
+reading.
+"""
 
 
 def struck(recipe: str, fault: Fault) -> Run:
@@ -367,7 +372,7 @@ def test_a_fall_of_throughput_in_a_table_names_the_columns_that_changed(tmp_path
     assert ng.diagnose(log).unseen["throughput"] == "a column tokens_per_second"
 
 
-# ── the command, and damaged records ─────────────────────────────────────────────────────────────────────────────────────
+# ── the command, and damaged records ──────────────────────────────────────────────────────────────
 
 
 def call(*words: object) -> Result:

@@ -1,4 +1,6 @@
-"""Two runs: records that differ in one known thing, with the step, stage, tensor, bound and settings that must be told."""
+"""Two runs: records that differ in one known thing, with the step, stage, tensor, bound and
+settings that must be told.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,15 @@ def made(
     steps: int = 4,
     **tables: Any,
 ) -> Run:
-    """Make a run whose tensors differ from another's where ``changed`` says, and in all that follows unless ``only``.
+    """Make a run whose tensors differ from another's where ``changed`` says, and in all that
+    follows unless ``only``.
 
     Args:
         changed: ``(step, tensor)`` to the factor of that tensor's norm.
         tables: of ``run.toml``, added to what every run has.
     """
-    changed, is_off = changed or {}, False
+    changed = changed or {}
+    is_off = False
     table = {
         "config": SETTINGS,
         "machine": {"num_threads": 2, "capability": "AVX2"},
@@ -64,7 +68,8 @@ def made(
                 2.0 * (factor if factor != 1.0 else 1 + 1e-6 * off),
                 NUMEL,
             ]
-        loss, norm = 3.0 + row["output:layers.1"][1], row["grad:layers.0"][1]
+        loss = 3.0 + row["output:layers.1"][1]
+        norm = row["grad:layers.0"][1]
         run.steps.append({"step": step, "loss": loss, "lr": 1e-3, "grad_norm": norm})
         if prints:
             run.fingerprints.append({"step": step, "tensors": row})
@@ -161,7 +166,8 @@ def test_a_clip_that_spreads_one_gradients_fault_over_all_does_not_hide_it() -> 
 
 
 def test_another_schedule_asks_for_no_fingerprints() -> None:
-    one, other = made("a", prints=False), made("b", prints=False, config={"schedule": "linear"})
+    one = made("a", prints=False)
+    other = made("b", prints=False, config={"schedule": "linear"})
     other.steps[2]["lr"] = 9e-4
     found = TwoRuns(one, other)
     assert (found.readings[0].step, found.readings[0].what) == (3, "lr") and not found.notes
@@ -210,7 +216,8 @@ def test_how_far_rounding_of_a_tensor_grows_is_unknown_after_steps_without_finge
 
 
 def test_gradients_are_compared_without_the_loss_scale_that_their_step_began_with() -> None:
-    one, other = made("a"), made("b", {(2, "grad:layers.1"): ROUNDED})
+    one = made("a")
+    other = made("b", {(2, "grad:layers.1"): ROUNDED})
     for run, scales in ((one, (4, 4, 4, 4)), (other, (4, 8, 8, 8))):
         for row, scale in zip(run.steps, scales, strict=True):
             row["loss_scale"] = scale
@@ -280,7 +287,8 @@ def test_the_rank_is_named_that_alone_differs(case: str) -> None:
 
 
 def test_what_only_one_run_has_is_the_answer() -> None:
-    one, other = made("a"), made("b")
+    one = made("a")
+    other = made("b")
     for row in one.fingerprints:
         row["tensors"]["grad:layers.2"] = [5, 1.0, NUMEL]
     found = TwoRuns(one, other)

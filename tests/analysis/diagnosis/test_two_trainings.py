@@ -1,4 +1,6 @@
-"""Two runs that trained: what was changed in one of them is what the diagnosis of both names, with its step and tensor."""
+"""Two runs that trained: what was changed in one of them is what the diagnosis of both names, with
+its step and tensor.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, str, str, str]] = {
     "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "can act there. Repeat one run."),
     "a flipped bit": (flipped_bit, {}, AT, "between steps", f"held:{WEIGHT}", "can act there. Repeat one run."),
 }  # fmt: skip
-"""By case: what strikes the second run, its settings, then step, stage and tensor of the first difference, and a sentence."""
+"""By case: what strikes the second run, its settings, then step, stage and tensor of the first
+difference, and a sentence.
+"""
 
 
 def run_with(place: Path, folder: Path, strike: Any, **changes: Any) -> Run:
@@ -116,7 +120,9 @@ def rounded_gradients(session: Session) -> None:
 def test_training_amplifies_rounding_and_stays_within_the_envelope(
     place: Path, tmp_path: Path
 ) -> None:
-    """Twelve steps after gradients began to differ by an ulp or so, nothing is taken for more than rounding."""
+    """Twelve steps after gradients began to differ by an ulp or so, nothing is taken for more than
+    rounding.
+    """
     strikes = {"a": None, "b": rounded_gradients}
     options = {"steps": 16, "recipe": "float32/float32"}
     found = TwoRuns(

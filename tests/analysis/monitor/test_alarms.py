@@ -1,4 +1,6 @@
-"""Every detector on a sequence that fails: the right event, of the right tensor, at the stated step and not before."""
+"""Every detector on a sequence that fails: the right event, of the right tensor, at the stated step
+and not before.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,9 @@ def run(
 
 
 WEIGHT = f"{LAYER}.weight"
-FLOAT8, NAIVE, FLOAT16 = (
-    parse("float8-tensor/word"),
-    parse("bfloat16/naive"),
-    parse("float16/split"),
-)
+FLOAT8 = parse("float8-tensor/word")
+NAIVE = parse("bfloat16/naive")
+FLOAT16 = parse("float16/split")
 SCALED = {"loss_scale": 65536.0}
 # name: recipe, rows of gauges, rows of steps; kind, tensor and step of the one event.
 CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
@@ -121,7 +121,8 @@ def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
 @pytest.mark.parametrize(
     ("recipe", "wrong"),
     [
-        # Stochastic rounding: a small tensor's EDQ is uncertain, and the optimizer's audit knows by how much.
+        # Stochastic rounding: a small tensor's EDQ is uncertain, and the optimizer's audit knows by
+        # how much.
         (NAIVE, {"update": {"edq": 0.5, "noise": 8.0}}),
         (parse("bfloat16/stochastic"), {"update": {"edq": 0.0, "noise": 1.0}}),
         # Updates that are large, and noise that is large beside small updates alone.
@@ -130,7 +131,8 @@ def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
         (parse("bfloat16/word"), {"moment": {"bias": 1.2}}),
         # What a healthy cast to four bits drops, or cuts off by its power-of-two scale.
         (parse("mxfp4/word"), {"input": {"underflow": 0.74, "overflow": 0.1, "sqnr_db": 12.2}}),
-        # Outliers hurt no operand that enters as it is, and massive ones that were always there are no growth.
+        # Outliers hurt no operand that enters as it is, and massive ones that were always there are
+        # no growth.
         (parse("bfloat16/word"), {"input": {"outlier": 500.0, "sqnr_db": None}}),
         (FLOAT8, {"input": {"outlier": 50.0}}),
         # Weights that no gradient moves far enough to be seen are not dead.

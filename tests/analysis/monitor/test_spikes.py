@@ -1,4 +1,6 @@
-"""A spike is seen when it comes and not before; healthy noise, a falling loss and a flat one raise none."""
+"""A spike is seen when it comes and not before; healthy noise, a falling loss and a flat one raise
+none.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from narrowgauge.analysis.spikes import Spike, SpikeJudge
 from narrowgauge.analysis.thresholds import PATIENCE
 
 # The first loss spike of BLOOM-176B as it was logged: iteration, loss, gradient norm
-# (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles.md, 2022-04-12). Then the spikes of each step.
+# (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles.md, 2022-04-12). Then the spikes of
+# each step.
 BLOOM = (
     (31214, 2.198845, 0.242, []),
     (31215, 2.220424, 0.947, []),
@@ -56,7 +59,9 @@ def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_
 
 @pytest.mark.parametrize("jitter", [0.005, 0.3])
 def test_a_healthy_run_has_no_spike(jitter: float) -> None:
-    noise, judge, total = random.Random(0), SpikeJudge(), 1500
+    noise = random.Random(0)
+    judge = SpikeJudge()
+    total = 1500
     for step in range(total):
         share = step / total
         loss = (
@@ -87,7 +92,8 @@ def test_the_level_is_that_of_the_recent_steps() -> None:
 
 
 def test_spikes_become_the_level_if_they_last_without_a_break() -> None:
-    broken, lasting = flat(), flat()
+    broken = flat()
+    lasting = flat()
     for step in range(PATIENCE):
         assert seen(lasting, 9.0, 0.5)
         if step == PATIENCE - 2:

@@ -1,4 +1,6 @@
-"""Alarms of what a storage loses, on small runs that train: they fire where nothing keeps the rest, and nowhere else."""
+"""Alarms of what a storage loses, on small runs that train: they fire where nothing keeps the rest,
+and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,16 @@ import narrowgauge as ng
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row, metric_of
 
-ROWS, WIDTH, MET = 96, 32, 24
+ROWS = 96
+WIDTH = 32
+MET = 24
 """Rows of an embedding, their length, and how many of them the batches hold."""
 
 
 def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Event], list[Row]]:
-    """Train an embedding of whose rows most are never met; the events of the detectors, and the rows of the gauges."""
+    """Train an embedding of whose rows most are never met; the events of the detectors, and the
+    rows of the gauges.
+    """
     torch.manual_seed(0)
     table = nn.Embedding(
         ROWS, WIDTH, dtype=torch.float32 if storage == "float32" else torch.bfloat16
@@ -31,7 +37,8 @@ def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Event], list[Row]
     )
     optimizer.on_alarm = lambda alarms: None
     compute = "float32" if storage == "float32" else "bfloat16"
-    alarms, rows = ng.analysis.Alarms(f"{compute}/{storage}"), list[Row]()
+    alarms = ng.analysis.Alarms(f"{compute}/{storage}")
+    rows = list[Row]()
     gauges = ng.attach_gauges(table, optimizer, every=5, on_row=rows.append)
     target = torch.randn(MET, WIDTH)
     for _ in range(60):

@@ -1,4 +1,6 @@
-"""The certificate of a checkpoint: a resume that restores everything is silent; else it says what differs, causes first."""
+"""The certificate of a checkpoint: a resume that restores everything is silent; else it says what
+differs, causes first.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from narrowgauge.gauges.recording.run_recorder import RunNotice
 
 
 class Loop:
-    """A loop with dropout, a schedule, a scaler of losses and an order of data, which saves all of it."""
+    """A loop with dropout, a schedule, a scaler of losses and an order of data, which saves all of
+    it.
+    """
 
     def __init__(self, storage: str = "") -> None:
         torch.manual_seed(0)
@@ -67,9 +71,12 @@ Fault = Callable[[Loop], object]
 
 
 def resumed(folder: Path, fault: Fault, storage: str = "") -> list[str]:
-    """Train, save to a file, load in fresh objects, strike them, and return what the recorder says at the resume."""
+    """Train, save to a file, load in fresh objects, strike them, and return what the recorder says
+    at the resume.
+    """
     file = folder / "last.pt"
-    first, again = Loop(storage), Loop(storage)
+    first = Loop(storage)
+    again = Loop(storage)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         recorder = ng.RunRecorder(folder / "run", first.model, first.optimizer)

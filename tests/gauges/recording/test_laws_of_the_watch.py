@@ -1,4 +1,6 @@
-"""Laws of a watch: it says what it does not see, does not end a loop, and claims no more than it measured."""
+"""Laws of a watch: it says what it does not see, does not end a loop, and claims no more than it
+measured.
+"""
 
 from __future__ import annotations
 
@@ -264,7 +266,7 @@ def test_gauges_let_torch_func_pass() -> None:
     assert gauges.last is not None
 
 
-# ── the record ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the record ────────────────────────────────────────────────────────────────────────────────────
 
 
 def recorded(tmp_path: Path, rows: Callable[[int], dict[str, Any]], number: int = 60) -> Any:

@@ -1,4 +1,6 @@
-"""A loop of one's own records hashes of its tensors and the formats it computes in, with the same bits as without."""
+"""A loop of one's own records hashes of its tensors and the formats it computes in, with the same
+bits as without.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def recorded(
 
 
 def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
-    found, unhashed = recorded(tmp_path / "a"), recorded(tmp_path / "b", every=0)
+    found = recorded(tmp_path / "a")
+    unhashed = recorded(tmp_path / "b", every=0)
     assert (
         unhashed.fingerprints == [] and TwoRuns(found, unhashed).is_complete
     )  # the last weights are the same
@@ -126,7 +129,8 @@ def test_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
 
 
 def test_one_run_under_autocast_is_another_format(tmp_path: Path) -> None:
-    plain, cast = recorded(tmp_path / "plain"), recorded(tmp_path / "cast", cast=True)
+    plain = recorded(tmp_path / "plain")
+    cast = recorded(tmp_path / "cast", cast=True)
     assert [run.run["model"]["formats"] for run in (plain, cast)] == [
         "float32",
         "bfloat16, float32",

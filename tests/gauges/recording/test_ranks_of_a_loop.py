@@ -1,4 +1,6 @@
-"""Two ranks with a loop of their own: where a run differs from another, the rank is named that alone is off."""
+"""Two ranks with a loop of their own: where a run differs from another, the rank is named that
+alone is off.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import narrowgauge as ng
 from narrowgauge.analysis.two_runs import TwoRuns
 from ranks import run_ranks
 
-STEPS, AT, NAME = 3, 2, "1.weight"
+STEPS = 3
+AT = 2
+NAME = "1.weight"
 
 
 def train(rank: int, folder: Path, fault: str, every: int) -> list[Tensor]:

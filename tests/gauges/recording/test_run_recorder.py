@@ -1,4 +1,6 @@
-"""A recorded loop has the rows of the trainer's own run, computes the same bits as without, and can be resumed."""
+"""A recorded loop has the rows of the trainer's own run, computes the same bits as without, and can
+be resumed.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def lasting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def recorded(run: OwnRun, folder: Path, **options: Any) -> Loop:
-    loop, steps = Loop(run), len(run.losses)
+    loop = Loop(run)
+    steps = len(run.losses)
     options |= {
         "recipe": run.recipe,
         "settings": {"model": "tiny", "seed": run.settings.seed, "steps": steps},

@@ -1,4 +1,6 @@
-"""The record of a loop that is not the trainer's: on several ranks, and where it fails to make progress."""
+"""The record of a loop that is not the trainer's: on several ranks, and where it fails to make
+progress.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def record(folder: Path, mesh: Any = None, loss: float = 1.0) -> int:
-    """A recorded loop of four steps with given gradients, one of them infinite in a row of the first rank."""
+    """A recorded loop of four steps with given gradients, one of them infinite in a row of the
+    first rank.
+    """
     torch.manual_seed(0)
     model = nn.Linear(24, 18, bias=False).bfloat16()
     if mesh is not None:
@@ -55,7 +59,9 @@ def record_on_a_rank(rank: int, folder: Path) -> int:
 
 
 def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_path: Path) -> None:
-    """The audit is that of all rows, wherever they lie; the loss, which differs here, is the first rank's."""
+    """The audit is that of all rows, wherever they lie; the loss, which differs here, is the first
+    rank's.
+    """
     record(tmp_path / "one")
     assert run_ranks(record_on_a_rank, 2, tmp_path, tmp_path / "two") == [4, 4]
     one, two = (ng.read_run(tmp_path / name) for name in ("one", "two"))
@@ -70,7 +76,8 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
     assert [row["skipped"] for row in two.steps] == [False, False, True, False]
     assert {row["loss"] for row in two.steps} == {1.0} and two.steps[0]["edq"] > 0.99
     for found, wanted in zip(two.steps, one.steps, strict=True):
-        sums, exact = found.pop("audit_sums", None), wanted.pop("audit_sums", None)
+        sums = found.pop("audit_sums", None)
+        exact = wanted.pop("audit_sums", None)
         assert sums == (None if exact is None else pytest.approx(exact, rel=1e-6))
         # Of float32 sums, in another order. The noise is the root of a small difference of them.
         for name, power, bound in (("edq", 1, 1e-4), ("noise", 2, 1e-6)):
@@ -111,7 +118,8 @@ def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
 
 def test_overflows_at_the_floor_of_the_loss_scale_are_failures(tmp_path: Path) -> None:
     """The first step may lower the scale from 2 to 1; no later one may."""
-    model, scaler = nn.Linear(4, 4, bias=False).half(), ng.LossScaler(2.0, hysteresis=1)
+    model = nn.Linear(4, 4, bias=False).half()
+    scaler = ng.LossScaler(2.0, hysteresis=1)
     options: dict[str, Any] = {
         "storage": "float16/split",
         "audit_every": 0,

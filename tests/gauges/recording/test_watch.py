@@ -1,4 +1,6 @@
-"""A watched loop computes the same bits, a fault is told with its tensor, and a healthy loop is silent."""
+"""A watched loop computes the same bits, a fault is told with its tensor, and a healthy loop is
+silent.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from narrowgauge.analysis.reading import Reading
 from narrowgauge.gauges.recording.watch import RunNotice, Watch
 from ranks import run_ranks
 
-VOCABULARY, WIDTH = 16, 16
+VOCABULARY = 16
+WIDTH = 16
 
 
 class Block(nn.Module):
@@ -143,14 +146,15 @@ class Loop:
 
 def watched(loop: Loop, steps: int = 60, every: int = 10) -> tuple[dict[str, Reading], Watch]:
     """Train; return the first reading of each kind."""
-    watch, readings = ng.watch(loop.model, loop.optimizer, every=every), list[Reading]()
+    watch = ng.watch(loop.model, loop.optimizer, every=every)
+    readings = list[Reading]()
     watch._say = readings.extend  # type: ignore[method-assign]
     loop.train(steps)
     watch.remove()
     return {reading.what: reading for reading in reversed(readings)}, watch
 
 
-# ── the same bits ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the same bits ─────────────────────────────────────────────────────────────────────────────────
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2),
@@ -171,7 +175,8 @@ def test_a_watched_loop_computes_the_same_bits(name: str, dtype: torch.dtype) ->
             for part in range(2):
                 (loss_of(self.model, batch(2 * step + part)) / 2).backward()
 
-    plain, loop = Accumulated(dtype).train(6), Accumulated(dtype)
+    plain = Accumulated(dtype).train(6)
+    loop = Accumulated(dtype)
     watched(loop, 6, every=1)
     assert all(
         torch.equal(p, q)
@@ -179,7 +184,7 @@ def test_a_watched_loop_computes_the_same_bits(name: str, dtype: torch.dtype) ->
     )
 
 
-# ── the effective learning rate ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the effective learning rate ───────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -244,7 +249,8 @@ def test_a_fault_is_told_once_and_again_when_it_is_twice_as_large() -> None:
             self.optimizer.param_groups[0]["lr"] = 1e-3 * 0.9**step
 
     loop = Decayed(torch.bfloat16)
-    watch, shares = ng.watch(loop.model, loop.optimizer, every=1), list[float]()
+    watch = ng.watch(loop.model, loop.optimizer, every=1)
+    shares = list[float]()
     watch._say = lambda readings: shares.extend(
         r.value / r.bound for r in readings if r.what == "effective-rate"
     )  # type: ignore[method-assign, operator, misc]
@@ -309,7 +315,7 @@ def test_a_sampled_step_reads_the_device_as_often_for_many_tensors_as_for_few(
     assert reads_of(0) == reads_of(6) < 8
 
 
-# ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
 class KeptGradients(Loop):
@@ -428,7 +434,10 @@ class SecondOptimizer(Loop):
 
 
 class Overflows(Loop):
-    """Every loss overflows float16, whatever its scale. The fused step is called, and skips itself."""
+    """Every loss overflows float16, whatever its scale.
+
+    The fused step is called, and skips itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -447,7 +456,9 @@ class AverageInBfloat16(Loop):
     """An exponential average of the weights."""
 
     adamw = partial(torch.optim.AdamW, lr=1e-3)
-    dtype, decay, gain = torch.bfloat16, 0.9999, 1.0
+    dtype = torch.bfloat16
+    decay = 0.9999
+    gain = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -462,7 +473,9 @@ class AverageInBfloat16(Loop):
 
 
 class AverageRunsAway(AverageInBfloat16):
-    dtype, decay, gain = torch.float32, 0.9, 1.5
+    dtype = torch.float32
+    decay = 0.9
+    gain = 1.5
 
 
 FAULTS: dict[type[Loop], tuple[str, str, int]] = {
@@ -509,7 +522,7 @@ def test_a_model_that_predicts_every_token_alike_is_told() -> None:
             watch.step(math.log(VOCABULARY) * (1 + 1e-6))
 
 
-# ── healthy loops ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── healthy loops ─────────────────────────────────────────────────────────────────────────────────
 
 
 class Scaled(Loop):
@@ -549,7 +562,9 @@ class AverageInFloat32(AverageInBfloat16):
 
 
 class CopiesThatAreNoAverages(Loop):
-    """The best weights so far, written once, and a second model with an optimizer of its own from step 20 on."""
+    """The best weights so far, written once, and a second model with an optimizer of its own from
+    step 20 on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -575,7 +590,9 @@ class ClearedBeforeBackward(Loop):
 
 
 class OtherLossBefore(ClearedBeforeBackward):
-    """Another backward pass leaves gradients that the loop clears, as a generator's loss does in its critic."""
+    """Another backward pass leaves gradients that the loop clears, as a generator's loss does in
+    its critic.
+    """
 
     def backward(self, step: int) -> None:
         loss_of(self.model, batch(1000 + step)).backward()
@@ -661,14 +678,15 @@ def test_copies_of_a_watched_model_are_not_watched() -> None:
     assert watch._num_passes == watch._num_backward == 0
 
 
-# ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def kinds_on_a_rank(rank: int, own_data: bool, own_seed: bool, loss: float) -> set[str]:
     loop = Loop()
     torch.manual_seed(rank * own_seed)
     model = DistributedDataParallel(loop.model)
-    watch, readings = ng.watch(model, loop.optimizer, every=3), list[Reading]()
+    watch = ng.watch(model, loop.optimizer, every=3)
+    readings = list[Reading]()
     watch._say = readings.extend  # type: ignore[method-assign]
     for step in range(3):
         loss_of(model, batch(2 * step + rank * own_data)).backward()
@@ -708,7 +726,8 @@ def hidden_batches_on_a_rank(rank: int, own_data: bool) -> tuple[list[tuple[str,
     model.register_forward_pre_hook(lambda module, args: (args[0].x,))
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch, readings = ng.watch(parallel, optimizer, every=2), list[Reading]()
+    watch = ng.watch(parallel, optimizer, every=2)
+    readings = list[Reading]()
     watch._say = readings.extend  # type: ignore[method-assign]
     for step in range(6):
         generator = torch.Generator().manual_seed(2 * step + rank * own_data)
@@ -736,7 +755,8 @@ def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str], float]:
     fully_shard(loop.model, mesh=init_device_mesh("cpu", (2,)))
     loop.optimizer = loop.adamw(loop.model.parameters())
     torch.manual_seed(rank)
-    watch, readings = ng.watch(loop.model, loop.optimizer, every=2), list[Reading]()
+    watch = ng.watch(loop.model, loop.optimizer, every=2)
+    readings = list[Reading]()
     watch._say = readings.extend  # type: ignore[method-assign]
     for step in range(4):
         loss_of(loop.model, batch(2 * step + rank)).backward()
@@ -756,7 +776,7 @@ def test_a_sharded_loop_is_silent_and_says_what_is_not_watched(tmp_path: Path) -
     assert run_ranks(sharded_on_a_rank, 2, tmp_path) == [([], unseen, 0.01)] * 2
 
 
-# ── with a folder ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── with a folder ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_recorder_that_nobody_closed_has_written_its_events_and_summary(tmp_path: Path) -> None:

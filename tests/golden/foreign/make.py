@@ -1,4 +1,5 @@
-"""The files of this folder: checkpoints that the packages themselves wrote, and fingerprints of the values they read in them.
+"""The files of this folder: checkpoints that the packages themselves wrote, and fingerprints of the
+values they read in them.
 
 ``PYTHONPATH=… TORCHDYNAMO_DISABLE=1 python make.py`` with torchao 0.18.0 on a CPU.
 """

@@ -1,4 +1,6 @@
-"""Collage's step against ordinary bfloat16 tensors, its second moments against float64, and the released code's faults."""
+"""Collage's step against ordinary bfloat16 tensors, its second moments against float64, and the
+released code's faults.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ BFLOAT16 = NearestEven(16)
 def scalars(
     *, beta2: float = 0.999, lr: float = 1e-3, decay: float = 0.1, t: int = 1000
 ) -> dict[str, Tensor]:
-    """What AdamW's rule reads at step t; eps is a bfloat16, since torch's sums on a CPU round a number beside a tensor."""
+    """What AdamW's rule reads at step t; eps is a bfloat16, since torch's sums on a CPU round a
+    number beside a tensor.
+    """
     values = {
         "one_minus_beta1": 1 - 0.9,
         "one_minus_beta2": 1 - beta2,
@@ -39,7 +43,10 @@ def gradients(count: int, steps: int, scale: float = 1e-2, seed: int = 0) -> Ite
 
 
 def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> Tensor:
-    """One step in place; every operation is an ordinary one of bfloat16 tensors. Returns the change."""
+    """One step in place; every operation is an ordinary one of bfloat16 tensors.
+
+    Returns the change.
+    """
     beta1, beta2 = (
         (1 - torch.tensor(s[name])).item() for name in ("one_minus_beta1", "one_minus_beta2")
     )

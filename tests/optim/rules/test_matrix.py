@@ -1,4 +1,6 @@
-"""Matrix rules: against their formulas and other implementations, on degenerate matrices, and that they learn."""
+"""Matrix rules: against their formulas and other implementations, on degenerate matrices, and that
+they learn.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MATRIX_RULES = {rule.name: rule for rule in (MUON, ADAFACTOR, GALORE, GRADNORM_LORP)}
 EVERY = pytest.mark.parametrize("rule", MATRIX_RULES.values(), ids=MATRIX_RULES)
 SHAPES = [(6, 10), (7, 1), (4, 3, 5)]
-# What each rule needs to come to a minimum of a small problem: subspaces of half the side, turned often.
+# What each rule needs to come to a minimum of a small problem: subspaces of half the side, turned
+# often.
 SMALL: dict[str, dict[str, Any]] = {
     "muon": {"ns_dtype": "float32", "adjust_lr_fn": "match_rms_adamw"},
     "adafactor": {
@@ -63,7 +66,8 @@ def train(
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The weight and states after some steps in float32."""
-    group, parameter = options_of(rule, **options), nn.Parameter(weight.clone())
+    group = options_of(rule, **options)
+    parameter = nn.Parameter(weight.clone())
     optimizer = Optimizer([parameter], rule, group, storage="float32", compile=False)
     for step in range(1, steps + 1):
         parameter.grad = gradient(parameter.detach(), step)
@@ -95,11 +99,13 @@ def oracles(name: str, lr: float, decay: float) -> Any:
 @pytest.mark.parametrize("name", ["muon", "galore", "gradnorm_lorp"])
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)], ids=["wide", "tall"])
 def test_twelve_steps_agree_with_float64(name: str, shape: tuple[int, int]) -> None:
-    start, rule = gaussian(*shape), MATRIX_RULES[name]
+    start = gaussian(*shape)
+    rule = MATRIX_RULES[name]
     learned, _ = train(
         rule, start, noise(shape), 12, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8
     )
-    expert, w = oracles(name, 1e-2, 0.1), start.double().numpy()
+    expert = oracles(name, 1e-2, 0.1)
+    w = start.double().numpy()
     for step in range(1, 13):
         w = expert.step(w, gaussian(*shape, seed=100 + step, scale=0.01).double().numpy())
     assert relative(learned - start, w - start.double().numpy()) < 1e-4
@@ -172,7 +178,8 @@ def test_a_gradient_of_zeros_only_decays(rule: MatrixRule, shape: tuple[int, ...
 
 
 def test_the_stored_weight_decays_not_the_visible_one() -> None:
-    weight, value = nn.Parameter(torch.ones(4, 6).bfloat16()), torch.full((4, 6), 1 + 2.0**-10)
+    weight = nn.Parameter(torch.ones(4, 6).bfloat16())
+    value = torch.full((4, 6), 1 + 2.0**-10)
     optimizer = optimizers.Muon([weight], lr=1.0, weight_decay=0.5, storage="exact", compile=False)
     optimizer.adopt({weight: value})
     weight.grad = torch.zeros_like(weight)
@@ -189,20 +196,16 @@ def test_a_stack_has_the_bits_of_its_matrices(
     if rule is MUON and storage == "states8":
         return  # refused
     start = gaussian(*shape).bfloat16().to(getattr(torch, STORAGES[storage].visible))
-    stack, matrices = (
-        nn.Parameter(start.clone()),
-        [nn.Parameter(matrix.clone()) for matrix in start],
-    )
+    stack = nn.Parameter(start.clone())
+    matrices = [nn.Parameter(matrix.clone()) for matrix in start]
     # Random low bits are keyed by a tensor's name and places in it.
     options: dict[str, Any] = {"storage": storage, "compile": False, "low_bits": "zero"}
     # The measure of Adafactor's relative steps, too.
     group = options_of(
         rule, lr=0.02, weight_decay=0.1, **({"scale_parameter": True} if rule is ADAFACTOR else {})
     )
-    one, many = (
-        Optimizer([stack], rule, dict(group), **options),
-        Optimizer(matrices, rule, dict(group), **options),
-    )
+    one = Optimizer([stack], rule, dict(group), **options)
+    many = Optimizer(matrices, rule, dict(group), **options)
     for step in range(1, 7):
         stack.grad = noise(shape)(start, step).to(start.dtype)
         for matrix, gradient in zip(matrices, stack.grad, strict=True):
@@ -233,7 +236,8 @@ def test_powers_of_two_on_the_gradients_change_no_bit(rule: MatrixRule) -> None:
 @EVERY
 def test_a_step_inside_autocast_has_the_same_bits(rule: MatrixRule) -> None:
     """The closure computes under the user's autocast, the step does not."""
-    weights, formats = [], []
+    weights = []
+    formats = []
     for enabled in (False, True):
         weight = nn.Parameter(gaussian(12, 20))
         optimizer = Optimizer([weight], rule, options_of(rule), storage="float32", compile=False)
@@ -255,10 +259,10 @@ def test_a_step_inside_autocast_has_the_same_bits(rule: MatrixRule) -> None:
 def test_low_rank_states_of_eight_bits_are_within_an_ulp(
     storage: str, shape: tuple[int, int]
 ) -> None:
-    gradient, states = (
-        gaussian(*shape).bfloat16() * torch.logspace(-6, 6, shape[0], base=2.0)[:, None].bfloat16(),
-        {},
+    gradient = (
+        gaussian(*shape).bfloat16() * torch.logspace(-6, 6, shape[0], base=2.0)[:, None].bfloat16()
     )
+    states = {}
     for name in ("exact", storage):
         weight = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
         optimizer = optimizers.GaLore([weight], rank=4, storage=name, compile=False)
@@ -280,12 +284,15 @@ def test_low_rank_states_of_eight_bits_are_within_an_ulp(
 
 
 COPIES = {"Muon": 4, "GradNormLoRP": 8, "Adafactor": 2, "GaLore": 4}
-"""Transient memory of a matrix rule, at most, in float32 copies of the matrix, as the docstrings say."""
+"""Transient memory of a matrix rule, at most, in float32 copies of the matrix, as the docstrings
+say.
+"""
 
 
 @EVERY
 def test_states_have_their_shapes_before_the_first_step(rule: MatrixRule) -> None:
-    weight, options = nn.Parameter(torch.ones(8, 16)), options_of(rule)
+    weight = nn.Parameter(torch.ones(8, 16))
+    options = options_of(rule)
     optimizer = Optimizer([weight], rule, options, storage="float32")
     for name, shape in shapes_of_states(rule, weight.shape, options).items():
         assert torch.equal(optimizer.stored(weight, name), torch.zeros(shape)), name

@@ -1,4 +1,6 @@
-"""Data: the same batches whatever happened before, each window once an epoch in a known order, no document on both sides."""
+"""Data: the same batches whatever happened before, each window once an epoch in a known order, no
+document on both sides.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ def documents(data: Dataset, stream: Stream | np.ndarray) -> list[str]:
 
 
 def test_every_document_is_on_one_side_and_decodes_to_itself(dataset: Dataset) -> None:
-    train, valid = documents(dataset, dataset.train), documents(dataset, dataset.valid)
+    train = documents(dataset, dataset.train)
+    valid = documents(dataset, dataset.valid)
     assert sorted(train + valid) == sorted(text_of(number) for number in range(60))
     assert 3 <= len(valid) <= 25 and dataset.vocab_size == 257
 
@@ -79,7 +82,8 @@ def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
     data = open_data(tokenized(tmp_path / "one.txt", tmp_path / "tokens"), 0.1, 0)
     assert len(data.valid) == (data.num_tokens + len(data.valid)) // 10
     assert data.notes == (
-        f"The data has 1 document, too few to hold one out; the last {len(data.valid)} tokens are held out.",
+        f"The data has 1 document, too few to hold one out; the last {len(data.valid)} tokens are "
+        "held out.",
     )
     whole = np.concatenate([all_tokens(data.train), all_tokens(data.valid)])
     assert load_tokenizer(data.tokenizer_path)[0].decode(whole[:-1].tolist()) == text_of(1, 2000)
@@ -155,10 +159,8 @@ def test_a_folder_that_cannot_be_read_is_refused(
 def test_the_end_of_text_is_the_one_that_the_tokenizer_names(
     dataset: Dataset, tmp_path: Path
 ) -> None:
-    tokenizer, place = (
-        json.loads((dataset.folder / "tokenizer.json").read_text()),
-        tmp_path / "other",
-    )
+    tokenizer = json.loads((dataset.folder / "tokenizer.json").read_text())
+    place = tmp_path / "other"
     place.mkdir()
     tokenizer["added_tokens"].append(
         {**tokenizer["added_tokens"][0], "id": 257, "content": "[DONE]"}
@@ -185,10 +187,8 @@ def test_the_end_of_text_is_the_one_that_the_tokenizer_names(
 def test_damaged_token_maps_are_refused(dataset: Dataset) -> None:
     folder = dataset.folder
     assert open_data(folder / "tokens.bin", 0.2, 1).fingerprint == dataset.fingerprint
-    head, content = (
-        json.loads((folder / "tokens.json").read_text()),
-        (folder / "tokens.bin").read_bytes(),
-    )
+    head = json.loads((folder / "tokens.json").read_text())
+    content = (folder / "tokens.bin").read_bytes()
     for name, changed, says in (
         ("tokens.bin", content[:-2], r"documents\.bin does not fit"),
         ("documents.bin", b"\0" * 16, r"documents\.bin does not fit"),

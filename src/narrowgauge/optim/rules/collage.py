@@ -53,7 +53,8 @@ def _average(average: Parts, one_minus_beta: Tensor, *factors: Tensor, rn: Neare
 
     Beta has as many parts as the average.
     """
-    beta, increment = 1 - one_minus_beta, one_minus_beta
+    beta = 1 - one_minus_beta
+    increment = one_minus_beta
     for factor in factors:
         increment = increment * factor
     if len(average) == 1:

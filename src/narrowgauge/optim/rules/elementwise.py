@@ -145,8 +145,10 @@ ADAM = Rule(
 
 
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    momentum, nesterov = float(group["momentum"]), bool(group["nesterov"])
-    decay, rate = float(group["weight_decay"]), -float(group["lr"])
+    momentum = float(group["momentum"])
+    nesterov = bool(group["nesterov"])
+    decay = float(group["weight_decay"])
+    rate = -float(group["lr"])
     if momentum == 0:  # as in torch, the buffer stays as it is, and steps go along the gradient
         return decay, 1.0, 0.0, 1.0, 0.0, rate
     gain = 1.0 if step == 1 else 1 - group["dampening"]

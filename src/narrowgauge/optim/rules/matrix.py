@@ -252,17 +252,20 @@ def _adafactor(
     g: Tensor, rms: Tensor | None, states: States, options: Options, step: int
 ) -> Result:
     # The second moment is an outer product: row means times column means, over the mean of all.
-    row_means, column_sums = [], []
+    row_means = []
+    column_sums = []
     for rows in row_pieces(g):
         squares = rows * rows + options["eps"][0]
         row_means.append(squares.mean(1))
         column_sums.append(squares.sum(0))
     one_minus_beta2 = step ** options["beta2_decay"]
-    row, col = states["exp_avg_sq_row"], states["exp_avg_sq_col"]
+    row = states["exp_avg_sq_row"]
+    col = states["exp_avg_sq_col"]
     row = row + (torch.cat(row_means) - row) * one_minus_beta2
     col = col + (functools.reduce(torch.add, column_sums) / len(g) - col) * one_minus_beta2
     # Divided before they are multiplied: the product of two mean squares may lie below float32.
-    root_row, root_col = sqrt(row / row.mean().clamp(min=TINY))[:, None], sqrt(col)
+    root_row = sqrt(row / row.mean().clamp(min=TINY))[:, None]
+    root_col = sqrt(col)
     pieces = row_pieces(g)
     for rows, root in zip(pieces, root_row.split([len(rows) for rows in pieces]), strict=True):
         rows.div_((root * root_col).clamp_(min=TINY))
@@ -308,7 +311,8 @@ def _galore(
 ) -> Result:
     """Return Adam's step for ``g`` in the subspace, lifted back, and the new states."""
     basis = refreshed(states["projector"], g, step, options["update_proj_gap"])
-    m, v = states["projected_exp_avg"], states["projected_exp_avg_sq"]
+    m = states["projected_exp_avg"]
+    v = states["projected_exp_avg_sq"]
     change, m, v = adam_step(project(basis, g), m, v, options, step)
     lifted = lift(basis, change, is_tall(*g.shape)).mul_(options["scale"])
     return lifted, {"projector": basis, "projected_exp_avg": m, "projected_exp_avg_sq": v}

@@ -65,7 +65,8 @@ def validation_loss(groups: Sequence[Group]) -> Figure | None:
 
 
 def _losses(title: str, curves: Sequence[Curve], how: str) -> Figure | None:
-    layout, data = layout_of("step", _LOSS, can_log_x=True), traces_of(curves, title.lower())
+    layout = layout_of("step", _LOSS, can_log_x=True)
+    data = traces_of(curves, title.lower())
     how += f"{_BAND}{fit_axis(curves, layout)}"
     return Figure(title.lower().replace(" ", "-"), title, how, data, layout) if data else None
 
@@ -77,7 +78,8 @@ def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure |
     )
     if first is None or len(groups) < 2:
         return None
-    theirs, curves = first.seeds(), []
+    theirs = first.seeds()
+    curves = []
     for group in groups:
         pairs = [
             (run, theirs[seed])

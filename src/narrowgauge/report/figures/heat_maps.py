@@ -20,7 +20,8 @@ from narrowgauge.report.figures.palette import SEQUENTIAL, plain
 from narrowgauge.report.figures.series import json_list
 from narrowgauge.runs.schema import Row, gauge_metrics, step_of
 
-MOST_TENSORS, MOST_COLUMNS = 64, 100
+MOST_TENSORS = 64
+MOST_COLUMNS = 100
 """Maximum numbers of rows and columns in a heat map."""
 _DIVERGING = [[0, "@below"], [0.5, "@even"], [1, "@above"]]
 _SMALLEST = 1e-7
@@ -142,19 +143,23 @@ def heat_maps(rows: Sequence[Row]) -> dict[str, Row]:
 
 def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: npt.NDArray[np.int64]) -> Row:
     """Return the figure of one metric, from the values of each tensor at all steps."""
-    names, values = list(tensors), np.array(list(tensors.values()))
+    names = list(tensors)
+    values = np.array(list(tensors.values()))
     is_sampled = ~np.isnan(values).all(axis=0)
-    steps, values = steps[is_sampled], values[:, is_sampled]
+    steps = steps[is_sampled]
+    values = values[:, is_sampled]
     reach = np.fmax.reduce(np.abs(values - metric.good), axis=1)
     lines = np.sort(np.argsort(-reach, kind="stable")[:MOST_TENSORS])
-    shown, num_columns = [names[line] for line in lines], min(len(steps), MOST_COLUMNS)
+    shown = [names[line] for line in lines]
+    num_columns = min(len(steps), MOST_COLUMNS)
     starts = [len(steps) * column // num_columns for column in range(num_columns)]
     low, high = (
         reduce(values[lines], starts, axis=1) for reduce in (np.fmin.reduceat, np.fmax.reduceat)
     )
     worst = np.where(high - metric.good >= metric.good - low, high, low)
     low_end, high_end = metric.scaled(np.array([metric.low, metric.high])).tolist()
-    places, labels = list(range(len(worst))), [plain(name) for name in shown]
+    places = list(range(len(worst)))
+    labels = [plain(name) for name in shown]
     trace = {
         "type": "heatmap", "x": json_list(steps[[*(start - 1 for start in starts[1:]), -1]], 9), "y": places,
         "z": [json_list(row, 3) for row in metric.scaled(worst)], "zmin": low_end, "zmax": high_end,

@@ -136,7 +136,10 @@ def _format_bars() -> list[Row]:
 
 def _panels(num_panels: int, exponents: list[float]) -> Row:
     """Return the axes: formats on top, a panel per kind below, all over one axis of exponents."""
-    top, panel, gap, bottom = 24 * len(SHOWN_FORMATS), 74, 30, 10
+    top = 24 * len(SHOWN_FORMATS)
+    panel = 74
+    gap = 30
+    bottom = 10
     total = top + (panel + gap) * num_panels + bottom
     layout: Row = {
         "height": total + 180, "bargap": 0,

@@ -51,14 +51,17 @@ def band(lines: Sequence[Series]) -> Band:
     finite value changes.
     """
     x = np.unique(np.concatenate([np.empty(0), *(line.x for line in lines)]))
-    values, lacks = np.full((len(lines), len(x)), np.nan), np.zeros((len(lines), len(x)), bool)
+    values = np.full((len(lines), len(x)), np.nan)
+    lacks = np.zeros((len(lines), len(x)), bool)
     for seed, line in enumerate(lines):
         if len(line):
             at = np.searchsorted(x, line.x)
             lacks[seed, at.min() : at.max() + 1] = True
-            lacks[seed, at], values[seed, at] = False, line.y
+            lacks[seed, at] = False
+            values[seed, at] = line.y
     is_kept = ~lacks.any(axis=0)
-    x, values = x[is_kept], values[:, is_kept]
+    x = x[is_kept]
+    values = values[:, is_kept]
     has_value = ~np.isnan(values)
     count = has_value.sum(axis=0)
     mean = np.where(has_value, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
@@ -97,8 +100,10 @@ def in_columns(joined: Band, num_columns: int = NUM_COLUMNS) -> Band:
     mean = np.add.reduceat(np.where(is_gap, 0.0, joined.mean), starts) / np.where(
         count, count, np.nan
     )
-    low, high = np.fmin.reduceat(joined.low, starts), np.fmax.reduceat(joined.high, starts)
-    x, at = joined.x[ends - 1], np.flatnonzero((count > 0) & (count < ends - starts)) + 1
+    low = np.fmin.reduceat(joined.low, starts)
+    high = np.fmax.reduceat(joined.high, starts)
+    x = joined.x[ends - 1]
+    at = np.flatnonzero((count > 0) & (count < ends - starts)) + 1
     return Band(
         np.insert(x, at, x[at - 1]), *(np.insert(side, at, np.nan) for side in (mean, low, high))
     )

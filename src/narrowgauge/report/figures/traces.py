@@ -77,7 +77,8 @@ def _span(curve: Curve) -> Row:
 
 
 def _mean(curve: Curve, name: str) -> Row:
-    group, joined = curve.group, curve.joined
+    group = curve.group
+    joined = curve.joined
     return _scatter(Series(joined.x, joined.mean), group) | {
         "name": plain(group.label),
         "mode": "lines+markers" if len(joined.x) <= MOST_MARKERS else "lines",
@@ -143,11 +144,13 @@ def fit_axis(curves: Sequence[Curve], layout: Row) -> str:
     lines = [curve.means for curve in curves if curve.means.size]
     if not lines:
         return ""
-    limit, values = 1.25 * max(line[0] for line in lines), np.concatenate(lines)
+    limit = 1.25 * max(line[0] for line in lines)
+    values = np.concatenate(lines)
     inside = values[values <= limit]
     if not inside.size or inside.min() == inside.max():
         return ""
-    low, high = inside.min(), inside.max()
+    low = inside.min()
+    high = inside.max()
     margin = 0.15 * (high - low)
     layout["yaxis"] |= {"range": [rounded(float(low - margin)), rounded(float(high + margin))]}
     beyond = [curve.group.label for curve in curves if curve.means.max(initial=0.0) > 1.5 * limit]

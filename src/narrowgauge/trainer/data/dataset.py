@@ -151,7 +151,8 @@ def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
     is_valid = np.array(
         [_is_held_out(int(name), held_out, seed) for name in tokens.documents[:, 0]], dtype=bool
     )
-    train, valid = Stream(tokens.ids, segments[~is_valid]), Stream(tokens.ids, segments[is_valid])
+    train = Stream(tokens.ids, segments[~is_valid])
+    valid = Stream(tokens.ids, segments[is_valid])
     notes: tuple[str, ...] = ()
     if not (len(train) and len(valid)):
         size = len(tokens.ids)
@@ -202,7 +203,8 @@ def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
     any size).
     """
     items = np.asarray(items, dtype=np.uint64)
-    epochs, places = items // np.uint64(num_windows), items % np.uint64(num_windows)
+    epochs = items // np.uint64(num_windows)
+    places = items % np.uint64(num_windows)
     keys = _mix(_mix(np.full_like(items, seed & (1 << 64) - 1)) + epochs)
     # At least six bits: with fewer, a Feistel network reaches too few permutations.
     half = np.uint64(max(3, ((num_windows - 1).bit_length() + 1) // 2))
@@ -214,7 +216,8 @@ def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
 
 def _feistel(places: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
     mask = (np.uint64(1) << half) - np.uint64(1)
-    high, low = places >> half, places & mask
+    high = places >> half
+    low = places & mask
     for number in range(_ROUNDS):
         high, low = low, high ^ (_mix(keys + _mix(low + np.uint64(number << 40))) & mask)
     joined: np.ndarray = high << half | low

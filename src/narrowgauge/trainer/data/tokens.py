@@ -38,7 +38,8 @@ SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 _PIECE_CHARACTERS = 1 << 18
 _LONG_WORD = re.compile(r"\S{4096}")
 _BATCH_CHARACTERS = 1 << 22
-_PAGE_BYTES, _MAX_PAGES = 1 << 12, 1 << 10
+_PAGE_BYTES = 1 << 12
+_MAX_PAGES = 1 << 10
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 
@@ -317,4 +318,5 @@ def _encoded(
         for (number, _), encoding in zip(parts, encodings, strict=True):
             ids[number] += encoding.ids
         yield from ((hash_name(name), tokens) for (name, _), tokens in zip(batch, ids, strict=True))
-        batch, size = [], 0
+        batch = []
+        size = 0
