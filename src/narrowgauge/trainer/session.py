@@ -30,6 +30,7 @@ from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import DataError, RankError, RecordError
+from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
 from narrowgauge.gauges.recording.step_row import batch_checksum
@@ -139,10 +140,8 @@ class Session:
         optimizer = self.optimizer
         self.saver, self.linears = Saver(self.folder, self.here.apart()), linears_of(self.model)
         self.fingerprints = Fingerprints(
-            self.model,
-            optimizer,
+            Hub(self.model, [optimizer], here=self.here),
             config.fingerprints_every,
-            self.here,
             sees_outputs=not config.compile,
         )
 

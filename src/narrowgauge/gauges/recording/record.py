@@ -121,7 +121,6 @@ class Record(AbstractContextManager["Record"]):
             if self.here.size > 1:
                 ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
             self._hear(ours)
-            self._rebuild()  # the audit raises lost_updates, so no detector does
         if every:
             self.gauges = attach_gauges(model, optimizer, every=every, on_row=self.gauge)
             self.undo.callback(self.gauges.detach)
@@ -154,7 +153,7 @@ class Record(AbstractContextManager["Record"]):
     def _rebuild(self) -> Run:
         """Restore the detectors from the run folder, which rank 0 reads. Return its content."""
         run = self.here.of_first(lambda: read_run(self.folder))
-        self.alarms = Alarms(self.recipe, is_audited=self.reader.ours is not None)
+        self.alarms = Alarms(self.recipe)
         self.alarms.read(run.steps, run.gauges)
         return run
 
@@ -220,16 +219,15 @@ class Record(AbstractContextManager["Record"]):
     def gauge(self, row: Row) -> None:
         """Write a row of ``gauges.jsonl``, and let the detectors read it."""
         self._append("gauges", row)
-        # torch's GradScaler passes its scale this way. A scaled gradient overflows now and then.
-        if getattr(self.reader.optimizer, "grad_scale", None) is not None:
-            self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for event in self.alarms.on_gauges(row):
             self.event(event, shown=True)
 
     def fingerprint(self, prints: Fingerprints) -> None:
-        """Write the newest row of ``fingerprints.jsonl``, if the step has one."""
-        row = prints.last
-        prints.last = None
+        """Write the newest row of ``fingerprints.jsonl``, if the step has one.
+
+        Expect the next step.
+        """
+        row = prints.take(self.num_steps)
         if row is not None and self.writer is not None:
             self.writer.append("fingerprints", row)
 

@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,9 @@ from narrowgauge.checks.step_samples import weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
+from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.certificate import SAVED, Certificate
-from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
+from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import (
     describe_model,
     describe_process,
@@ -42,7 +42,7 @@ from narrowgauge.gauges.recording.provenance import (
 )
 from narrowgauge.gauges.recording.record import OnRow, Record
 from narrowgauge.gauges.recording.step_row import batch_checksum
-from narrowgauge.gauges.recording.watch import RunNotice, Watch
+from narrowgauge.gauges.recording.watch import Watch
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
@@ -55,7 +55,6 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.torch_hooks import members_of
-from narrowgauge.torch_support.torch_names import unwrapped_model
 
 _OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
 atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))
@@ -172,17 +171,12 @@ class RunRecorder(Watch):
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(self._record.close)
             earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
-            self._prints = LoopFingerprints(
-                unwrapped_model(model),
-                self.optimizer,
-                fingerprints_every,
-                here,
-                partial(self.event, "note"),
-            )
-            self._record.undo.callback(self._prints.close)
             self._has_formats = False
             super().__init__(model, self.optimizer, every=every, called=called)
             self._record.undo.callback(self.remove)
+            self.hub.say = self._note
+            self._prints = Fingerprints(self.hub, fingerprints_every)
+            self._record.undo.callback(self._prints.end)
             self._columns = Row()
             self._num_taken = 0
             self.gauges = self._record.watch(model, optimizer, every=gauges_every)
@@ -274,7 +268,6 @@ class RunRecorder(Watch):
             for line in coarse_loss(loss):
                 self.event("note", line)
         self._record.fingerprint(self._prints)
-        self._prints.expect(self.num_steps + 1)
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
         """Record an evaluation at the current step.
@@ -465,34 +458,25 @@ class RunRecorder(Watch):
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
-        self._prints.guarded(self._prints.before_first, step)
+        self.hub.guard(self._prints, self._prints.start, step)
         self._record.fingerprint(self._prints)
-        self._prints.expect(step + 1)
 
-    def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        super()._before_pass(module, args, kwargs)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._prints.guarded(self._prints.before_pass, (*args, *kwargs.values()))
+    def _note(self, message: str) -> None:
+        self._record.event(Event("note", self.num_steps, message), shown=True)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._prints.guarded(self._prints.before_step)
-        super()._before_step(optimizer)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._prints.guarded(self._prints.after_step)
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step that was taken, too."""
         found_inf = getattr(optimizer, "found_inf", None)  # of torch.amp.GradScaler, if fused
-        self._num_taken += found_inf is None or not bool(found_inf)
-        super()._after_step(optimizer)
+        if found_inf is None or not bool(found_inf):
+            self._num_taken += 1
+        super().after_step(optimizer)
 
-    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after_pass(self, output: Any) -> None:
         """Record the formats of the first forward pass too.
 
         After a resume, note changed formats.
         """
-        super()._after_pass(module, args, output)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        self._prints.after_pass()
+        super().after_pass(output)
         if self._has_formats or not (formats := formats_of(output)):
             return
         self._has_formats = True
