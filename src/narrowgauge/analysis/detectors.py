@@ -91,8 +91,9 @@ class Detector:
         """
         if not self.relative:
             return self.threshold
-        least = 0.0 if baseline is None else max(baseline, self.floor)
-        return self.threshold * least if baseline is not None and least > 0 else None
+        if baseline is None or max(baseline, self.floor) <= 0:
+            return None
+        return self.threshold * max(baseline, self.floor)
 
     def trips(self, value: float, limit: float) -> bool:
         """Return whether a value is beyond the limit."""
@@ -108,8 +109,9 @@ class Detector:
 
         At least 1 if it trips.
         """
-        over, under = (value, limit) if self.side == "above" else (limit, value)
-        return math.inf if not math.isfinite(over) or under <= 0 else over / under
+        if self.side == "below":
+            value, limit = limit, value
+        return value / limit if math.isfinite(value) and limit > 0 else math.inf
 
 
 def _is_drowned(metrics: Metrics) -> bool:

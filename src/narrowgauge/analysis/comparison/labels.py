@@ -23,9 +23,10 @@ MOST_SETTINGS = 4
 
 def run_name(recipe: str, seed: int) -> str:
     """Return the folder name of a run within its comparison's folder."""
-    plain = recipe.removesuffix(")").replace(" (", " ")
-    letters = "".join(letter if letter.isalnum() or letter in "-_.+" else "-" for letter in plain)
-    return f"{letters.strip('.') or 'recipe'}-seed{seed}"
+    name = ""
+    for letter in recipe.removesuffix(")").replace(" (", " "):
+        name += letter if letter.isalnum() or letter in "-_.+" else "-"
+    return f"{name.strip('.') or 'recipe'}-seed{seed}"
 
 
 def parsed_recipe(recipe: Any) -> Recipe | None:
