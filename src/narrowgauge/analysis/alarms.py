@@ -137,7 +137,7 @@ class Alarms:
         is_wrong = loss is not None and not math.isfinite(loss)
         if norm is not None and not is_searching:
             is_wrong = is_wrong or not math.isfinite(norm)
-        metrics = {"nonfinite": float(is_wrong), "lost_decay": number(row.get("lost_decay"))}
+        metrics: dict[str, float | None] = {"nonfinite": float(is_wrong)}
         if scale is None:
             return metrics
         if row.get("step", 0) > SETTLING_STEPS:
