@@ -43,8 +43,12 @@ class _State:
 
     def update(self, detector: Detector, trips: bool, recovers: bool) -> bool:
         """Count one value. Return whether this value makes the detector active."""
-        self.num_bad = self.num_bad + 1 if trips else 0
-        self.num_good = self.num_good + 1 if recovers else 0
+        self.num_bad += 1
+        self.num_good += 1
+        if not trips:
+            self.num_bad = 0
+        if not recovers:
+            self.num_good = 0
         begins = not self.is_active and self.num_bad >= detector.consecutive
         self.is_active = begins or (self.is_active and self.num_good < detector.recovery)
         return begins
@@ -108,8 +112,12 @@ class Alarms:
 
     def read(self, steps: Iterable[Row], gauges: Iterable[Row]) -> list[Event]:
         """Read the rows of ``steps.jsonl`` and ``gauges.jsonl``, and return their events."""
-        events = [event for row in steps for event in self.on_step(row)]
-        return events + [event for row in gauges for event in self.on_gauges(row)]
+        events = []
+        for row in steps:
+            events += self.on_step(row)
+        for row in gauges:
+            events += self.on_gauges(row)
+        return events
 
     def on_step(self, row: Row) -> list[Event]:
         """Read a row of ``steps.jsonl``, and return the events that it raises.
@@ -230,7 +238,6 @@ class Alarms:
         )
 
 
-_BY_TABLE: dict[str, tuple[Detector, ...]] = {
-    table: tuple(row for row in DETECTORS.values() if row.table == table)
-    for table in (*METRICS, "steps")
-}
+_BY_TABLE: dict[str, list[Detector]] = {table: [] for table in (*METRICS, "steps")}
+for _detector in DETECTORS.values():
+    _BY_TABLE[_detector.table].append(_detector)

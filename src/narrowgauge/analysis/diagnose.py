@@ -73,7 +73,9 @@ class Diagnosis(Readings):
         self.name = run.path.name or run.path.resolve().name
         self.notes = list(_notes(run, skipped))
         self.num_rows = len(run.steps)
-        self.num_applied = None if skipped is None else self.num_rows - len(skipped)
+        self.num_applied: int | None = None
+        if skipped is not None:
+            self.num_applied = self.num_rows - len(skipped)
         self._rows = counted(self.num_rows, "row" if run.is_foreign else "step")
         self.lines = [f"{self.name}: {self.verdict}"]
 
@@ -336,8 +338,13 @@ def rows_per_step(run: Run, skipped: list[int]) -> int:
         if step_of(row) not in out:
             applied.append(place)
     gaps = {after - before for before, after in pairwise(applied)}
-    has_reasons = any(event.get("kind") == "skip" for event in run.events)
-    return gaps.pop() if len(gaps) == 1 and len(applied) > 2 and not has_reasons else 1
+    if len(gaps) != 1 or len(applied) <= 2 or _events(run, "skip"):
+        return 1
+    return gaps.pop()
+
+
+def _events(run: Run, kind: str) -> list[Row]:
+    return [event for event in run.events if event.get("kind") == kind]
 
 
 def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
@@ -351,8 +358,12 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
         return
     unit = "rows" if run.is_foreign else "steps"
     since = min(failed)
-    earlier = [step for step in map(step_of, run.steps) if step < since]
-    before = max(earlier, default=since - 1)
+    before = -1
+    for step in map(step_of, run.steps):
+        if before < step < since:
+            before = step
+    if before < 0:
+        before = since - 1
     advice = f"{len(failed)} of {len(run.steps)} {unit} have a loss or a gradient norm that is not"
     advice += " finite."
     if before < since - 1:
@@ -378,19 +389,15 @@ def _skips(run: Run, skipped: set[int]) -> Iterator[Reading]:
     if leading < total:
         bound = min(leading, int(kind.bound)) + _SKIPPED + int(MAX_SKIPPED * total)
     if len(skipped) > bound:
-        reason = "no weight changed in them"
-        for event in run.events:
-            if event.get("kind") == "skip":
-                reason = str(event.get("message")).rstrip(".")
-                break
-        words = {"count": total, "more": f": {reason}"}
+        reasons = [event.get("message") for event in _events(run, "skip")]
+        reason = str([*reasons, "no weight changed in them"][0])
+        words = {"count": total, "more": f": {reason.rstrip('.')}"}
         yield kind.reading("", len(skipped), 0, bound, min(skipped), **words)
 
 
 def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """Yield a divergence that no event tells, or a loss that does not fall."""
-    is_recorded = any(event.get("kind") == "divergence" for event in run.events)
-    if len(skipped) == len(run.steps) or is_recorded:
+    if len(skipped) == len(run.steps) or _events(run, "divergence"):
         return
     values = column(run, "steps", "loss").finite
     end = max(map(step_of, run.steps))
@@ -519,7 +526,7 @@ def _batches(run: Run) -> Iterator[Reading]:
             words = {"begun": begun, "end": steps[place + length - 1]}
             words |= {"first": steps[start], "last": steps[start + length - 1]}
             reading = KINDS["repeated-batches"].reading("", length, 0, step=begun, **words)
-            resumes = [e.get("step") for e in run.events if e.get("kind") == "resume"]
+            resumes = [event.get("step") for event in _events(run, "resume")]
             if begun > 1 and begun - 1 in resumes:
                 reading = replace(reading, severity="warning")
             yield reading

@@ -40,14 +40,18 @@ class TwoRuns(Readings):
         runs = first_run, second_run
         self.parting = parting = find_parting(*runs)
         self.difference = at = parting.beyond or parting.first
-        super().__init__([] if at is None else [at.reading(parting.bound)])
+        super().__init__()
+        self.acting: tuple[SettingDifference, ...] = ()
         self.is_rounding = at is not None and parting.beyond is None
         ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
         self.is_complete = None not in ends and ends[0] == ends[1]
-        names = first_run.path.name, second_run.path.name
-        self.names = names if names[0] != names[1] else (str(first_run.path), str(second_run.path))
+        self.names = first_run.path.name, second_run.path.name
+        if self.names[0] == self.names[1]:
+            self.names = str(first_run.path), str(second_run.path)
         self.settings = tuple(settings_diff(first_run.run, second_run.run))
-        self.acting = () if at is None else acting_at(self.settings, at.stage, self.is_rounding)
+        if at is not None:
+            self.readings = [at.reading(parting.bound)]
+            self.acting = acting_at(self.settings, at.stage, self.is_rounding)
         self.notes = list(self._notes(runs))
         self.lines = [f"{' and '.join(self.names)}: {self.verdict}"]
 
@@ -139,5 +143,6 @@ class TwoRuns(Readings):
 
 def _listed(settings: Sequence[SettingDifference]) -> str:
     names = [str(setting) for setting in settings[:_NAMED]]
-    more = len(settings) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")
+    if len(settings) > _NAMED:
+        names[-1] += f" and {len(settings) - _NAMED} more"
+    return ", ".join(names)

@@ -226,8 +226,9 @@ class Watch(Listener):
         """
         if loss is not None:
             self.unseen.pop("losses of ranks", None)
-            value = float(loss.detach() if isinstance(loss, Tensor) else loss)
-            self._report(self._loss_readings(value))
+            if isinstance(loss, Tensor):
+                loss = loss.item()
+            self._report(self._loss_readings(loss))
 
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
@@ -390,13 +391,12 @@ class Watch(Listener):
         if skipped is not None:
             self._flags["skipped"] = skipped.reshape(())
         device = next(iter(self._names)).device
-        vector = torch.zeros(0, device=device)
-        if self._flags:
+        flags = []
+        for x in self._flags.values():
             # A cast costs more than a test.
-            vector = torch.stack([
-                x if x.dtype is torch.float32 and x.device == device else x.to(device, torch.float32)
-                for x in self._flags.values()
-            ])  # fmt: skip
+            is_ready = x.dtype is torch.float32 and x.device == device
+            flags.append(x if is_ready else x.to(device, torch.float32))
+        vector = torch.stack(flags) if flags else torch.zeros(0, device=device)
         self._unread.append((step, list(self._flags), HostCopy(vector)))
         if probe is not None and optimizer is self._optimizer_of[probe]:
             self._was_cleared = False
@@ -504,7 +504,9 @@ class Watch(Listener):
         yield from self._nonfinite_readings(step, outputs, names, is_skipped)
         if not is_skipped:
             self._had_gradient |= {name for name, norm in norms.items() if 0 < norm < math.inf}
-        self._num_zero = 0 if any(norms.values()) else self._num_zero + 1
+        self._num_zero += 1
+        if any(norms.values()):
+            self._num_zero = 0
         zero = KINDS["zero-gradients"]
         if self._num_zero == zero.bound:
             yield zero.reading("", self._num_zero, step=step)
@@ -517,7 +519,9 @@ class Watch(Listener):
         was_bad = self._is_bad
         self._is_bad |= bool(outputs or (gradients and not is_skipped))
         kind = KINDS["first-nonfinite"]
-        self._num_overflows = self._num_overflows + 1 if gradients and is_skipped else 0
+        self._num_overflows += 1
+        if not gradients or not is_skipped:
+            self._num_overflows = 0
         if was_bad:
             return
         if outputs:
@@ -662,8 +666,9 @@ class Watch(Listener):
         count = self._vocabulary
         expected = math.log(count) if count > 1 else math.nan
         kind = KINDS["uniform-loss"]
-        is_uniform = abs(loss / expected - 1) < kind.bound
-        self._num_uniform = self._num_uniform + 1 if is_uniform else 0
+        self._num_uniform += 1
+        if not abs(loss / expected - 1) < kind.bound:
+            self._num_uniform = 0
         if self._num_uniform == UNIFORM_STEPS:
             bound = kind.bound * expected
             words = {"vocabulary": count, "steps": UNIFORM_STEPS}
