@@ -535,14 +535,16 @@ def _batches(run: Run) -> Iterator[Reading]:
 
 def _rates(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """Yield the rows at a rate of zero after others."""
-    still = None
+    still: list[int] = []
+    has_moved = False
     for row in run.steps:
         rate = number(row.get("lr"))
         if rate:
+            has_moved = True
             still = []
-        elif rate is not None and still is not None and step_of(row) not in skipped:
+        elif rate is not None and has_moved and step_of(row) not in skipped:
             still.append(step_of(row))
-    if still is not None and len(still) >= FEWEST_BATCHES:
+    if len(still) >= FEWEST_BATCHES:
         yield KINDS["zero-rate"].reading("", len(still), 0, step=still[0])
 
 

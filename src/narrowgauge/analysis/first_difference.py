@@ -271,13 +271,15 @@ def _columns(step: int, records: Sequence[_Records]) -> list[Difference]:
                 tokens += int(entry[2])
     differences = []
     for column in COLUMNS:
-        values = [first.get(column), second.get(column)]
-        are_nan = values[0] != values[0] and values[1] != values[1]
-        if None in values or values[0] == values[1] or are_nan:
+        here = first.get(column)
+        there = second.get(column)
+        are_nan = here != here and there != there
+        if here is None or there is None or here == there or are_nan:
             continue
-        is_text = isinstance(values[0], str)
-        pair = (math.nan, math.nan) if is_text else (float(values[0]), float(values[1]))
-        differences.append(Difference(step, column, column, values=pair, numel=tokens))
+        values = math.nan, math.nan
+        if not isinstance(here, str):
+            values = float(here), float(there)
+        differences.append(Difference(step, column, column, values=values, numel=tokens))
     return differences
 
 

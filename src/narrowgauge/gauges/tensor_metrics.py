@@ -84,6 +84,7 @@ def measure(recorder: Recorder, layers: Mapping[str, nn.Module]) -> dict[str, Te
     table = torch.stack([torch.stack(recorder.stats[key]) for key in keys]).double()
     table = F.pad(table, (0, 1 + len(metrics.CAST_SUMS)))
     table[:, 3] = torch.nan
+    place_of = {key: place for place, key in enumerate(keys)}
     groups: dict[tuple[torch.Size, Cast | None], list[Key]] = defaultdict(list)
     pools: dict[str, list[Tensor]] = defaultdict(list)
     for key, sample in recorder.samples.items():
@@ -91,7 +92,7 @@ def measure(recorder: Recorder, layers: Mapping[str, nn.Module]) -> dict[str, Te
         pools[key[0]].append(sample.reshape(-1)[::COUNTED])
     for (_, cast), members in groups.items():
         samples = torch.stack([recorder.samples[key] for key in members])
-        places = [keys.index(key) for key in members]
+        places = [place_of[key] for key in members]
         finite = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0)
         flat = finite.flatten(1)
         table[places, 3] = (flat.abs().amax(1) / flat.square().mean(1).sqrt()).double()

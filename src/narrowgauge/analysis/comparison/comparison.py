@@ -131,7 +131,7 @@ class Comparison:
             Column("seeds", "num_seeds", right=True),
             Column("verdict", lambda row: self.classes[row["recipe"]].verdict),
         ]
-        return Table(columns, list(self.rows))
+        return Table(tuple(columns), list(self.rows))
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""

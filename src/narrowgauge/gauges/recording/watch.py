@@ -459,8 +459,8 @@ class Watch(Listener):
         groups = [id(group) for o in self.optimizers for group in o.param_groups]
         for other in _STEPPED.difference(self.optimizers):
             is_same = any(id(group) in groups for group in other.param_groups)
-            is_wrapper = any(value in self.optimizers for value in vars(other).values()
-                             if isinstance(value, torch.optim.Optimizer))  # fmt: skip
+            inner = [id(value) for value in vars(other).values()]
+            is_wrapper = any(id(optimizer) in inner for optimizer in self.optimizers)
             names = [self._names[p] for p in members_of(other) if p in self._names]
             if names and not is_same and not is_wrapper:
                 yield names
@@ -571,11 +571,13 @@ class Watch(Listener):
     ) -> Iterator[Reading]:
         """Read the rate at which a group really trains: lr times the stored share of its update."""
         rate = float(group["lr"])
-        shares = {p: sums[p][1] / sums[p][0] for p in members}
-        worst = min(shares, key=lambda p: shares[p])
-        intended = sum(sums[p][0] for p in members)
-        share = sum(sums[p][1] for p in members) / intended
-        error = 3 * math.sqrt(sum(sums[p][2] for p in members)) / intended
+        total = [0.0, 0.0, 0.0]
+        for p in members:
+            total = [a + b for a, b in zip(total, sums[p], strict=True)]
+        intended, stored, variance = total
+        share = stored / intended
+        error = 3 * math.sqrt(variance) / intended
+        worst = min(members, key=lambda p: sums[p][1] / sums[p][0])
         self._numbers[f"lr/group{index}"] = rate
         self._numbers[f"effective_lr/group{index}"] = rate * share
         kind = KINDS["effective-rate"]
@@ -583,7 +585,7 @@ class Watch(Listener):
         if share + error < kind.bound and not isinstance(optimizer, Optimizer):
             yield kind.reading(
                 "", rate * share, None, kind.bound * rate, step, rate=rate, share=share,
-                format=dtype_name(worst.dtype), worst=self._name(worst), least=shares[worst],
+                format=dtype_name(worst.dtype), worst=self._name(worst), least=sums[worst][1] / sums[worst][0],
             )  # fmt: skip
 
     def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[float]]:
@@ -638,8 +640,9 @@ class Watch(Listener):
         """Read the tensors without a change, and those without a gradient."""
         count = len(self._trained)
         settled = {name for name, since in self._since.items() if step - since >= SETTLED}
-        idle = [name for name in without if name in self._has_moved & settled]
-        without = [name for name in without if name in settled - self._has_moved]
+        without = [name for name in without if name in settled]
+        idle = [name for name in without if name in self._has_moved]
+        without = [name for name in without if name not in self._has_moved]
         yield from KINDS["idle-moves"].of(idle, step)
         if self._num_passes and len(without) < count:
             words = f" in {step} steps"
