@@ -288,7 +288,7 @@ class Watch(Listener):
             return
         for node in graph_nodes(output):
             leaf = getattr(node, "variable", None)
-            if leaf is None or leaf in self._names:
+            if not isinstance(leaf, Tensor) or leaf in self._names:
                 continue
             reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
             if reference is None or reference() is not leaf or values is None:
@@ -470,8 +470,9 @@ class Watch(Listener):
         leaves = []
         for reference, values, steps in self._leaves.values():
             leaf = reference()
-            is_idle = leaf is not None and steps == {0, 1} and leaf not in stepped
-            if is_idle and leaf.grad is not None and torch.equal(evenly_spread(leaf), values):
+            if leaf is None or leaf.grad is None or leaf in stepped or steps != {0, 1}:
+                continue
+            if torch.equal(evenly_spread(leaf), values):
                 leaves.append(leaf)
         self._leaves = {}
         self._numbers["untrained_tensors"] = len(leaves)
