@@ -141,5 +141,5 @@ DETECTORS: dict[str, Detector] = {
 Their threshold is its z.
 """
 
-KINDS_OF_ALARMS = frozenset(detector.kind for detector in DETECTORS.values())
-"""Kinds of events that detectors raise."""
+KINDS_OF_ALARMS = {"lost_updates", *(detector.kind for detector in DETECTORS.values())}
+"""Kinds of events that the optimizer's audit and detectors raise."""

@@ -13,9 +13,9 @@ import pytest
 
 from analysis.diagnosis.records import ATTENTION, HEALTHY, LAYER, Row, gauges
 from narrowgauge.analysis.alarms import Alarms
-from narrowgauge.analysis.detectors import DETECTORS
+from narrowgauge.analysis.detectors import DETECTORS, KINDS_OF_ALARMS
 from narrowgauge.analysis.thresholds import Z
-from narrowgauge.runs.events import Event
+from narrowgauge.runs.events import KINDS, Event
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
@@ -71,6 +71,19 @@ def test_every_detector_has_a_case() -> None:
     assert set(CASES) == set(DETECTORS)
     assert DETECTORS["lost-decay"].threshold == 0.5
     assert DETECTORS["loss-spike"].threshold == DETECTORS["gradient-spike"].threshold == Z
+
+
+def test_alarms_are_kinds_of_events_and_the_audit_raises_one() -> None:
+    assert "lost_updates" in KINDS_OF_ALARMS and set(KINDS) >= KINDS_OF_ALARMS
+
+
+def test_one_event_names_the_worst_tensor_and_counts_the_others() -> None:
+    rows = [{"step": 20, "attention": {"a": [120.0], "b": [500.0], "c": [130.0]}}]
+    (event,) = run(NAIVE, rows)
+    assert event.tensor == "b" and event.message.endswith("; the same holds for 2 more tensors")
+    nonfinite = {"input:first": [1.0, 1.0, 1], "output:second": [1.0, 1.0, 9]}
+    (event,) = run(NAIVE, [{"step": 20, "tensors": nonfinite}])
+    assert event.tensor == "input:first"  # one value is as bad as many
 
 
 @pytest.mark.parametrize("name", CASES)
