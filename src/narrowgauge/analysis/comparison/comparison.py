@@ -222,12 +222,12 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
     losses = [float(summary["val_loss"]) for summary in counting]
     return {
         "recipe": label,
-        "val_loss": statistics.fmean(losses) if losses else None,
+        "val_loss": _reduced(losses, statistics.fmean),
         "val_loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
         "tokens_per_second": _over(known, "tokens_per_second", statistics.median),
         "bytes_per_param": _over(known, "bytes_per_param", statistics.median),
         # Few steps compile, so they do not move a median.
-        "step_seconds": statistics.median(durations) if durations else None,
+        "step_seconds": _reduced(durations, statistics.median),
         "step_memory_bytes": _over(known, "step_memory_bytes", max),
         "edq": _over(counting, "edq", statistics.fmean),
         "noise": _over(counting, "noise", statistics.fmean),
@@ -245,6 +245,10 @@ def _over(
         value = summary.get(key)
         if value is not None and math.isfinite(value):
             values.append(value)
+    return _reduced(values, reduce)
+
+
+def _reduced(values: list[float], reduce: Callable[[list[float]], float]) -> float | None:
     return reduce(values) if values else None
 
 
@@ -305,10 +309,10 @@ def _cheapest(comparison: Comparison) -> Iterator[Sentence]:
     base = comparison.baseline
     recipes = comparison.classes.values()
     if base is None or not comparison.differences:
-        if base is None or len(recipes) > 1:
-            yield "nothing", {}
-        else:
+        if base is not None and len(recipes) == 1:
             yield "alone", {"base": base, "loss": shown_loss(comparison.rows[0]["val_loss"])}
+        else:
+            yield "nothing", {}
         return
     reference = comparison.classes[base]
     levels = []
