@@ -145,7 +145,7 @@ _QUESTION = (
     ),
     click.option(
         "--part", "parts", metavar="PART=FORMAT,…", type=flags.Parsed(_parts),
-        help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, host, joined by +.",
+        help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, host, loraR, joined by +.",
     ),
     click.option(
         "--like", metavar="RUN|X", help="A measured run of the first row: its folder, log or tokens/s."
