@@ -59,6 +59,7 @@ def compared_recipes(recipes: Sequence[Recipe], asked: str | Recipe | Sequence[s
         return list(recipes)
     if asked == "all":
         return _native_recipes(chip, optimizer)
+    names: tuple[str, ...]
     if has_adapters:
         names = ADAPTER_RECIPES
     elif chip.vendor == "Google":

@@ -183,7 +183,7 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
 
     Fields override names.
     """
-    text = layout
+    text = str(layout)
     if not isinstance(layout, str):
         text = ",".join(f"{name}={value}" for name, value in layout.items())
     named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _FIELDS, _ADVICE)

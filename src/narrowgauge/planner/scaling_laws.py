@@ -19,10 +19,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.planner.units import duration_text
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.tables import Row, Table, number_columns
-from narrowgauge.spec.toml import load_data
 
-CAUSES: dict[str, Any] = load_data("causes", "planner")
-"""``cause``: possible causes of time that does not shrink, and how to measure each."""
 NOISE = 0.02
 """Relative error of a measured time, unless the times show a larger error."""
 SIGMAS = 1.2816
@@ -167,8 +164,8 @@ class Scaling:
             )
 
     def row(self, at: Sequence[int] = ()) -> Row:
-        """Return plain values: the laws, times on half the least, ``at`` and twice the most chips,
-        and possible causes.
+        """Return plain values: the laws, and times on half the least, ``at`` and twice the most
+        chips.
         """
         first = self.points[0][0]
         law = self.laws[0]
@@ -180,17 +177,9 @@ class Scaling:
             row["efficiency"] = law.seconds(first) / seconds * first / chips
             predictions.append(row)
         laws = []
-        shapes: set[str] = set()
         for law in self.laws:
             laws.append({"parts_seconds": law.parts, "relative_error": law.error, "text": str(law)})
-            shapes |= law.parts.keys()
-        causes = [cause for cause in CAUSES["cause"] if cause["shape"] in shapes]
-        return {
-            "laws": laws,
-            "predictions": predictions,
-            "causes": causes,
-            "sentences": self.sentences(),
-        }
+        return {"laws": laws, "predictions": predictions, "sentences": self.sentences()}
 
 
 def _interval_text(row: Row) -> str:
@@ -206,14 +195,6 @@ def tables_of(row: Row) -> list[Table]:
         efficiency=lambda row: f"{row['efficiency']:.0%}",
     )
     return [Table(columns, row["predictions"], "Other numbers of chips")]
-
-
-def causes_of(row: Row) -> list[str]:
-    """Return what may not be divided, and how to measure it, one a line."""
-    lines = ["What may not be divided, and how to measure it:"]
-    for cause in row["causes"]:
-        lines.append(f"{cause['name']} ({cause['shape']}): {cause['measure']}")
-    return lines
 
 
 def fit(points: Points) -> Scaling:

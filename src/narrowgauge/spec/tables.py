@@ -77,8 +77,8 @@ class Table:
             align = str.rjust if column.right else str.ljust
             aligned.append([align(cell, width) for cell in cells])
         text = f"{self.title}\n" if self.title else ""
-        for cells in zip(*aligned, strict=True):
-            text += "  ".join(cells).rstrip() + "\n"
+        for line in zip(*aligned, strict=True):
+            text += "  ".join(line).rstrip() + "\n"
         return text
 
     def rich(self) -> Any:

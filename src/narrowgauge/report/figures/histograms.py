@@ -58,7 +58,7 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
     half = FORMATS["float16"]
     low = half.finest_exponent
     high = half.max_exponent + 1
-    data = []
+    data: list[Row] = []
     panels = []
     for kind, title in KIND_TITLES.items():
         bins = [counts.get(kind, []) for _, counts in chosen]

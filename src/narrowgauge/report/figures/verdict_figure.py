@@ -27,7 +27,7 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
     there is none.
     """
     threshold = comparison.acceptable
-    drawn = []
+    drawn: list[str] = []
     beyond = []
     data = []
     reach = [0.0]
