@@ -1,19 +1,14 @@
-"""Tables with named columns, printed for a terminal, a pipe, GitHub markdown or JSON.
-
-A wide terminal gets a rich table. A pipe, a narrow terminal, or one without the package rich gets
-aligned text.
-"""
+"""Tables with named columns, as aligned text, GitHub markdown or JSON."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 Row = dict[str, Any]
 Key = str | Callable[[Any], Any]
@@ -81,43 +76,10 @@ class Table:
             text += "  ".join(line).rstrip() + "\n"
         return text
 
-    def rich(self) -> Any:
-        from rich import box
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table = RichTable(
-            box=box.SIMPLE_HEAD, title=self.title or None, title_justify="left", title_style="bold"
-        )
-        for column in self.columns:
-            side: Literal["left", "right"] = "right" if column.right else "left"
-            # Names and numbers are never wrapped.
-            is_whole = column.code or column.right
-            table.add_column(
-                column.title, justify=side, style="bold" if column.code else None, no_wrap=is_whole
-            )
-        for row in self.rows:
-            table.add_row(*(Text(column.cell(row)) for column in self.columns))
-        return table
-
 
 def write(parts: Table | Sequence[Table]) -> None:
-    """Print tables to standard output, as the module describes."""
+    """Print tables to standard output."""
     tables = [parts] if isinstance(parts, Table) else parts
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None where it is closed
-    if is_terminal and importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.measure import Measurement
-
-        console = Console(highlight=False)
-        rich = []
-        widest = 0
-        free = console.options.update(max_width=10_000)
-        for part in tables:
-            rich.append(part.rich())
-            widest = max(widest, Measurement.get(console, free, rich[-1]).minimum)
-        if widest <= console.width:
-            return console.print(*rich)
     print("\n".join(map(Table.plain, tables)), end="", flush=True)
 
 

@@ -83,7 +83,7 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
         "font": {"color": "@muted"},
     }  # fmt: skip
     layout = _panels(len(data), [low - 2, high + 2]) | {"sliders": [slider]}
-    frames = list(zip(*panels, strict=True))
+    frames = list(map(list, zip(*panels, strict=True)))
     return {"data": [*data, *_format_bars()], "layout": layout, "frames": frames}
 
 
