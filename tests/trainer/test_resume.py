@@ -377,7 +377,10 @@ def test_each_checkpoint_is_an_event_once_it_is_there(
     (copy / "summary.json").unlink()  # as after a kill between a rename and its event
     loop.resume(copy)
     events = [(e["kind"], e["step"]) for e in read_run(copy).events]
-    assert events[-3:] == [("checkpoint", 8), ("resume", 8), ("finish", 8)]
+    assert events[-2:] == [("resume", 8), ("finish", 8)]
+    (copy / "summary.json").unlink()
+    lose(copy)  # the event of the resume says that there was one
+    assert call("resume", str(copy)).exit_code == 2
 
 
 # ── another machine ───────────────────────────────────────────────────────────────────────────────

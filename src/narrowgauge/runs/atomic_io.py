@@ -35,12 +35,11 @@ def disk_error(path: Path, error: Exception) -> RecordError:
         status = 1 if error.errno in (errno.EIO, errno.EFBIG) else 2
         advice = "Check the path and who may write there."
         return RecordError(f"Cannot use {path}: {error.strerror or error}.", advice, status=status)
-    place = next(
-        folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
-    )
-    message = (
-        f"Cannot write {path}: the disk is full ({shutil.disk_usage(place).free:,} bytes free)."
-    )
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    message = f"Cannot write {path}: the disk is full ({free:,} bytes free)."
     return RecordError(message, "Free some space, then give the same command again.", status=1)
 
 
@@ -112,9 +111,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
     path = path.absolute()
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):
-        reason = "the current folder" if path == Path.cwd() else ""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            reason = "not empty" if path.is_dir() else "a file"
+        reason = ""
+        if path == Path.cwd():
+            reason = "the current folder"
+        elif path.is_dir() and any(path.iterdir()):
+            reason = "not empty"
+        elif path.exists() and not path.is_dir():
+            reason = "a file"
         if reason:
             raise RecordError(
                 f"Cannot write {path}: it exists and is {reason}.", "Name a new folder."

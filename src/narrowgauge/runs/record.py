@@ -20,8 +20,9 @@ needs to go on is in run.toml and its checkpoint.
 from __future__ import annotations
 
 import math
+from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, time
 from functools import cached_property
 from pathlib import Path
@@ -133,19 +134,16 @@ def read_run(path: str | Path) -> Run:
         [{'step': 1, 'loss': nan}]
     """
     path = Path(path)
-    if not is_run(path) and (log := read_log(path)) is not None:
-        run_of_log = Run(**log)
-        vars(run_of_log).update(
-            gauges=[], fingerprints=[]
-        )  # a log has neither, and its path may be a file
-        return run_of_log
-    run = read_settings(path)
-    notes: list[str] = []
-    steps = read_rows(path / "steps.jsonl", notes)
-    evals = read_rows(path / "evals.jsonl", notes)
-    events = read_rows(path / "events.jsonl", notes)
-    summary = read_summary(path / "summary.json", notes)
-    return Run(path, run, steps, evals, events, summary, notes)
+    log = None if is_run(path) else read_log(path)
+    if log is not None:
+        run = Run(**log)
+        # A log has neither, and its path may be a file.
+        vars(run).update(gauges=[], fingerprints=[])
+        return run
+    run = Run(path, read_settings(path))
+    for kind in ("steps", "evals", "events"):
+        getattr(run, kind).extend(read_rows(path / f"{kind}.jsonl", run.notes))
+    return replace(run, summary=read_summary(path / "summary.json", run.notes))
 
 
 def read_settings(path: Path) -> Row:
@@ -156,12 +154,11 @@ def read_settings(path: Path) -> Row:
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
-        problem = (
-            "the file is no log that can be read"
-            if path.is_file()
-            else "there is no such folder or file"
-        )
-        reason = "the folder has no run.toml" if path.is_dir() else problem
+        reason = "there is no such folder or file"
+        if path.exists():
+            reason = "the folder has no run.toml"
+        if path.is_file():
+            reason = "the file is no log that can be read"
         raise RecordError(
             f"No run in {path}: {reason}.",
             f"Name the folder that was given as --out.{latest_runs(path)}",
@@ -183,14 +180,14 @@ def wrong_setting(run: Row) -> str:
 
     Empty if all are.
     """
-    config = run["config"] if isinstance(run.get("config"), dict) else {}
-    numbers = {
-        "schema_version": run["schema_version"],
-        "seed": config.get("seed", 0),
-        "steps": config.get("steps", 0),
-    }
-    wrong = next((key for key, value in numbers.items() if not is_whole(value)), None)
-    return "" if wrong is None else f"its {wrong} = {short(numbers[wrong])} is not a whole number"
+    config = config_of(run)
+    numbers = {"schema_version": run["schema_version"]}
+    if isinstance(config, dict):
+        numbers |= {name: config[name] for name in ("seed", "steps") if name in config}
+    for name, value in numbers.items():
+        if not is_whole(value):
+            return f"its {name} = {short(value)} is not a whole number"
+    return ""
 
 
 def latest_runs(path: Path) -> str:
@@ -199,18 +196,16 @@ def latest_runs(path: Path) -> str:
     """
     for place in (path, path.parent, Path("runs")):
         with suppress(OSError):
-            files = sorted(
-                place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True
-            )
+            files = sorted(place.glob("*/run.toml"), key=lambda file: -file.stat().st_mtime)
             if files:
-                return (
-                    f" The latest runs there: {', '.join(str(file.parent) for file in files[:3])}."
-                )
+                names = ", ".join(str(file.parent) for file in files[:3])
+                return f" The latest runs there: {names}."
     return ""
 
 
 def _require_known(table: Row, path: Path) -> None:
-    if (version := table.get("schema_version", VERSION)) != VERSION:
+    version = table.get("schema_version", VERSION)
+    if version != VERSION:
         raise RecordError(
             f"The run {path} has record schema {version}; this version reads {VERSION}.",
             "Read it with the version that wrote it.",
@@ -226,16 +221,15 @@ def read_summary(file: Path, notes: list[str]) -> Row | None:
     if data is None:
         return None
     try:
-        summary = restored(load_json(data))
-    except ValueError as error:
+        summary = dict(restored(load_json(data)))
+        wrong = wrong_value("summary", summary)
+        if wrong:
+            raise ValueError(f"it has {wrong}")
+    except (ValueError, TypeError) as error:
         notes.append(f"{file.name} is damaged ({error}) and was left out")
         return None
-    wrong = wrong_value("summary", summary) if isinstance(summary, dict) else "no object"
-    if wrong:
-        notes.append(f"{file.name} is damaged (it has {wrong}) and was left out")
-        return None
     _require_known(summary, file.parent)
-    return dict(summary)
+    return summary
 
 
 # ── the lines of a file ───────────────────────────────────────────────────────────────────────────
@@ -265,11 +259,12 @@ def read_lines(file: Path) -> list[tuple[bytes, Row | None]]:
 
 def note_of(file: Path, lines: list[tuple[bytes, Row | None]]) -> str:
     """Return a sentence about the damaged lines of a file, or an empty string."""
-    damaged = [number for number, (_, row) in enumerate(lines, 1) if row is None]
-    if not damaged:
+    rows = [row for _, row in lines]
+    if None not in rows:
         return ""
-    rows = counted(len(damaged), "damaged row")
-    return f"{file.name} has {rows} of {len(lines)}, the first in line {damaged[0]}; left out"
+    damaged = counted(rows.count(None), "damaged row")
+    first = rows.index(None) + 1
+    return f"{file.name} has {damaged} of {len(rows)}, the first in line {first}; left out"
 
 
 def _parsed(kind: str, line: bytes) -> Row | None:
@@ -286,17 +281,18 @@ def _parsed(kind: str, line: bytes) -> Row | None:
 
 def _in_order(lines: list[tuple[bytes, Row | None]]) -> list[tuple[bytes, Row | None]]:
     """Call a row damaged whose step is not between those of its neighbours."""
-    steps = [row["step"] for _, row in lines if row is not None]
-    followers = iter([*steps[1:], math.inf])
+    followers = deque(row["step"] for _, row in lines if row is not None)
     ordered: list[tuple[bytes, Row | None]] = []
     last = -math.inf
     for text, row in lines:
         if row is not None:
-            follower = next(followers)
-            is_too_late = last < follower < row["step"]
-            row = None if row["step"] <= last or is_too_late else row
-        if row is not None:
-            last = row["step"]
+            followers.popleft()
+            step = row["step"]
+            is_too_late = bool(followers) and last < followers[0] < step
+            if step <= last or is_too_late:
+                row = None
+            else:
+                last = step
         ordered.append((text, row))
     return ordered
 

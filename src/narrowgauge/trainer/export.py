@@ -34,10 +34,15 @@ def _write(session: Session, temporary: Path) -> None:
     model: Any = session.model
     tensors = model.state_dict()
     # A tied parameter appears once, under its first name.
-    names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
-    weights = {name: tensors[name].contiguous() for name in names if name in tensors}
-    dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-    tables = [model.config, model.generation_config] if model.can_generate() else [model.config]
+    weights = {}
+    dtypes = set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in tensors:
+            weights[name] = tensors[name].contiguous()
+            dtypes.update({tensor.dtype} if tensor.is_floating_point() else ())
+    tables = [model.config]
+    if model.can_generate():
+        tables.append(model.generation_config)
     tokenizer = session.folder / "tokenizer.json"
     end = session.data.end_of_text
     with without_progress_bars():
