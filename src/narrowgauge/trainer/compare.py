@@ -44,24 +44,25 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[An
     """
     numbers = range(seeds) if isinstance(seeds, int) else seeds
     labels = [recipe_name(recipe) for recipe in recipes]
-    folders = [run_name(label, 0).lower() for label in labels]
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
     if not numbers or len(set(numbers)) < len(numbers):
         raise NarrowgaugeError(
             f"Cannot compare with seeds = {seeds!r}.", "Name at least one, none twice."
         )
-    for place, folder in enumerate(folders):
-        if folder in folders[:place]:
-            raise RecipeError(
-                f"two of the recipes are called {labels[place]}.",
-                'Name each once, or give each a name of its own: name = "…" in its file.',
-            )
-    return [
-        (r, seed, run_name(label, seed))
-        for seed in numbers
-        for r, label in zip(recipes, labels, strict=True)
-    ]
+    plan = []
+    folders = set()
+    for seed in numbers:
+        for recipe, label in zip(recipes, labels, strict=True):
+            folder = run_name(label, seed)
+            if folder.lower() in folders:
+                raise RecipeError(
+                    f"two of the recipes are called {label}.",
+                    'Name each once, or give each a name of its own: name = "…" in its file.',
+                )
+            folders.add(folder.lower())
+            plan.append((recipe, seed, folder))
+    return plan
 
 
 # ── in a loop of your own ─────────────────────────────────────────────────────────────────────────
@@ -134,17 +135,17 @@ def _record(
     with Record(lambda: RunWriter.create(folder, {"config": config}), parsed, warn) as record:
         try:
             returned = train_function(recipe, seed, record)
-            metrics = (
-                returned
-                if isinstance(returned, Mapping) or returned is None
-                else {"val_loss": returned}
-            )
-            metrics = numbers(metrics or {}, f"the training function of {label}")
+            if returned is None:
+                returned = {}
+            elif not isinstance(returned, Mapping):
+                returned = {"val_loss": returned}
+            metrics = numbers(returned, f"the training function of {label}")
             summary = {**record.summary(recipe=label), **metrics}
-            if not isinstance(summary.get("val_loss"), int | float):
+            loss = summary.get("val_loss")
+            if not isinstance(loss, int | float):
                 raise NarrowgaugeError(
                     f"the training function gave no validation loss for {label}, val_loss is "
-                    f"{summary.get('val_loss')!r}.",
+                    f"{loss!r}.",
                     'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
                 )
         except BaseException:
@@ -176,15 +177,14 @@ def define(
     """
     require_package("plotly")
     plan = planned(recipes, seeds)
-    present = {} if out is None else runs_in(Path(out))
-    first = next(iter(present.values()), None)
+    present = [] if out is None else runs_in(Path(out))
     shared = {name: value for name, value in settings.items() if value is not None}
-    if first is not None:
-        own = {name: x for name, x in first.config.items() if name not in OF_A_RUN}
+    for run in present[:1]:
+        own = {name: x for name, x in run.config.items() if name not in OF_A_RUN}
         shared = {**own, **shared}
     base = TrainConfig.from_dict(shared).validated()
-    folder = first_free(Path("comparisons") / Path(base.model).name) if out is None else Path(out)
-    for run in present.values():
+    folder = Path(out or first_free(Path("comparisons") / Path(base.model).name))
+    for run in present:
         require_alike(run, base)
     configs = []
     for recipe, seed, name in plan:
@@ -193,11 +193,10 @@ def define(
     return configs
 
 
-def runs_in(folder: Path) -> dict[Path, Run]:
+def runs_in(folder: Path) -> list[Run]:
     """Return the runs of the trainer in a folder."""
-    files = sorted(folder.glob("*/run.toml"))
-    runs = {file.parent: read_run(file.parent) for file in files}
-    return {path: run for path, run in runs.items() if "recorder" not in run.run}
+    runs = [read_run(file.parent) for file in sorted(folder.glob("*/run.toml"))]
+    return [run for run in runs if "recorder" not in run.run]
 
 
 def require_alike(run: Run, config: TrainConfig) -> None:
@@ -248,17 +247,18 @@ def run_comparison(
             ) from None
         run = read_run(path)
         runs.append(run)
-        loss = f"validation loss {run.summary['val_loss']:.4f}" if run.summary else ""
         reason = divergence(run)
-        result = f"diverged ({reason})" if reason else loss
+        result = f"diverged ({reason})" if reason else ""
+        if run.summary is not None and not reason:
+            result = f"validation loss {run.summary['val_loss']:.4f}"
         took = duration(time.monotonic() - began) if is_new else "earlier"
         say(f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}  {result}  {took}")
     unigram_loss = runs[0].run["data"].get("unigram_loss")
     if unigram_loss is not None:
         say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
-    requested = {run.path for run in runs}
-    for path, run in runs_in(folder).items():
-        if path not in requested and run.summary is not None:
+    requested = [run.path for run in runs]
+    for run in runs_in(folder):
+        if run.path not in requested and run.summary is not None:
             runs.append(run)
     comparison = compare_runs(runs)
     return comparison, publish(comparison, folder)

@@ -96,12 +96,12 @@ def require_same_run(
         )
 
 
-def nothing_left(run: Run, config: TrainConfig) -> str:
+def nothing_left(run: Run | None, config: TrainConfig) -> str:
     """Return a sentence if a run is finished and its settings ask for no further step.
 
     Refuse other changes of it.
     """
-    if run.summary is None or config.steps > run.summary["steps"]:
+    if run is None or run.summary is None or config.steps > run.summary["steps"]:
         return ""
     for name, old, new in changed_settings(run.config, config.to_dict()):
         raise RecordError(

@@ -72,7 +72,8 @@ def train(
     ranks = all_ranks()
     config, run = ranks.of_first(lambda: door.enter(given, ranks.size))
     shown = console or Console(config.steps, config.log_every, is_quiet=not ranks.is_first)
-    if run is not None and (line := door.nothing_left(run, config)):
+    line = door.nothing_left(run, config)
+    if line:
         shown.say(line)
     else:
         with threads_of(config.threads, config.recipe.reduction.order_invariant):
