@@ -98,10 +98,9 @@ def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict
         >>> adamw_of(TrainingArguments(learning_rate=1e-3, adam_beta2=0.95), storage="word")[1]["betas"]
         (0.9, 0.95)
     """
-    betas = args.adam_beta1, args.adam_beta2
     taken = {
         "lr": args.learning_rate,
-        "betas": betas,
+        "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
     }
@@ -129,7 +128,7 @@ class NarrowgaugeCallback(TrainerCallback):
     def __init__(
         self, folder: str | Path | None = None, *, gauges_every: int = 0, audit_every: int = 0
     ) -> None:
-        self.folder = None if folder is None else Path(folder)
+        self.folder = Path(folder) if folder else None
         self.recorder: RunRecorder | None = None
         self._rate = 0.0
         self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
@@ -174,12 +173,11 @@ class NarrowgaugeCallback(TrainerCallback):
         self._record_step(state, logs["loss"], grad_norm=logs.get("grad_norm"))
         if isinstance(optimizer, Optimizer):
             readings: dict[str, float] = {"num_skipped": optimizer.num_skipped}
-            if reading := audit(optimizer).total:
-                readings |= {
-                    "edq": reading.edq,
-                    "update_noise": reading.noise,
-                    "lost_fraction": reading.lost_fraction,
-                }
+            reading = audit(optimizer).total
+            if reading is not None:
+                readings["edq"] = reading.edq
+                readings["update_noise"] = reading.noise
+                readings["lost_fraction"] = reading.lost_fraction
             logs.update(readings)
             state.log_history[-1].update(readings)
 
@@ -215,8 +213,7 @@ def _warnings(args: TrainingArguments, optimizer: Any) -> list[str]:
     if optimizer.max_grad_norm is not None and args.max_grad_norm:
         texts.append(
             f"Gradients are clipped twice: to {args.max_grad_norm:g} by the Trainer and to "
-            f"{optimizer.max_grad_norm:g} by the "
-            "optimizer. Set TrainingArguments(max_grad_norm=0)."
+            f"{optimizer.max_grad_norm:g} by the optimizer. Set TrainingArguments(max_grad_norm=0)."
         )
     return texts
 

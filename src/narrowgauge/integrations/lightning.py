@@ -25,6 +25,9 @@ from narrowgauge.runs.schema import Row, numbers_of
 # Its two packages have separate classes. Use the package that the program has imported.
 _IS_OLD = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 Callback: Any = import_module("pytorch_lightning" if _IS_OLD else "lightning.pytorch").Callback
+_SETTINGS = (
+    "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "world_size",
+)  # fmt: skip
 
 
 class NarrowgaugeMonitor(Callback):
@@ -61,14 +64,14 @@ class NarrowgaugeMonitor(Callback):
         val_loss: str = "val_loss",
         tokens: Callable[[Any], int] | None = None,
     ) -> None:
-        self.folder = None if folder is None else Path(folder)
+        self.folder = Path(folder) if folder else None
         self.recorder: RunRecorder | None = None
         self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
         self._loss_name = loss
         self._val_loss_name = val_loss
         self._count = tokens
         self._step = 0
-        self._tokens = 0
+        self._tokens: int | None = None
         self._rate = 0.0
         self._loss: Tensor | None = None
 
@@ -89,35 +92,29 @@ class NarrowgaugeMonitor(Callback):
         if getattr(optimizer, "max_grad_norm", None) and trainer.gradient_clip_val:
             warnings.warn(
                 f"Gradients are clipped twice: to {trainer.gradient_clip_val:g} by the Trainer and "
-                "to "
-                f"{optimizer.max_grad_norm:g} by the optimizer. Leave gradient_clip_val out.",
+                f"to {optimizer.max_grad_norm:g} by the optimizer. Leave gradient_clip_val out.",
                 stacklevel=2,
             )
         self._step = trainer.global_step
         self._loss = None
-        self._tokens = 0
+        self._tokens = None
         resume = trainer.global_step > 0
-        names = (
-            "max_steps",
-            "max_epochs",
-            "accumulate_grad_batches",
-            "gradient_clip_val",
-            "world_size",
-        )
+        settings = {}
+        for name in _SETTINGS:
+            if getattr(trainer, name, None) is not None:
+                settings[name] = getattr(trainer, name)
+        limit = None
+        if trainer.gradient_clip_algorithm in (None, "norm"):
+            limit = trainer.gradient_clip_val
+        folder = self.folder or Path(trainer.default_root_dir) / "narrowgauge"
         self.recorder = RunRecorder(
-            folder_for(
-                self.folder or Path(trainer.default_root_dir) / "narrowgauge", goes_on=resume
-            ),
+            folder_for(folder, goes_on=resume),
             pl_module,
             optimizer,
-            settings={
-                name: value for name in names if (value := getattr(trainer, name, None)) is not None
-            },
+            settings=settings,
             resume=resume,
             called=_called_model(pl_module),
-            max_grad_norm=trainer.gradient_clip_val
-            if trainer.gradient_clip_algorithm in (None, "norm")
-            else None,
+            max_grad_norm=limit,
             on_row=partial(_log, trainer),
             **self._options,
         )
@@ -126,9 +123,8 @@ class NarrowgaugeMonitor(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if getattr(optimizer, "optimizer", optimizer) is trainer.optimizers[0]:
-            self._rate = float(
-                optimizer.param_groups[0]["lr"]
-            )  # Lightning's schedules step before the batch ends
+            # Lightning's schedules step before the batch ends.
+            self._rate = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -137,23 +133,24 @@ class NarrowgaugeMonitor(Callback):
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
-            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
-        self._tokens += 0 if self._count is None else self._count(batch)
+            self._loss = loss.detach() + (0 if self._loss is None else self._loss)
+        if self._count is not None:
+            self._tokens = (self._tokens or 0) + self._count(batch)
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        loss = trainer.callback_metrics.get(self._loss_name) if self._loss is None else self._loss
+        loss = self._loss
+        if loss is None:
+            loss = trainer.callback_metrics.get(self._loss_name)
         if loss is None:
             raise RecipeError(
                 "Cannot record a fit whose training_step returns no loss and logs no "
                 f"'{self._loss_name}'.",
                 "Return the loss, or log it: self.log('loss', loss).",
             )
-        self.recorder.step(
-            loss, lr=self._rate, tokens=None if self._count is None else self._tokens
-        )
+        self.recorder.step(loss, lr=self._rate, tokens=self._tokens)
         self._loss = None
-        self._tokens = 0
+        self._tokens = None
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         loss = trainer.callback_metrics.get(self._val_loss_name)
@@ -183,6 +180,7 @@ def _called_model(module: nn.Module) -> nn.Module:
     """Return the model that ``training_step`` calls: the only child if it has all parameters, else
     the module itself.
     """
-    children = [child for child in module.children() if next(child.parameters(), None) is not None]
-    is_whole = len(children) == 1 and next(module.parameters(recurse=False), None) is None
-    return children[0] if is_whole else module
+    children = [child for child in module.children() if [*child.parameters()]]
+    if len(children) != 1 or next(module.parameters(recurse=False), None) is not None:
+        return module
+    return children[0]

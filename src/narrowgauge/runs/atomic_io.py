@@ -47,10 +47,13 @@ def system_error(error: BaseException) -> OSError | None:
     """Return an error of the operating system, also one that another error's message quotes, as
     safetensors does.
     """
-    number = re.search(r"os error (\d+)", str(error))
     if isinstance(error, OSError):
         return error
-    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
+    quoted = re.search(r"os error (\d+)", str(error))
+    if quoted is None:
+        return None
+    number = int(quoted[1])
+    return OSError(number, os.strerror(number))
 
 
 @contextlib.contextmanager
@@ -138,8 +141,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    with disk_errors(path):
-        return path.read_bytes() if path.exists() else None
+    with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return path.read_bytes()
+    return None
 
 
 def load_json(text: bytes | str) -> Any:

@@ -58,5 +58,5 @@ def listed(parts: Iterable[str]) -> str:
         >>> listed(["a", "b", "c"])
         'a, b and c'
     """
-    *most, last = parts
-    return f"{', '.join(most)} and {last}" if most else last
+    *first, last = parts
+    return " and ".join(filter(None, [", ".join(first), last]))

@@ -76,7 +76,7 @@ def _read_csv(file: Path) -> Series:
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise ValueError(f"line {number} has not as many values as the first line has names")
-    return _series(rows, first=1 if file.name == "metrics.csv" else 0)
+    return _series(rows, first=int(file.name == "metrics.csv"))
 
 
 def _series(rows: list[Row], first: int = 0) -> Series:
@@ -103,8 +103,10 @@ def _series(rows: list[Row], first: int = 0) -> Series:
 
 
 def _number(name: str, value: Any) -> float | None:
+    if value in (None, ""):
+        return None
     try:
-        return None if value in (None, "") else float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
 
@@ -128,7 +130,7 @@ def _pattern_of(file: Path) -> str:
 
 def log_files(path: Path) -> list[Path]:
     if path.is_file():
-        return [path] if _pattern_of(path) else []
+        return list(filter(_pattern_of, [path]))
     for pattern in list(_READERS)[:-1]:
         # The newest checkpoint of Hugging Face's Trainer repeats earlier rows.
         checkpoints = list(path.glob(f"checkpoint-*/{pattern}"))
@@ -177,13 +179,11 @@ def read_log(path: Path) -> dict[str, Any] | None:
     summary: Row = {"steps": max(rows[-1]["step"] for rows in (steps, evals) if rows)}
     if evals:
         summary["val_loss"] = evals[-1]["val_loss"]
-    return {
-        "path": path.parent if path.is_file() and pattern != "*.csv" else path,
-        "run": {"config": config, SOURCE: {"file": str(files[-1])}},
-        "steps": steps,
-        "evals": evals,
-        "summary": summary if is_finished else None,
-    }
+    if path.is_file() and pattern != "*.csv":
+        path = path.parent
+    row = {"path": path, "run": {"config": config, SOURCE: {"file": str(files[-1])}}}
+    row |= {"steps": steps, "evals": evals}
+    return row | {"summary": summary} if is_finished else row
 
 
 def _progress(file: Path) -> tuple[Row, bool]:
@@ -191,7 +191,9 @@ def _progress(file: Path) -> tuple[Row, bool]:
 
     Only Hugging Face's log says so.
     """
-    state = load_json(file.read_bytes()) if file.name == "trainer_state.json" else {}
+    if file.name != "trainer_state.json":
+        return {}, True
+    state = load_json(file.read_bytes())
     done = state.get("global_step")
     planned = state.get("max_steps")
     if isinstance(done, int) and isinstance(planned, int) and planned > 0:

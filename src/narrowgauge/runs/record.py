@@ -89,10 +89,9 @@ class Run:
         Raise ``RecordError`` if ``run.toml`` has none.
         """
         data = self.run.get("data")
-        fingerprint = data.get("fingerprint") if isinstance(data, dict) else None
-        if not isinstance(fingerprint, str):
+        if not isinstance(data, dict) or not isinstance(data.get("fingerprint"), str):
             raise self._damaged("its table [data] holds no fingerprint")
-        return fingerprint
+        return str(data["fingerprint"])
 
     def _damaged(self, reason: str) -> RecordError:
         return RecordError(
@@ -254,7 +253,9 @@ def read_lines(file: Path) -> list[tuple[bytes, Row | None]]:
     """Return each whole line of a file with its row, which is ``None`` for a damaged line."""
     *texts, _ = (read_bytes(file) or b"").split(b"\n")
     lines = [(text, _parsed(file.stem, text)) for text in texts]
-    return _in_order(lines) if file.stem == "steps" else lines
+    if file.stem == "steps":
+        lines = _in_order(lines)
+    return lines
 
 
 def note_of(file: Path, lines: list[tuple[bytes, Row | None]]) -> str:
@@ -272,11 +273,11 @@ def _parsed(kind: str, line: bytes) -> Row | None:
         row = load_json(line)
     except ValueError:
         return None
-    if not isinstance(row, dict):
-        return None
     if any(name in line for name in _QUOTED):
         row = restored(row)
-    return None if wrong_value(kind, row) else row
+    if not isinstance(row, dict) or wrong_value(kind, row):
+        return None
+    return row
 
 
 def _in_order(lines: list[tuple[bytes, Row | None]]) -> list[tuple[bytes, Row | None]]:
@@ -312,7 +313,8 @@ def toml_value(value: Any) -> Any:
     """Return a value that TOML has: without ``None``, numbers of NumPy and PyTorch as Python's, all
     else as text.
     """
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, dict):
         return {str(key): toml_value(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):

@@ -59,7 +59,8 @@ class Column:
 
     def cell(self, row: Row) -> str:
         """Return the row's value in a table; a dash where it has none."""
-        return "–" if row.get(self.name) is None else self.show(row[self.name])
+        value = row.get(self.name)
+        return "–" if value is None else self.show(value)
 
 
 _DATA = load_data("columns", "runs")
@@ -169,12 +170,14 @@ def wrong_value(kind: str, row: Row) -> str:
         if row.get(name) is None:
             return f"no {name}"
     step = row.get("step", 0)
-    return "" if is_whole(step) else f"step = {short(step)}, which is not a whole number"
+    if not is_whole(step):
+        return f"step = {short(step)}, which is not a whole number"
+    return ""
 
 
 def _why_wrong(column: Column, value: Any) -> str:
-    if column.type in _NUMERIC:
-        return "" if _is_number(value) else f"{column.name} = {short(value)}, which is not a number"
+    if column.type in _NUMERIC and not _is_number(value):
+        return f"{column.name} = {short(value)}, which is not a number"
     if column.type == "text" and not isinstance(value, str | None):
         return f"{column.name} = {short(value)}, which is not text"
     if column.type != "lists":
@@ -229,7 +232,8 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
     """
     numbers: dict[str, float | None] = {}
     if kind == "events":
-        numbers[f"events/{row['kind']}"] = 1.0 if row.get("value") is None else row["value"]
+        value = row.get("value")
+        numbers[f"events/{row['kind']}"] = 1.0 if value is None else value
     elif kind == "evals":
         numbers["validation/loss"] = row.get("val_loss")
     elif kind == "gauges":

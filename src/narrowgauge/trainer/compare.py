@@ -29,6 +29,8 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import door
 from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, first_free
 from narrowgauge.trainer.console import Console
+from narrowgauge.trainer.data.dataset import data_fingerprint
+from narrowgauge.trainer.data.tokens import read_tokens
 
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.record import Record
@@ -200,8 +202,13 @@ def runs_in(folder: Path) -> list[Run]:
 
 
 def require_alike(run: Run, config: TrainConfig) -> None:
-    """Refuse to compare with a run that has other settings, recipe and seed aside."""
-    for name, old, new in door.changed_settings(run.config, config.to_dict()):
+    """Refuse to compare with a run that has other settings or tokens, recipe and seed aside."""
+    changes = door.changed_settings(run.config, config.to_dict())
+    tokens = read_tokens(str(config.data))
+    seed = run.config.get("seed", config.seed)
+    if run.data_fingerprint != data_fingerprint(tokens, config.held_out, seed):
+        changes.append(("data", "other tokens", f"those in {config.data}"))
+    for name, old, new in changes:
         if name not in OF_A_RUN:
             raise RecordError(
                 f"Cannot compare with {run.path} because it has {name} = {old}, not {new}.",

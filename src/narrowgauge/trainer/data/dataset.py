@@ -23,7 +23,7 @@ import numpy as np
 
 from narrowgauge.errors import DataError
 from narrowgauge.runs.finding import counted
-from narrowgauge.trainer.data.tokens import read_tokens
+from narrowgauge.trainer.data.tokens import TokenMap, read_tokens
 
 _ROUNDS = 6
 
@@ -165,16 +165,20 @@ def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
             f"The data has {counted(len(segments), 'document')}, too few to hold one out; the last "
             f"{num_tail} tokens are held out.",
         )
-    key = json.dumps([tokens.fingerprint, held_out, seed]).encode()
     return Dataset(
         Stream(tokens.ids, train),
         Stream(tokens.ids, valid),
         tokens.vocab_size,
         tokens.end_of_text,
         tokens.folder.resolve(),
-        hashlib.blake2b(key, digest_size=16).hexdigest(),
+        data_fingerprint(tokens, held_out, seed),
         notes,
     )
+
+
+def data_fingerprint(tokens: TokenMap, held_out: float, seed: int) -> str:
+    key = json.dumps([tokens.fingerprint, held_out, seed]).encode()
+    return hashlib.blake2b(key, digest_size=16).hexdigest()
 
 
 def _is_held_out(name_hash: int, held_out: float, seed: int) -> bool:
