@@ -110,7 +110,9 @@ def _read_manifest(path: Path) -> tuple[str, dict[str, Any]]:
             "Resume with the version that wrote it.",
         )
     folder = f"step-{manifest['step']:08d}"
-    return "" if path.name == folder else f"its manifest is of {folder}", manifest["files"]
+    if path.name != folder:
+        return f"its manifest is of {folder}", {}
+    return "", manifest["files"]
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
@@ -125,7 +127,9 @@ def _file_damage(file: Path, bytes: int, blake2b: str) -> str:
         return f"{file.name} is missing"
     if file.stat().st_size != bytes:
         return f"{file.name} has {file.stat().st_size:,} bytes of {bytes:,}"
-    return "" if digest(file) == blake2b else f"{file.name} does not match its checksum"
+    if digest(file) != blake2b:
+        return f"{file.name} does not match its checksum"
+    return ""
 
 
 def _listed(place: Path) -> list[Checkpoint]:

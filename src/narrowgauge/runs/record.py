@@ -20,7 +20,7 @@ needs to go on is in run.toml and its checkpoint.
 from __future__ import annotations
 
 import math
-from collections import deque
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date, time
@@ -181,8 +181,9 @@ def wrong_setting(run: Row) -> str:
     """
     config = config_of(run)
     numbers = {"schema_version": run["schema_version"]}
-    if isinstance(config, dict):
-        numbers |= {name: config[name] for name in ("seed", "steps") if name in config}
+    for name in ("seed", "steps"):
+        if isinstance(config, dict) and name in config:
+            numbers[name] = config[name]
     for name, value in numbers.items():
         if not is_whole(value):
             return f"its {name} = {short(value)} is not a whole number"
@@ -197,7 +198,7 @@ def latest_runs(path: Path) -> str:
         with suppress(OSError):
             files = sorted(place.glob("*/run.toml"), key=lambda file: -file.stat().st_mtime)
             if files:
-                names = ", ".join(str(file.parent) for file in files[:3])
+                names = ", ".join(map(os.path.dirname, files[:3]))
                 return f" The latest runs there: {names}."
     return ""
 
@@ -243,29 +244,27 @@ _QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
 
 def read_rows(file: Path, notes: list[str]) -> list[Row]:
     """Return the rows of a file. Drop damaged ones, and add a note about them."""
-    lines = read_lines(file)
-    if note := note_of(file, lines):
-        notes.append(note)
-    return [row for _, row in lines if row is not None]
+    _, rows = read_lines(file)
+    notes.extend(note_of(file, rows))
+    return [row for row in rows if row is not None]
 
 
-def read_lines(file: Path) -> list[tuple[bytes, Row | None]]:
-    """Return each whole line of a file with its row, which is ``None`` for a damaged line."""
+def read_lines(file: Path) -> tuple[list[bytes], list[Row | None]]:
+    """Return the whole lines of a file, and the row of each: ``None`` of a damaged line."""
     *texts, _ = (read_bytes(file) or b"").split(b"\n")
-    lines = [(text, _parsed(file.stem, text)) for text in texts]
+    rows = [_parsed(file.stem, text) for text in texts]
     if file.stem == "steps":
-        lines = _in_order(lines)
-    return lines
+        _drop_disordered(rows)
+    return texts, rows
 
 
-def note_of(file: Path, lines: list[tuple[bytes, Row | None]]) -> str:
-    """Return a sentence about the damaged lines of a file, or an empty string."""
-    rows = [row for _, row in lines]
+def note_of(file: Path, rows: list[Row | None]) -> list[str]:
+    """Return a sentence about the damaged lines of a file, if there are any."""
     if None not in rows:
-        return ""
+        return []
     damaged = counted(rows.count(None), "damaged row")
     first = rows.index(None) + 1
-    return f"{file.name} has {damaged} of {len(rows)}, the first in line {first}; left out"
+    return [f"{file.name} has {damaged} of {len(rows)}, the first in line {first}; left out"]
 
 
 def _parsed(kind: str, line: bytes) -> Row | None:
@@ -280,22 +279,22 @@ def _parsed(kind: str, line: bytes) -> Row | None:
     return row
 
 
-def _in_order(lines: list[tuple[bytes, Row | None]]) -> list[tuple[bytes, Row | None]]:
-    """Call a row damaged whose step is not between those of its neighbours."""
-    followers = deque(row["step"] for _, row in lines if row is not None)
-    ordered: list[tuple[bytes, Row | None]] = []
+def _drop_disordered(rows: list[Row | None]) -> None:
+    """Replace rows by ``None`` whose steps are not between those of their neighbours."""
     last = -math.inf
-    for text, row in lines:
+    follower = math.inf
+    followers = []
+    for row in reversed(rows):
+        followers.append(follower)
         if row is not None:
-            followers.popleft()
-            step = row["step"]
-            is_too_late = bool(followers) and last < followers[0] < step
-            if step <= last or is_too_late:
-                row = None
+            follower = row["step"]
+    for place, row in enumerate(rows):
+        if row is not None:
+            is_too_late = last < followers[-1 - place] < row["step"]
+            if row["step"] <= last or is_too_late:
+                rows[place] = None
             else:
-                last = step
-        ordered.append((text, row))
-    return ordered
+                last = row["step"]
 
 
 def restored(value: Any, key: str = "") -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from narrowgauge.spec.toml import load_data
@@ -66,7 +67,7 @@ class Column:
 _DATA = load_data("columns", "runs")
 TENSOR_KINDS: dict[str, str] = _DATA.pop("tensor_kinds")
 """Every kind of tensor that gauges watch, and its meaning."""
-EVENT_KINDS = frozenset(kind for kinds in _DATA.pop("event_kinds").values() for kind in kinds)
+EVENT_KINDS = frozenset(chain.from_iterable(_DATA.pop("event_kinds").values()))
 """Every kind of event."""
 FIRST_EXPONENT = -64
 NUM_EXPONENTS = 112

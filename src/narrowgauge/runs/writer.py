@@ -105,7 +105,8 @@ class RunWriter:
         writer._lock_folder()
         try:
             writer._open_rows()
-            writer.notes += filter(None, map(writer._keep, ROW_FILES))
+            for name in ROW_FILES:
+                writer.notes += writer._keep(name)
         except BaseException:
             writer.close()
             raise
@@ -122,7 +123,7 @@ class RunWriter:
         for name in STEPWISE:
             self._keep(name, step)
         num_expected = step + 1 - first
-        missing = num_expected - len(read_lines(self._file("steps")))
+        missing = num_expected - len(read_lines(self._file("steps"))[0])
         if missing > 0:
             self.notes.append(
                 f"steps.jsonl lacks {missing:,} of the {num_expected:,} steps before the checkpoint"
@@ -225,15 +226,15 @@ class RunWriter:
         with disk_errors(self._file(name)):
             return os.open(self._file(name), flags, 0o644)
 
-    def _keep(self, name: str, last_step: int | None = None) -> str:
+    def _keep(self, name: str, last_step: int | None = None) -> list[str]:
         """Remove damaged lines, a torn last one, and rows after a step.
 
         Return a note on the damaged ones.
         """
         file = self._file(name)
-        lines = read_lines(file)
+        texts, rows = read_lines(file)
         kept = []
-        for text, row in lines:
+        for text, row in zip(texts, rows, strict=True):
             if row is not None and (last_step is None or row["step"] <= last_step):
                 kept.append(text + b"\n")
         content = b"".join(kept)
@@ -244,7 +245,7 @@ class RunWriter:
             write_whole(file, content)
             os.close(self._descriptors[name])
             self._descriptors[name] = self._opened(name)
-        return note_of(file, lines)
+        return note_of(file, rows)
 
     def _checked(self, kind: str, row: Row) -> Row:
         """Convert the row to JSON values. Refuse a row that no reader would accept."""

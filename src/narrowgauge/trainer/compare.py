@@ -45,6 +45,8 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[An
         seeds: how many, counted from 0, or the seeds themselves.
     """
     numbers = range(seeds) if isinstance(seeds, int) else seeds
+    if isinstance(recipes, str):
+        recipes = [recipes]
     labels = [recipe_name(recipe) for recipe in recipes]
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
@@ -110,7 +112,7 @@ def compare(
         >>> [(row["recipe"], row["num_seeds"]) for row in comparison.rows]
         [('bfloat16/master', 2), ('bfloat16/word', 2)]
     """
-    plan = planned([recipes] if isinstance(recipes, str) else list(recipes), seeds)
+    plan = planned(recipes, seeds)
     from narrowgauge.distributed.ranks import all_ranks
 
     if out is not None:

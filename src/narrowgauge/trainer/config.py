@@ -205,7 +205,9 @@ class TrainConfig:
         Raises:
             ChipError: the settings ask for a compiled model, and nothing can be compiled here.
         """
-        size = MODELS[self.model].num_parameters if self.model in MODELS else num_parameters
+        size = num_parameters
+        if self.model in MODELS:
+            size = MODELS[self.model].num_parameters
         values: dict[str, Any] = {}
         if self.warmup_steps is None:
             values["warmup_steps"] = min(self.steps // 10, 100)
@@ -352,5 +354,10 @@ def _compiler_missing() -> str:
     GPU kernels do not need C++.
     """
     torch = sys.modules.get("torch")
-    on_gpu = Path("/dev/nvidiactl").exists() if torch is None else torch.cuda.is_available()
-    return switched_off() or (gpu_compiler_missing() if on_gpu else compiler_missing())
+    is_gpu_used = Path("/dev/nvidiactl").exists()
+    if torch is not None:
+        is_gpu_used = torch.cuda.is_available()
+    reason = switched_off()
+    if reason:
+        return reason
+    return gpu_compiler_missing() if is_gpu_used else compiler_missing()

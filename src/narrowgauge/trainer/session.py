@@ -24,11 +24,12 @@ from narrowgauge.assembly.preparation import is_matrix, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.exchanges import all_gather
+from narrowgauge.distributed.job import require_same
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.distributed.sharding import fingerprint_whole
-from narrowgauge.errors import DataError, RankError, RecordError
+from narrowgauge.errors import DataError, RecordError
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
 from narrowgauge.gauges.recording.step_row import batch_checksum
@@ -146,9 +147,9 @@ class Session:
     def notes(self) -> list[str]:
         """Notes on how the recipe's matmuls run on this device."""
         notes = []
-        for row in () if self.linears is None else self.config.recipe.computes:
+        for row in self.config.recipe.computes:
             note = describe_matmuls(row, self.device)
-            if row.name != row.dtype and "emulated" in note:
+            if self.linears is not None and row.name != row.dtype and "emulated" in note:
                 notes.append(note)
         return notes
 
@@ -195,7 +196,8 @@ class Session:
         """
         total = self.optimizer.bytes_per_param()
         for sums in (self.accumulator, self.reduction):
-            total += 0.0 if sums is None else sums.bytes_per_param()
+            if sums is not None:
+                total += sums.bytes_per_param()
         return total
 
     def save(self) -> None:
@@ -341,13 +343,7 @@ def open_on_ranks(config: TrainConfig) -> Dataset:
     ranks = all_ranks()
     data = ranks.together(lambda: open_data(str(config.data), config.held_out, config.seed))
     data.require(config.sequence_length)
-    fingerprints = ranks.gather(data.fingerprint)
-    for rank, fingerprint in enumerate(fingerprints):
-        if fingerprint != fingerprints[0]:
-            raise RankError(
-                f"Cannot train: rank {rank} has other tokens in {config.data} than rank 0.",
-                "Give every machine the same token map.",
-            )
+    require_same({"tokens": data.fingerprint})
     return data
 
 

@@ -52,13 +52,15 @@ def train_step(session: Session) -> Row:
     session.sequences += config.batch_size
     session.fingerprints.states(session.step)
 
-    norm = optimizer.grad_norm
-    return {
+    row: Row = {
         "loss": float(total),
-        "grad_norm": None if norm is None else float(norm),
+        "grad_norm": optimizer.grad_norm,
         "batch_crc": session.batch_crc,
         "loader_seconds": session.loader_seconds,
     }
+    if row["grad_norm"] is not None:
+        row["grad_norm"] = float(row["grad_norm"])
+    return row
 
 
 def differentiate(session: Session) -> Tensor:
