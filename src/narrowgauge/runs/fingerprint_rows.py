@@ -6,14 +6,11 @@ both are equally suspect.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Sequence
 from itertools import chain
 
 from narrowgauge.runs.finding import listed
 from narrowgauge.runs.schema import Row
-
-_HELD = re.compile("held:")
 
 
 def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
@@ -57,7 +54,7 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     changes = ranks.get("held") or []
     changed = tuple(rank for rank, number in enumerate(changes) if number)
     if 0 < len(changed) < len(changes):
-        key = next(filter(_HELD.match, row["tensors"]), "held:")
+        key = next((name for name in row["tensors"] if name.startswith("held:")), "held:")
         message = f"{key[5:]} of {in_words(changed)} changed in memory after step {step - 1}"
         return key, changed, message
     # One entry for each group of ranks that hold the same shard: KIND:NAME, then KIND:NAME of ranks

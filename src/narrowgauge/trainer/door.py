@@ -58,7 +58,8 @@ def changed_settings(
     second = {**defaults, **json_value(now)}
     changes = []
     for name in {**first, **second}:
-        old, new = first.get(name), second.get(name)
+        old = first.get(name)
+        new = second.get(name)
         if name not in _PLACES and old != new:
             changes.append((name, _text(old), _text(new)))
     return changes
@@ -127,7 +128,8 @@ def require_no_checkpoint(run: Run, damaged: Sequence[str]) -> None:
 
 
 def no_good_checkpoint(damaged: Sequence[str]) -> str:
-    return ": ".join(["it holds no good checkpoint", *filter(None, ["; ".join(damaged)])])
+    reasons = "; ".join(damaged)
+    return f"it holds no good checkpoint: {reasons}" if reasons else "it holds no good checkpoint"
 
 
 def require_steps_left(folder: Path, config: TrainConfig, step: int) -> None:

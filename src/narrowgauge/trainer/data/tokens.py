@@ -277,7 +277,7 @@ def pieces(text: str) -> Iterator[str]:
     """Yield a text in pieces that a tokenizer encodes in linear time."""
     start = 0
     while start < len(text):
-        end = start + _PIECE_CHARACTERS
+        end = min(start + _PIECE_CHARACTERS, len(text))
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
         while (word := _LONG_WORD.search(text, start, end)) is not None:
