@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+from narrowgauge.integrations.recording import RecordedCallback
 from narrowgauge.optim.adam_states import full_weights, to_torch_state
 from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
@@ -107,7 +107,7 @@ def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict
     return AdamW, {**taken, **options}
 
 
-class NarrowgaugeCallback(TrainerCallback):
+class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
     """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings
     that defeat it.
 
@@ -125,31 +125,19 @@ class NarrowgaugeCallback(TrainerCallback):
         >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP
     """
 
-    def __init__(
-        self, folder: str | Path | None = None, *, gauges_every: int = 0, audit_every: int = 0
-    ) -> None:
-        self.folder = Path(folder) if folder else None
-        self.recorder: RunRecorder | None = None
-        self._rate = 0.0
-        self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
-
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._close(finished=False)  # from an interrupted training
         optimizer = unwrapped(named["optimizer"])
-        resume = state.global_step > 0
         for warning in _warnings(args, optimizer):
             warnings.warn(warning, stacklevel=2)
-        self.recorder = RunRecorder(
-            folder_for(self.folder or Path(str(args.output_dir), "narrowgauge"), goes_on=resume),
+        self._open(
+            args.output_dir,
             named["model"],
             optimizer,
+            state.global_step,
             settings=_settings(args, state),
-            resume=resume,
             max_grad_norm=args.max_grad_norm or None,
-            **self._options,
         )
-        if resume:
-            self.recorder.go_back(state.global_step)
 
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: Any, **named: Any
@@ -190,12 +178,6 @@ class NarrowgaugeCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
         self._close(finished=state.global_step >= state.max_steps)
-
-    def _close(self, finished: bool) -> None:
-        recorder = self.recorder
-        self.recorder = None
-        if recorder is not None:
-            recorder.close(finished)
 
 
 def _warnings(args: TrainingArguments, optimizer: Any) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+from narrowgauge.integrations.recording import RecordedCallback
 from narrowgauge.matmul.swapping import keep_ranks_apart
 from narrowgauge.runs.schema import Row, numbers_of
 
@@ -30,7 +30,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-class NarrowgaugeMonitor(Callback):
+class NarrowgaugeMonitor(RecordedCallback, Callback):
     """Record a fit as ``narrowgauge train`` records its runs, and send the numbers to the Trainer's
     loggers.
 
@@ -64,15 +64,12 @@ class NarrowgaugeMonitor(Callback):
         val_loss: str = "val_loss",
         tokens: Callable[[Any], int] | None = None,
     ) -> None:
-        self.folder = Path(folder) if folder else None
-        self.recorder: RunRecorder | None = None
-        self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
+        super().__init__(folder, gauges_every=gauges_every, audit_every=audit_every)
         self._loss_name = loss
         self._val_loss_name = val_loss
         self._count = tokens
         self._step = 0
         self._tokens: int | None = None
-        self._rate = 0.0
         self._loss: Tensor | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -98,7 +95,6 @@ class NarrowgaugeMonitor(Callback):
         self._step = trainer.global_step
         self._loss = None
         self._tokens = None
-        resume = trainer.global_step > 0
         settings = {}
         for name in _SETTINGS:
             if getattr(trainer, name, None) is not None:
@@ -106,20 +102,16 @@ class NarrowgaugeMonitor(Callback):
         limit = None
         if trainer.gradient_clip_algorithm in (None, "norm"):
             limit = trainer.gradient_clip_val
-        folder = self.folder or Path(trainer.default_root_dir) / "narrowgauge"
-        self.recorder = RunRecorder(
-            folder_for(folder, goes_on=resume),
+        self._open(
+            trainer.default_root_dir,
             pl_module,
             optimizer,
+            trainer.global_step // count,  # Lightning counts the steps of all
             settings=settings,
-            resume=resume,
             called=_called_model(pl_module),
             max_grad_norm=limit,
             on_row=partial(_log, trainer),
-            **self._options,
         )
-        if resume:
-            self.recorder.go_back(trainer.global_step // count)  # Lightning counts the steps of all
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if getattr(optimizer, "optimizer", optimizer) is trainer.optimizers[0]:
@@ -162,12 +154,6 @@ class NarrowgaugeMonitor(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close(finished=False)
-
-    def _close(self, finished: bool) -> None:
-        recorder = self.recorder
-        self.recorder = None
-        if recorder is not None:
-            recorder.close(finished)
 
 
 def _log(trainer: Any, kind: str, row: Row) -> None:
