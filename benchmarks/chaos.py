@@ -72,7 +72,7 @@ WORDS = [
 ]
 CALLS = ("write", "fsync", "rename", "replace", "open", "mkdir", "unlink")
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0
 TORCHRUN_SECONDS = 30
 """How long torchrun lets the other ranks end before it kills them."""
 STRIKES = 8
