@@ -75,12 +75,15 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
                 moved = table == "config" and difference.name in same and are_paths
                 if not repeats and not moved:
                     yield difference
-    probes = []
+    probes: list[Row] = []
     for run in (first_run, second_run):
-        table = run.get("arithmetic")
-        results = table.get("results") if isinstance(table, dict) else None
+        arithmetic: Any = run.get("arithmetic")
+        results: Any = None
+        if isinstance(arithmetic, dict):
+            results = arithmetic.get("results")
         probes.append(results if isinstance(results, dict) else {})
-    for difference in _of_table("arithmetic", *probes):
+    first, second = probes
+    for difference in _of_table("arithmetic", first, second):
         if not any(text.startswith(UNAVAILABLE) for text in difference.values):
             yield difference
 

@@ -73,7 +73,7 @@ def latest_checkpoint(folder: Path, ranks: Ranks = ALONE) -> tuple[Checkpoint | 
     Raises:
         RecordError: another version has written the newest checkpoint.
     """
-    damaged = []
+    damaged: list[str] = []
     for checkpoint in ranks.of_first(lambda: _listed(Path(folder) / _FOLDER)):
         with disk_errors(checkpoint.path):
             reason = damage(checkpoint.path, ranks)

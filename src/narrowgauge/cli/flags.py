@@ -57,7 +57,7 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
         name = field.name.replace("_", "-")
         kind = kind_of(field)
         help = field.metadata["help"]
-        default = field.default
+        default: Any = field.default
         if kind is Recipe:
             default = default.to_value()
         if default is not None:

@@ -186,10 +186,12 @@ def _why_wrong(column: Column, value: Any) -> str:
     if not isinstance(value, dict):
         return f"{column.name} = {short(value)}, which is not a table"
     for name, numbers in value.items():
-        if not isinstance(numbers, list | None):
+        if numbers is None:
+            continue
+        if not isinstance(numbers, list):
             return f"{name} = {short(numbers)} in {column.name}, which is not a list"
         # The first test is of types alone, and ten times as fast.
-        if not _NUMBER.issuperset(map(type, numbers or ())) and not all(map(_is_number, numbers)):
+        if not _NUMBER.issuperset(map(type, numbers)) and not all(map(_is_number, numbers)):
             return f"{name} = {short(numbers)} in {column.name}, which are not numbers"
     return ""
 

@@ -28,6 +28,7 @@ from narrowgauge.gauges.recording.record import Record
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer import door
@@ -250,7 +251,7 @@ def _ended(session: Session, record: Record, console: Console) -> Iterator[None]
     try:
         yield
     except CorruptionError as error:
-        where = {"tensor": error.tensor, "rank": error.rank, "detector": "replicas"}
+        where: Row = {"tensor": error.tensor, "rank": error.rank, "detector": "replicas"}
         message = error.message.rstrip(".")
         record.event(Event("corruption", session.step, message, advice=error.advice, **where))
         raise

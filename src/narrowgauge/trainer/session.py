@@ -256,7 +256,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         language_model.enable_activation_checkpointing(model)
     optimizer = _optimizer(model, config, here)
     accumulator, reduction = _sums(model, optimizer, config, here)
-    summed = partial(language_model.loss_sum, model)
+    summed: Callable[[Tensor], Tensor] = partial(language_model.loss_sum, model)
     if config.compile:
         summed = language_model.compiled_loss(model)
 
