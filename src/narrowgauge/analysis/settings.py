@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.runs import arithmetic
 from narrowgauge.runs.record import Run, config_of
-from narrowgauge.runs.schema import Row, short
+from narrowgauge.runs.schema import UNAVAILABLE, Row, short
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml import load_data
@@ -58,27 +57,35 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
 
     Skip entries that only one has.
     """
-    first_run = {**first_run, "config": config_of(first_run)}
-    second_run = {**second_run, "config": config_of(second_run)}
-    named = {*(first_run["config"] or {}), *(second_run["config"] or {})}
+    first_run, second_run = ({**run, "config": config_of(run)} for run in (first_run, second_run))
+    same = {
+        table
+        for table in _PLACES
+        if first_run.get(table) and first_run[table] == second_run.get(table)
+    }
+    named = {name for run in (first_run, second_run) for name in (run.get("config") or {})}
     for table in TABLES:
-        first = first_run.get(table)
-        second = second_run.get(table)
-        if not isinstance(first, dict) or not isinstance(second, dict):
-            continue
-        for difference in _of_table(table, first, second):
-            name = difference.name
-            # Both repeat settings: the optimizer's groups, and the seed of the data.
-            if table in ("optimizer", "data") and name in named:
-                continue
-            # The same content in another folder is not a difference.
-            if table == "config" and name in _PLACES and first_run.get(name):
-                is_same = first_run[name] == second_run.get(name)
-                if is_same and all("/" in text or "\\" in text for text in difference.values):
-                    continue
+        first, second = (run.get(table) for run in (first_run, second_run))
+        if isinstance(first, dict) and isinstance(second, dict):
+            for difference in _of_table(table, first, second):
+                # Both repeat settings: the optimizer's groups, and the seed of the data.
+                repeats = table in ("optimizer", "data") and difference.name in named
+                # The same content in another folder is not a difference.
+                are_paths = all("/" in value or "\\" in value for value in difference.values)
+                moved = table == "config" and difference.name in same and are_paths
+                if not repeats and not moved:
+                    yield difference
+    probes: list[Row] = []
+    for run in (first_run, second_run):
+        arithmetic: Any = run.get("arithmetic")
+        results: Any = None
+        if isinstance(arithmetic, dict):
+            results = arithmetic.get("results")
+        probes.append(results if isinstance(results, dict) else {})
+    first, second = probes
+    for difference in _of_table("arithmetic", first, second):
+        if not any(text.startswith(UNAVAILABLE) for text in difference.values):
             yield difference
-    for name, texts in arithmetic.differences(first_run, second_run).items():
-        yield SettingDifference(name, texts, "arithmetic")
 
 
 _PLACES = ("data", "model")
@@ -88,11 +95,12 @@ _PLACES = ("data", "model")
 def _of_table(
     table: str, first_table: Mapping[str, Any], second_table: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[SettingDifference]:
-    names = [name for name in first_table if name in second_table and name not in NOT_COMPARED]
-    # A single process records no rank count.
-    if table == "machine" and ("ranks" in first_table) != ("ranks" in second_table):
-        names.append("ranks")
+    names = [name for name in first_table if name in second_table]
+    if table == "machine":  # a single process records no rank count
+        names = [*names, *({"ranks"} & (first_table.keys() ^ second_table.keys()))]
     for name in names:
+        if name in NOT_COMPARED:
+            continue
         first = first_table.get(name, 1)
         second = second_table.get(name, 1)
         if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
@@ -123,15 +131,12 @@ def acting_at(
 
     A setting that :data:`ACTS` does not name, such as one of a user's loop, can act at any stage.
     """
-    known: set[str] = set()
-    acting: set[str] = set()
-    for row in ACTS:
-        known |= {*row["settings"]}
-        if stage in row["stages"] and (is_rounding or not row.get("only_rounds")):
-            acting |= {*row["settings"]}
-    chosen = []
-    for difference in differences:
-        names = {f"{difference.table}.{difference.name}", f"{difference.table}.*"}
-        if names & acting or not names & known:
-            chosen.append(difference)
-    return tuple(chosen)
+    rows = [
+        row
+        for row in ACTS
+        if stage in row["stages"] and (is_rounding or not row.get("only_rounds"))
+    ]
+    settings = {setting for row in rows for setting in row["settings"]}
+    known = {setting for row in ACTS for setting in row["settings"]}
+    named = [(d, {f"{d.table}.{d.name}", f"{d.table}.*"}) for d in differences]
+    return tuple(d for d, names in named if names & settings or not names & known)

@@ -18,7 +18,6 @@ import narrowgauge
 from narrowgauge.analysis.settings import settings_diff
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.arithmetic import measure_arithmetic
-from narrowgauge.runs import arithmetic
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import FORMATS, dtype_name
@@ -38,26 +37,23 @@ def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]
         >>> sorted(describe_process(torch.device("cpu")))
         ['arithmetic', 'machine', 'versions']
     """
-    versions = {
-        "narrowgauge": narrowgauge.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+    return {
+        "versions": {
+            "narrowgauge": narrowgauge.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: version for name in _PACKAGES if (version := installed_version(name))},
+        },
+        "machine": {
+            "system": platform.platform(),
+            "processor": platform.machine(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "num_threads": torch.get_num_threads(),
+            **({"ranks": num_ranks} if num_ranks > 1 else {}),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        },
+        "arithmetic": measure_arithmetic(device),
     }
-    for name in _PACKAGES:
-        version = installed_version(name)
-        if version:
-            versions[name] = version
-    machine = {
-        "system": platform.platform(),
-        "processor": platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "num_threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }
-    if num_ranks > 1:
-        machine["ranks"] = num_ranks
-    measured = measure_arithmetic(device)
-    return {"versions": versions, "machine": machine, arithmetic.TABLE: measured}
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
