@@ -29,7 +29,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import Row, number, step_of
+from narrowgauge.runs.schema import METRICS, Row, number, step_of
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.toml import load_data
 
@@ -246,7 +246,8 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     """
     out = skipped or []
     readings = [*_steps(run, skipped), *_losses(run, out), *_scale(run, out), *_ranks(run)]
-    readings += [*_resumes(run), *_slower(run), *_batches(run), *_rates(run, out)]
+    readings += [*_resumes(run), *_audits(run), *_slower(run)]
+    readings += [*_batches(run), *_rates(run, out)]
     readings += map(_of_event, alarms_of(run))
     groups: dict[tuple[str, str], list[Reading]] = {}
     for reading in readings:
@@ -453,6 +454,18 @@ def _resumes(run: Run) -> Iterator[Reading]:
             if key in loaded and loaded[key][0] != entry[0]:
                 yield kind.reading(key, number(loaded[key][1]), number(entry[1]), step=step + 1)
                 break
+
+
+def _audits(run: Run) -> Iterator[Reading]:
+    """Yield what detectors find in the audit over all parameters, as of one tensor."""
+    alarms = Alarms(recipe_of(run))
+    names = METRICS["updates"]
+    for row in run.steps:
+        if names.keys().isdisjoint(row):
+            continue
+        values = [row.get(name) for name in names]
+        for alarm in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}):
+            yield replace(_of_event(alarm.row()), tensor="")
 
 
 def _slower(run: Run) -> Iterator[Reading]:
