@@ -539,7 +539,8 @@ def _do_nothing(*_: object) -> None:
 
 def inner_of(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module
+        inner: nn.Module = model.module
+        return inner
     return model
 
 

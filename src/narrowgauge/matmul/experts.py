@@ -242,7 +242,7 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
     swapped = experts.get_submodule(NARROW)
     if name in swapped:
         return cast(Tensor, swapped[name](x, weights, offsets, bias))
-    return cast(Tensor, grouped_linear(x, weights, offsets, get_compute(dtype_name(x.dtype)), bias))
+    return grouped_linear(x, weights, offsets, get_compute(dtype_name(x.dtype)), bias)
 
 
 def grouped_layers(

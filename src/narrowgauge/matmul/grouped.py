@@ -194,7 +194,8 @@ def cast_weights(weights: Tensor, cast: Cast, dim: int, kind: str) -> Operand:
 
     if is_traced():
         return make()
-    return cast_cache.cast_weight(weights, (cast, dim), make)
+    operand: Operand = cast_cache.cast_weight(weights, (cast, dim), make)
+    return operand
 
 
 def _cast_rows(cast: Cast, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,7 +206,8 @@ def _cast_rows(cast: Cast, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 
 def _tile_amax(align: int, x: Tensor, token: Tensor) -> Tensor:
     """Return the largest magnitudes of each tile of slots: float32 ``[tiles, features]``."""
-    return _gathered(x, token).float().abs().unflatten(0, (-1, align)).amax(1)
+    tiles: Tensor = _gathered(x, token).float().abs().unflatten(0, (-1, align))
+    return tiles.amax(1)
 
 
 def _cast_columns(
@@ -246,10 +248,11 @@ def _cast_column_blocks(
 
 
 def _cast_expert_blocks(cast: Cast, weights: Tensor) -> tuple[Tensor, None, Tensor]:
-    codes, exponents = _blocks_of(cast, 1, weights.flatten(0, 1))
+    rows = weights.contiguous().flatten(0, 1)  # of one expert, flatten keeps a transposed view
+    codes, exponents = _blocks_of(cast, 1, rows)
     scales = exponents.view(len(weights), weights.shape[1], -1)
-    rows = F.pad(scales, (0, 0, 0, -scales.shape[1] % _TILE))
-    tiles = tiled_scales(rows.flatten(0, 1)).view(len(weights), -1)
+    padded = F.pad(scales, (0, 0, 0, -scales.shape[1] % _TILE))
+    tiles = tiled_scales(padded.flatten(0, 1)).view(len(weights), -1)
     return codes.view(weights.shape), None, tiles
 
 

@@ -253,14 +253,16 @@ def _narrow_class(plain: type[Any]) -> type[Linear]:
         return plain
     if plain is nn.Linear or not issubclass(plain, nn.Linear):
         return Linear
-    return cast(type[Linear], extended_class(Linear, plain))
+    return cast(type[Linear], extended_class(Linear, cast(Any, plain)))
 
 
 @functools.cache
 def extended_class(base: type[Any], plain: type[Any]) -> type[Any]:
     """Return a class that adds ``base`` to a user's class, and keeps its name."""
     additions = {"__reduce_ex__": _reduced, "_made_of": (base, plain)}
-    return type(plain.__name__, (base, plain), additions)
+    bases: Any = (base, plain)
+    made: type[Any] = type(plain.__name__, bases, additions)
+    return made
 
 
 def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:

@@ -286,9 +286,11 @@ def _call_scaled_mm(
         orders = [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
     elif first_block.endswith("in rows"):
         orders = [[F.SwizzleType.NO_SWIZZLE] * len(first)] * 2
-    return F.scaled_mm(
+    product: Any = F.scaled_mm
+    result: Tensor = product(
         a, b.t(), scales[0], recipes[0], scales[1], recipes[1], *orders, output_dtype=dtype
     )
+    return result
 
 
 _SCALES = {"BlockWise1x32": torch.float8_e8m0fnu, "BlockWise1x16": torch.float8_e4m3fn}

@@ -103,7 +103,7 @@ class _Products(TorchFunctionMode):
         offsets = rest[0] if rest else options.get("offs")
         if offsets is not None:
             return layer(x, weight, offsets)
-        experts, tokens, _ = x.shape
+        experts, tokens = x.shape[:2]
         ends = torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * tokens
         y = layer(x.reshape(experts * tokens, -1), weight, ends)
         return y.view(experts, tokens, -1)
@@ -142,4 +142,5 @@ def take_over(module: nn.Module, layers: nn.ModuleDict) -> None:
 
     module.add_module(NARROW, layers)
     if not isinstance(module, OwnCode):
-        module.__class__ = extended_class(OwnCode, type(module))
+        kind: Any = type(module)
+        module.__class__ = extended_class(OwnCode, kind)

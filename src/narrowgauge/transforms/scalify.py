@@ -398,8 +398,9 @@ class _Norm(_Ruled):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         operands = [x, *self.parameters(recurse=False)]
-        units: tuple[Unit, ...] = (WIDE,) * len(operands)
-        token, real, *vectors = enter(units, (None,) * len(operands), *operands)
+        units: tuple[Unit, ...] = tuple(WIDE for _ in operands)
+        token, real, *entered = enter(units, (None,) * len(operands), *operands)
+        vectors: list[Any] = list(entered)
         for place, vector in enumerate(vectors):
             if vector.dtype.itemsize <= real.dtype.itemsize:
                 vectors[place] = vector.to(real.dtype)
