@@ -27,10 +27,10 @@ model, optimizer = ng.prepare(model, "float8-row/word", lr=3e-3)
 print(ng.matmul.linears_of(model))
 
 tokens = torch.arange(33).repeat(8, 1) + torch.arange(8)[:, None]  # sequences that count
-for step in range(20):
+for step in range(40):
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if step % 5 == 4:
+    if step % 10 == 9:
         print(f"step {step + 1} loss {loss.item():.3f}")

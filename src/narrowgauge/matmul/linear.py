@@ -261,7 +261,8 @@ def extended_class(base: type[Any], plain: type[Any]) -> type[Any]:
     """Return a class that adds ``base`` to a user's class, and keeps its name."""
     additions = {"__reduce_ex__": _reduced, "_made_of": (base, plain)}
     bases: Any = (base, plain)
-    made: type[Any] = type(plain.__name__, bases, additions)
+    metaclass: Any = type
+    made: type[Any] = metaclass(plain.__name__, bases, additions)
     return made
 
 
@@ -275,7 +276,7 @@ def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:
 
 
 def _empty_module(base: Any, plain: Any) -> Any:
-    extended = extended_class(base, plain)
+    extended: Any = extended_class(base, plain)
     return extended.__new__(extended)
 
 
