@@ -31,9 +31,12 @@ def _amount(least: float) -> flags.Parsed:
     """Return a parser of a number such as ``10e9`` or ``10B``."""
 
     def read(text: str) -> float:
-        scale = _SUFFIXES.get(text.strip()[-1:].lower(), 1.0)
+        digits = text.strip()
+        scale = _SUFFIXES.get(digits[-1:].lower(), 1.0)
+        if scale != 1.0:
+            digits = digits[:-1]
         try:
-            number = float(text if scale == 1.0 else text.strip()[:-1]) * scale
+            number = float(digits) * scale
         except ValueError:
             number = math.nan
         if not least <= number < 1e18:
@@ -145,7 +148,7 @@ _QUESTION = (
     ),
     click.option(
         "--part", "parts", metavar="PART=FORMAT,…", type=flags.Parsed(_parts),
-        help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, host, joined by +.",
+        help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, host, loraR, joined by +.",
     ),
     click.option(
         "--like", metavar="RUN|X", help="A measured run of the first row: its folder, log or tokens/s."
@@ -211,7 +214,9 @@ def run_command(
     from narrowgauge.planner.plan import plan, plan_within
 
     answer = plan_within(days, **question) if days else plan(**question)
-    sentences = [*answer.sentences(), *(answer.explanation() if explain else [])]
+    sentences = list(answer.sentences())
+    if explain:
+        sentences += answer.explanation()
     return _show(answer.row(), answer.tables(), sentences, as_json)
 
 
@@ -280,7 +285,7 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
 
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
-    from narrowgauge.planner.scaling_laws import causes_of, fit, read_points, tables_of
+    from narrowgauge.planner.scaling_laws import fit, read_points, tables_of
 
     row = fit(read_points(measured)).row(at or ())
-    _show(row, tables_of(row), causes_of(row), as_json, first=row["sentences"])
+    _show(row, tables_of(row), (), as_json, first=row["sentences"])
