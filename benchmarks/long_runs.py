@@ -194,7 +194,7 @@ class Trained:
         self.generator = None
         if row == STOCHASTICALLY:
             self.generator = torch.Generator().manual_seed(seed)
-        name, _, low_bits = row.partition(" random")
+        name = row.removesuffix(" random")
         self.is_wide = row == STOCHASTICALLY or name == "autocast"
         self.is_random = row.endswith(" random")
         self.model = copy.deepcopy(model)
