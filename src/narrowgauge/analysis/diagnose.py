@@ -466,6 +466,22 @@ def _audits(run: Run) -> Iterator[Reading]:
         values = [row.get(name) for name in names]
         for alarm in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}):
             yield replace(_of_event(alarm.row()), tensor="")
+    if not any(event.get("kind") == "lost_updates" for event in run.events):
+        yield from _unreported_losses(run)
+
+
+def _unreported_losses(run: Run) -> Iterator[Reading]:
+    """Yield the steps whose recorded audit stored too little, in a record without the audit's own
+    events.
+    """
+    advice = "Take a storage that keeps what the weights' format cuts, such as 'word'."
+    stored = column(run, "steps", "edq")
+    for step, value in zip(stored.x, stored.y, strict=True):
+        if value < MIN_EDQ:
+            bound = 1.0 - MIN_EDQ
+            yield Reading(
+                int(step), "storage", "", "lost-updates", float(value), 1.0, bound, advice
+            )
 
 
 def _slower(run: Run) -> Iterator[Reading]:

@@ -126,6 +126,7 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "bfloat16/word", event("warning", 2, detector="weights-written", tensor="a"), 2, "between steps", "a", "weights-written",
     ),
     "a divergence": ("bfloat16/word", event("divergence", stage="loss"), AT, "loss", "", "divergence"),
+    "an audit that stored too little, and no event of it": ("bfloat16/naive", steps(edq=0.4), AT, "storage", "", "lost-updates"),
     "an alarm of the audit": (
         "bfloat16/naive", event("lost_updates", detector="audit", tensor="a", value=0.5, stage="storage"), AT, "storage", "a",
         "lost-updates",
