@@ -307,7 +307,8 @@ def trained(job: Job, out: Path) -> Record:
         )
         size = bytes_held(optimizer)
     else:
-        if (checkpoint := latest_checkpoint(folder, lambda *_: None)) is not None:
+        checkpoint, _ = latest_checkpoint(folder)
+        if checkpoint is not None:
             session.load(checkpoint)
         audits = torch.zeros(
             2, len(UPDATE_SUMS), dtype=torch.float64

@@ -72,7 +72,7 @@ WORDS = [
 ]
 CALLS = ("write", "fsync", "rename", "replace", "open", "mkdir", "unlink")
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0
 TORCHRUN_SECONDS = 30
 """How long torchrun lets the other ranks end before it kills them."""
 STRIKES = 8
@@ -367,7 +367,9 @@ def struck(
         strikes = {draw.randrange(sizes[-1]): at_call(number, strike)} if is_struck else {}
         ranks = start_ranks(at / f"sitting{sitting}", words, sizes[-1], strikes)
         statuses = wait_for_ranks(ranks, kill_together)
-        allowed = {0, 1, 2, 128 + signal.SIGTERM, -signal.SIGKILL} if is_struck else {0}
+        # Before the first step a SIGTERM ends a process at once.
+        ends = {0, 1, 2, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL}
+        allowed = ends if is_struck else {0}
         if not allowed.issuperset(statuses):
             raise Broken(
                 f"{words[0]} ended with {statuses} on {sizes}: "

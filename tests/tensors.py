@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.storages import Code, width_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -157,3 +158,10 @@ def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
     }
     fill(checkpoint, tensors)
     return tensors
+
+
+def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
+    """One metric of a tensor in a row of ``gauges.jsonl``; ``None`` if it is missing."""
+    values = row.get(table, {}).get(name)
+    place = list(METRICS[table]).index(metric)
+    return values[place] if values is not None and place < len(values) else None

@@ -52,8 +52,8 @@ def missing_sections(thing: Any) -> list[str]:
     docstring = (
         thing.__doc__ or ""
     ).strip()  # inspect.getdoc would lend a class the docstring of its parent
-    if not docstring.partition("\n")[0].endswith("."):
-        return ["a one-line summary that ends with a period"]
+    if not docstring.partition("\n\n")[0].endswith("."):
+        return ["a summary that ends with a period"]
     if inspect.isclass(thing) and issubclass(thing, Exception):
         return []
     signature = inspect.signature(thing)

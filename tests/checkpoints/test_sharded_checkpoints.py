@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import narrowgauge as ng
-from checkpoints.test_saving import flip_a_bit, must_not_be_called, names
+from checkpoints.test_saving import flip_a_bit, names
 from checkpoints.test_saving import full as full_disk
 from narrowgauge.checkpoints import dcp_files, saving
 from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
@@ -57,7 +57,8 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
     saver.save(2, {"w": values + 1, "plain": torch.ones(2)}, {"n": 2}, keep=1)
     with pytest.raises(RecordError) as caught:
         saver.wait()
-    checkpoint = latest_checkpoint(folder, must_not_be_called, ranks)
+    checkpoint, damaged = latest_checkpoint(folder, ranks)
+    assert not damaged
     return caught.value.message, checkpoint.step, float(tensors_in(checkpoint.path)["w"].sum())
 
 
@@ -127,11 +128,8 @@ def test_states_that_every_rank_holds_whole_come_back_whole(tmp_path: Path) -> N
 
 def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
     """The step of the checkpoint that this rank would load, and what it was told of newer ones."""
-    told: list[str] = []
-    checkpoint = latest_checkpoint(
-        folder, lambda path, why: told.append(f"{path.name}: {why}"), meet()[1]
-    )
-    return checkpoint.step, told
+    checkpoint, damaged = latest_checkpoint(folder, meet()[1])
+    return checkpoint.step, damaged
 
 
 @pytest.mark.parametrize(("full", "rank"), [("second", r" \(rank 1\)"), ("first", "")])
@@ -166,5 +164,5 @@ def test_replicas_are_written_once_and_all_ranks_go_back_to_the_same_checkpoint(
         "w",
     ]
     flip_a_bit(files[-1])
-    told = f"{second.name}: {files[-1].name} does not match its checksum"
+    told = f"{second.name} is damaged ({files[-1].name} does not match its checksum)"
     assert run_ranks(find_the_newest, 2, tmp_path / "again", tmp_path / "run") == [(1, [told])] * 2

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 
 import narrowgauge as ng
 from equivalence.ways import HALF, STEPS, Training, fingerprint, load_dcp, save_dcp
+from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.spec.storages import STORAGES
 from ranks import run_ranks
 
@@ -136,6 +137,15 @@ def zero(storage: str) -> list[Tensor]:
     return [p.detach() for p in resumed.parameters()]
 
 
+def zero_of_float32() -> tuple[list[str], str]:
+    """Return the formats of float32 weights after a step of ZeRO-1, and their fingerprint."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=ng.AdamW, lr=1e-2)
+    train(Training(model, optimizer), range(2))
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return [str(p.dtype) for p in weights.values()], fingerprint_whole(weights)
+
+
 def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
     meshes = {
         "two tensor ranks": DeviceMesh("cpu", [0, 1], mesh_dim_names=("tensor",)),
@@ -149,6 +159,8 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
             results[way, storage] = split(storage, mesh, folder / way / storage)
     for storage in WAYS["zero-1"]:
         results["zero-1", storage] = zero(storage)
+    torch.manual_seed(0)
+    results["zero-1", "of float32"] = zero_of_float32()
     return results
 
 
@@ -178,3 +190,13 @@ def test_zero_redundancy(results: list[dict[tuple[str, str], Any]]) -> None:
         for result in results:
             pairs = zip(result["zero-1", storage], alone.model.parameters(), strict=True)
             assert all(torch.equal(*pair) for pair in pairs), storage
+
+
+def test_zero_redundancy_of_float32_weights_ends_in_one_format(
+    results: list[dict[tuple[str, str], Any]],
+) -> None:
+    """Each rank has an optimizer for some of the weights, and all ranks hold all weights."""
+    formats, weights = zip(*(result["zero-1", "of float32"] for result in results), strict=True)
+    assert len(set(weights)) == 1 and {name for names in formats for name in names} == {
+        "torch.float32"
+    }

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowgauge.analysis.settings import settings_diff
 from narrowgauge.gauges.arithmetic import PROBES, measure_arithmetic
 from narrowgauge.gauges.recording import provenance
 from narrowgauge.gauges.recording.provenance import describe_process
 from narrowgauge.gauges.recording.provenance import differences as changes_since
-from narrowgauge.runs.arithmetic import differences
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.toml import load_data
@@ -33,7 +33,7 @@ def test_the_number_of_threads_changes_sums_of_whole_tensors_alone() -> None:
         torch.set_num_threads(before)
     assert list(PROBES) == list(load_data("probes", "runs"))
     one, other = ({"arithmetic": machine} for machine in machines)
-    assert list(differences(one, other)) == ["sum of a tensor"]
+    assert [difference.name for difference in settings_diff(one, other)] == ["sum of a tensor"]
     assert [machine["settings"]["threads"] for machine in machines] == ["1", "2"]
 
 
@@ -45,7 +45,8 @@ def test_flushed_subnormals_are_seen() -> None:
         flushed = measure_arithmetic(CPU)
     finally:
         torch.set_flush_denormal(False)
-    assert "subnormals" in differences({"arithmetic": kept}, {"arithmetic": flushed})
+    changes = settings_diff({"arithmetic": kept}, {"arithmetic": flushed})
+    assert "subnormals" in [difference.name for difference in changes]
 
 
 def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.gauges import tensor_metrics
 from narrowgauge.gauges.attach import GaugeNotice, attach_gauges
-from narrowgauge.runs.schema import metric_of
+from tensors import metric_of
 
 
 def small() -> nn.Sequential:

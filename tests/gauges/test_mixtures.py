@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import narrowgauge as ng
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.matmul.experts import grouped_layers_of
-from narrowgauge.runs.schema import metric_of
+from tensors import metric_of
 
 EXPERTS = "model.layers.0.mlp.experts"
 SHAPE = {

@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.gauges.attach import attach_gauges
-from narrowgauge.runs.schema import Row, metric_of
+from narrowgauge.runs.schema import Row
 from ranks import run_ranks
+from tensors import metric_of
 
 CASES = ["ours", "naive", "torch", "float8-tensor"]
 WHOLE = ("weight", "grad")

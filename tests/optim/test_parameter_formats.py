@@ -162,6 +162,25 @@ def test_autocast_trains_it() -> None:
     assert losses[-1] < losses[0] - 1 and losses == pytest.approx(reference, abs=1e-2)
 
 
+def test_a_reference_that_is_rounded_too_starts_equal_to_the_policy() -> None:
+    """The first rewards of DPO are then 0, and not rounding."""
+    policy = Model()
+    reference = copy.deepcopy(policy)
+    ng.AdamW(policy.parameters())
+    ng.cast_parameters(reference, torch.bfloat16)
+    assert_same_bits(dict(policy.named_parameters()), dict(reference.named_parameters()))
+
+
+def test_rounded_weights_need_autocast_which_the_note_says() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="Train under autocast"):
+        ng.AdamW(model.parameters())
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(torch.ones(2, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.ones(2, 4)).dtype is torch.bfloat16
+
+
 def on_one_memory(model: Model) -> nn.Module:
     model.up.weight = nn.Parameter(model.head.weight.detach().t()[:, :8])
     return model

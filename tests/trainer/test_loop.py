@@ -319,11 +319,11 @@ def test_output_that_cannot_be_written_ends_the_run_at_a_checkpoint(
     )
 
 
-def test_ranks_share_the_batch_unless_the_settings_say_how() -> None:
-    config = TrainConfig(batch_size=6)
-    assert [config.on_ranks(ranks).gradient_accumulation_steps for ranks in (1, 3)] == [1, 3]
+def test_ranks_share_the_batch_unless_the_settings_say_how(place: Path, tmp_path: Path) -> None:
+    config = TrainConfig(batch_size=6, data=str(place / "tokens"), out=str(tmp_path / "run"))
+    assert [config.validated(ranks).gradient_accumulation_steps for ranks in (1, 3)] == [1, 3]
     assert (
-        replace(config, gradient_accumulation_steps=2).on_ranks(2).gradient_accumulation_steps == 2
+        replace(config, gradient_accumulation_steps=2).validated(2).gradient_accumulation_steps == 2
     )
     with pytest.raises(NarrowgaugeError, match="6 sequences cannot be split into 4"):
-        config.on_ranks(4)
+        config.validated(4)

@@ -33,7 +33,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import loop, session
-from trainer.tiny_runs import CASES, ENVIRONMENT, assert_same_run, call, settings, words_of
+from trainer.tiny_runs import CASES, ENVIRONMENT, assert_same_run, call, lasting, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -146,6 +146,25 @@ def test_stopped_and_resumed_is_the_same_run(
     others = ("note", "warning", "checkpoint")
     kinds = [e["kind"] for e in read_run(folder).events if e["kind"] not in others]
     assert kinds == ["start", "stop", "resume", "stop", "resume", "finish"]
+
+
+def test_gauges_go_on_and_fingerprints_have_a_row_for_each_start(
+    place: Path, tmp_path: Path
+) -> None:
+    runs = []
+    every = {"gauges_every": 2, "fingerprints_every": 2, "recipe": "bfloat16/word"}
+    for name, stops in (("whole", [None]), ("parts", [3, 6, None])):
+        folder = tmp_path / name
+        loop.train(settings(place, folder, **every, stop_after=stops[0]))
+        for stop in stops[1:]:
+            loop.resume(folder, stop_after=stop)
+        runs.append(read_run(folder))
+    whole, parts = runs
+    assert len(whole.gauges) > 2
+    assert [lasting(row) for row in parts.gauges] == [lasting(row) for row in whole.gauges]
+    steps = [[row["step"] for row in run.fingerprints] for run in runs]
+    assert sorted(set(steps[1]) - set(steps[0])) == [3]
+    assert len(steps[1]) == len(steps[0]) + 2
 
 
 def test_a_killed_run_is_the_same(
@@ -377,7 +396,10 @@ def test_each_checkpoint_is_an_event_once_it_is_there(
     (copy / "summary.json").unlink()  # as after a kill between a rename and its event
     loop.resume(copy)
     events = [(e["kind"], e["step"]) for e in read_run(copy).events]
-    assert events[-3:] == [("checkpoint", 8), ("resume", 8), ("finish", 8)]
+    assert events[-2:] == [("resume", 8), ("finish", 8)]
+    (copy / "summary.json").unlink()
+    lose(copy)  # the event of the resume says that there was one
+    assert call("resume", str(copy)).exit_code == 2
 
 
 # ── another machine ───────────────────────────────────────────────────────────────────────────────

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.runs import arithmetic
 from narrowgauge.runs.record import Run, config_of
-from narrowgauge.runs.schema import Row, short
+from narrowgauge.runs.schema import UNAVAILABLE, Row, short
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml import load_data
@@ -76,8 +75,17 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
                 moved = table == "config" and difference.name in same and are_paths
                 if not repeats and not moved:
                     yield difference
-    for name, texts in arithmetic.differences(first_run, second_run).items():
-        yield SettingDifference(name, texts, "arithmetic")
+    probes: list[Row] = []
+    for run in (first_run, second_run):
+        arithmetic: Any = run.get("arithmetic")
+        results: Any = None
+        if isinstance(arithmetic, dict):
+            results = arithmetic.get("results")
+        probes.append(results if isinstance(results, dict) else {})
+    first, second = probes
+    for difference in _of_table("arithmetic", first, second):
+        if not any(text.startswith(UNAVAILABLE) for text in difference.values):
+            yield difference
 
 
 _PLACES = ("data", "model")

@@ -21,9 +21,9 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,31 +64,23 @@ class Checkpoint:
 # ── finding ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def latest_checkpoint(
-    folder: Path,
-    on_damaged: Callable[[Path, str], None],
-    ranks: Ranks = ALONE,
-    at_most: int | None = None,
-) -> Checkpoint | None:
-    """Return the newest checkpoint of a run that matches its manifest, or ``None``.
+def latest_checkpoint(folder: Path, ranks: Ranks = ALONE) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest checkpoint of a run that matches its manifest, or ``None``; and what is
+    wrong with each newer one.
 
-    Args:
-        folder: the run folder.
-        on_damaged: called with each newer checkpoint that does not match, and the reason.
-        ranks: divide the reading. All ranks call this.
-        at_most: the last step to consider; ``None`` for any.
+    The ``ranks`` divide the reading; all call this.
+
     Raises:
         RecordError: another version has written the newest checkpoint.
     """
+    damaged: list[str] = []
     for checkpoint in ranks.of_first(lambda: _listed(Path(folder) / _FOLDER)):
-        if at_most is not None and checkpoint.step > at_most:
-            continue
         with disk_errors(checkpoint.path):
             reason = damage(checkpoint.path, ranks)
         if not reason:
-            return checkpoint
-        on_damaged(checkpoint.path, reason)
-    return None
+            return checkpoint, damaged
+        damaged.append(f"{checkpoint.path.name} is damaged ({reason})")
+    return None, damaged
 
 
 def damage(path: Path, ranks: Ranks = ALONE) -> str:
@@ -97,10 +89,8 @@ def damage(path: Path, ranks: Ranks = ALONE) -> str:
     if reason:
         return reason
     names = list(files)[ranks.rank :: ranks.size]
-    mine = ranks.together(
-        lambda: next(filter(None, (_file_damage(path / name, **files[name]) for name in names)), "")
-    )
-    return next(filter(None, ranks.gather(mine)), "")
+    reasons = ranks.together(lambda: [_file_damage(path / name, **files[name]) for name in names])
+    return next(filter(None, chain.from_iterable(ranks.gather(reasons))), "")
 
 
 def _read_manifest(path: Path) -> tuple[str, dict[str, Any]]:
@@ -111,23 +101,18 @@ def _read_manifest(path: Path) -> tuple[str, dict[str, Any]]:
         manifest = load_json((path / _MANIFEST).read_bytes())
         if manifest["blake2b"] != _checksum(manifest):
             raise ValueError("it does not match its checksum")
-        if manifest["schema_version"] != SCHEMA_VERSION:
-            raise RecordError(
-                f"Cannot read {path} because it has schema {manifest['schema_version']}, not "
-                f"{SCHEMA_VERSION}.",
-                "Resume with the version that wrote it.",
-            )
-        files = manifest["files"]
-        folder = f"step-{manifest['step']:08d}"
-        if _STATE not in files or any(Path(name).name != name for name in files):
-            raise ValueError("it lacks state.json, or a file is not in this folder")
-        if {
-            (type(entry["bytes"]), type(entry["blake2b"]), len(entry)) for entry in files.values()
-        } != {(int, str, 2)}:
-            raise ValueError("sizes must be integers and checksums text")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest.json is damaged ({error})", {}
-    return "" if path.name == folder else f"its manifest is of {folder}", files
+    if manifest["schema_version"] != SCHEMA_VERSION:
+        raise RecordError(
+            f"Cannot read {path} because it has schema {manifest['schema_version']}, not "
+            f"{SCHEMA_VERSION}.",
+            "Resume with the version that wrote it.",
+        )
+    folder = f"step-{manifest['step']:08d}"
+    if path.name != folder:
+        return f"its manifest is of {folder}", {}
+    return "", manifest["files"]
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
@@ -142,17 +127,19 @@ def _file_damage(file: Path, bytes: int, blake2b: str) -> str:
         return f"{file.name} is missing"
     if file.stat().st_size != bytes:
         return f"{file.name} has {file.stat().st_size:,} bytes of {bytes:,}"
-    return "" if digest(file) == blake2b else f"{file.name} does not match its checksum"
+    if digest(file) != blake2b:
+        return f"{file.name} does not match its checksum"
+    return ""
 
 
 def _listed(place: Path) -> list[Checkpoint]:
     """Return the checkpoints by name, newest first."""
+    checkpoints = []
     with disk_errors(place):
-        matches = (
-            (entry, _NAME.fullmatch(entry.name))
-            for entry in (place.iterdir() if place.is_dir() else ())
-        )
-        checkpoints = [Checkpoint(entry, int(match[1])) for entry, match in matches if match]
+        for entry in place.glob("step-*"):
+            match = _NAME.fullmatch(entry.name)
+            if match is not None:
+                checkpoints.append(Checkpoint(entry, int(match[1])))
     return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
 
 
@@ -227,9 +214,8 @@ class Saver:
                 self.ranks.of_first(lambda: _remove_old(final, keep, limit))
             except BaseException as error:  # raised by wait()
                 self._error = error
-                with suppress(OSError):  # leave the empty folder: a checkpoint was begun
-                    for file in temporary.iterdir() if self.ranks.is_first else ():
-                        file.unlink()
+                if self.ranks.is_first:
+                    shutil.rmtree(temporary, ignore_errors=True)
 
         # A daemon thread: a rank that must exit cannot wait for ranks that are gone.
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
@@ -296,24 +282,16 @@ def _publish(
     temporary: Path, final: Path, state: str, manifest: dict[str, Any], shards: list[dict[str, Any]]
 ) -> None:
     """Write the state, and the manifest with the files of every rank, and rename the folder."""
-    unseen = [
-        rank
-        for rank, files in enumerate(shards)
-        for name in files
-        if not (temporary / name).is_file()
-    ]
-    if unseen:
-        raise RecordError(
-            f"Cannot write {final} because the files of rank {unseen[0]} are not there.",
-            "Put the run folder on a disk that all ranks share.",
-        )
+    files: dict[str, Any] = {}
+    for rank, written in enumerate(shards):
+        if not all((temporary / name).is_file() for name in written):
+            raise RecordError(
+                f"Cannot write {final} because the files of rank {rank} are not there.",
+                "Put the run folder on a disk that all ranks share.",
+            )
+        files |= written
     (temporary / _STATE).write_text(state, encoding="utf-8")
-    files = {
-        name: entry
-        for files in [*shards, _synced([temporary / _STATE])]
-        for name, entry in files.items()
-    }
-    manifest = {**manifest, "files": files}
+    manifest = {**manifest, "files": files | _synced([temporary / _STATE])}
     manifest["blake2b"] = _checksum(manifest)
     (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     sync(temporary / _MANIFEST)

@@ -24,6 +24,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.numerics.dtensor import is_sharded, local_of, placed_like
 from narrowgauge.optim.loading import whole_states
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.atomic_io import disk_errors
 
 T = TypeVar("T")
 
@@ -39,10 +40,9 @@ def state_tensors(
     names = optimizer.parameter_names()
     optimizer.settle()
     for parameter, name in names.items():
-        if (state := optimizer.state_of(parameter)) is not None:
-            tensors.update(
-                {f"optimizer.{name}.{key}": value for key, value in state.saved().items()}
-            )
+        state = optimizer.state_of(parameter)
+        for key, value in state.saved().items() if state is not None else ():
+            tensors[f"optimizer.{name}.{key}"] = value
     for parameter, window in optimizer.auditor.windows.items():
         tensors[f"audit.{names[parameter]}"] = window
     return tensors
@@ -64,35 +64,30 @@ def load_tensors(
     """
     from narrowgauge.checkpoints.dcp_files import described, fill
 
-    saved = described(path)
-    owners: dict[str, Tensor] = {}
-    for name, parameter in named_parameters:
-        tensor = saved.get(f"model.{name}")
-        if tensor is None or tuple(tensor.size) != tuple(parameter.shape):
-            of = (
-                ""
-                if tensor is None
-                else f" of shape {tuple(parameter.shape)} (it is {tuple(tensor.size)} there)"
-            )
-            raise RecordError(
-                f"checkpoint {path.name} of {path.parents[1]} holds no '{name}'{of}.",
-                f"The model has changed: restore {model} as it was when the run started.",
-            )
-        owners[f"model.{name}"] = parameter
-    states = _by_owner(saved)
-    for parameter, name in optimizer.parameter_names().items():
-        unsharded = ("step", *whole_states(optimizer, parameter))
-        of_parameter = states.get(f"optimizer.{name}", {})
-        owners |= {
-            f"optimizer.{name}.{state}": parameter
-            for state in of_parameter
-            if state not in unsharded
-        }
-    targets = {
-        name: _empty(name, tuple(tensor.size), tensor.properties.dtype, owners.get(name))
-        for name, tensor in saved.items()
-    }
-    fill(path, targets)
+    with disk_errors(path):
+        saved = described(path)
+        owners: dict[str, Tensor] = {}
+        for name, parameter in named_parameters:
+            tensor = saved.get(f"model.{name}")
+            if tensor is None or tensor.size != parameter.shape:
+                there = "" if tensor is None else f" (it is {tuple(tensor.size)} there)"
+                raise RecordError(
+                    f"checkpoint {path.name} of {path.parents[1]} holds no '{name}' of shape "
+                    f"{tuple(parameter.shape)}{there}.",
+                    f"The model has changed: restore {model} as it was when the run started.",
+                )
+            owners[f"model.{name}"] = parameter
+        states = _by_owner(saved)
+        for parameter, name in optimizer.parameter_names().items():
+            unsharded = ("step", *whole_states(optimizer, parameter))
+            for state in states.get(f"optimizer.{name}", {}):
+                if state not in unsharded:
+                    owners[f"optimizer.{name}.{state}"] = parameter
+        targets = {}
+        for name, tensor in saved.items():
+            shape = tuple(tensor.size)
+            targets[name] = _empty(name, shape, tensor.properties.dtype, owners.get(name))
+        fill(path, targets)
     return targets
 
 
@@ -114,12 +109,12 @@ def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) ->
         return torch.empty(shape, dtype=dtype, device="cpu")
     shard = local_of(owner)
     # A bound has 1 in place of the last dimensions.
-    choices = range(1, owner.ndim + 1) if name.endswith("_bound") else (0,)
-    for row_dims in choices:
+    most = owner.ndim if name.endswith("_bound") else 0
+    for row_dims in range(min(1, most), most + 1):
         kept = owner.ndim - row_dims
-        if shape == (*owner.shape[:kept], *[1] * row_dims):
-            local = (*shard.shape[:kept], *[1] * row_dims)
-            part = torch.empty(local, dtype=dtype, device=shard.device)
+        ones = (1,) * row_dims
+        if shape == (*owner.shape[:kept], *ones):
+            part = torch.empty((*shard.shape[:kept], *ones), dtype=dtype, device=shard.device)
             return placed_like(owner, part, row_dims=row_dims)
     return torch.empty(shape, dtype=dtype, device="cpu")
 
@@ -135,8 +130,11 @@ def restore_tensors(
             local_of(parameter).copy_(local_of(tensors[f"model.{name}"]))
     names = optimizer.parameter_names()
     states = _by_owner(tensors)
-    entries = {trained: states.get(f"optimizer.{name}") for trained, name in names.items()}
-    optimizer.load_states({trained: entry for trained, entry in entries.items() if entry})
+    entries = {}
     for trained, name in names.items():
-        if (window := tensors.get(f"audit.{name}")) is not None:
-            optimizer.auditor.restore(trained, window)
+        if f"optimizer.{name}" in states:
+            entries[trained] = states[f"optimizer.{name}"]
+    optimizer.load_states(entries)
+    for trained, name in names.items():
+        if f"audit.{name}" in tensors:
+            optimizer.auditor.restore(trained, tensors[f"audit.{name}"])

@@ -15,9 +15,9 @@ import click
 from narrowgauge.distributed import job
 from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated, suggestion
 
-_OUT_OF_MEMORY = re.compile(
-    "out of memory|can't allocate memory"
-)  # of PyTorch, on a GPU and on a CPU
+# Of PyTorch, on a GPU and on a CPU.
+_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")
+_CANNOT_WRITE = (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT)
 
 
 class CommandGroup(click.Group):
@@ -34,9 +34,8 @@ class CommandGroup(click.Group):
     ) -> NoReturn:
         """Run a command and exit."""
         for output in (sys.stdout, sys.stderr):
-            if isinstance(
-                output, io.TextIOWrapper
-            ):  # a terminal that shows only ASCII ends no command
+            if isinstance(output, io.TextIOWrapper):
+                # A terminal that shows only ASCII ends no command.
                 output.reconfigure(errors="replace")
         extra["standalone_mode"] = False
         try:
@@ -44,14 +43,15 @@ class CommandGroup(click.Group):
             if sys.stdout is not None:  # else it was closed before
                 sys.stdout.flush()
         except BrokenPipeError:  # a reader that leaves early, such as head, is not an error
-            sys.stdout, status = io.StringIO(), 1  # Python flushes again on exit
+            sys.stdout = io.StringIO()  # Python flushes again on exit
+            status = 1
         except Exception as error:
-            if (explained := _explained(error)) is None:
+            explained = _explained(error)
+            if explained is None:
                 raise  # a bug
             kind, message, status = explained
-            if (
-                kind and job.rank() == 0
-            ):  # all ranks have it; of one rank's own, torchrun prints the first
+            # All ranks have it. Of one rank's own, torchrun prints the first.
+            if kind and job.rank() == 0:
                 with contextlib.suppress(OSError):  # its reader has left
                     click.echo(f"{kind}: {' '.join(message.split())}", err=True)
         sys.exit(status if isinstance(status, int) else 0)
@@ -75,45 +75,29 @@ def _explained(error: Exception) -> tuple[str, str, int] | None:
     """Return the kind, the line and the exit status of an error; no kind if another process has
     printed it.
     """
+    text = str(error)
+    name = type(error).__name__
+    if isinstance(error, ReportedError):
+        return "", text, error.status
     if isinstance(error, NarrowgaugeError):
-        return (
-            "" if isinstance(error, ReportedError) else type(error).__name__,
-            str(error),
-            error.status,
-        )
+        return name, text, error.status
     if isinstance(error, click.Abort):
         status = 143 if isinstance(error.__cause__, Terminated) else 130
-        return "Interrupted", str(error) or "the command was stopped.", status
+        return "Interrupted", text or "the command was stopped.", status
     if isinstance(error, click.ClickException):
         return "UsageError", _with_advice(error), 2
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
-    ):
-        first = (str(error) or "out of memory.").splitlines()[0]
-        return (
-            "OutOfMemoryError",
-            f"{first} Take smaller batches or recipes; narrowgauge plan run says what fits.",
-            1,
-        )
-    if isinstance(error, OSError):
-        if error.filename is None and error.errno in (
-            errno.ENOSPC,
-            errno.EFBIG,
-            errno.EIO,
-            errno.EDQUOT,
-        ):
-            sys.stdout = io.StringIO()
-            return (
-                "OSError",
-                f"Cannot write to standard output: {error.strerror}. Redirect it to another place.",
-                1,
-            )
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            return (
-                "OSError",
-                f"Cannot open '{error.filename}': {error.strerror}. Name another path.",
-                2,
-            )
+    is_memory = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text)
+    if is_memory or isinstance(error, MemoryError):
+        first = (text or "out of memory.").splitlines()[0]
+        advice = "Take smaller batches or recipes; narrowgauge plan run says what fits."
+        return "OutOfMemoryError", f"{first} {advice}", 1
+    if isinstance(error, OSError) and error.filename is None and error.errno in _CANNOT_WRITE:
+        sys.stdout = io.StringIO()
+        advice = "Redirect it to another place."
+        return "OSError", f"Cannot write to standard output: {error.strerror}. {advice}", 1
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        message = f"Cannot open '{error.filename}': {error.strerror}. Name another path."
+        return "OSError", message, 2
     return None
 
 
@@ -124,12 +108,9 @@ def _with_advice(error: click.ClickException) -> str:
         return message
     # click suggests too many names.
     if isinstance(error, click.NoSuchOption):
-        names = [
-            flag
-            for option in context.command.params
-            for flag in (*option.opts, *option.secondary_opts)
-        ]
-        message = (
-            f"No such option '{error.option_name}'. {suggestion(error.option_name, names)}".rstrip()
-        )
+        names = []
+        for option in context.command.params:
+            names += [*option.opts, *option.secondary_opts]
+        near = suggestion(error.option_name, names)
+        message = f"No such option '{error.option_name}'. {near}".rstrip()
     return f"{message} (See {context.command_path} --help.)"

@@ -36,6 +36,10 @@ json_list = click.option("--json", "as_json", is_flag=True, help="Print a JSON l
 RECIPE = Parsed(notation.parse)
 RECIPES = Parsed(notation.parse_names)
 RECIPES_OR_ALL = Parsed(lambda text: "all" if text.strip() == "all" else notation.parse_names(text))
+_OF_KIND: dict[type, tuple[Any, str]] = {
+    str: (str, "TEXT"), Recipe: (RECIPE, "TEXT"), int: (int, "N"), float: (float, "X"),
+}  # fmt: skip
+"""The parser of a setting's type, and its name in the help."""
 
 
 def of_settings(*, compared: bool = False) -> list[click.Parameter]:
@@ -53,15 +57,15 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
         name = field.name.replace("_", "-")
         kind = kind_of(field)
         help = field.metadata["help"]
-        default = field.default.to_value() if isinstance(field.default, Recipe) else field.default
+        default: Any = field.default
+        if kind is Recipe:
+            default = default.to_value()
+        if default is not None:
+            help += f"  [default: {str(default).lower()}]"
+        words = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
+        read, metavar = _OF_KIND.get(kind, (kind, None))
         flags.append(
-            click.Option(
-                [f"--{name}/--no-{name}" if kind is bool else f"--{name}", field.name],
-                type=RECIPE if kind is Recipe else kind,
-                default=None,
-                help=help + ("" if default is None else f"  [default: {str(default).lower()}]"),
-                metavar={bool: None, str: "TEXT", Recipe: "TEXT", int: "N", float: "X"}[kind],
-            )
+            click.Option([words, field.name], type=read, default=None, help=help, metavar=metavar)
         )
     return flags
 

@@ -25,6 +25,7 @@ from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
 from narrowgauge.errors import ChipError, RankError, RecordError
+from narrowgauge.runs.finding import told
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
@@ -57,7 +58,8 @@ def _train(given: dict[str, Any], restart: bool = False) -> None:
     if job.world_size() == 1:  # refuse what is wrong before PyTorch is loaded
         config, run = door.enter(given)
         given = {**given, "out": str(config.out)}
-        if run is not None and (line := door.nothing_left(run, config)):
+        line = door.nothing_left(run, config)
+        if line:
             return click.echo(line)
     from narrowgauge.trainer import loop
 
@@ -66,7 +68,8 @@ def _train(given: dict[str, Any], restart: bool = False) -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     with job.joined():
         folder = loop.train(given, restart=restart)
-    return click.echo(folder) if job.rank() == 0 else None
+    if job.rank() == 0:
+        click.echo(folder)
 
 
 def _require_one_process(command: str) -> None:
@@ -111,11 +114,22 @@ def show_group(context: click.Context) -> None:
 
 
 def _print(as_json: bool, rows: list[tables.Row], parts: tables.Table | list[tables.Table]) -> None:
-    return tables.write_json(rows) if as_json else tables.write(parts)
+    if as_json:
+        tables.write_json(rows)
+    else:
+        tables.write(parts)
+
+
+def _print_result(as_json: bool, result: Any) -> None:
+    if as_json:
+        tables.write_json(result.to_dict())
+    else:
+        click.echo(result)
 
 
 def _print_table(name: str, as_json: bool) -> None:
-    _print(as_json, (table := show.table(name)).rows, table)
+    table = show.table(name)
+    _print(as_json, table.rows, table)
 
 
 for _name, (_help, *_) in show.TABLES.items():
@@ -176,9 +190,10 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
     table = measure_arithmetic(torch.device("cuda" if cuda else "cpu"))
     if as_json:
         return tables.write_json(table)
-    return click.echo(
-        "\n".join(f"{name}: {text}" for part in table.values() for name, text in part.items())
-    )
+    for part in table.values():
+        for name, text in part.items():
+            click.echo(f"{name}: {text}")
+    return None
 
 
 @main.command("tokenize", short_help="Make a token map from text, for train and compare.")
@@ -214,7 +229,8 @@ def train(file: Path | None, **settings: Any) -> None:
     """
     from narrowgauge.trainer.config import read_settings
 
-    _train({**(read_settings(file) if file else {}), **flags.given(settings)})
+    given = {} if file is None else read_settings(file)
+    _train({**given, **flags.given(settings)})
 
 
 @main.command("resume", short_help="Resume a run, on one or more ranks.")
@@ -403,7 +419,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     for record in runs:
         for note in record.notes:
             click.echo(f"note: {note}.", err=True)
-    return tables.write_json(diagnosis.to_dict()) if as_json else click.echo(diagnosis)
+    _print_result(as_json, diagnosis)
 
 
 @main.command("moved", short_help="Which weights two checkpoints differ in.")
@@ -419,8 +435,7 @@ def moved(base: Path, checkpoint: Path, as_json: bool) -> None:
     """
     from narrowgauge.checks.moved import moved as compare_weights
 
-    result = compare_weights(base, checkpoint)
-    return tables.write_json(result.to_dict()) if as_json else click.echo(result)
+    _print_result(as_json, compare_weights(base, checkpoint))
 
 
 def _record(path: Path) -> Run:
@@ -429,7 +444,7 @@ def _record(path: Path) -> Run:
 
     places = run_folders([path])
     if len(places) > 1:
-        names = ", ".join(place.name for place in places[:6]) + (", …" if len(places) > 6 else "")
+        names = told((place.name for place in places), 6)
         raise RecordError(
             f"One run was asked about, and {path} holds {len(places)}: {names}.",
             f"Name one: narrowgauge diagnose {places[0]}; narrowgauge report {path} has the "

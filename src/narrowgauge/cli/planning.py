@@ -31,9 +31,12 @@ def _amount(least: float) -> flags.Parsed:
     """Return a parser of a number such as ``10e9`` or ``10B``."""
 
     def read(text: str) -> float:
-        scale = _SUFFIXES.get(text.strip()[-1:].lower(), 1.0)
+        digits = text.strip()
+        scale = _SUFFIXES.get(digits[-1:].lower(), 1.0)
+        if scale != 1.0:
+            digits = digits[:-1]
         try:
-            number = float(text if scale == 1.0 else text.strip()[:-1]) * scale
+            number = float(digits) * scale
         except ValueError:
             number = math.nan
         if not least <= number < 1e18:
@@ -211,7 +214,9 @@ def run_command(
     from narrowgauge.planner.plan import plan, plan_within
 
     answer = plan_within(days, **question) if days else plan(**question)
-    sentences = [*answer.sentences(), *(answer.explanation() if explain else [])]
+    sentences = list(answer.sentences())
+    if explain:
+        sentences += answer.explanation()
     return _show(answer.row(), answer.tables(), sentences, as_json)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.runs.arithmetic import UNAVAILABLE
+from narrowgauge.runs.schema import UNAVAILABLE
 from narrowgauge.torch_support.machine import processor_name
 
 _VARIABLES = (

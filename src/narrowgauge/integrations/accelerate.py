@@ -7,6 +7,8 @@ have no states by then. Our optimizers have stored the bits of the weights since
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -27,21 +29,20 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
         RecipeError: a parameter differs from the replaced one in shape, format or values.
     """
     ours = unwrapped(optimizer)
-    groups = {p: group for group in ours.param_groups for p in group["params"]}
-    old = [p for p in ours.state if isinstance(p, Tensor) and p not in groups]
-    new = [p for p in groups if ours.state_of(p) is None]
+    present = dict.fromkeys(chain.from_iterable(group["params"] for group in ours.param_groups))
+    old = [p for p in ours.state if isinstance(p, Tensor) and p not in present]
+    new = [p for p in present if ours.state_of(p) is None]
     is_same = len(old) == len(new)
     for before, parameter in zip(old, new, strict=False):
         is_same &= before.shape == parameter.shape and before.dtype is parameter.dtype
-        shard = local_of(parameter.detach())
-        is_same = is_same and torch.equal(
-            own_part(parameter, before.detach().to(shard.device)), shard
-        )
+        if is_same:
+            shard = local_of(parameter.detach())
+            part = own_part(parameter, before.detach().to(shard.device))
+            is_same = torch.equal(part, shard)
     if not is_same:
         raise RecipeError(
             f"Cannot pass on the states of {len(old)} parameters because the {len(new)} in their "
-            "places have other shapes, "
-            "formats or values.",
+            "places have other shapes, formats or values.",
             "Load weights before ng.prepare, and leave Accelerate's mixed_precision at 'no': the "
             "recipe says what to compute in.",
         )
@@ -51,11 +52,10 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
         source = ours.state.pop(before)
         target = ours.state[parameter]
         unsharded = source.tensors_of_extras()
-        values = {
-            name: value.to(target.parameter.device)
-            for name, value in source.in_parameter_order().items()
-        }
-        target.take(
-            {name: v if name in unsharded else own_part(parameter, v) for name, v in values.items()}
-        )
+        values = {}
+        for name, value in source.in_parameter_order().items():
+            values[name] = value.to(target.parameter.device)
+            if name not in unsharded:
+                values[name] = own_part(parameter, values[name])
+        target.take(values)
         target.step = source.step

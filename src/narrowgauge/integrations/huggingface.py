@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+from narrowgauge.integrations.recording import RecordedCallback
 from narrowgauge.optim.adam_states import full_weights, to_torch_state
 from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
@@ -98,17 +98,16 @@ def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict
         >>> adamw_of(TrainingArguments(learning_rate=1e-3, adam_beta2=0.95), storage="word")[1]["betas"]
         (0.9, 0.95)
     """
-    betas = args.adam_beta1, args.adam_beta2
     taken = {
         "lr": args.learning_rate,
-        "betas": betas,
+        "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
     }
     return AdamW, {**taken, **options}
 
 
-class NarrowgaugeCallback(TrainerCallback):
+class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
     """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings
     that defeat it.
 
@@ -126,31 +125,19 @@ class NarrowgaugeCallback(TrainerCallback):
         >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP
     """
 
-    def __init__(
-        self, folder: str | Path | None = None, *, gauges_every: int = 0, audit_every: int = 0
-    ) -> None:
-        self.folder = None if folder is None else Path(folder)
-        self.recorder: RunRecorder | None = None
-        self._rate = 0.0
-        self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
-
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._close(finished=False)  # from an interrupted training
         optimizer = unwrapped(named["optimizer"])
-        resume = state.global_step > 0
         for warning in _warnings(args, optimizer):
             warnings.warn(warning, stacklevel=2)
-        self.recorder = RunRecorder(
-            folder_for(self.folder or Path(str(args.output_dir), "narrowgauge"), goes_on=resume),
+        self._open(
+            args.output_dir,
             named["model"],
             optimizer,
+            state.global_step,
             settings=_settings(args, state),
-            resume=resume,
             max_grad_norm=args.max_grad_norm or None,
-            **self._options,
         )
-        if resume:
-            self.recorder.go_back(state.global_step)
 
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: Any, **named: Any
@@ -174,12 +161,11 @@ class NarrowgaugeCallback(TrainerCallback):
         self._record_step(state, logs["loss"], grad_norm=logs.get("grad_norm"))
         if isinstance(optimizer, Optimizer):
             readings: dict[str, float] = {"num_skipped": optimizer.num_skipped}
-            if reading := audit(optimizer).total:
-                readings |= {
-                    "edq": reading.edq,
-                    "update_noise": reading.noise,
-                    "lost_fraction": reading.lost_fraction,
-                }
+            reading = audit(optimizer).total
+            if reading is not None:
+                readings["edq"] = reading.edq
+                readings["update_noise"] = reading.noise
+                readings["lost_fraction"] = reading.lost_fraction
             logs.update(readings)
             state.log_history[-1].update(readings)
 
@@ -192,12 +178,6 @@ class NarrowgaugeCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
         self._close(finished=state.global_step >= state.max_steps)
-
-    def _close(self, finished: bool) -> None:
-        recorder = self.recorder
-        self.recorder = None
-        if recorder is not None:
-            recorder.close(finished)
 
 
 def _warnings(args: TrainingArguments, optimizer: Any) -> list[str]:
@@ -215,8 +195,7 @@ def _warnings(args: TrainingArguments, optimizer: Any) -> list[str]:
     if optimizer.max_grad_norm is not None and args.max_grad_norm:
         texts.append(
             f"Gradients are clipped twice: to {args.max_grad_norm:g} by the Trainer and to "
-            f"{optimizer.max_grad_norm:g} by the "
-            "optimizer. Set TrainingArguments(max_grad_norm=0)."
+            f"{optimizer.max_grad_norm:g} by the optimizer. Set TrainingArguments(max_grad_norm=0)."
         )
     return texts
 

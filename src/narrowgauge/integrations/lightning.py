@@ -18,16 +18,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+from narrowgauge.integrations.recording import RecordedCallback
 from narrowgauge.matmul.swapping import keep_ranks_apart
 from narrowgauge.runs.schema import Row, numbers_of
 
 # Its two packages have separate classes. Use the package that the program has imported.
 _IS_OLD = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 Callback: Any = import_module("pytorch_lightning" if _IS_OLD else "lightning.pytorch").Callback
+_SETTINGS = (
+    "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "world_size",
+)  # fmt: skip
 
 
-class NarrowgaugeMonitor(Callback):
+class NarrowgaugeMonitor(RecordedCallback, Callback):
     """Record a fit as ``narrowgauge train`` records its runs, and send the numbers to the Trainer's
     loggers.
 
@@ -61,15 +64,12 @@ class NarrowgaugeMonitor(Callback):
         val_loss: str = "val_loss",
         tokens: Callable[[Any], int] | None = None,
     ) -> None:
-        self.folder = None if folder is None else Path(folder)
-        self.recorder: RunRecorder | None = None
-        self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
+        super().__init__(folder, gauges_every=gauges_every, audit_every=audit_every)
         self._loss_name = loss
         self._val_loss_name = val_loss
         self._count = tokens
         self._step = 0
-        self._tokens = 0
-        self._rate = 0.0
+        self._tokens: int | None = None
         self._loss: Tensor | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -89,46 +89,34 @@ class NarrowgaugeMonitor(Callback):
         if getattr(optimizer, "max_grad_norm", None) and trainer.gradient_clip_val:
             warnings.warn(
                 f"Gradients are clipped twice: to {trainer.gradient_clip_val:g} by the Trainer and "
-                "to "
-                f"{optimizer.max_grad_norm:g} by the optimizer. Leave gradient_clip_val out.",
+                f"to {optimizer.max_grad_norm:g} by the optimizer. Leave gradient_clip_val out.",
                 stacklevel=2,
             )
         self._step = trainer.global_step
         self._loss = None
-        self._tokens = 0
-        resume = trainer.global_step > 0
-        names = (
-            "max_steps",
-            "max_epochs",
-            "accumulate_grad_batches",
-            "gradient_clip_val",
-            "world_size",
-        )
-        self.recorder = RunRecorder(
-            folder_for(
-                self.folder or Path(trainer.default_root_dir) / "narrowgauge", goes_on=resume
-            ),
+        self._tokens = None
+        settings = {}
+        for name in _SETTINGS:
+            if getattr(trainer, name, None) is not None:
+                settings[name] = getattr(trainer, name)
+        limit = None
+        if trainer.gradient_clip_algorithm in (None, "norm"):
+            limit = trainer.gradient_clip_val
+        self._open(
+            trainer.default_root_dir,
             pl_module,
             optimizer,
-            settings={
-                name: value for name in names if (value := getattr(trainer, name, None)) is not None
-            },
-            resume=resume,
+            trainer.global_step // count,  # Lightning counts the steps of all
+            settings=settings,
             called=_called_model(pl_module),
-            max_grad_norm=trainer.gradient_clip_val
-            if trainer.gradient_clip_algorithm in (None, "norm")
-            else None,
+            max_grad_norm=limit,
             on_row=partial(_log, trainer),
-            **self._options,
         )
-        if resume:
-            self.recorder.go_back(trainer.global_step // count)  # Lightning counts the steps of all
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if getattr(optimizer, "optimizer", optimizer) is trainer.optimizers[0]:
-            self._rate = float(
-                optimizer.param_groups[0]["lr"]
-            )  # Lightning's schedules step before the batch ends
+            # Lightning's schedules step before the batch ends.
+            self._rate = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -137,23 +125,24 @@ class NarrowgaugeMonitor(Callback):
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
-            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
-        self._tokens += 0 if self._count is None else self._count(batch)
+            self._loss = loss.detach() + (0 if self._loss is None else self._loss)
+        if self._count is not None:
+            self._tokens = (self._tokens or 0) + self._count(batch)
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        loss = trainer.callback_metrics.get(self._loss_name) if self._loss is None else self._loss
+        loss = self._loss
+        if loss is None:
+            loss = trainer.callback_metrics.get(self._loss_name)
         if loss is None:
             raise RecipeError(
                 "Cannot record a fit whose training_step returns no loss and logs no "
                 f"'{self._loss_name}'.",
                 "Return the loss, or log it: self.log('loss', loss).",
             )
-        self.recorder.step(
-            loss, lr=self._rate, tokens=None if self._count is None else self._tokens
-        )
+        self.recorder.step(loss, lr=self._rate, tokens=self._tokens)
         self._loss = None
-        self._tokens = 0
+        self._tokens = None
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         loss = trainer.callback_metrics.get(self._val_loss_name)
@@ -166,12 +155,6 @@ class NarrowgaugeMonitor(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close(finished=False)
 
-    def _close(self, finished: bool) -> None:
-        recorder = self.recorder
-        self.recorder = None
-        if recorder is not None:
-            recorder.close(finished)
-
 
 def _log(trainer: Any, kind: str, row: Row) -> None:
     numbers = numbers_of(kind, row)
@@ -183,6 +166,7 @@ def _called_model(module: nn.Module) -> nn.Module:
     """Return the model that ``training_step`` calls: the only child if it has all parameters, else
     the module itself.
     """
-    children = [child for child in module.children() if next(child.parameters(), None) is not None]
-    is_whole = len(children) == 1 and next(module.parameters(recurse=False), None) is None
-    return children[0] if is_whole else module
+    children = [child for child in module.children() if [*child.parameters()]]
+    if len(children) != 1 or next(module.parameters(recurse=False), None) is not None:
+        return module
+    return children[0]

@@ -12,6 +12,7 @@ Source: Dettmers et al. 2022, LLM.int8() (2208.07339); Dettmers et al. 2023, QLo
 from __future__ import annotations
 
 import fnmatch
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,8 +38,7 @@ from narrowgauge.spec.notation import get_compute
 
 _ADVICE = (
     "To merge adapters, call dequantize_base(model) first; add adapters before quantize_base; "
-    "DoRA, LoHa, LoKr and others "
-    "need whole weights in each step."
+    "DoRA, LoHa, LoKr and others need whole weights in each step."
 )
 
 
@@ -53,9 +53,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: FrozenLinear) -> Tensor:
         ctx.layer = layer
-        return layer.multiply(
-            rows
-        ).clone()  # PEFT adds to the output in place, which a view from here forbids
+        # PEFT adds to the output in place, which a view from here forbids.
+        return layer.multiply(rows).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -78,7 +77,9 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     @property
     def frozen_bias(self) -> Tensor | None:
         """Return the bias that the product adds. A trained bias is added after it."""
-        return None if self.bias is None or self.bias.requires_grad else self.bias
+        if self.bias is None or self.bias.requires_grad:
+            return None
+        return self.bias
 
     def multiply(self, rows: Tensor) -> Tensor:
         codes = self.weight_codes
@@ -120,7 +121,9 @@ class PackedLinear(FrozenLinear):
         if cast_weight.inner is None:
             raise FormatError(f"{right} has no scales of blocks.")
         scales = cast_weight.inner.to(getattr(torch, right.scale))  # exact: computed in that format
-        outer = cast_weight.codes.new_ones(1, 1) if cast_weight.outer is None else cast_weight.outer
+        outer = cast_weight.outer
+        if outer is None:
+            outer = cast_weight.codes.new_ones(1, 1)
         return packed_pairs(four_bit_codes(cast_weight.codes), 1), scales, outer
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -164,15 +167,17 @@ def quantize_base(
     right = chosen.output.right
     patterns = keep
     if patterns is None:
-        patterns = (*chosen.keep, *roles_of(model)) if chosen.keep else ()
+        patterns = chosen.keep
+        if patterns:
+            patterns = (*patterns, *roles_of(model))
     is_packed = right.format == "float4_e2m1fn" and right.block is not None
+    kind = PackedLinear if is_packed else FrozenLinear
     if not is_packed:
         inference.with_codes(chosen)
-    layers = {
-        name: layer
-        for name, layer in _frozen(model)
-        if not any(fnmatch.fnmatchcase(name, p) for p in patterns)
-    }
+    layers = []
+    for name, layer in _frozen(model):
+        if not any(map(partial(fnmatch.fnmatchcase, name), patterns)):
+            layers.append(layer)
     if not layers:
         raise RecipeError(
             f"Cannot quantize this {type(model).__name__} because it has no frozen linear layer.",
@@ -180,12 +185,12 @@ def quantize_base(
             "requires_grad_(False).",
         )
     shared: dict[Tensor, tuple[Tensor, ...]] = {}
-    for layer in layers.values():
+    for layer in layers:
         # PEFT adds a transposed update to a Conv1D, even after its weight has come back.
         layer.plain_class = type(layer) if type(layer).__name__ == "Conv1D" else nn.Linear
-        inference.quantize_layer(layer, chosen, shared, PackedLinear if is_packed else FrozenLinear)
+        inference.quantize_layer(layer, chosen, shared, kind)
     if not is_packed:
-        warn_if_emulated(chosen, next(iter(layers.values())).weight_codes.device)
+        warn_if_emulated(chosen, layers[0].weight_codes.device)
     return model
 
 
@@ -214,10 +219,10 @@ def _frozen(model: nn.Module) -> list[tuple[str, Any]]:
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             adapters |= set(module.modules()) - set(module.get_base_layer().modules())
-    return [
-        (name.removeprefix("base_model.model.").removesuffix(".base_layer"), module)
-        for name, module in model.named_modules()
-        if is_linear(module)
-        and module not in adapters
-        and not cast(Tensor, module.weight).requires_grad
-    ]
+    frozen = []
+    for path, module in model.named_modules():
+        is_base = is_linear(module) and module not in adapters
+        if is_base and not cast(Tensor, module.weight).requires_grad:
+            name = path.removeprefix("base_model.model.").removesuffix(".base_layer")
+            frozen.append((name, module))
+    return frozen

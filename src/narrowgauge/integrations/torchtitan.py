@@ -63,22 +63,20 @@ class NarrowgaugeConverter(ModelConfigConverter):
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Replace the linear layers of a model's config in place; return it."""
-        layers = [
-            place
-            for place in model_config.traverse(Linear.Config)
-            if type(place[1]) is Linear.Config
-        ]
-        if not layers:
+        num_layers = 0
+        for _, plain, parent, place in list(model_config.traverse(Linear.Config)):
+            if type(plain) is Linear.Config:
+                num_layers += 1
+                swappable = derive(plain, SwappableLinear.Config, compute=self.compute)
+                if isinstance(parent, list):
+                    parent[place] = swappable
+                else:
+                    setattr(parent, str(place), swappable)
+        if not num_layers:
             raise RecipeError(
                 f"Cannot compute in '{self.compute}': the model has no linear layers of "
                 "torchtitan's."
             )
-        for _, plain, parent, place in layers:
-            swappable = derive(plain, SwappableLinear.Config, compute=self.compute)
-            if isinstance(parent, list):
-                parent[place] = swappable
-            else:
-                setattr(parent, str(place), swappable)
         return model_config
 
 
@@ -116,16 +114,12 @@ class NarrowgaugeOptimizers(OptimizersContainer):
         for optimizer in self.optimizers:
             saved = optimizer.state_dict()
             for group in saved["param_groups"]:
-                for number, name in zip(group["params"], group["param_names"], strict=True):
-                    state = saved["state"].get(number, {})
-                    saved["state"][number] = {
-                        key: state_dict[f"state.{name}.{key}"] for key in state
-                    }
-                options = group.keys() - {"params", "param_names"}
-                group |= {
-                    key: state_dict[f"param_groups.{group['param_names'][0]}.{key}"]
-                    for key in options
-                }
+                names = group["param_names"]
+                for number, name in zip(group["params"], names, strict=True):
+                    for key in saved["state"].setdefault(number, {}):
+                        saved["state"][number][key] = state_dict[f"state.{name}.{key}"]
+                for key in group.keys() - {"params", "param_names"}:
+                    group[key] = state_dict[f"param_groups.{names[0]}.{key}"]
             optimizer.load_state_dict(saved)
 
 

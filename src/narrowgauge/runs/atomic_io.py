@@ -35,12 +35,11 @@ def disk_error(path: Path, error: Exception) -> RecordError:
         status = 1 if error.errno in (errno.EIO, errno.EFBIG) else 2
         advice = "Check the path and who may write there."
         return RecordError(f"Cannot use {path}: {error.strerror or error}.", advice, status=status)
-    place = next(
-        folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
-    )
-    message = (
-        f"Cannot write {path}: the disk is full ({shutil.disk_usage(place).free:,} bytes free)."
-    )
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    message = f"Cannot write {path}: the disk is full ({free:,} bytes free)."
     return RecordError(message, "Free some space, then give the same command again.", status=1)
 
 
@@ -48,10 +47,13 @@ def system_error(error: BaseException) -> OSError | None:
     """Return an error of the operating system, also one that another error's message quotes, as
     safetensors does.
     """
-    number = re.search(r"os error (\d+)", str(error))
     if isinstance(error, OSError):
         return error
-    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
+    quoted = re.search(r"os error (\d+)", str(error))
+    if quoted is None:
+        return None
+    number = int(quoted[1])
+    return OSError(number, os.strerror(number))
 
 
 @contextlib.contextmanager
@@ -112,9 +114,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
     path = path.absolute()
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):
-        reason = "the current folder" if path == Path.cwd() else ""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            reason = "not empty" if path.is_dir() else "a file"
+        reason = ""
+        if path == Path.cwd():
+            reason = "the current folder"
+        elif path.is_dir() and any(path.iterdir()):
+            reason = "not empty"
+        elif path.exists() and not path.is_dir():
+            reason = "a file"
         if reason:
             raise RecordError(
                 f"Cannot write {path}: it exists and is {reason}.", "Name a new folder."
@@ -135,8 +141,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    with disk_errors(path):
-        return path.read_bytes() if path.exists() else None
+    with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return path.read_bytes()
+    return None
 
 
 def load_json(text: bytes | str) -> Any:

@@ -58,9 +58,7 @@ class Event:
 
     def row(self) -> Row:
         """Return the event as a row of ``events.jsonl``; empty columns are left out."""
-        return {
-            name: value for name, value in asdict(self).items() if value is not None and value != ""
-        }
+        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
     @property
     def sentence(self) -> str:

@@ -22,7 +22,7 @@ def counted(number: int, thing: str) -> str:
         >>> counted(1, "run"), counted(2, "run"), counted(1234, "step")
         ('1 run', '2 runs', '1,234 steps')
     """
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def duration(seconds: float) -> str:
@@ -46,8 +46,9 @@ def told(names: Iterable[str], most: int = 3) -> str:
         ('a, b, c and 2 others', 'a, b, c and 1 other', '')
     """
     distinct = list(dict.fromkeys(names))
+    text = ", ".join(distinct[:most])
     rest = len(distinct) - most
-    return ", ".join(distinct[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")
+    return f"{text} and {counted(rest, 'other')}" if rest > 0 else text
 
 
 def listed(parts: Iterable[str]) -> str:
@@ -57,5 +58,5 @@ def listed(parts: Iterable[str]) -> str:
         >>> listed(["a", "b", "c"])
         'a, b and c'
     """
-    *most, last = parts
-    return f"{', '.join(most)} and {last}" if most else last
+    *first, last = parts
+    return " and ".join(filter(None, [", ".join(first), last]))

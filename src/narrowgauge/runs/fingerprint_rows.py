@@ -7,6 +7,7 @@ both are equally suspect.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
 
 from narrowgauge.runs.finding import listed
 from narrowgauge.runs.schema import Row
@@ -40,37 +41,36 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
         >>> parted_in({"step": 4, "parted": shards})[2]
         'weight a differs on ranks 0 and 1 from the others after step 4'
     """
-    factors = (row.get("ranks") or {}).get("clip") or []
+    step = row["step"]
+    ranks = row.get("ranks") or {}
+    factors = ranks.get("clip") or []
     if len(set(map(repr, factors))) > 1:
-        texts = ", ".join(
-            f"{factor:.9g} on rank {rank}"
-            for rank, factor in enumerate(factors)
-            if factor is not None
-        )
-        message = f"the factor that clips the gradients differs in step {row['step']}: {texts}"
+        texts = []
+        for rank, factor in enumerate(factors):
+            if factor is not None:
+                texts.append(f"{factor:.9g} on rank {rank}")
+        message = f"the factor that clips the gradients differs in step {step}: {', '.join(texts)}"
         return "clip:factor", odd_ranks(factors), message
-    held_counts = (row.get("ranks") or {}).get("held") or []
-    changed = tuple(rank for rank, number in enumerate(held_counts) if number)
-    if changed and len(changed) < len(held_counts):
-        key = next((key for key in row["tensors"] if key.startswith("held:")), "held:")
-        return (
-            key,
-            changed,
-            f"{key[5:]} of {in_words(changed)} changed in memory after step {row['step'] - 1}",
-        )
+    changes = ranks.get("held") or []
+    changed = tuple(rank for rank, number in enumerate(changes) if number)
+    if 0 < len(changed) < len(changes):
+        key = next((name for name in row["tensors"] if name.startswith("held:")), "held:")
+        message = f"{key[5:]} of {in_words(changed)} changed in memory after step {step - 1}"
+        return key, changed, message
+    # One entry for each group of ranks that hold the same shard: KIND:NAME, then KIND:NAME of ranks
+    # …
     parted = row.get("parted") or {}
     if not parted:
         return "", (), ""
     key = next(iter(parted))
-    # One entry for each group of ranks that hold the same shard: KIND:NAME, then KIND:NAME of ranks
-    # …
-    groups = [
-        odd_ranks(numbers) for name, numbers in parted.items() if name.partition(" ")[0] == key
-    ]
-    odd = tuple(sorted(rank for ranks in groups for rank in ranks)) if all(groups) else ()
+    groups = [odd_ranks(parted[name]) for name in parted if name.partition(" ")[0] == key]
     kind, _, name = key.partition(":")
-    who = f"differs on {in_words(odd)} from the others" if odd else "differs between ranks"
-    return key, odd, f"{kind} {name} {who} after step {row['step']}"
+    odd: tuple[int, ...] = ()
+    who = "differs between ranks"
+    if all(groups):
+        odd = tuple(sorted(chain.from_iterable(groups)))
+        who = f"differs on {in_words(odd)} from the others"
+    return key, odd, f"{kind} {name} {who} after step {step}"
 
 
 def in_words(ranks: Sequence[int]) -> str:
@@ -80,4 +80,5 @@ def in_words(ranks: Sequence[int]) -> str:
         >>> in_words((1,)), in_words((1, 2))
         ('rank 1', 'ranks 1 and 2')
     """
-    return f"rank{'s' * (len(ranks) > 1)} {listed(map(str, ranks))}"
+    unit = "rank" if len(ranks) == 1 else "ranks"
+    return f"{unit} {listed(map(str, ranks))}"

@@ -36,10 +36,11 @@ def named(names: Iterable[str], column: str) -> str | None:
         ('eval_loss', 'lr-AdamW', None)
     """
     plain = {name: name.lower().replace(" ", "_") for name in names}
-    return next(
-        (name for pattern in NAMES[column] for name in plain if fnmatchcase(plain[name], pattern)),
-        None,
-    )
+    for pattern in NAMES[column]:
+        for name in plain:
+            if fnmatchcase(plain[name], pattern):
+                return name
+    return None
 
 
 # ── readers: each raises ValueError for a damaged file ────────────────────────────────────────────
@@ -48,7 +49,7 @@ def named(names: Iterable[str], column: str) -> str | None:
 def _read_state(file: Path) -> Series:
     state = load_json(file.read_bytes())
     rows = state.get("log_history") if isinstance(state, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list) or {type(row) for row in rows} - {dict}:
         raise ValueError("it holds no list of objects")
     return _series(rows)
 
@@ -75,32 +76,37 @@ def _read_csv(file: Path) -> Series:
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise ValueError(f"line {number} has not as many values as the first line has names")
-    return _series(rows, first=1 if file.name == "metrics.csv" else 0)
+    return _series(rows, first=int(file.name == "metrics.csv"))
 
 
 def _series(rows: list[Row], first: int = 0) -> Series:
     names: dict[str, Any] = {}
-    for name in (name for row in rows for name in row):
-        names.setdefault(str(name).strip().lower(), name)
-    step_name = next((names.pop(name) for name in _STEPS if name in names), "")
-    if rows and not step_name:
+    for row in rows:
+        for name in row:
+            names.setdefault(str(name).strip().lower(), name)
+    step_names = [names.pop(name) for name in _STEPS if name in names]
+    if rows and not step_names:
         raise ValueError(f"it has no column of steps ({', '.join(_STEPS[2:])})")
     series: Series = {}
     for row in rows:
-        step = _number(step_name, row.get(step_name))
-        if step is not None and not is_whole(step):
+        step = _number(step_names[0], row.get(step_names[0]))
+        if step is None:
+            continue
+        if not is_whole(step):
             raise ValueError(
-                f"column '{step_name}' holds {short(step)}, which is not a whole number"
+                f"column '{step_names[0]}' holds {short(step)}, which is not a whole number"
             )
         for name in names.values():
-            if step is not None and row.get(name) not in (None, ""):
+            if row.get(name) not in (None, ""):
                 series.setdefault(str(name).strip(), {})[int(step) + first] = row[name]
     return series
 
 
 def _number(name: str, value: Any) -> float | None:
+    if value in (None, ""):
+        return None
     try:
-        return None if value in (None, "") else float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
 
@@ -124,16 +130,13 @@ def _pattern_of(file: Path) -> str:
 
 def log_files(path: Path) -> list[Path]:
     if path.is_file():
-        return [path] if _pattern_of(path) else []
+        return list(filter(_pattern_of, [path]))
     for pattern in list(_READERS)[:-1]:
         # The newest checkpoint of Hugging Face's Trainer repeats earlier rows.
-        checkpoints = sorted(
-            path.glob(f"checkpoint-*/{pattern}"), key=lambda file: (len(file.parent.name), file)
-        )
-        if (
-            files := sorted(file for file in path.glob(pattern) if file.is_file())
-            or checkpoints[-1:]
-        ):
+        checkpoints = list(path.glob(f"checkpoint-*/{pattern}"))
+        checkpoints.sort(key=lambda file: (len(file.parent.name), file))
+        files = sorted(filter(Path.is_file, path.glob(pattern))) or checkpoints[-1:]
+        if files:
             return files
     return []
 
@@ -154,8 +157,8 @@ def read_log(path: Path) -> dict[str, Any] | None:
         if not files:
             return None
         pattern = _pattern_of(files[0])
+        values: Series = {}
         try:
-            values: Series = {}
             for file in files:
                 for name, series in _READERS[pattern](file).items():
                     values.setdefault(name, {}).update(series)
@@ -167,22 +170,20 @@ def read_log(path: Path) -> dict[str, Any] | None:
                 f"{files[0]} is damaged: {error}.", "Restore the file from a copy."
             ) from error
     if not steps and not evals:
+        columns = ", ".join(sorted(values)[:8]) or "no rows with a step"
         raise RecordError(
-            f"{files[0]} holds no loss. It has "
-            f"{', '.join(sorted(values)[:8]) or 'no rows with a step'}.",
+            f"{files[0]} holds no loss. It has {columns}.",
             "If one of its columns is the loss, rename it to one of "
             f"{', '.join(NAMES['loss'][:3])}.",
         )
-    summary: Row = {"steps": max(row["step"] for row in (*steps, *evals))}
+    summary: Row = {"steps": max(rows[-1]["step"] for rows in (steps, evals) if rows)}
     if evals:
-        summary["val_loss"] = evals[-1].get("val_loss")
-    return {
-        "path": path.parent if path.is_file() and pattern != "*.csv" else path,
-        "run": {"config": config, SOURCE: {"file": str(files[-1])}},
-        "steps": steps,
-        "evals": evals,
-        "summary": summary if is_finished else None,
-    }
+        summary["val_loss"] = evals[-1]["val_loss"]
+    if path.is_file() and pattern != "*.csv":
+        path = path.parent
+    row = {"path": path, "run": {"config": config, SOURCE: {"file": str(files[-1])}}}
+    row |= {"steps": steps, "evals": evals}
+    return row | {"summary": summary} if is_finished else row
 
 
 def _progress(file: Path) -> tuple[Row, bool]:
@@ -190,7 +191,9 @@ def _progress(file: Path) -> tuple[Row, bool]:
 
     Only Hugging Face's log says so.
     """
-    state = load_json(file.read_bytes()) if file.name == "trainer_state.json" else {}
+    if file.name != "trainer_state.json":
+        return {}, True
+    state = load_json(file.read_bytes())
     done = state.get("global_step")
     planned = state.get("max_steps")
     if isinstance(done, int) and isinstance(planned, int) and planned > 0:
@@ -201,12 +204,12 @@ def _progress(file: Path) -> tuple[Row, bool]:
 def _rows(values: Series, columns: Mapping[str, Any]) -> list[Row]:
     """Return the rows of some columns, ascending. Losses that begin at step 0 are of step 1."""
     loss = named(values, "loss")
-    first = 1 if loss is not None and min(values[loss]) == 0 else 0
+    first = int(loss is not None and min(values[loss]) == 0)
     by_step: dict[int, Row] = {}
     for column in NAMES:
-        name = named(values, column) if column in columns else None
-        for step, value in values[name].items() if name is not None else ():
-            by_step.setdefault(step + first, {"step": step + first})[column] = _number(
-                name or "", value
-            )
+        name = named(values, column)
+        if name is not None and column in columns:
+            for step, value in values[name].items():
+                row = by_step.setdefault(step + first, {"step": step + first})
+                row[column] = _number(name, value)
     return [by_step[step] for step in sorted(by_step)]

@@ -20,8 +20,9 @@ needs to go on is in run.toml and its checkpoint.
 from __future__ import annotations
 
 import math
+import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, time
 from functools import cached_property
 from pathlib import Path
@@ -88,10 +89,9 @@ class Run:
         Raise ``RecordError`` if ``run.toml`` has none.
         """
         data = self.run.get("data")
-        fingerprint = data.get("fingerprint") if isinstance(data, dict) else None
-        if not isinstance(fingerprint, str):
+        if not isinstance(data, dict) or not isinstance(data.get("fingerprint"), str):
             raise self._damaged("its table [data] holds no fingerprint")
-        return fingerprint
+        return str(data["fingerprint"])
 
     def _damaged(self, reason: str) -> RecordError:
         return RecordError(
@@ -133,19 +133,16 @@ def read_run(path: str | Path) -> Run:
         [{'step': 1, 'loss': nan}]
     """
     path = Path(path)
-    if not is_run(path) and (log := read_log(path)) is not None:
-        run_of_log = Run(**log)
-        vars(run_of_log).update(
-            gauges=[], fingerprints=[]
-        )  # a log has neither, and its path may be a file
-        return run_of_log
-    run = read_settings(path)
-    notes: list[str] = []
-    steps = read_rows(path / "steps.jsonl", notes)
-    evals = read_rows(path / "evals.jsonl", notes)
-    events = read_rows(path / "events.jsonl", notes)
-    summary = read_summary(path / "summary.json", notes)
-    return Run(path, run, steps, evals, events, summary, notes)
+    log = None if is_run(path) else read_log(path)
+    if log is not None:
+        run = Run(**log)
+        # A log has neither, and its path may be a file.
+        vars(run).update(gauges=[], fingerprints=[])
+        return run
+    run = Run(path, read_settings(path))
+    for kind in ("steps", "evals", "events"):
+        getattr(run, kind).extend(read_rows(path / f"{kind}.jsonl", run.notes))
+    return replace(run, summary=read_summary(path / "summary.json", run.notes))
 
 
 def read_settings(path: Path) -> Row:
@@ -156,12 +153,11 @@ def read_settings(path: Path) -> Row:
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
-        problem = (
-            "the file is no log that can be read"
-            if path.is_file()
-            else "there is no such folder or file"
-        )
-        reason = "the folder has no run.toml" if path.is_dir() else problem
+        reason = "there is no such folder or file"
+        if path.exists():
+            reason = "the folder has no run.toml"
+        if path.is_file():
+            reason = "the file is no log that can be read"
         raise RecordError(
             f"No run in {path}: {reason}.",
             f"Name the folder that was given as --out.{latest_runs(path)}",
@@ -183,14 +179,15 @@ def wrong_setting(run: Row) -> str:
 
     Empty if all are.
     """
-    config = run["config"] if isinstance(run.get("config"), dict) else {}
-    numbers = {
-        "schema_version": run["schema_version"],
-        "seed": config.get("seed", 0),
-        "steps": config.get("steps", 0),
-    }
-    wrong = next((key for key, value in numbers.items() if not is_whole(value)), None)
-    return "" if wrong is None else f"its {wrong} = {short(numbers[wrong])} is not a whole number"
+    config = config_of(run)
+    numbers = {"schema_version": run["schema_version"]}
+    for name in ("seed", "steps"):
+        if isinstance(config, dict) and name in config:
+            numbers[name] = config[name]
+    for name, value in numbers.items():
+        if not is_whole(value):
+            return f"its {name} = {short(value)} is not a whole number"
+    return ""
 
 
 def latest_runs(path: Path) -> str:
@@ -199,18 +196,16 @@ def latest_runs(path: Path) -> str:
     """
     for place in (path, path.parent, Path("runs")):
         with suppress(OSError):
-            files = sorted(
-                place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True
-            )
+            files = sorted(place.glob("*/run.toml"), key=lambda file: -file.stat().st_mtime)
             if files:
-                return (
-                    f" The latest runs there: {', '.join(str(file.parent) for file in files[:3])}."
-                )
+                names = ", ".join(map(os.path.dirname, files[:3]))
+                return f" The latest runs there: {names}."
     return ""
 
 
 def _require_known(table: Row, path: Path) -> None:
-    if (version := table.get("schema_version", VERSION)) != VERSION:
+    version = table.get("schema_version", VERSION)
+    if version != VERSION:
         raise RecordError(
             f"The run {path} has record schema {version}; this version reads {VERSION}.",
             "Read it with the version that wrote it.",
@@ -226,16 +221,15 @@ def read_summary(file: Path, notes: list[str]) -> Row | None:
     if data is None:
         return None
     try:
-        summary = restored(load_json(data))
-    except ValueError as error:
+        summary = dict(restored(load_json(data)))
+        wrong = wrong_value("summary", summary)
+        if wrong:
+            raise ValueError(f"it has {wrong}")
+    except (ValueError, TypeError) as error:
         notes.append(f"{file.name} is damaged ({error}) and was left out")
         return None
-    wrong = wrong_value("summary", summary) if isinstance(summary, dict) else "no object"
-    if wrong:
-        notes.append(f"{file.name} is damaged (it has {wrong}) and was left out")
-        return None
     _require_known(summary, file.parent)
-    return dict(summary)
+    return summary
 
 
 # ── the lines of a file ───────────────────────────────────────────────────────────────────────────
@@ -250,26 +244,27 @@ _QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
 
 def read_rows(file: Path, notes: list[str]) -> list[Row]:
     """Return the rows of a file. Drop damaged ones, and add a note about them."""
-    lines = read_lines(file)
-    if note := note_of(file, lines):
-        notes.append(note)
-    return [row for _, row in lines if row is not None]
+    _, rows = read_lines(file)
+    notes.extend(note_of(file, rows))
+    return [row for row in rows if row is not None]
 
 
-def read_lines(file: Path) -> list[tuple[bytes, Row | None]]:
-    """Return each whole line of a file with its row, which is ``None`` for a damaged line."""
+def read_lines(file: Path) -> tuple[list[bytes], list[Row | None]]:
+    """Return the whole lines of a file, and the row of each: ``None`` of a damaged line."""
     *texts, _ = (read_bytes(file) or b"").split(b"\n")
-    lines = [(text, _parsed(file.stem, text)) for text in texts]
-    return _in_order(lines) if file.stem == "steps" else lines
+    rows = [_parsed(file.stem, text) for text in texts]
+    if file.stem == "steps":
+        _drop_disordered(rows)
+    return texts, rows
 
 
-def note_of(file: Path, lines: list[tuple[bytes, Row | None]]) -> str:
-    """Return a sentence about the damaged lines of a file, or an empty string."""
-    damaged = [number for number, (_, row) in enumerate(lines, 1) if row is None]
-    if not damaged:
-        return ""
-    rows = counted(len(damaged), "damaged row")
-    return f"{file.name} has {rows} of {len(lines)}, the first in line {damaged[0]}; left out"
+def note_of(file: Path, rows: list[Row | None]) -> list[str]:
+    """Return a sentence about the damaged lines of a file, if there are any."""
+    if None not in rows:
+        return []
+    damaged = counted(rows.count(None), "damaged row")
+    first = rows.index(None) + 1
+    return [f"{file.name} has {damaged} of {len(rows)}, the first in line {first}; left out"]
 
 
 def _parsed(kind: str, line: bytes) -> Row | None:
@@ -277,28 +272,29 @@ def _parsed(kind: str, line: bytes) -> Row | None:
         row = load_json(line)
     except ValueError:
         return None
-    if not isinstance(row, dict):
-        return None
     if any(name in line for name in _QUOTED):
         row = restored(row)
-    return None if wrong_value(kind, row) else row
+    if not isinstance(row, dict) or wrong_value(kind, row):
+        return None
+    return row
 
 
-def _in_order(lines: list[tuple[bytes, Row | None]]) -> list[tuple[bytes, Row | None]]:
-    """Call a row damaged whose step is not between those of its neighbours."""
-    steps = [row["step"] for _, row in lines if row is not None]
-    followers = iter([*steps[1:], math.inf])
-    ordered: list[tuple[bytes, Row | None]] = []
+def _drop_disordered(rows: list[Row | None]) -> None:
+    """Replace rows by ``None`` whose steps are not between those of their neighbours."""
     last = -math.inf
-    for text, row in lines:
+    follower = math.inf
+    followers = []
+    for row in reversed(rows):
+        followers.append(follower)
         if row is not None:
-            follower = next(followers)
-            is_too_late = last < follower < row["step"]
-            row = None if row["step"] <= last or is_too_late else row
+            follower = row["step"]
+    for place, row in enumerate(rows):
         if row is not None:
-            last = row["step"]
-        ordered.append((text, row))
-    return ordered
+            is_too_late = last < followers[-1 - place] < row["step"]
+            if row["step"] <= last or is_too_late:
+                rows[place] = None
+            else:
+                last = row["step"]
 
 
 def restored(value: Any, key: str = "") -> Any:
@@ -316,7 +312,8 @@ def toml_value(value: Any) -> Any:
     """Return a value that TOML has: without ``None``, numbers of NumPy and PyTorch as Python's, all
     else as text.
     """
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, dict):
         return {str(key): toml_value(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):

@@ -16,8 +16,9 @@ exponents of all tensors of a kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from narrowgauge.spec.toml import load_data
@@ -27,6 +28,11 @@ Row = dict[str, Any]
 
 VERSION = 2
 """The version of the run folder. Other versions are refused."""
+
+UNAVAILABLE = "unavailable"
+"""Prefix in the table ``arithmetic`` of ``run.toml``: this machine cannot run the probe. Such
+results are not compared.
+"""
 
 Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "lists"]
 
@@ -54,13 +60,14 @@ class Column:
 
     def cell(self, row: Row) -> str:
         """Return the row's value in a table; a dash where it has none."""
-        return "–" if row.get(self.name) is None else self.show(row[self.name])
+        value = row.get(self.name)
+        return "–" if value is None else self.show(value)
 
 
 _DATA = load_data("columns", "runs")
 TENSOR_KINDS: dict[str, str] = _DATA.pop("tensor_kinds")
 """Every kind of tensor that gauges watch, and its meaning."""
-EVENT_KINDS = frozenset(kind for kinds in _DATA.pop("event_kinds").values() for kind in kinds)
+EVENT_KINDS = frozenset(chain.from_iterable(_DATA.pop("event_kinds").values()))
 """Every kind of event."""
 FIRST_EXPONENT = -64
 NUM_EXPONENTS = 112
@@ -80,42 +87,27 @@ _SHOWN: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _column(name: str, row: Row, metrics: Row | None = None) -> Column:
-    entries = tuple(_column(metric, entry) for metric, entry in (metrics or {}).items())
-    text = row.pop("format", "{}")
-    return Column(name, **row, show=_SHOWN.get(text, text.format), metrics=entries)
+def _columns(table: Row, metrics: Mapping[str, dict[str, Column]]) -> dict[str, Column]:
+    columns = {}
+    for name, row in table.items():
+        text = row.pop("format", "{}")
+        entries = tuple(metrics.get(name, {}).values())
+        columns[name] = Column(name, **row, show=_SHOWN.get(text, text.format), metrics=entries)
+    return columns
 
 
-def _tables(data: Row) -> dict[str, dict[str, Column]]:
-    metrics = data.pop("metrics")
-    return {
-        kind: {
-            name: _column(name, row, metrics.get(kind, {}).get(name)) for name, row in table.items()
-        }
-        for kind, table in data.items()
-    }
-
-
-TABLES: dict[str, dict[str, Column]] = _tables(_DATA)
+_METRICS: dict[str, dict[str, dict[str, Column]]] = {}
+for _kind, _lists in _DATA.pop("metrics").items():
+    _METRICS[_kind] = {name: _columns(table, {}) for name, table in _lists.items()}
+TABLES = {kind: _columns(table, _METRICS.get(kind, {})) for kind, table in _DATA.items()}
 """The columns of each file, by the file's stem."""
-STEP, EVAL, EVENT, GAUGE, SUMMARY = (
-    TABLES[kind] for kind in ("steps", "evals", "events", "gauges", "summary")
-)
-METRICS: dict[str, dict[str, Column]] = {
-    column.name: {metric.name: metric for metric in column.metrics}
-    for column in GAUGE.values()
-    if column.type == "lists" and column.metrics
-}
+STEP = TABLES["steps"]
+EVAL = TABLES["evals"]
+EVENT = TABLES["events"]
+GAUGE = TABLES["gauges"]
+SUMMARY = TABLES["summary"]
+METRICS = _METRICS["gauges"]
 """The entries of the lists of each table of a ``gauges.jsonl`` row, in order."""
-
-
-def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
-    """Return one metric of a tensor, parameter or module in a row of ``gauges.jsonl``; ``None`` if
-    it is missing.
-    """
-    values = row.get(table, {}).get(name)
-    place = list(METRICS[table]).index(metric)
-    return values[place] if values is not None and place < len(values) else None
 
 
 def number(value: Any) -> float | None:
@@ -155,10 +147,7 @@ REQUIRED = {**dict.fromkeys(STEPWISE, ("step",)), "events": ("kind", "step", "me
 _TOTALS = ("tokens", "seconds", "peak_memory_bytes")
 """Numbers of a step that no curve needs."""
 _NUMBER: frozenset[type] = frozenset({int, float, bool, type(None)})
-_NUMERIC = {
-    kind: {name for name, column in columns.items() if column.type in ("count", "number", "flag")}
-    for kind, columns in TABLES.items()
-}
+_NUMERIC = ("count", "number", "flag")
 
 
 def wrong_value(kind: str, row: Row) -> str:
@@ -170,40 +159,39 @@ def wrong_value(kind: str, row: Row) -> str:
         >>> wrong_value("evals", {"step": 3, "val_loss": "low"}), wrong_value("evals", {"step": 3, "val_loss": 2.5})
         ("val_loss = 'low', which is not a number", '')
     """
+    columns = TABLES[kind]
     for name, value in row.items():
-        if name in _NUMERIC[kind] and type(value) in _NUMBER:  # most values, three times as fast
-            continue
-        if name in TABLES[kind] and (reason := _why_wrong(TABLES[kind][name], value)):
+        column = columns.get(name)
+        if column is None or (type(value) in _NUMBER and column.type in _NUMERIC):
+            continue  # most values, three times as fast
+        reason = _why_wrong(column, value)
+        if reason:
             return reason
     for name in REQUIRED.get(kind, ()):
         if row.get(name) is None:
             return f"no {name}"
     step = row.get("step", 0)
-    return "" if is_whole(step) else f"step = {short(step)}, which is not a whole number"
+    if not is_whole(step):
+        return f"step = {short(step)}, which is not a whole number"
+    return ""
 
 
 def _why_wrong(column: Column, value: Any) -> str:
-    is_right = True
-    word = "a number"
-    if column.type == "text":
-        is_right = isinstance(value, str | None)
-        word = "text"
-    elif column.type in ("count", "number", "flag"):
-        is_right = _is_number(value)
-    elif column.type == "lists":
-        is_right = isinstance(value, dict)
-        word = "a table"
-    if not is_right:
-        return f"{column.name} = {short(value)}, which is not {word}"
-    for name, numbers in value.items() if column.type == "lists" else ():
-        if not isinstance(numbers, list | None):
+    if column.type in _NUMERIC and not _is_number(value):
+        return f"{column.name} = {short(value)}, which is not a number"
+    if column.type == "text" and not isinstance(value, str | None):
+        return f"{column.name} = {short(value)}, which is not text"
+    if column.type != "lists":
+        return ""
+    if not isinstance(value, dict):
+        return f"{column.name} = {short(value)}, which is not a table"
+    for name, numbers in value.items():
+        if numbers is None:
+            continue
+        if not isinstance(numbers, list):
             return f"{name} = {short(numbers)} in {column.name}, which is not a list"
         # The first test is of types alone, and ten times as fast.
-        if (
-            numbers
-            and not _NUMBER.issuperset(map(type, numbers))
-            and not all(map(_is_number, numbers))
-        ):
+        if not _NUMBER.issuperset(map(type, numbers)) and not all(map(_is_number, numbers)):
             return f"{name} = {short(numbers)} in {column.name}, which are not numbers"
     return ""
 
@@ -245,22 +233,18 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
         >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "updates": {"w": [1.0]}})
         ({'validation/loss': 2.5}, {'edq/w': 1.0})
     """
+    numbers: dict[str, float | None] = {}
     if kind == "events":
-        numbers = {f"events/{row['kind']}": 1.0 if row.get("value") is None else row["value"]}
+        value = row.get("value")
+        numbers[f"events/{row['kind']}"] = 1.0 if value is None else value
     elif kind == "evals":
-        numbers = {"validation/loss": row.get("val_loss")}
+        numbers["validation/loss"] = row.get("val_loss")
     elif kind == "gauges":
-        tables = gauge_metrics(row)
-        numbers = {
-            f"edq/{tensor}": metrics.get("edq")
-            for table, tensor, metrics in tables
-            if table == "updates"
-        }
+        for table, tensor, metrics in gauge_metrics(row):
+            if table == "updates":
+                numbers[f"edq/{tensor}"] = metrics.get("edq")
     else:
-        names = [
-            name
-            for name in row
-            if name in STEP and STEP[name].type == "number" and name not in _TOTALS
-        ]
-        numbers = {f"train/{name}": row[name] for name in names}
+        for name, value in row.items():
+            if name in STEP and STEP[name].type == "number" and name not in _TOTALS:
+                numbers[f"train/{name}"] = value
     return {tag: float(value) for tag, value in numbers.items() if value is not None}

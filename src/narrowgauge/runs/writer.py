@@ -15,7 +15,7 @@ from pathlib import Path
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, sync, write_whole
+from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, read_bytes, sync, write_whole
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.record import (
     ROW_FILES,
@@ -106,8 +106,7 @@ class RunWriter:
         try:
             writer._open_rows()
             for name in ROW_FILES:
-                if note := writer._keep(name):
-                    writer.notes.append(note)
+                writer.notes += writer._keep(name)
         except BaseException:
             writer.close()
             raise
@@ -124,10 +123,11 @@ class RunWriter:
         for name in STEPWISE:
             self._keep(name, step)
         num_expected = step + 1 - first
-        num_missing = num_expected - len(read_lines(self._file("steps")))
-        if num_missing > 0:
-            missing = f"{num_missing:,} of the {num_expected:,}"
-            self.notes.append(f"steps.jsonl lacks {missing} steps before the checkpoint")
+        missing = num_expected - len(read_lines(self._file("steps"))[0])
+        if missing > 0:
+            self.notes.append(
+                f"steps.jsonl lacks {missing:,} of the {num_expected:,} steps before the checkpoint"
+            )
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def amend(self, run: Row) -> None:
@@ -136,7 +136,8 @@ class RunWriter:
         ``run`` is as for :meth:`create`.
         """
         content = {**toml_value(run), "schema_version": VERSION}
-        if wrong := wrong_setting(content):
+        wrong = wrong_setting(content)
+        if wrong:
             raise RecordError(f"Cannot write the run {self.path}: {wrong}.", "Give a whole number.")
         write_whole(self.path / "run.toml", tomli_w.dumps(content).encode())
 
@@ -225,31 +226,32 @@ class RunWriter:
         with disk_errors(self._file(name)):
             return os.open(self._file(name), flags, 0o644)
 
-    def _keep(self, name: str, last_step: int | None = None) -> str:
+    def _keep(self, name: str, last_step: int | None = None) -> list[str]:
         """Remove damaged lines, a torn last one, and rows after a step.
 
         Return a note on the damaged ones.
         """
         file = self._file(name)
-        lines = read_lines(file)
+        texts, rows = read_lines(file)
         kept = []
-        for text, row in lines:
+        for text, row in zip(texts, rows, strict=True):
             if row is not None and (last_step is None or row["step"] <= last_step):
-                kept.append(text)
-        content = b"".join(text + b"\n" for text in kept)
-        if kept == [text for text, _ in lines[: len(kept)]]:
+                kept.append(text + b"\n")
+        content = b"".join(kept)
+        if (read_bytes(file) or b"").startswith(content):
             with disk_errors(file):
                 os.ftruncate(self._descriptors[name], len(content))
         else:
             write_whole(file, content)
             os.close(self._descriptors[name])
             self._descriptors[name] = self._opened(name)
-        return note_of(file, lines)
+        return note_of(file, rows)
 
     def _checked(self, kind: str, row: Row) -> Row:
         """Convert the row to JSON values. Refuse a row that no reader would accept."""
         written: Row = json_value(row)
-        if wrong := wrong_value(kind, written):
+        wrong = wrong_value(kind, written)
+        if wrong:
             message = f"Cannot write this row of {kind} to {self.path}: it has {wrong}."
             raise RecordError(message, "docs/reference.md lists the columns.")
         return written
@@ -261,17 +263,18 @@ def require_free(path: str | Path) -> None:
     Files that a killed process leaves do not count.
     """
     path = Path(path)
+    if (path / "run.toml").exists():
+        raise RecordError(
+            f"Cannot create a run in {path}: a run is there already.",
+            f"Choose another folder, or go on with narrowgauge resume {path}",
+        )
     problem = ""
     with disk_errors(path):
         if path.exists() and not path.is_dir():
             problem = "it is a file"
-        for name in sorted(os.listdir(path)) if path.is_dir() else ():
-            if not name.startswith(TEMPORARY) and (
-                name not in _FILES or (path / name).stat().st_size
-            ):
-                problem = problem or f"the folder is not empty (it holds {name})"
-    if (path / "run.toml").exists():
-        advice = f"Choose another folder, or go on with narrowgauge resume {path}"
-        raise RecordError(f"Cannot create a run in {path}: a run is there already.", advice)
+        for name in sorted(os.listdir(path), reverse=True) if path.is_dir() else ():
+            is_empty = name in _FILES and not (path / name).stat().st_size
+            if not name.startswith(TEMPORARY) and not is_empty:
+                problem = f"the folder is not empty (it holds {name})"
     if problem:
         raise RecordError(f"Cannot create a run in {path}: {problem}.", "Choose another folder.")

@@ -29,6 +29,8 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import door
 from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, first_free
 from narrowgauge.trainer.console import Console
+from narrowgauge.trainer.data.dataset import data_fingerprint
+from narrowgauge.trainer.data.tokens import read_tokens
 
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.record import Record
@@ -43,25 +45,28 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[An
         seeds: how many, counted from 0, or the seeds themselves.
     """
     numbers = range(seeds) if isinstance(seeds, int) else seeds
+    if isinstance(recipes, str):
+        recipes = [recipes]
     labels = [recipe_name(recipe) for recipe in recipes]
-    folders = [run_name(label, 0).lower() for label in labels]
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
     if not numbers or len(set(numbers)) < len(numbers):
         raise NarrowgaugeError(
             f"Cannot compare with seeds = {seeds!r}.", "Name at least one, none twice."
         )
-    for place, folder in enumerate(folders):
-        if folder in folders[:place]:
-            raise RecipeError(
-                f"two of the recipes are called {labels[place]}.",
-                'Name each once, or give each a name of its own: name = "…" in its file.',
-            )
-    return [
-        (r, seed, run_name(label, seed))
-        for seed in numbers
-        for r, label in zip(recipes, labels, strict=True)
-    ]
+    plan = []
+    folders = set()
+    for seed in numbers:
+        for recipe, label in zip(recipes, labels, strict=True):
+            folder = run_name(label, seed)
+            if folder.lower() in folders:
+                raise RecipeError(
+                    f"two of the recipes are called {label}.",
+                    'Name each once, or give each a name of its own: name = "…" in its file.',
+                )
+            folders.add(folder.lower())
+            plan.append((recipe, seed, folder))
+    return plan
 
 
 # ── in a loop of your own ─────────────────────────────────────────────────────────────────────────
@@ -107,7 +112,7 @@ def compare(
         >>> [(row["recipe"], row["num_seeds"]) for row in comparison.rows]
         [('bfloat16/master', 2), ('bfloat16/word', 2)]
     """
-    plan = planned([recipes] if isinstance(recipes, str) else list(recipes), seeds)
+    plan = planned(recipes, seeds)
     from narrowgauge.distributed.ranks import all_ranks
 
     if out is not None:
@@ -134,17 +139,17 @@ def _record(
     with Record(lambda: RunWriter.create(folder, {"config": config}), parsed, warn) as record:
         try:
             returned = train_function(recipe, seed, record)
-            metrics = (
-                returned
-                if isinstance(returned, Mapping) or returned is None
-                else {"val_loss": returned}
-            )
-            metrics = numbers(metrics or {}, f"the training function of {label}")
+            if returned is None:
+                returned = {}
+            elif not isinstance(returned, Mapping):
+                returned = {"val_loss": returned}
+            metrics = numbers(returned, f"the training function of {label}")
             summary = {**record.summary(recipe=label), **metrics}
-            if not isinstance(summary.get("val_loss"), int | float):
+            loss = summary.get("val_loss")
+            if not isinstance(loss, int | float):
                 raise NarrowgaugeError(
                     f"the training function gave no validation loss for {label}, val_loss is "
-                    f"{summary.get('val_loss')!r}.",
+                    f"{loss!r}.",
                     'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
                 )
         except BaseException:
@@ -176,15 +181,14 @@ def define(
     """
     require_package("plotly")
     plan = planned(recipes, seeds)
-    present = {} if out is None else runs_in(Path(out))
-    first = next(iter(present.values()), None)
+    present = [] if out is None else runs_in(Path(out))
     shared = {name: value for name, value in settings.items() if value is not None}
-    if first is not None:
-        own = {name: x for name, x in first.config.items() if name not in OF_A_RUN}
+    for run in present[:1]:
+        own = {name: x for name, x in run.config.items() if name not in OF_A_RUN}
         shared = {**own, **shared}
     base = TrainConfig.from_dict(shared).validated()
-    folder = first_free(Path("comparisons") / Path(base.model).name) if out is None else Path(out)
-    for run in present.values():
+    folder = Path(out or first_free(Path("comparisons") / Path(base.model).name))
+    for run in present:
         require_alike(run, base)
     configs = []
     for recipe, seed, name in plan:
@@ -193,16 +197,20 @@ def define(
     return configs
 
 
-def runs_in(folder: Path) -> dict[Path, Run]:
+def runs_in(folder: Path) -> list[Run]:
     """Return the runs of the trainer in a folder."""
-    files = sorted(folder.glob("*/run.toml"))
-    runs = {file.parent: read_run(file.parent) for file in files}
-    return {path: run for path, run in runs.items() if "recorder" not in run.run}
+    runs = [read_run(file.parent) for file in sorted(folder.glob("*/run.toml"))]
+    return [run for run in runs if "recorder" not in run.run]
 
 
 def require_alike(run: Run, config: TrainConfig) -> None:
-    """Refuse to compare with a run that has other settings, recipe and seed aside."""
-    for name, old, new in door.changed_settings(run.config, config.to_dict()):
+    """Refuse to compare with a run that has other settings or tokens, recipe and seed aside."""
+    changes = door.changed_settings(run.config, config.to_dict())
+    tokens = read_tokens(str(config.data))
+    seed = run.config.get("seed", config.seed)
+    if run.data_fingerprint != data_fingerprint(tokens, config.held_out, seed):
+        changes.append(("data", "other tokens", f"those in {config.data}"))
+    for name, old, new in changes:
         if name not in OF_A_RUN:
             raise RecordError(
                 f"Cannot compare with {run.path} because it has {name} = {old}, not {new}.",
@@ -248,17 +256,18 @@ def run_comparison(
             ) from None
         run = read_run(path)
         runs.append(run)
-        loss = f"validation loss {run.summary['val_loss']:.4f}" if run.summary else ""
         reason = divergence(run)
-        result = f"diverged ({reason})" if reason else loss
+        result = f"diverged ({reason})" if reason else ""
+        if run.summary is not None and not reason:
+            result = f"validation loss {run.summary['val_loss']:.4f}"
         took = duration(time.monotonic() - began) if is_new else "earlier"
         say(f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}  {result}  {took}")
     unigram_loss = runs[0].run["data"].get("unigram_loss")
     if unigram_loss is not None:
         say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
-    requested = {run.path for run in runs}
-    for path, run in runs_in(folder).items():
-        if path not in requested and run.summary is not None:
+    requested = [run.path for run in runs]
+    for run in runs_in(folder):
+        if run.path not in requested and run.summary is not None:
             runs.append(run)
     comparison = compare_runs(runs)
     return comparison, publish(comparison, folder)

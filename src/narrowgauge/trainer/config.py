@@ -10,7 +10,6 @@ PyTorch.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import sys
 from collections.abc import Mapping
@@ -61,17 +60,16 @@ def require(field: dataclasses.Field[Any], value: Any) -> None:
     if value is None and field.default is None:
         return
     kind = kind_of(field)
-    law = field.metadata["law"]
     flag = f"--{field.name.replace('_', '-')}"
     # Exact types: True is an int in Python. An int may stand for a float.
-    if type(value) is not kind and not (kind is float and type(value) is int):
+    if type(value) not in (kind, int if kind is float else kind):
         raise NarrowgaugeError(
             f"Cannot use {field.name} = {value!r}: it must be {_KINDS[kind]}.", f"Change {flag}."
         )
-    if kind is str and not value:
+    if value == "":
         raise NarrowgaugeError(f"{field.name} is empty.", f"Omit {flag}.")
-    if law is not None:
-        law.check(field.name, value)
+    if field.metadata["law"] is not None:
+        field.metadata["law"].check(field.name, value)
 
 
 def known_model(name: str) -> str:
@@ -94,9 +92,10 @@ def known_model(name: str) -> str:
 
 def first_free(stem: Path) -> Path:
     """Return ``STEM-N`` with the first N, from 1, that does not exist."""
-    return next(
-        path for number in itertools.count(1) if not (path := Path(f"{stem}-{number}")).exists()
-    )
+    number = 1
+    while Path(f"{stem}-{number}").exists():
+        number += 1
+    return Path(f"{stem}-{number}")
 
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
@@ -193,9 +192,9 @@ class TrainConfig:
         if self.schedule == "constant":
             return self.lr
         progress = min((step - self.warmup_steps) / (self.steps - self.warmup_steps), 1.0)
-        remaining = (
-            1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        )
+        remaining = 1 - progress
+        if self.schedule == "cosine":
+            remaining = (1 + math.cos(math.pi * progress)) / 2
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
 
     def filled(self, num_parameters: int = 0) -> TrainConfig:
@@ -206,7 +205,9 @@ class TrainConfig:
         Raises:
             ChipError: the settings ask for a compiled model, and nothing can be compiled here.
         """
-        size = MODELS[self.model].num_parameters if self.model in MODELS else num_parameters
+        size = num_parameters
+        if self.model in MODELS:
+            size = MODELS[self.model].num_parameters
         values: dict[str, Any] = {}
         if self.warmup_steps is None:
             values["warmup_steps"] = min(self.steps // 10, 100)
@@ -223,14 +224,14 @@ class TrainConfig:
             )
         return replace(self, **values)
 
-    def validated(self) -> TrainConfig:
+    def validated(self, num_ranks: int = 1) -> TrainConfig:
         """Check every setting, alone and against the others.
 
         Checks that need the model happen when it is built.
 
         Returns:
             The settings with full names and paths, so that the run can be resumed from any folder;
-                with ``out`` chosen.
+                with ``out`` chosen, and with a micro-batch for each rank, unless they name several.
         Raises:
             NarrowgaugeError: an invalid value.
         """
@@ -249,73 +250,61 @@ class TrainConfig:
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
             )
         config = replace(self, model=known_model(self.model))
-        config.require_agreement()
+        if self.gradient_accumulation_steps == 1:
+            config = replace(config, gradient_accumulation_steps=num_ranks)
+        config.require_agreement(num_ranks)
         if self.data is None:
-            advice = (
-                "Make a token map, and name it: narrowgauge tokenize TEXT OUT, then --data OUT."
+            raise DataError(
+                "Cannot train because no data was named.",
+                "Make a token map, and name it: narrowgauge tokenize TEXT OUT, then --data OUT.",
             )
-            raise DataError("Cannot train because no data was named.", advice)
         config = replace(config, data=str(read_tokens(self.data).folder.resolve()))
         if config.out is None:
             stem = f"{Path(config.model).name}-{config.recipe.name.replace('/', '-')}"
             config = replace(config, out=str(first_free(Path("runs") / stem)))
         return config
 
-    def on_ranks(self, num_ranks: int) -> TrainConfig:
-        """Return the settings with a micro-batch for each rank, unless the settings name several."""
-        parts = (
-            num_ranks if self.gradient_accumulation_steps == 1 else self.gradient_accumulation_steps
-        )
-        config = replace(self, gradient_accumulation_steps=parts)
-        config.require_agreement(num_ranks)
-        return config
-
-    def require_agreement(self, num_ranks: int = 1, positions: int | None = None) -> None:
-        """Refuse settings that contradict each other, the number of ranks or the model's
-        ``positions``.
-        """
+    def require_agreement(self, num_ranks: int = 1) -> None:
+        """Refuse settings that contradict each other or the number of ranks."""
         parts = self.gradient_accumulation_steps
-        warmup = self.warmup_steps or 0
-        most = (
-            MODELS[self.model].max_positions
-            if self.model in MODELS
-            else positions or self.sequence_length
-        )
-        refusals: tuple[tuple[bool, type[NarrowgaugeError], str, str], ...] = (
-            (
-                parts > 1 and self.recipe.storage.visible == "float16" and self.accumulation_dtype == "bfloat16", RecipeError,
-                "accumulation_dtype 'bfloat16' sums no float16 gradients", "Use --accumulation-dtype float32.",
-            ),
-            (
-                self.batch_size % parts != 0, NarrowgaugeError,
-                f"a batch of {self.batch_size} sequences cannot be split into {parts} equal "
-                "micro-batches",
+        sums = self.accumulation_dtype
+        if parts > 1 and sums == "bfloat16" and self.recipe.storage.visible == "float16":
+            raise RecipeError(
+                "Cannot train: accumulation_dtype 'bfloat16' sums no float16 gradients.",
+                "Use --accumulation-dtype float32.",
+            )
+        if self.batch_size % parts:
+            raise NarrowgaugeError(
+                f"Cannot train: a batch of {self.batch_size} sequences cannot be split into "
+                f"{parts} equal micro-batches.",
                 "Choose a --gradient-accumulation-steps that divides --batch-size.",
-            ),
-            (
-                warmup > self.steps, NarrowgaugeError,
-                f"a warm-up of {warmup} steps is longer than the run of {self.steps}", "Lower --warmup-steps.",
-            ),
-            (
-                self.sequence_length > most, RecipeError,
-                f"{self.model} has {most} positions, and sequences have {self.sequence_length} "
-                "tokens",
-                f"Use --sequence-length {most} or less, or another --model.",
-            ),
-            (
-                num_ranks > parts, RankError,
-                f"each of {num_ranks} ranks needs one of a step's {parts} micro-batches",
+            )
+        if self.warmup_steps is not None and self.warmup_steps > self.steps:
+            raise NarrowgaugeError(
+                f"Cannot train: a warm-up of {self.warmup_steps} steps is longer than the run of "
+                f"{self.steps}.",
+                "Lower --warmup-steps.",
+            )
+        if num_ranks > parts:
+            raise RankError(
+                f"Cannot train: each of {num_ranks} ranks needs one of a step's {parts} "
+                "micro-batches.",
                 f"Set --gradient-accumulation-steps to {num_ranks} or more, or start fewer ranks.",
-            ),
-        )  # fmt: skip
-        for is_refused, kind, message, advice in refusals:
-            if is_refused:
-                raise kind(f"Cannot train: {message}.", advice)
+            )
+        if self.model in MODELS:
+            self.require_positions(MODELS[self.model].max_positions)
+
+    def require_positions(self, number: int) -> None:
+        """Refuse sequences that are longer than the model's number of positions."""
+        if self.sequence_length > number:
+            raise RecipeError(
+                f"Cannot train: {self.model} has {number} positions, and sequences have "
+                f"{self.sequence_length} tokens.",
+                f"Use --sequence-length {number} or less, or another --model.",
+            )
 
     def to_dict(self) -> dict[str, Any]:
-        table = {field.name: getattr(self, field.name) for field in fields(self)} | {
-            "recipe": self.recipe.to_value()
-        }
+        table = {**vars(self), "recipe": self.recipe.to_value()}
         return {name: value for name, value in table.items() if value is not None}
 
     @classmethod
@@ -330,17 +319,15 @@ class TrainConfig:
         values: dict[str, Any] = {}
         for name, value in table.items():
             if name not in settings:
-                near = (
-                    suggestion(name, settings)
-                    or "narrowgauge train --help: a key is a flag with underscores."
+                near = suggestion(name, settings)
+                raise NarrowgaugeError(
+                    f"{where} has an unknown key '{name}'.",
+                    near or "narrowgauge train --help: a key is a flag with underscores.",
                 )
-                raise NarrowgaugeError(f"{where} has an unknown key '{name}'.", near)
-            if name == "recipe":
-                value = parse(value, where)
-            require(settings[name], value)
-            values[name] = (
-                float(value) if kind_of(settings[name]) is float else value
-            )  # TOML may write 1 for 1.0
+            values[name] = parse(value, where) if name == "recipe" else value
+            require(settings[name], values[name])
+            if kind_of(settings[name]) is float:  # TOML may write 1 for 1.0
+                values[name] = float(value)
         return cls(**values)
 
 
@@ -367,5 +354,10 @@ def _compiler_missing() -> str:
     GPU kernels do not need C++.
     """
     torch = sys.modules.get("torch")
-    on_gpu = Path("/dev/nvidiactl").exists() if torch is None else torch.cuda.is_available()
-    return switched_off() or (gpu_compiler_missing() if on_gpu else compiler_missing())
+    is_gpu_used = Path("/dev/nvidiactl").exists()
+    if torch is not None:
+        is_gpu_used = torch.cuda.is_available()
+    reason = switched_off()
+    if reason:
+        return reason
+    return gpu_compiler_missing() if is_gpu_used else compiler_missing()

@@ -47,28 +47,22 @@ class Console:
 
     def row(self, kind: str, row: Row) -> None:
         """Print a written row of an evaluation, and every ``log_every`` steps one of a step."""
-        place = f"step {row['step']:>6}/{self.num_steps}"
+        step = row["step"]
+        words = [f"step {step:>6}/{self.num_steps}"]
         if kind == "evals":
-            self.say(f"{place}  {EVAL['val_loss'].text(row)}")
-        is_due = bool(self.log_every) and (
-            row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps)
-        )
-        if kind == "steps" and is_due:
-            self.say(
-                "  ".join(
-                    [place, *(STEP[name].text(row) for name in _LINE if row.get(name) is not None)]
-                )
-            )
+            words.append(EVAL["val_loss"].text(row))
+        elif kind == "steps" and self.log_every:
+            is_due = step % self.log_every == 0 or step in (1, self.num_steps)
+            for name in _LINE if is_due else ():
+                if row.get(name) is not None:
+                    words.append(STEP[name].text(row))
+        if len(words) > 1:
+            self.say("  ".join(words))
 
     def summary(self, row: Row) -> None:
-        columns = [
-            Column(
-                column.label,
-                column.cell,
-                code=column.type == "recipe",
-                right=column.type != "recipe",
-            )
-            for column in SUMMARY.values()
-            if column.label
-        ]
+        columns = []
+        for column in SUMMARY.values():
+            if column.label:
+                is_name = column.type == "recipe"
+                columns.append(Column(column.label, column.cell, code=is_name, right=not is_name))
         self.say(Table(tuple(columns), [row]).plain().rstrip())

@@ -17,14 +17,9 @@ from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import short
 from narrowgauge.runs.writer import require_free
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.notation import parse
 from narrowgauge.spec.tables import json_value
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import data_fingerprint
-from narrowgauge.trainer.data.tokens import read_tokens
 
-_FIXED = ("seed", "held_out", "sequence_length")
-"""With other ones a run would read other sequences, some of them again."""
 _OF_A_SITTING = ("out", "stop_after")
 _PLACES = (*_OF_A_SITTING, "data")
 """Settings that name no property of a run: its tokens are known by their fingerprint."""
@@ -36,30 +31,17 @@ def enter(given: Mapping[str, Any], num_ranks: int = 1) -> tuple[TrainConfig, Ru
     Args:
         given: the settings that were named. For a new run, others have their defaults.
     Raises:
-        NarrowgaugeError: an invalid setting, a folder with something else, or a setting that this
-            run cannot change.
+        NarrowgaugeError: an invalid setting, or a folder with something else.
     """
     out = given.get("out")
     if out is None or not is_run(Path(out)):
         if out is not None:
             require_free(out)
-        return TrainConfig.from_dict(given).validated().on_ranks(num_ranks), None
+        return TrainConfig.from_dict(given).validated(num_ranks), None
     run = run_of_trainer(Path(out))
     settings = {name: value for name, value in run.config.items() if name not in _OF_A_SITTING}
-    file = str(run.path / "run.toml")
-    config = TrainConfig.from_dict({**settings, **given}, file).validated().on_ranks(num_ranks)
-    began = run.run.get("data")
-    began = began if isinstance(began, dict) else {}
-    split = {name: began[name] for name in ("held_out", "seed") if name in began}
-    require_same_run(run, {**run.config, **split}, config)
-    tokens = read_tokens(str(config.data))
-    if data_fingerprint(tokens, config.held_out, config.seed) != run.data_fingerprint:
-        raise RecordError(
-            f"Cannot continue {run.path} because the tokens in {config.data} are not those that it "
-            "started with.",
-            "Restore its token map, or name its new place with --data.",
-        )
-    return config, run
+    config = TrainConfig.from_dict({**settings, **given}, str(run.path / "run.toml"))
+    return config.validated(num_ranks), run
 
 
 def changed_settings(
@@ -71,43 +53,56 @@ def changed_settings(
         >>> changed_settings({"lr": 0.003, "out": "a"}, {"lr": 0.007, "seed": 0, "out": "b"})
         [('lr', '0.003', '0.007')]
     """
-    defaults = TrainConfig().to_dict()
-    first = json_value({**defaults, **before})
-    second = json_value({**defaults, **now})
+    defaults = json_value(TrainConfig().to_dict())
+    first = {**defaults, **json_value(before)}
+    second = {**defaults, **json_value(now)}
     changes = []
     for name in {**first, **second}:
-        if name not in _PLACES and first.get(name) != second.get(name):
-            old = short(first[name]) if name in first else "not set"
-            new = short(second[name]) if name in second else "not set"
-            changes.append((name, old, new))
+        old = first.get(name)
+        new = second.get(name)
+        if name not in _PLACES and old != new:
+            changes.append((name, _text(old), _text(new)))
     return changes
 
 
-def require_same_run(run: Run, before: Mapping[str, Any], config: TrainConfig) -> None:
-    """Refuse settings that decide a run's numbers from the start: model, storage, seed, split and
-    length of sequences.
+def _text(value: Any) -> str:
+    return "not set" if value is None else short(value)
 
-    ``before`` are the settings with which it began.
+
+def require_same_run(
+    run: Run, before: Mapping[str, Any], config: TrainConfig, fingerprint: str
+) -> None:
+    """Refuse settings that decide a run's numbers from the start: model, storage, seed, split,
+    length of sequences, and tokens, known by their ``fingerprint``.
+
+    ``before`` are the settings of its checkpoint.
     """
+    first = TrainConfig.from_dict(before)
+    fixed = ["seed", "held_out", "sequence_length"]
+    if first.model in MODELS or config.model in MODELS:  # a model folder may have moved
+        fixed.append("model")
+    if first.recipe.storage != config.recipe.storage:
+        fixed.append("recipe")
     for name, old, new in changed_settings(before, config.to_dict()):
-        is_fixed = name in _FIXED
-        if name == "model":  # the folder of a model may have moved
-            is_fixed = bool({before.get("model"), config.model} & MODELS.keys())
-        if name == "recipe":
-            is_fixed = parse(before["recipe"]).storage != config.recipe.storage
-        if is_fixed:
+        if name in fixed:
             raise RecordError(
                 f"Cannot continue {run.path} with {name} = {new} because it began with {old}.",
                 "Leave it as it was, or start another run with another --out.",
             )
+    if fingerprint != run.data_fingerprint:
+        raise RecordError(
+            f"Cannot continue {run.path} because the tokens in {config.data} are not those that it "
+            "started with.",
+            "Restore its token map, or name its new place with --data.",
+        )
 
 
-def nothing_left(run: Run, config: TrainConfig) -> str:
+def nothing_left(run: Run | None, config: TrainConfig) -> str:
     """Return a sentence if a run is finished and its settings ask for no further step.
 
     Refuse other changes of it.
     """
-    if run.summary is None or config.steps > run.summary["steps"]:
+    if run is None or run.summary is None or config.steps > run.summary["steps"]:
         return ""
     for name, old, new in changed_settings(run.config, config.to_dict()):
         raise RecordError(
@@ -118,19 +113,23 @@ def nothing_left(run: Run, config: TrainConfig) -> str:
 
 
 def require_no_checkpoint(run: Run, damaged: Sequence[str]) -> None:
-    """Refuse to begin a run again that had a checkpoint.
+    """Refuse to begin a run again that had a checkpoint, or was resumed from one.
 
     ``damaged`` says what is wrong with those that are there.
     """
-    if damaged or any(event["kind"] == "checkpoint" for event in run.events):
-        reasons = f": {'; '.join(damaged)}" if damaged else ""
-        num_steps = run.steps[-1]["step"] if run.steps else 0
+    saved = [event for event in run.events if event["kind"] in ("checkpoint", "resume")]
+    if damaged or any(event["step"] for event in saved):
         raise RecordError(
-            f"Cannot resume {run.path} because it holds no good checkpoint{reasons}. "
-            f"Its record has {counted(num_steps, 'step')}.",
+            f"Cannot resume {run.path} because {no_good_checkpoint(damaged)}. Its record has "
+            f"{counted(len(run.steps), 'step')}.",
             f"Restore its checkpoints, or begin again at step 0: narrowgauge resume {run.path} "
             "--restart.",
         )
+
+
+def no_good_checkpoint(damaged: Sequence[str]) -> str:
+    reasons = "; ".join(damaged)
+    return f"it holds no good checkpoint: {reasons}" if reasons else "it holds no good checkpoint"
 
 
 def require_steps_left(folder: Path, config: TrainConfig, step: int) -> None:

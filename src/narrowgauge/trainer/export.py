@@ -34,10 +34,16 @@ def _write(session: Session, temporary: Path) -> None:
     model: Any = session.model
     tensors = model.state_dict()
     # A tied parameter appears once, under its first name.
-    names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
-    weights = {name: tensors[name].contiguous() for name in names if name in tensors}
-    dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-    tables = [model.config, model.generation_config] if model.can_generate() else [model.config]
+    weights = {}
+    dtypes = set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in tensors:
+            weights[name] = tensors[name].contiguous()
+            if tensor.is_floating_point():
+                dtypes.add(tensor.dtype)
+    tables = [model.config]
+    if model.can_generate():
+        tables.append(model.generation_config)
     tokenizer = session.folder / "tokenizer.json"
     end = session.data.end_of_text
     with without_progress_bars():
@@ -62,12 +68,14 @@ def _write_tokenizer(file: Path, end: int, out: Path, config: Any) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer.from_file(str(file))
+    options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None:
+        options["model_max_length"] = positions
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=tokenizer.id_to_token(end),
         eos_token=tokenizer.id_to_token(end),
-        clean_up_tokenization_spaces=False,
-        **({} if positions is None else {"model_max_length": positions}),
+        **options,
     )
     fast.save_pretrained(out)

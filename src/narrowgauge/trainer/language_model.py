@@ -59,9 +59,10 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if weights is None and vocab_size is not None:
             config.get_text_config().vocab_size = vocab_size
-        built = (
-            drawn(config, seed) if weights is None else _loaded(folder, weights, config, vocab_size)
-        )
+        if weights is None:
+            built = drawn(config, seed)
+        else:
+            built = _loaded(folder, weights, config, vocab_size)
         _require_causal(built, folder)
         return built
     except NarrowgaugeError:
@@ -77,12 +78,11 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 @torch.no_grad()
 def _require_causal(model: PreTrainedModel, folder: Path) -> None:
     """Refuse a model that sees the tokens it must predict, such as BERT."""
-    tokens = torch.zeros(2, 4, dtype=torch.int64, device="cpu")
-    tokens[1, -1] = 1
+    tokens = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]], device="cpu")
     with torch.random.fork_rng(devices=[]):
-        logits = model.eval()(input_ids=tokens, use_cache=False).logits
+        first, second = model.eval()(input_ids=tokens, use_cache=False).logits
     model.train()
-    change = (logits[0] - logits[1]).abs()
+    change = (first - second).abs()
     if change[:-1].max() > 1e-3 * change.max():  # of others only the order of a sum
         raise DataError(
             f"Cannot train the {type(model).__name__} in {folder} because its outputs depend on "
@@ -124,13 +124,10 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
         raise DataError(
             f"Cannot recompute activations because {type(model).__name__} does not support it."
         )
-    # transformers 5.23 renamed the method and its argument; both take them by position.
+    # transformers 5.23 renamed the method; both take the options by position.
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-    # It hooks the embedding to give reentrant checkpoints an input that requires a gradient. These
-    # are not reentrant.
-    model.disable_input_require_grads()
 
 
 def compiled_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
@@ -142,17 +139,18 @@ def compiled_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    sharded = fsdp_modules(model)
-    options: Any = COMPILE_OPTIONS if linears_of(model) is not None else None
-    is_whole = not any(map(is_experts, model.modules()))  # the numbers of their tokens are data
-    for module in model.modules():
-        if not isinstance(module, GradientCheckpointingLayer):
-            continue
-        if any(module is layer for layer in sharded):
+    sharded = list(map(id, fsdp_modules(model)))
+    modules = list(model.modules())
+    options: Any = {
+        "options": COMPILE_OPTIONS if linears_of(model) is not None else None,
+        "fullgraph": not any(map(is_experts, modules)),  # the numbers of their tokens are data
+    }
+    for module in modules:
+        if id(module) in sharded and isinstance(module, GradientCheckpointingLayer):
             # FSDP2 gathers in hooks around the forward, which no graph can hold.
-            module.forward = torch.compile(module.forward, fullgraph=is_whole, options=options)
-        else:
-            module.compile(fullgraph=is_whole, options=options)
+            module.forward = torch.compile(module.forward, **options)
+        elif isinstance(module, GradientCheckpointingLayer):
+            module.compile(**options)
     return partial(loss_sum, model, loss_of=torch.compile(_cross_entropy, fullgraph=True))
 
 

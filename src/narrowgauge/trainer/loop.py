@@ -15,7 +15,6 @@ import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from narrowgauge.gauges.recording.record import Record
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer import door
@@ -72,19 +72,18 @@ def train(
     given = settings.to_dict() if isinstance(settings, TrainConfig) else dict(settings)
     ranks = all_ranks()
     config, run = ranks.of_first(lambda: door.enter(given, ranks.size))
-    folder = Path(str(config.out))
     shown = console or Console(config.steps, config.log_every, is_quiet=not ranks.is_first)
-    if run is not None and (line := door.nothing_left(run, config)):
+    line = door.nothing_left(run, config)
+    if line:
         shown.say(line)
-        return folder
-    with threads_of(config.threads, config.recipe.reduction.order_invariant):
-        require_same(given)
-        if run is None:
-            _begin(config, shown)
-        else:
-            config.require_agreement(ranks.size)
-            _go_on(run, config, shown, restart)
-    return folder
+    else:
+        with threads_of(config.threads, config.recipe.reduction.order_invariant):
+            require_same(given)
+            if run is None:
+                _begin(config, shown)
+            else:
+                _go_on(run, config, shown, restart)
+    return Path(str(config.out))
 
 
 def resume(folder: str | Path, stop_after: int | None = None, **options: Any) -> Path:
@@ -95,23 +94,19 @@ def resume(folder: str | Path, stop_after: int | None = None, **options: Any) ->
 
 
 def _begin(config: TrainConfig, console: Console) -> None:
-    data = open_on_ranks(config)
     folder = Path(str(config.out))
-    session = build(config, folder, data)
-
-    def create() -> RunWriter:
-        content = describe(session)
-        # Of all tokens, so not again at each resume.
-        content["data"]["unigram_loss"] = data.unigram_loss()
-        return RunWriter.create(folder, content)
-
-    with Record(create, config.recipe, console.event, console.row) as record:
-        if record.writer is not None and data.tokenizer_path is not None:
+    session = build(config, folder, open_on_ranks(config))
+    content = describe(session)
+    with Record(
+        lambda: RunWriter.create(folder, content), config.recipe, console.event, console.row
+    ) as record:
+        tokenizer = session.data.tokenizer_path
+        if record.writer is not None and tokenizer is not None:
             with disk_errors(folder):
-                shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
-        for note in [*data.notes, *session.notes]:
+                shutil.copyfile(tokenizer, folder / "tokenizer.json")
+        for note in [*session.data.notes, *session.notes]:
             record.event(Event("note", 0, note), shown=True)
-        title = f"{Path(config.model).name} in {session.config.recipe.title}"
+        title = f"{Path(config.model).name} in {config.recipe.title}"
         record.event(Event("start", 0, title))
         _watch(session, record, console)
         _run(session, record, console)
@@ -120,19 +115,18 @@ def _begin(config: TrainConfig, console: Console) -> None:
 def _go_on(run: Run, config: TrainConfig, console: Console, restart: bool) -> None:
     """Continue a run from its latest good checkpoint."""
     folder = run.path
-    ranks = all_ranks()
     with Record(
         lambda: RunWriter.open(folder), config.recipe, console.event, console.row
     ) as record:
-        damaged: list[str] = []
-        checkpoint = latest_checkpoint(
-            folder, lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"), ranks
-        )
-        if checkpoint is None and not restart:
+        checkpoint, damaged = latest_checkpoint(folder, record.here)
+        before = run.config
+        if checkpoint is not None:
+            before = checkpoint.state()["settings"]
+        elif not restart:
             door.require_no_checkpoint(run, damaged)
-        before = run.config if checkpoint is None else checkpoint.state()["settings"]
-        door.require_same_run(run, before, config)
-        session = build(config, folder, open_on_ranks(config))
+        data = open_on_ranks(config)
+        door.require_same_run(run, before, config, data.fingerprint)
+        session = build(config, folder, data)
         if checkpoint is not None:
             session.load(checkpoint)
         step = session.step
@@ -150,10 +144,7 @@ def _go_on(run: Run, config: TrainConfig, console: Console, restart: bool) -> No
             record.event(Event("note", step, note, detector="changed-settings"), shown=True)
         for note in differences(run.run, present):
             record.event(Event("note", step, note, detector="changed-software"), shown=True)
-        is_on_record = any(e["kind"] == "checkpoint" and e["step"] == step for e in run.events)
-        if checkpoint is not None and not is_on_record:
-            _record_checkpoint(record, step)
-        where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
+        where = f" on {record.here.size} ranks" if record.here.size > 1 else ""
         record.event(Event("resume", step, f"from step {step}{where}"))
         _run(session, record, console)
 
@@ -197,8 +188,8 @@ def _run(session: Session, record: Record, console: Console) -> None:
                 record.eval({"val_loss": evaluate(session)})
             # A signal, or the end of a save, may reach the ranks in different steps. All act after
             # the same step.
-            state = _MUST_STOP if signals or console.failure is not None else 0
-            state = session.here.largest(state or int(session.saver.has_ended))
+            must_stop = bool(signals) or console.failure is not None
+            state = session.here.largest(_MUST_STOP if must_stop else int(session.saver.has_ended))
             if session.step >= config.steps:
                 end = _End.LAST_STEP
             elif state == _MUST_STOP:
@@ -209,7 +200,10 @@ def _run(session: Session, record: Record, console: Console) -> None:
             if state or is_due:
                 _settle_save(session, record)
             if is_due:
-                _save(session, record)
+                session.verify_replicas()
+                if record.writer is not None:
+                    record.writer.sync()
+                session.save()
         _finish(end, session, record, console, session.here.largest(signals[0] if signals else 0))
 
 
@@ -238,28 +232,17 @@ def _finish(end: _End, session: Session, record: Record, console: Console, numbe
     console.say(
         f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
     )
-    if end is _End.INTERRUPTED and not number:
-        raise console.failure or BrokenPipeError
+    if end is _End.INTERRUPTED and number == signal.SIGINT:
+        raise KeyboardInterrupt
     if end is _End.INTERRUPTED:
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
-
-
-def _save(session: Session, record: Record) -> None:
-    session.verify_replicas()
-    if record.writer is not None:
-        record.writer.sync()
-    session.save()
+        raise Terminated if number else console.failure or BrokenPipeError
 
 
 def _settle_save(session: Session, record: Record) -> None:
     """Wait for the checkpoint in flight, and record it. A failed one ends the run here."""
     step = session.saver.wait()
     if step is not None:
-        _record_checkpoint(record, step)
-
-
-def _record_checkpoint(record: Record, step: int) -> None:
-    record.event(Event("checkpoint", step, f"step-{step:08d} is complete"))
+        record.event(Event("checkpoint", step, f"step-{step:08d} is complete"))
 
 
 @contextmanager
@@ -268,14 +251,9 @@ def _ended(session: Session, record: Record, console: Console) -> Iterator[None]
     try:
         yield
     except CorruptionError as error:
-        event = Event(
-            "corruption",
-            session.step,
-            error.message.rstrip("."),
-            advice=error.advice,
-            detector="replicas",
-        )
-        record.event(replace(event, tensor=error.tensor, rank=error.rank))
+        where: Row = {"tensor": error.tensor, "rank": error.rank, "detector": "replicas"}
+        message = error.message.rstrip(".")
+        record.event(Event("corruption", session.step, message, advice=error.advice, **where))
         raise
     finally:
         session.saver.leave()

@@ -7,14 +7,13 @@ with the bits of an uninterrupted one.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,11 +24,12 @@ from narrowgauge.assembly.preparation import is_matrix, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.exchanges import all_gather
+from narrowgauge.distributed.job import require_same
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.distributed.sharding import fingerprint_whole
-from narrowgauge.errors import DataError, RankError, RecordError
+from narrowgauge.errors import DataError, RecordError
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
 from narrowgauge.gauges.recording.step_row import batch_checksum
@@ -40,19 +40,18 @@ from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.atomic_io import disk_errors, load_json
+from narrowgauge.runs.atomic_io import load_json
 from narrowgauge.spec.models import weights_file
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.door import run_of_trainer
+from narrowgauge.trainer.door import no_good_checkpoint, run_of_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """One round of a rank in a step.
 
     Micro-batch m holds the same sequences for any number of ranks, and runs on rank m % ranks.
@@ -73,15 +72,11 @@ def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) 
         >>> [(part.number, part.is_absent) for part in micro_batches_of_rank(5, rank=2, size=3)]
         [(2, False), (2, True)]
     """
-    numbers = range(rank, rank + size * -(-num_micro_batches // size), size)
-    return [
-        MicroBatch(
-            number if number < num_micro_batches else rank,
-            number >= num_micro_batches,
-            number == numbers[-1],
-        )
-        for number in numbers
-    ]
+    parts = [MicroBatch(number) for number in range(rank, num_micro_batches, size)]
+    if len(parts) * size < num_micro_batches:  # another rank has one more
+        parts.append(MicroBatch(rank, is_absent=True))
+    parts[-1] = parts[-1]._replace(is_last=True)
+    return parts
 
 
 def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1) -> Tensor:
@@ -92,9 +87,8 @@ def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1
     if size > 1:
         gathered = torch.empty(size * len(shares), dtype=table.dtype, device=table.device)
         all_gather(gathered, table)
-        table = (
-            gathered.view(size, -1).t().reshape(-1)
-        )  # round by round, each by rank: the order of the micro-batches
+        # Round by round, each by rank: the order of the micro-batches.
+        table = gathered.view(size, -1).t().reshape(-1)
     total = table[0]
     for share in table[1:num_micro_batches].unbind():
         total = total + share
@@ -135,15 +129,14 @@ class Session:
     linears: NarrowLayers | None = field(init=False)
 
     def __post_init__(self) -> None:
-        config = self.config
-        optimizer = self.optimizer
-        self.saver, self.linears = Saver(self.folder, self.here.apart()), linears_of(self.model)
+        self.saver = Saver(self.folder, self.here.apart())
+        self.linears = linears_of(self.model)
         self.fingerprints = Fingerprints(
             self.model,
-            optimizer,
-            config.fingerprints_every,
+            self.optimizer,
+            self.config.fingerprints_every,
             self.here,
-            sees_outputs=not config.compile,
+            sees_outputs=not self.config.compile,
         )
 
     @property
@@ -153,9 +146,12 @@ class Session:
     @property
     def notes(self) -> list[str]:
         """Notes on how the recipe's matmuls run on this device."""
-        rows = () if self.linears is None else self.config.recipe.computes
-        notes = [describe_matmuls(row, self.device) for row in rows if row.name != row.dtype]
-        return [note for note in notes if "emulated" in note]
+        notes = []
+        for row in self.config.recipe.computes:
+            note = describe_matmuls(row, self.device)
+            if self.linears is not None and row.name != row.dtype and "emulated" in note:
+                notes.append(note)
+        return notes
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -169,17 +165,18 @@ class Session:
         """
         c = self.config
         batch = []
-        sums = []
+        checksum = 0
         began = time.perf_counter()
         for part in self.micro_batches:
             first = self.sequences + part.number * c.micro_batch_size
             tokens = self.data.batch(first, c.micro_batch_size, c.sequence_length, c.seed)
             batch.append(torch.from_numpy(tokens).to(self.device))
-            sums.append(0 if part.is_absent else int(batch_checksum(tokens), 16))
-        seconds, totals = zip(
-            *self.here.gather((time.perf_counter() - began, sum(sums))), strict=True
-        )
-        self.loader_seconds, self.batch_crc = max(seconds), f"{sum(totals) % 2**64:016x}"
+            if not part.is_absent:
+                checksum += int(batch_checksum(tokens), 16)
+        of_ranks = self.here.gather((time.perf_counter() - began, checksum))
+        seconds, checksums = zip(*of_ranks, strict=True)
+        self.loader_seconds = max(seconds)
+        self.batch_crc = f"{sum(checksums) % 2**64:016x}"
         return batch
 
     def weights_fingerprint(self) -> str:
@@ -197,10 +194,11 @@ class Session:
         """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per
         parameter of this rank.
         """
-        sums = (self.accumulator, self.reduction)
-        return self.optimizer.bytes_per_param() + sum(
-            part.bytes_per_param() for part in sums if part is not None
-        )
+        total = self.optimizer.bytes_per_param()
+        for sums in (self.accumulator, self.reduction):
+            if sums is not None:
+                total += sums.bytes_per_param()
+        return total
 
     def save(self) -> None:
         """Write a checkpoint; the previous one stays until it is complete.
@@ -222,24 +220,23 @@ class Session:
         Raises:
             RecordError: it is of another model, or its weights differ from the saved ones.
         """
+        path = checkpoint.path
         state = checkpoint.state()
         optimizer = self.optimizer
-        named = dict(self.model.named_parameters())
-
-        def read() -> dict[str, Tensor]:
-            with disk_errors(checkpoint.path):
-                return load_tensors(checkpoint.path, named.items(), optimizer, self.config.model)
-
-        restore_tensors(self.saver.ranks.together(read), named.items(), optimizer)
+        named = list(self.model.named_parameters())
+        tensors = self.saver.ranks.together(
+            lambda: load_tensors(path, named, optimizer, self.config.model)
+        )
+        restore_tensors(tensors, named, optimizer)
         optimizer.num_skipped = state["num_skipped"]
         if optimizer.loss_scaler is not None and "loss_scaler" in state:
             optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
         self.step = self.saver.resumed_from = state["step"]
-        self.sequences = state.get("sequences", self.step * self.config.batch_size)
-        if state["fingerprint"] != (fingerprint := self.weights_fingerprint()):
+        self.sequences = state["sequences"]
+        fingerprint = self.weights_fingerprint()
+        if state["fingerprint"] != fingerprint:
             raise RecordError(
-                f"{checkpoint.path} gives weights {fingerprint}, and {state['fingerprint']} was "
-                "saved.",
+                f"{path} gives weights {fingerprint}, and {state['fingerprint']} was saved.",
                 "The checkpoint is intact, so the code of the storage has changed: resume with the "
                 "version that wrote it.",
             )
@@ -251,20 +248,17 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _require_tokenizer(config, data)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
-    config.require_agreement(
-        here.size, getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config.require_positions(positions or config.sequence_length)
     config = config.filled(model.num_parameters())
     nn.Module.to(model, device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
     optimizer = _optimizer(model, config, here)
     accumulator, reduction = _sums(model, optimizer, config, here)
-    summed = (
-        language_model.compiled_loss(model)
-        if config.compile
-        else partial(language_model.loss_sum, model)
-    )
+    summed: Callable[[Tensor], Tensor] = partial(language_model.loss_sum, model)
+    if config.compile:
+        summed = language_model.compiled_loss(model)
 
     def loss(tokens: Tensor) -> Tensor:
         with compute_scope(config.recipe, tokens.device):
@@ -317,10 +311,8 @@ def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
     other = data.tokenizer_path
     if other is None or not file.is_file() or weights_file(file.parent) is None:
         return
-    if (
-        load_json(file.read_bytes())["model"]["vocab"]
-        != load_json(other.read_bytes())["model"]["vocab"]
-    ):
+    first, second = (load_json(path.read_bytes())["model"]["vocab"] for path in (file, other))
+    if first != second:
         raise DataError(
             f"Cannot train the weights in {config.model} because the tokens in {config.data} have "
             "another vocabulary.",
@@ -337,6 +329,7 @@ def describe(session: Session) -> dict[str, Any]:
         "data": {
             "folder": str(data.folder), "held_out": config.held_out, "seed": config.seed, "fingerprint": data.fingerprint,
             "tokens": data.num_tokens, "vocab_size": data.vocab_size, "end_of_text": data.end_of_text,
+            "unigram_loss": data.unigram_loss(),
         },
         "model": describe_model(session.model),
     }  # fmt: skip
@@ -350,13 +343,7 @@ def open_on_ranks(config: TrainConfig) -> Dataset:
     ranks = all_ranks()
     data = ranks.together(lambda: open_data(str(config.data), config.held_out, config.seed))
     data.require(config.sequence_length)
-    first, *others = ranks.gather(data.fingerprint)
-    for rank, fingerprint in enumerate(others, 1):
-        if fingerprint != first:
-            raise RankError(
-                f"Cannot train: rank {rank} has other tokens in {config.data} than rank 0.",
-                "Give every machine the same token map.",
-            )
+    require_same({"tokens": data.fingerprint})
     return data
 
 
@@ -367,22 +354,16 @@ def load(folder: str | Path) -> Session:
     """
     folder = Path(folder)
     run = run_of_trainer(folder)
-    config = dataclasses.replace(
-        TrainConfig.from_dict(run.config, str(folder / "run.toml")), compile=False
-    )
-    damaged: list[str] = []
-    checkpoint = latest_checkpoint(
-        folder, lambda path, reason: damaged.append(f"{path.name}: {reason}"), all_ranks()
-    )
+    config = TrainConfig.from_dict({**run.config, "compile": False}, str(folder / "run.toml"))
+    checkpoint, damaged = latest_checkpoint(folder, all_ranks())
     if checkpoint is None:
         raise RecordError(
-            f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
+            f"Cannot load {folder} because {no_good_checkpoint(damaged)}.",
             "Restore its checkpoints.",
         )
     recorded = run.run["data"]
     none = np.zeros(0, dtype=np.uint16)
-    session = build(
-        config, folder, Dataset(none, none, recorded["vocab_size"], recorded["end_of_text"])
-    )
+    data = Dataset(none, none, recorded["vocab_size"], recorded["end_of_text"])
+    session = build(config, folder, data)
     session.load(checkpoint)
     return session

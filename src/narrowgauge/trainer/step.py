@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,13 +52,15 @@ def train_step(session: Session) -> Row:
     session.sequences += config.batch_size
     session.fingerprints.states(session.step)
 
-    norm = optimizer.grad_norm
-    return {
+    row: Row = {
         "loss": float(total),
-        "grad_norm": None if norm is None else float(norm),
+        "grad_norm": optimizer.grad_norm,
         "batch_crc": session.batch_crc,
         "loader_seconds": session.loader_seconds,
     }
+    if row["grad_norm"] is not None:
+        row["grad_norm"] = float(row["grad_norm"])
+    return row
 
 
 def differentiate(session: Session) -> Tensor:
@@ -74,7 +77,9 @@ def differentiate(session: Session) -> Tensor:
     scaler = session.optimizer.loss_scaler
     parts = session.micro_batches
     shares = []
-    accumulator = session.accumulator if reduction is None else None  # a reduction calls it itself
+    accumulator = session.accumulator
+    if reduction is not None:
+        accumulator = None  # the reduction calls it itself
     if accumulator is not None:
         accumulator.discard()  # half a batch of a step that failed
     # A cache of casts of sharded weights would keep the whole model on each rank.
@@ -85,17 +90,17 @@ def differentiate(session: Session) -> Tensor:
             if linears is not None:
                 linears.step = session.step
                 linears.set_first_token(first * config.sequence_length)
-            with (
-                nullcontext()
-                if reduction is None
-                else reduction.micro_batch(part.is_last, part.is_absent)
-            ):
+            exchange: AbstractContextManager[Any] = nullcontext()
+            if reduction is not None:
+                exchange = reduction.micro_batch(part.is_last, part.is_absent)
+            with exchange:
                 with (
                     random_numbers(config.seed, session.step, part.number),
                     session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
                 ):
                     loss = session.loss(tokens) / config.tokens_per_step
-                (loss if scaler is None else scaler.scale(loss)).backward()
+                scaled = loss if scaler is None else scaler.scale(loss)
+                scaled.backward()
                 if accumulator is not None:
                     accumulator.accumulate()
             shares.append(loss.detach())
@@ -130,7 +135,7 @@ def evaluate(session: Session) -> float:
     """
     config = session.config
     here = session.here
-    size = session.config.micro_batch_size
+    size = config.micro_batch_size
     num_sequences = session.data.num_validation(config.eval_sequences, config.sequence_length)
     num_batches = -(-num_sequences // size)
     session.model.eval()
@@ -140,16 +145,14 @@ def evaluate(session: Session) -> float:
         for part in micro_batches_of_rank(num_batches, here.rank % num_batches, here.size):
             rows = slice(part.number * size, (part.number + 1) * size)
             batch = session.data.validation(config.eval_sequences, config.sequence_length, rows)
-            # Without float32_attention(): the kernel's forward in bfloat16 is fast, only its
-            # backward is slow.
-            with random_numbers(
-                config.seed, session.step, part.number
-            ):  # some models draw here too
-                sums.append(session.loss(torch.from_numpy(batch).to(session.device)).double())
+            tokens = torch.from_numpy(batch).to(session.device)
+            # Some models draw here too. Without float32_attention(): the kernel's forward in
+            # bfloat16 is fast, only its backward is slow.
+            with random_numbers(config.seed, session.step, part.number):
+                sums.append(session.loss(tokens).double())
     finally:
         session.model.train()
     for module in fsdp_modules(session.model):  # no backward pass frees the gathered parameters
         module.reshard()
-    return float(sum_in_order(sums, num_batches, here.size)) / (
-        num_sequences * config.sequence_length
-    )
+    total = float(sum_in_order(sums, num_batches, here.size))
+    return total / (num_sequences * config.sequence_length)

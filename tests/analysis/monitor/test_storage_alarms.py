@@ -10,7 +10,8 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.schema import Row, metric_of
+from narrowgauge.runs.schema import Row
+from tensors import metric_of
 
 ROWS = 96
 WIDTH = 32

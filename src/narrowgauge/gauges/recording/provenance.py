@@ -18,7 +18,6 @@ import narrowgauge
 from narrowgauge.analysis.settings import settings_diff
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.arithmetic import measure_arithmetic
-from narrowgauge.runs import arithmetic
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import FORMATS, dtype_name
@@ -53,7 +52,7 @@ def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]
             **({"ranks": num_ranks} if num_ranks > 1 else {}),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         },
-        arithmetic.TABLE: measure_arithmetic(device),
+        "arithmetic": measure_arithmetic(device),
     }
 
 

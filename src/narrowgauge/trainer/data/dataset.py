@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from narrowgauge.errors import DataError
+from narrowgauge.runs.finding import counted
 from narrowgauge.trainer.data.tokens import TokenMap, read_tokens
 
 _ROUNDS = 6
@@ -67,8 +68,9 @@ class Dataset:
 
     @property
     def tokenizer_path(self) -> Path | None:
-        file = None if self.folder is None else self.folder / "tokenizer.json"
-        return file if file is not None and file.is_file() else None
+        if self.folder is None or not (self.folder / "tokenizer.json").is_file():
+            return None
+        return self.folder / "tokenizer.json"
 
     def unigram_loss(self) -> float:
         """Return the loss in nats per token of guessing by the frequencies of training tokens.
@@ -78,12 +80,13 @@ class Dataset:
         Both frequencies are of the first ten million tokens, and one is added to each training
         count.
         """
-        train, held_out = (
-            np.bincount(tokens[np.arange(min(len(tokens), 10_000_000))], minlength=self.vocab_size)
-            for tokens in (self.train, self.valid)
-        )
-        counts = train + 1.0
+        held_out = self._counts(self.valid)
+        counts = self._counts(self.train) + 1.0
         return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
+
+    def _counts(self, tokens: Stream | np.ndarray) -> np.ndarray:
+        first = tokens[np.arange(min(len(tokens), 10_000_000))]
+        return np.bincount(first, minlength=self.vocab_size)
 
     def require(self, sequence_length: int) -> None:
         """Refuse a sequence length that leaves no sequence for training or validation."""
@@ -118,9 +121,8 @@ class Dataset:
         They are always the same, and spread evenly over the validation data.
         """
         self.require(sequence_length)
-        num_chosen, num_windows = (
-            self.num_validation(most, sequence_length) for most in (limit, 1 << 62)
-        )
+        num_windows = (len(self.valid) - 1) // sequence_length
+        num_chosen = min(limit, num_windows)
         chosen = np.arange(num_chosen) * num_windows // num_chosen
         return self._windows(self.valid, chosen[rows or slice(None)], sequence_length)
 
@@ -149,31 +151,27 @@ def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
     ends = tokens.documents[:, 1].astype(np.int64)
     segments = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
     is_valid = np.array(
-        [_is_held_out(int(name), held_out, seed) for name in tokens.documents[:, 0]], dtype=bool
+        [_is_held_out(int(name), held_out, seed) for name in tokens.documents[:, 0]]
     )
-    train = Stream(tokens.ids, segments[~is_valid])
-    valid = Stream(tokens.ids, segments[is_valid])
+    train = segments[~is_valid]
+    valid = segments[is_valid]
     notes: tuple[str, ...] = ()
-    if not (len(train) and len(valid)):
+    if not (np.diff(train).any() and np.diff(valid).any()):
         size = len(tokens.ids)
         num_tail = max(1, int(size * held_out))
-        train, valid = (
-            Stream(tokens.ids, np.array([part]))
-            for part in ((0, size - num_tail), (size - num_tail, size))
-        )
-        documents = "1 document" if len(segments) == 1 else f"{len(segments)} documents"
+        train = np.array([[0, size - num_tail]])
+        valid = np.array([[size - num_tail, size]])
         notes = (
-            f"The data has {documents}, too few to hold one out; the last {num_tail} tokens are "
-            "held out.",
+            f"The data has {counted(len(segments), 'document')}, too few to hold one out; the last "
+            f"{num_tail} tokens are held out.",
         )
-    fingerprint = data_fingerprint(tokens, held_out, seed)
     return Dataset(
-        train,
-        valid,
+        Stream(tokens.ids, train),
+        Stream(tokens.ids, valid),
         tokens.vocab_size,
         tokens.end_of_text,
         tokens.folder.resolve(),
-        fingerprint,
+        data_fingerprint(tokens, held_out, seed),
         notes,
     )
 

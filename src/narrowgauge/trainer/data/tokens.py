@@ -19,9 +19,9 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -64,23 +64,23 @@ def read_documents(source: str | Path) -> Iterator[Document]:
             f"No text in {source}: there is no such file or folder.",
             "Name a file or folder of text.",
         )
-    for file, name in _files(path) if path.is_dir() else [(path, path.name)]:
-        yield from (document for document in _read_file(file, name) if document.text)
+    for name, file in _files(path) if path.is_dir() else [(path.name, path)]:
+        for document in _read_file(file, name):
+            if document.text:
+                yield document
 
 
-def _files(root: Path) -> list[tuple[Path, str]]:
-    """Return the files below a folder with their relative names, sorted by name."""
+def _files(root: Path) -> list[tuple[str, Path]]:
+    """Return the names relative to a folder of the files below it, with the files, by name."""
     files = []
     for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = [
-            Path(folder, name)
-            for name in names
-            if name.endswith(SUFFIXES) and not name.startswith(".")
-        ]
-        # A pipe would wait for its writer.
-        files += [(path, path.relative_to(root).as_posix()) for path in paths if not path.is_fifo()]
-    return sorted(files, key=lambda pair: pair[1])
+        for name in names:
+            path = Path(folder, name)
+            is_text = name.endswith(SUFFIXES) and not name.startswith(".")
+            if is_text and not path.is_fifo():  # a pipe would wait for its writer
+                files.append((path.relative_to(root).as_posix(), path))
+    return sorted(files)
 
 
 def _refuse(error: OSError) -> NoReturn:
@@ -100,9 +100,8 @@ def _read_file(path: Path, name: str) -> Iterator[Document]:
                 number += 1
                 if line.strip():  # JSON can hold lone surrogates, UTF-8 cannot
                     encoded = load_json(line)["text"].encode(errors="replace")
-                    yield Document(
-                        hashlib.blake2b(encoded, digest_size=16).hexdigest(), encoded.decode()
-                    )
+                    name = hashlib.blake2b(encoded, digest_size=16).hexdigest()
+                    yield Document(name, encoded.decode())
     except UnicodeDecodeError as error:
         raise DataError(
             f"The file {path} is not UTF-8 text: byte {error.object[error.start]:#04x} "
@@ -155,34 +154,33 @@ def read_tokens(path: str | Path) -> TokenMap:
     folder = path.parent if path.name == "tokens.bin" else path
     try:
         head = load_json((folder / "tokens.json").read_bytes())
-        if head["schema_version"] > SCHEMA_VERSION:
+        if head["schema_version"] != SCHEMA_VERSION:
             raise ValueError(
-                f"schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}"
+                f"schema {head['schema_version']}; this version reads {SCHEMA_VERSION}"
             )
         dtype = np.dtype(head["dtype"]).newbyteorder("<")
         if dtype.kind != "u":
             raise ValueError(f"its tokens are {head['dtype']}, and uint16 or uint32 are read")
         ids = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")  # refuses an empty file
         documents = np.array([[0, len(ids)]], dtype="<u8")
-        if (file := folder / "documents.bin").is_file():
-            documents = np.fromfile(file, dtype="<u8").reshape(-1, 2)
-            ends = documents[:, 1].astype(np.int64)
-            if len(ends) and (ends[-1] != len(ids) or (np.diff(ends) < 0).any()):
-                raise ValueError(f"documents.bin does not fit its {len(ids):,} tokens")
+        if (folder / "documents.bin").is_file():
+            documents = np.fromfile(folder / "documents.bin", dtype="<u8").reshape(-1, 2)
+        ends = documents[:, 1].astype(np.int64)
+        if ends[-1] != len(ids) or (np.diff(ends) < 0).any():
+            raise ValueError(f"documents.bin does not fit its {len(ids):,} tokens")
         identity = [len(ids), head["dtype"], int(head["vocab_size"]), int(head["end_of_text"])]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = (
-            f"no {Path(error.filename).name} is there"
-            if isinstance(error, FileNotFoundError)
-            else error
-        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason: Any = error
+        if isinstance(error, FileNotFoundError):
+            reason = f"no {Path(error.filename).name} is there"
         advice = f"Make it from text: narrowgauge tokenize {folder} OUT, then --data OUT."
         raise DataError(f"Cannot use the token map {folder}: {reason}.", advice) from error
     state = hashlib.blake2b(json.dumps(identity).encode() + documents.tobytes(), digest_size=16)
     content = ids.view(np.uint8)
     num_pages = -(-len(content) // _PAGE_BYTES)
-    for page in range(min(num_pages, _MAX_PAGES)):
-        first = page * num_pages // min(num_pages, _MAX_PAGES) * _PAGE_BYTES
+    num_read = min(num_pages, _MAX_PAGES)
+    for page in range(num_read):
+        first = page * num_pages // num_read * _PAGE_BYTES
         state.update(content[first : first + _PAGE_BYTES].tobytes())
     return TokenMap(folder, ids, documents, identity[2], identity[3], state.hexdigest())
 
@@ -237,9 +235,7 @@ def load_tokenizer(path: str | Path | None) -> tuple[Tokenizer, int]:
 
     if path is None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(
-            models.BPE({letter: number for number, letter in enumerate(alphabet)}, [])
-        )
+        tokenizer = Tokenizer(models.BPE(dict(zip(alphabet, range(256), strict=True)), []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
@@ -262,7 +258,8 @@ def load_tokenizer(path: str | Path | None) -> tuple[Tokenizer, int]:
         name = load_json(file.with_name("tokenizer_config.json").read_bytes())["eos_token"]
         names.insert(0, str(name["content"] if isinstance(name, dict) else name))
     for name in names:
-        if (number := tokenizer.token_to_id(name)) is not None:
+        number = tokenizer.token_to_id(name)
+        if number is not None:
             return tokenizer, number
     raise DataError(
         f"The tokenizer {file} has no end-of-text token (looked for {', '.join(names)}).",
@@ -280,11 +277,9 @@ def pieces(text: str) -> Iterator[str]:
     """Yield a text in pieces that a tokenizer encodes in linear time."""
     start = 0
     while start < len(text):
-        end = len(text)
-        if end - start > _PIECE_CHARACTERS:
-            end = (
-                text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1 or start + _PIECE_CHARACTERS
-            )
+        end = min(start + _PIECE_CHARACTERS, len(text))
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
         while (word := _LONG_WORD.search(text, start, end)) is not None:
             yield text[start : word.end()]
             start = word.end()
@@ -308,15 +303,14 @@ def _encoded(
             size += len(document.text)
             if size < _BATCH_CHARACTERS:
                 continue
-        parts = [
-            (number, piece) for number, (_, text) in enumerate(batch) for piece in pieces(text)
-        ]
-        encodings = tokenizer.encode_batch_fast(
-            [piece for _, piece in parts], add_special_tokens=False
+        parts = [list(pieces(text)) for _, text in batch]
+        encodings = iter(
+            tokenizer.encode_batch_fast([*chain.from_iterable(parts)], add_special_tokens=False)
         )
-        ids: list[list[int]] = [[] for _ in batch]
-        for (number, _), encoding in zip(parts, encodings, strict=True):
-            ids[number] += encoding.ids
-        yield from ((hash_name(name), tokens) for (name, _), tokens in zip(batch, ids, strict=True))
+        for (name, _), part in zip(batch, parts, strict=True):
+            ids: list[int] = []
+            for encoding in islice(encodings, len(part)):
+                ids += encoding.ids
+            yield hash_name(name), ids
         batch = []
         size = 0

@@ -1,0 +1,43 @@
+"""The recorder of a framework's callback: opened, continued and closed with its training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+
+
+class RecordedCallback:
+    """Hold the record of a training that a framework's callback follows.
+
+    Attributes:
+        recorder: the recorder, while a training runs.
+    """
+
+    def __init__(
+        self, folder: str | Path | None = None, *, gauges_every: int = 0, audit_every: int = 0
+    ) -> None:
+        self.folder = Path(folder) if folder else None
+        self.recorder: RunRecorder | None = None
+        self._rate = 0.0
+        self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
+
+    def _open(self, home: Any, model: nn.Module, optimizer: Any, step: int, **options: Any) -> None:
+        """Record a training from ``step`` on, in the callback's folder or ``narrowgauge`` in
+        ``home``.
+        """
+        goes_on = step > 0
+        folder = folder_for(self.folder or Path(str(home), "narrowgauge"), goes_on=goes_on)
+        options |= {"resume": goes_on, **self._options}
+        self.recorder = RunRecorder(folder, model, optimizer, **options)
+        if goes_on:
+            self.recorder.go_back(step)
+
+    def _close(self, finished: bool) -> None:
+        recorder = self.recorder
+        self.recorder = None
+        if recorder is not None:
+            recorder.close(finished)
