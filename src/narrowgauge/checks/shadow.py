@@ -199,11 +199,8 @@ class Shadow(TorchDispatchMode):
         self._lost.pop(storage._cdata, None)
         self._count += 1
         if self._count % 64 == 0:
-            places: dict[int, Any]
-            for places in (self._shadows, self._sources):
-                for key, kept in list(places.items()):
-                    if kept[0].expired():
-                        del places[key]
+            _drop_expired(self._shadows)
+            _drop_expired(self._sources)
 
     def _own(self, x: Tensor) -> None:
         """Keep a shadow of a whole storage that is about to be written in place."""
@@ -555,6 +552,13 @@ def is_integer(x: Any) -> bool:
 
 def _key(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
+
+
+def _drop_expired(places: dict[int, Any]) -> None:
+    """Forget the storages that are gone."""
+    for key, (weak, *_) in list(places.items()):
+        if weak.expired():
+            del places[key]
 
 
 def _bound(follow: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
