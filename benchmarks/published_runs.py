@@ -43,12 +43,12 @@ import questions
 from _published import Run, load, measured_tokens_per_second
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.clusters import Cluster, cluster_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of, error_of, median_of
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.program import Program, read_program
 from narrowgauge.planner.search import search
 from narrowgauge.planner.step_time import UNSTEADY_GROUP, step_terms

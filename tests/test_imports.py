@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 
@@ -132,6 +135,18 @@ def test_imports_point_down() -> None:
             if target is not None and target != layer and target not in SEES[layer]:
                 faults.append(f"{module}:{line}: {layer} may not import {target} ({name})")
     assert len(imports()) >= 10 and not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("package", ["spec", "runs", "planner", "report", "profiling"])
+def test_no_two_files_of_a_package_import_each_other(package: str) -> None:
+    """Also inside functions: a circle is read as one file."""
+    graph: dict[str, set[str]] = {}
+    for module, names in imports().items():
+        if module.startswith(f"{package}."):
+            targets = {name.removeprefix("narrowgauge.") for _, name in names}
+            targets |= {target.rpartition(".")[0] for target in targets}
+            graph[module] = targets & imports().keys()
+    assert len(graph) > 1 and list(graphlib.TopologicalSorter(graph).static_order())
 
 
 def test_torch_stays_out_of_tables_and_records() -> None:

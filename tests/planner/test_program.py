@@ -16,7 +16,7 @@ from narrowgauge.planner.estimate import Estimate as Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import decoder, read_model
 from narrowgauge.planner.plan import plan
-from narrowgauge.planner.program import PROGRAMS, read_program
+from narrowgauge.planner.program import PROGRAMS, adapters, read_program, with_parts
 from narrowgauge.planner.runs_with import programs_of, why_not
 from narrowgauge.planner.search import search
 from narrowgauge.spec.chips import get_chip
@@ -99,7 +99,7 @@ def test_mixed_precision_of_fsdp_gathers_what_it_computes_with() -> None:
     )
     assert term(cast, "two layers, gathered") == 2 * term(mixed, "two layers, gathered")
     assert mixed.memory.groups["activations"] < cast.memory.groups["activations"]
-    assert not [row for row in mixed.memory if row.name.startswith("sum in")]
+    assert not [row for row in mixed.memory if row.name == "sums of micro-batches"]
     state = sum(mixed.memory.groups[group] for group in ("weights", "optimizer"))
     assert state == pytest.approx(12 * LLAMA.num_parameters / 8, rel=1e-3)
 
@@ -188,7 +188,7 @@ def test_adapters_need_what_qwen_published(length: int) -> None:
     layout = Layout(micro_batches=8, recompute="full")
     cluster = cluster_of("A100-SXM4-80GB", 1)
     for base, measured in zip(("bfloat16", "nf4"), PUBLISHED[length], strict=True):
-        program = read_program(f"hf-trainer,lora=64,base={base},rest=bfloat16")
+        program = with_parts(read_program("hf-trainer,rest=bfloat16"), adapters(64, base))
         planned = Job(
             QWEN, parse("bfloat16/master"), layout, cluster, length, program=program
         ).allocated_bytes
@@ -213,10 +213,11 @@ def test_seven_billion_fit_a_card_of_24_gigabytes_under_adapters() -> None:
 
 def test_frozen_weights_have_no_gradients() -> None:
     all_weights = job("hf-trainer", Layout())
-    adapters = job("hf-trainer,lora=8", Layout())
-    ratio = adapters.step.groups["matmuls"] / all_weights.step.groups["matmuls"]
+    program = with_parts(read_program("hf-trainer"), adapters(8, "bfloat16"))
+    narrow = replace(all_weights, program=program)
+    ratio = narrow.step.groups["matmuls"] / all_weights.step.groups["matmuls"]
     assert 2 / 3 < ratio < 0.8  # products of rank 8 take the bytes of their operands
-    assert adapters.trained_parameters == 8 * sum(
+    assert narrow.trained_parameters == 8 * sum(
         m.count * (m.in_features + m.out_features) for m in LLAMA.matmuls if m.part != "head"
     )
 
@@ -297,7 +298,6 @@ def test_a_program_is_read_with_its_fields() -> None:
         ("torchtitn", "torchtitan"),
         ("los=whole", "loss"),
         ("loss=none", "whole"),
-        ("lora=x", "lora"),
     ):
         with pytest.raises(RecipeError) as caught:
             read_program(text)

@@ -54,7 +54,6 @@ def test_perfect_scaling_has_no_rest() -> None:
 def test_jobs_that_more_chips_slow_down_have_a_rest_that_grows() -> None:
     scaling = fit(read_points("128:7d,256:10d"))
     assert [tuple(law.parts) for law in scaling.laws] == [("divided", "linear")]
-    assert "shared links" in {cause["name"] for cause in scaling.row()["causes"]}
 
 
 def _held_out(sizes: tuple[int, ...], at: int, seed: int) -> tuple[int, int]:

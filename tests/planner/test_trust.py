@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.nearest import nearest_run, published_runs
 from narrowgauge.planner.plan import plan, plan_longest
-from narrowgauge.planner.program import PARTS, read_program, with_parts
+from narrowgauge.planner.program import PARTS, adapters, read_program, with_parts
 from narrowgauge.planner.runs_with import programs_of
 from narrowgauge.planner.search import MUCH_FASTER, search
 from narrowgauge.spec.chips import CHIPS, read_chip
@@ -38,7 +39,7 @@ WORD = parse("bfloat16/word")
 
 
 def estimate(
-    program: str = "", parts: dict[str, str] | None = None, model: Any = LLAMA, **fields: Any
+    program: str = "", parts: Mapping[str, Any] | None = None, model: Any = LLAMA, **fields: Any
 ) -> Estimate:
     layout = fields.pop("layout", Layout())
     cluster = cluster_of(fields.pop("chip", "H100-SXM"), layout.num_ranks)
@@ -160,9 +161,9 @@ def test_experts_stay_in_16_bits_under_nf4() -> None:
     24 GB does not fit.
     """
     model = read_model("qwen3-30b-a3b")
-    base = "hf-trainer,lora=16,base=nf4"
-    usual = estimate(base, model=model)
-    asked = estimate(base, {"experts": "nf4"}, model=model)
+    usual = estimate("hf-trainer", adapters(16, "nf4"), model=model)
+    parts = {**adapters(16, "nf4"), "experts": "nf4"}
+    asked = estimate("hf-trainer", parts, model=model)
     assert usual.memory.groups["weights"] > 2 * model.expert_parameters
     assert asked.memory.groups["weights"] < 0.6 * model.expert_parameters + 5e9
     assert not plan("qwen3-30b-a3b", chip="RTX-4090", lora=16, base="nf4").best.fits
@@ -171,14 +172,20 @@ def test_experts_stay_in_16_bits_under_nf4() -> None:
 def test_each_part_is_stored_as_its_row_says() -> None:
     """Bytes by hand: frozen weights, a trained head beside adapters, a copy, parts on the host."""
     head = LLAMA.vocab_size * LLAMA.hidden_size
-    lora = estimate("lora=8")
-    trained = estimate("lora=8", {"head": "trained"})
+    rows = adapters(8, "bfloat16")
+    lora = estimate("", rows)
+    trained = estimate("", {**rows, "head": "trained"})
     assert trained.trained_parameters - lora.trained_parameters == head
     more = trained.memory.groups["optimizer"] - lora.memory.groups["optimizer"]
     assert more == pytest.approx(4 * head, rel=0.01)  # `word` beside the weight
-    wide = estimate("lora=8", {"embeddings": "float32"})
+    wide = estimate("", {**rows, "embeddings": "float32"})
     added = wide.memory.groups["weights"] - lora.memory.groups["weights"]
     assert added == pytest.approx(2 * head, rel=0.01)
+    some = estimate("", {**rows, "mlp": "nf4"})
+    of_mlp = [m for m in LLAMA.matmuls if m.part == "mlp"]
+    beside = 8 * sum(m.count * (m.in_features + m.out_features) for m in of_mlp)
+    assert lora.trained_parameters - some.trained_parameters == beside
+    assert estimate("", {**rows, "mlp": "nf4+lora8"}).trained_parameters == lora.trained_parameters
     copy = estimate("", {"reference": "bfloat16"})
     added = copy.memory.groups["weights"] - estimate().memory.groups["weights"]
     assert added == pytest.approx(2 * LLAMA.num_parameters, rel=0.01)
@@ -268,7 +275,7 @@ def test_a_program_narrows_an_interval_only_on_a_chip_whose_step_was_published()
 
 def test_a_class_without_a_run_has_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.planner.estimate.error_of", lambda *_: None)
-    job = estimate("lora=8")
+    job = estimate("", adapters(8, "bfloat16"))
     assert job.memory_interval is None and job.rate_interval is None
     assert job.days_interval(1e9) is None
 
@@ -329,7 +336,8 @@ def test_the_nearest_run_is_near() -> None:
     assert len(runs) >= 260
     for run in runs:
         assert run["source"] and run["chip"] in CHIPS and run["parameters"] > 1e6
-    job = estimate("torchtune,lora=8,base=nf4", chip="RTX-4090", layout=Layout(micro_batch=2))
+    layout = Layout(micro_batch=2)
+    job = estimate("torchtune", adapters(8, "nf4"), chip="RTX-4090", layout=layout)
     assert "torchtune" in nearest_run(job) and "RTX-4090" in nearest_run(job)
     far = estimate(chip="T4", model=read_model("llama-1m"), length=64)
     assert nearest_run(far) == "No published run is near this one."
@@ -462,7 +470,7 @@ def test_saved_inputs_on_the_host_leave_the_chip() -> None:
 def test_pairs_of_answers_are_in_order() -> None:
     """More bits of the base need more memory, and more chips never turn a yes into a no."""
     sizes = [
-        estimate(f"lora=8,base={base},rest=bfloat16").memory.groups["weights"]
+        estimate("", adapters(8, base)).memory.groups["weights"]
         for base in ("nf4", "int8", "bfloat16")
     ]
     assert sizes == sorted(sizes)

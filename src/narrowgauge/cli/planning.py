@@ -148,7 +148,7 @@ _QUESTION = (
     ),
     click.option(
         "--part", "parts", metavar="PART=FORMAT,…", type=flags.Parsed(_parts),
-        help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, host, joined by +.",
+        help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, host, loraR, joined by +.",
     ),
     click.option(
         "--like", metavar="RUN|X", help="A measured run of the first row: its folder, log or tokens/s."
@@ -285,7 +285,7 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
 
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
-    from narrowgauge.planner.scaling_laws import causes_of, fit, read_points, tables_of
+    from narrowgauge.planner.scaling_laws import fit, read_points, tables_of
 
     row = fit(read_points(measured)).row(at or ())
-    _show(row, tables_of(row), causes_of(row), as_json, first=row["sentences"])
+    _show(row, tables_of(row), (), as_json, first=row["sentences"])

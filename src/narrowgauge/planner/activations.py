@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from narrowgauge.planner.model import Architecture, Matmul
+from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.program import DEFAULT, Program, adapters_of
-from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.spec.computes import BLOCKS, Compute
+from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.recipes import Recipe
 
 EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
@@ -87,12 +87,9 @@ def widths_of(recipe: Recipe, gathered: str = "", program: Program = DEFAULT) ->
     stream = bytes_per_number(gathered or recipe.storage.visible)
     if program.part("embeddings").dtype == "float32":
         return Widths(4.0, bytes_per_number(recipe.compute.dtype))
-    if gathered:
+    if gathered or recipe.storage.visible != "float32":
         return Widths(stream, stream)
-    return Widths(
-        stream,
-        bytes_per_number(recipe.compute.dtype) if recipe.storage.visible == "float32" else stream,
-    )
+    return Widths(stream, bytes_per_number(recipe.compute.dtype))
 
 
 class LayerBytes(NamedTuple):
@@ -128,33 +125,20 @@ def layer_bytes(
     widths = widths_of(recipe, gathered, program)
     layer = _Layer(a, recipe.compute, widths, program)
     per_token = stream = 0.0
-    for mlp, count in (
-        (layer.mlp, a.num_dense_layers),
-        (layer.mixture, a.num_layers - a.num_dense_layers),
-    ):
-        tensors = [*layer.norms(), *layer.attention(), *mlp()] if count else []
-        if repeated == "operations":
-            tensors = (
-                list(layer.every_second_matmul(is_mixture=mlp == layer.mixture)) if count else []
-            )
-        elif program.attention == "eager" and not repeated:
-            tensors.append(SavedTensor("scores", SCORE_BYTES * a.num_heads * sequence_length))
-        tensors = [
-            tensor for tensor in tensors if not (repeated == "modules" and tensor.is_repeated)
-        ]
-        per_token += count / a.num_layers * sum(tensor.bytes_per_token for tensor in tensors)
-        stream += (
-            count
-            / a.num_layers
-            * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
-        )
-    is_autocast = widths.is_cast and recipe.compute.is_wide and program.trains_all
-    width = widths.matmul if is_autocast else 0.0
-    return LayerBytes(
-        per_token,
-        stream,
-        width * sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers,
-    )
+    for is_mixture, count in ((False, a.num_dense_layers), (True, a.num_mixture_layers)):
+        if not count:
+            continue
+        share = count / a.num_layers
+        for tensor in layer.tensors(is_mixture, repeated, sequence_length):
+            if repeated != "modules" or not tensor.is_repeated:
+                per_token += share * tensor.bytes_per_token
+                if tensor.is_stream:
+                    stream += share * tensor.bytes_per_token
+    casts = 0.0
+    if widths.is_cast and recipe.compute.is_wide and program.trains_all:
+        for matmul in a.layer_matmuls:
+            casts += widths.matmul * matmul.num_elements / a.num_layers
+    return LayerBytes(per_token, stream, casts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +147,20 @@ class _Layer:
     compute: Compute
     widths: Widths
     program: Program
+
+    def tensors(
+        self, is_mixture: bool, repeated: str, sequence_length: int
+    ) -> Iterator[SavedTensor]:
+        """Yield what a layer saves for backward under a kind of recomputation."""
+        if repeated == "operations":
+            yield from self.every_second_matmul(is_mixture=is_mixture)
+            return
+        yield from self.norms()
+        yield from self.attention()
+        yield from self.mixture() if is_mixture else self.mlp()
+        if self.program.attention == "eager" and not repeated:
+            scores = SCORE_BYTES * self.architecture.num_heads * sequence_length
+            yield SavedTensor("scores", scores)
 
     def norm_bytes(self, size: int, groups: int = 1, stream: float | None = None) -> float:
         """Return the bytes that a norm saves per token, with ``groups`` statistics and ``stream``
@@ -190,18 +188,18 @@ class _Layer:
 
         ``is_saved_anyway``: another operation saves the uncast input, in the matmuls' dtype.
         """
-        casts = consumers if self.widths.is_cast else 1
+        # Under autocast every layer casts the input separately, so layers do not share codes.
+        casts = consumers if self.widths.is_cast and not is_saved_anyway else 1
         if not self.compute.keeps_codes:
             return 0.0 if is_saved_anyway else self.widths.matmul * size * casts
         cast = self.compute.output.left
+        bits = float(cast.element.storage_bits)
         if cast.granularity in BLOCKS:
-            codes = size * (cast.element.storage_bits + cast.bits - cast.element.bits) / 8
-        else:
-            codes = size * cast.element.storage_bits / 8 + (
-                _STATISTIC if cast.granularity == "row" else 0
-            )
-        # Under autocast every layer casts the input separately, so layers do not share codes.
-        return codes * (1 if is_saved_anyway else casts)
+            bits += cast.bits - cast.element.bits
+        codes = size * bits / 8
+        if cast.granularity == "row":
+            codes += _STATISTIC
+        return codes * casts
 
     def attention(self) -> Iterator[SavedTensor]:
         """Yield projection inputs, queries, keys, values and the attention's result."""
@@ -214,51 +212,54 @@ class _Layer:
             keys = queries
             saved_values = values
         else:
-            fused = 1 if a.has_fused_inputs else 3
-            yield SavedTensor(
-                "input of the projections", self.inputs(a.hidden_size, fused), True, True
-            )
+            matmuls = 3
+            if a.has_fused_inputs:
+                matmuls = 1
+            inputs = self.inputs(a.hidden_size, matmuls)
+            yield SavedTensor("input of the projections", inputs, True, True)
             keys = saved_values = a.num_kv_heads * a.value_dim
         if a.head_norms != "none":
-            groups = a.num_heads + a.num_kv_heads if a.head_norms == "head" else 2
+            groups = 2
+            if a.head_norms == "head":
+                groups = a.num_heads + a.num_kv_heads
             yield SavedTensor(
                 "norms of queries and keys", self.norm_bytes(queries + keys, groups, e)
             )
         # Values that are views of one result keep all of it, in addition to the rotated queries and
         # keys.
-        rotated = queries + keys if a.has_fused_inputs and not a.positions else 0
-        values_of_all = e * (queries + keys + saved_values + rotated)
-        yield SavedTensor(
-            "queries, keys and values", values_of_all, is_repeated=a.latent is not None
-        )
+        saved = queries + keys + saved_values
+        if a.has_fused_inputs and not a.positions:
+            saved += queries + keys
+        is_repeated = a.latent is not None
+        yield SavedTensor("queries, keys and values", e * saved, is_repeated=is_repeated)
         yield SavedTensor("attention", e * values + _STATISTIC * a.num_heads)
         yield SavedTensor(
             "input of the output projection", self.inputs(values, is_saved_anyway=True)
         )
-        if self.program.lora:
-            ranks = sum(m.count for m in adapters_of(a, self.program)) / 2
-            yield SavedTensor(
-                "inputs of the adapters' second matrices",
-                e * self.program.lora * ranks / a.num_layers,
-            )
+        ranks = 0
+        for matmul in adapters_of(a, self.program):
+            if matmul.name.endswith("lora_B"):
+                ranks += matmul.in_features * matmul.count
+        yield SavedTensor("inputs of the adapters' second matrices", e * ranks / a.num_layers)
 
     def _latent_tensors(self) -> Iterator[SavedTensor]:
         a = self.architecture
         latent = self.architecture.latent
         assert latent is not None
         yield SavedTensor("input of the projections", self.inputs(a.hidden_size, 2), True, True)
-        ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank]
-        yield SavedTensor(
-            "norms of the latents",
-            sum(self.norm_bytes(rank, stream=self.widths.matmul) for rank in ranks),
-        )
-        yield SavedTensor("latents", sum(self.inputs(rank) for rank in ranks), is_repeated=True)
+        for rank in (latent.query_rank, latent.key_value_rank):
+            if rank:
+                norm = self.norm_bytes(rank, stream=self.widths.matmul)
+                yield SavedTensor("norm of a latent", norm)
+                yield SavedTensor("latent", self.inputs(rank), is_repeated=True)
 
     def inner(self, name: str, size: int, copies: int = 1) -> Iterator[SavedTensor]:
         """Yield gate and up, and their product, in an MLP or in the ``copies`` experts of a token."""
         a = self.architecture
         is_eager = self.program.kernels == "eager"
-        tensors = EAGER_ACTIVATION_TENSORS.get(a.activation, 1) if is_eager else 1
+        tensors = 1
+        if is_eager:
+            tensors = EAGER_ACTIVATION_TENSORS.get(a.activation, 1)
         if a.is_gated:
             tensors += 2 if is_eager else 1
         yield SavedTensor(name, copies * tensors * self.widths.matmul * size)
@@ -270,31 +271,33 @@ class _Layer:
         """
         a = self.architecture
         e = self.widths.matmul
-
-        def is_here(m: Matmul) -> bool:
-            return (
-                m.part == "attention"
-                or (m.part == "experts" or m.name.startswith("shared.")) == is_mixture
-            )
-
-        matmuls = list(filter(is_here, a.matmuls[:-1]))
+        matmuls = []
+        for matmul in a.layer_matmuls:
+            if matmul.part == "attention" or matmul.is_of_mixture == is_mixture:
+                matmuls.append(matmul)
         yield SavedTensor("input of the layer", self.widths.stream * a.hidden_size, is_stream=True)
         yield SavedTensor("attention", e * a.num_heads * a.value_dim + _STATISTIC * a.num_heads)
-        chosen = a.mixture.experts_per_token if a.mixture else 1
-        sizes = [m.out_features * (chosen if m.is_expert else 1) for m in matmuls[::2]]
-        yield SavedTensor("every second matmul", e * sum(sizes))
+        size = 0
+        for matmul in matmuls[::2]:
+            chosen = 1
+            if matmul.is_expert and a.mixture:
+                chosen = a.mixture.experts_per_token
+            size += matmul.out_features * chosen
+        yield SavedTensor("every second matmul", e * size)
 
     def mlp(self) -> Iterator[SavedTensor]:
         """Yield inputs and inner tensors of a dense MLP."""
         a = self.architecture
-        gates = 2 if a.is_gated and not a.has_fused_inputs else 1
+        gates = 1
+        if a.is_gated and not a.has_fused_inputs:
+            gates = 2
         yield SavedTensor("input of the MLP", self.inputs(a.hidden_size, gates), True, True)
         yield from self.inner("MLP", a.intermediate_size)
 
     def mixture(self) -> Iterator[SavedTensor]:
         """Yield the router, each token's copies for its experts, and their inner tensors."""
         a = self.architecture
-        mixture = self.architecture.mixture
+        mixture = a.mixture
         e = self.widths.matmul
         assert mixture is not None
         chosen = mixture.experts_per_token
@@ -309,9 +312,8 @@ class _Layer:
             "inputs of the experts", chosen * self.inputs(a.hidden_size), is_stream=True
         )
         yield from self.inner("experts", mixture.expert_size, chosen)
-        if (
-            self.program.kernels != "fused"
-        ):  # Megatron-Core multiplies by the router's weight in the activation
+        # Megatron-Core multiplies by the router's weight in the activation.
+        if self.program.kernels != "fused":
             yield SavedTensor("results of the experts", chosen * e * a.hidden_size, True, True)
         if mixture.shared_size:
             yield from self.inner("shared experts", mixture.shared_size)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, NarrowgaugeError
+from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.estimate import Estimate
-from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.program import Program
 
 MOST_ALTERNATIVES = 4
@@ -53,26 +55,28 @@ def _changes(
     places = list(machines)
     if program.loss == "whole":
         yield "--program loss=chunked", {"program": replace(program, loss="chunked")}, places
-    if program.lora and program.base == "bfloat16":
+    if program.has_adapters and not program.part("mlp").is_narrow:
         yield "--base nf4", {"base": "nf4"}, places
         chunked = replace(program, loss="chunked")
         yield "--base nf4 --program loss=chunked", {"base": "nf4", "program": chunked}, places
-    if not program.lora:
-        named = question["recipes"]
+    if question["recipes"] and not program.has_adapters:
         for recipe in _SMALL_STORAGES:
-            if named and recipe not in named:
+            if recipe not in question["recipes"]:
                 yield f"--recipe {recipe}", {"recipes": recipe}, places
-    free = {key: value for key, value in question["layout"].items() if key == "micro_batch"}
-    if question["layout"] and question["layout"] != free:
+    layout = question["layout"]
+    if set(layout) - {"micro_batch"}:
+        free = {}
+        if "micro_batch" in layout:
+            free["micro_batch"] = layout["micro_batch"]
         yield "without --layout", {"layout": free}, places
-    if not program.offload and not program.lora:
+    if not program.offload and not program.has_adapters:
         away = replace(program, offload=True, loss="chunked", limits={})
         yield "--program offload=true,loss=chunked", {"program": away}, places
     length = question["sequence_length"]
     while length > _SHORTEST and question["tokens_per_step"] is None:
         length //= 2
         yield f"--sequence-length {length}", {"sequence_length": length}, places
-    if not program.lora:
+    if not program.has_adapters:
         adapters = {"lora": _RANK, "base": "nf4", "recipes": ()}
         yield f"--lora {_RANK} --base nf4", adapters, places
     for factor in (2, 4, 8, 16):
@@ -96,22 +100,22 @@ def measured_correction(planned: Estimate, like: Any) -> float:
         DataError: the run has no tokens per second.
     """
     measured = like if isinstance(like, int | float) else _measured_rate(str(like))
-    if not measured > 0:
+    if not 0 < measured < math.inf:
         raise DataError(f"Cannot plan like a run of {measured:g} tokens/s.", "Name a rate above 0.")
     return planned.tokens_per_second / measured
 
 
 def _measured_rate(text: str) -> float:
     """Return the median tokens per second of a run folder or log, or the number itself."""
-    if re.fullmatch(r"\d+(\.\d+)?([eE]\d+)?", text):
+    with contextlib.suppress(ValueError):
         return float(text)
     from narrowgauge.runs.record import read_run
 
     run = read_run(Path(text).expanduser())
-    rates = sorted(row["tokens_per_second"] for row in run.steps if row.get("tokens_per_second"))
+    rates = [row["tokens_per_second"] for row in run.steps if row.get("tokens_per_second")]
     if not rates:
         raise DataError(
             f"Cannot plan like {text} because it has no tokens per second.",
             "Name the rate: --like 6500.",
         )
-    return float(rates[len(rates) // 2])
+    return float(statistics.median_high(rates))

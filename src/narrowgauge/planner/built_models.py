@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.model import (
+from narrowgauge.planner.architecture import (
     Architecture,
     LatentAttention,
     Matmul,
     Mixture,
     Norm,
-    Part,
-    Split,
 )
 
 _EXPERTS_PER_TOKEN = (
@@ -29,6 +27,7 @@ _EXPERTS_PER_TOKEN = (
     "top_k",
     "moe_top_k",
 )
+_ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "activation")
 _FLOAT32_NORMS = ("Gemma", "VaultGemma", "Olmo2", "Olmo3")
 _HEAD_NORM = re.compile(r"\.(q|k|qk|query|key)_?(layer)?_?norm$")
 _ATTENTION = {
@@ -42,6 +41,7 @@ _ATTENTION = {
 # Recurrent layers, and attention whose projections are experts.
 _OTHER = re.compile(r"A_log|conv1d|time_decay|time_mix|attention\.experts")
 _OUTSIDE = re.compile(r"vision|visual|audio|multi_modal|image")
+_NO_MATRIX = re.compile(r"norm|bias|conv")
 
 
 def of_config(config: Mapping[str, Any], name: str) -> Architecture:
@@ -57,235 +57,282 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
     kind = keys.pop("model_type", None)
     try:
         built = AutoConfig.for_model(kind, **keys)
-        kinds = [
-            auto
-            for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
-            if type(built) in auto._model_mapping
-        ]
+        auto: Any = AutoModelForCausalLM
+        is_text = type(built) in AutoModelForCausalLM._model_mapping
+        if not is_text and type(built) in AutoModelForImageTextToText._model_mapping:
+            auto = AutoModelForImageTextToText
         with torch.device("meta"):
-            model = (kinds or [AutoModelForCausalLM])[0].from_config(built)  # type: ignore[no-untyped-call]
+            model = auto.from_config(built)
     except Exception as error:  # model classes raise all kinds of errors for a configuration
-        # Some errors begin with lines that only name a validator.
-        lines = [
-            line.strip()
-            for line in str(error).splitlines()
-            if line.strip() and not line.endswith(":")
-        ]
-        reason = (lines or [type(error).__name__])[0].partition(" Should contain")[0].rstrip(".")
         raise DataError(
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: "
-            f"{reason}.",
+            f"{_reason(error)}.",
             "Plan its number of parameters: narrowgauge plan run --params.",
         ) from error
     return _architecture(model, built.get_text_config(), name)
 
 
+def _reason(error: Exception) -> str:
+    """Return the first line of an error that does not only name a validator."""
+    for line in str(error).splitlines():
+        if line.strip() and not line.endswith(":"):
+            return line.strip().partition(" Should contain")[0].rstrip(".")
+    return type(error).__name__
+
+
 def _size(config: Any, *names: str, default: int = 0) -> int:
-    values = (getattr(config, name, None) for name in names)
-    return int(next((value for value in values if isinstance(value, int) and value), default))
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value:
+            return int(value)
+    return default
+
+
+def _total(parameters: Iterable[Any]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _architecture(model: Any, config: Any, name: str) -> Architecture:
     """Return the architecture of a model on the meta device, from its modules and parameters."""
-    import torch.nn as nn
-
-    total = sum(value.numel() for value in model.parameters())
+    total = _total(model.parameters())
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     heads = _size(config, "num_attention_heads", "n_head", "num_heads")
     hidden = _size(config, "hidden_size", "n_embd")
-    depth = _size(config, "num_hidden_layers", "n_layer", "num_layers")
-    modules = dict(model.named_modules())
-    lists = ((n, list(m)) for n, m in modules.items() if isinstance(m, nn.ModuleList))
-    layers = next(
-        (layers for n, layers in lists if len(layers) == depth and not _OUTSIDE.search(n)), []
-    )
-    is_other = any(_OTHER.search(n) for layer in layers for n, _ in layer.named_parameters())
-    is_other |= not _ATTENTION.issuperset(_layer_types(config))
-    if is_other or not (layers and heads and embedding is not None and head is not None):
+    layers = _layers(model, _size(config, "num_hidden_layers", "n_layer", "num_layers"))
+    kinds = _layer_types(config)
+    if not _ATTENTION.issuperset(kinds):
+        layers = []
+    if not (layers and heads and embedding is not None and head is not None):
         raise DataError(
             f"Cannot plan {name}, because it is not a decoder of attention layers.",
             f"Plan its state: narrowgauge plan run --params {total}.",
         )
-
     counts: Counter[Matmul] = Counter()
+    vectors = 0
     for layer in layers:
         counts.update(_matmuls_of(layer, hidden))
+        vectors += _total(layer.parameters())
     mixture = _mixture(config, counts)
-    share = mixture.experts_per_token / mixture.num_experts if mixture else 1.0
-    matmuls = [
-        replace(m, count=count * m.count, tokens_share=share if m.is_expert else 1.0)
-        for m, count in counts.items()
-    ]
-    vectors = sum(p.numel() for layer in layers for p in layer.parameters()) - sum(
-        m.num_parameters for m in matmuls
-    )
-    has_bias = getattr(head, "bias", None) is not None
-    matmuls.append(
-        Matmul("lm_head", hidden, head.weight.shape[0], 1, "head", "column", 1.0, has_bias)
-    )
-
-    latent = None
-    if rank := _size(config, "kv_lora_rank"):
-        dims = (_size(config, f"{part}_head_dim") for part in ("qk_nope", "qk_rope", "v"))
-        latent = LatentAttention(_size(config, "q_lora_rank") or None, rank, *dims)
+    matmuls = []
+    for matmul, count in counts.items():
+        whole = replace(matmul, count=count * matmul.count)
+        vectors -= whole.num_parameters
+        if mixture and matmul.is_expert:
+            share = mixture.experts_per_token / mixture.num_experts
+            whole = replace(whole, tokens_share=share)
+        matmuls.append(whole)
     head_dim = _size(config, "head_dim", default=hidden // heads)
-    inputs = [
-        m
-        for m in matmuls
-        if m.part == "attention" and m.in_features == hidden and m.split == "column"
-    ]
-    kv_heads = (sum(m.out_features * m.count for m in inputs) / len(layers) / head_dim - heads) / 2
+    query_dim = value_dim = head_dim
+    latent = None
+    rank = _size(config, "kv_lora_rank")
+    if rank:
+        query_rank = _size(config, "q_lora_rank") or None
+        plain = _size(config, "qk_nope_head_dim")
+        rotary = _size(config, "qk_rope_head_dim")
+        value_dim = _size(config, "v_head_dim")
+        query_dim = plain + rotary
+        latent = LatentAttention(query_rank, rank, plain, rotary, value_dim)
+    inputs = set()
+    outputs = 0  # of the projections of attention's input
+    inner = wide = 0  # inputs of down projections, outputs of gates and up projections
+    downs = []
+    for matmul in matmuls:
+        is_column = matmul.split == "column"
+        if matmul.part == "attention":
+            if is_column and matmul.in_features == hidden:
+                inputs.add(matmul.name)
+                outputs += matmul.out_features * matmul.count
+        elif is_column:
+            wide += matmul.out_features * matmul.count
+        elif matmul.split == "row":
+            inner += matmul.in_features * matmul.count
+            downs.append(matmul)
+    kv_heads = (outputs / len(layers) / head_dim - heads) / 2
     if latent or kv_heads < 1:
         kv_heads = _size(config, "num_key_value_heads", default=heads)
-    mlp = [m for m in matmuls if m.part in ("mlp", "experts") and m.name != "router"]
-    downs = [m for m in mlp if m.split == "row"]
-    inner = sum(m.in_features * m.count for m in downs)
-    is_gated = sum(m.out_features * m.count for m in mlp if m.split == "column") > 1.5 * inner
-    activations = ("hidden_activation", "hidden_act", "activation_function", "activation")
-    named = (value for key in activations if isinstance(value := getattr(config, key, None), str))
-
-    inside = dict(layers[0].named_modules())
-    head_norms = [m for n, m in inside.items() if _HEAD_NORM.search(n)]
-    is_of_all = any(p.numel() > head_dim for m in head_norms for p in m.parameters())
-    norms = [
-        m
-        for n, m in inside.items()
-        if "norm" in type(m).__name__.lower() and not _HEAD_NORM.search(n)
-    ]
-    wide = [
-        m
-        for m in norms
-        if not list(m.parameters()) or max(p.numel() for p in m.parameters()) == hidden
-    ]
-    tables = (
-        m.weight.shape
-        for n, m in modules.items()
-        if isinstance(m, nn.Embedding) and re.search("wpe|position", n)
-    )
-    window, window_share = _window(config)
+    # A dense MLP's size comes before that of experts.
+    downs.sort(key=lambda matmul: "." in matmul.name)
+    is_gated = wide > 1.5 * inner
+    activation = "silu" if is_gated else "gelu"
+    for key in reversed(_ACTIVATIONS):
+        value = getattr(config, key, None)
+        if isinstance(value, str):
+            activation = value
+    positions = 0
+    is_beside = False
+    for path, module in model.named_modules():
+        is_beside = is_beside or bool(_OUTSIDE.search(path))
+        if type(module).__name__.endswith("Embedding") and re.search("wpe|position", path):
+            rows, columns = module.weight.shape
+            if columns == hidden:
+                positions += rows
+    norm, norms_per_layer, head_norms = _norms(layers[0], hidden, head_dim)
+    window, window_share = _window(config, kinds)
+    has_bias = getattr(head, "bias", None) is not None
+    vocab = head.weight.shape[0]
+    matmuls.append(Matmul("lm_head", hidden, vocab, 1, "head", "column", 1.0, has_bias))
     result = Architecture(
         name,
         len(layers),
         hidden,
-        head.weight.shape[0],
+        vocab,
         tuple(matmuls),
         vectors,
         outer_vectors=0,
         num_heads=heads,
         num_kv_heads=round(kv_heads),
-        query_dim=latent.plain_dim + latent.rotary_dim if latent else head_dim,
-        value_dim=latent.value_dim if latent else head_dim,
-        intermediate_size=next(
-            (m.in_features for m in sorted(downs, key=lambda m: "." in m.name)), 0
-        ),
+        query_dim=query_dim,
+        value_dim=value_dim,
+        intermediate_size=downs[0].in_features if downs else 0,
         is_gated=is_gated,
         tie_embeddings=head.weight is embedding.weight,
-        positions=sum(rows for rows, columns in tables if columns == hidden),
-        norm=_norm_kind(wide or norms),
-        norms_per_layer=len(wide),
-        head_norms="none" if not head_norms else "all" if is_of_all else "head",
-        activation=next(named, "silu" if is_gated else "gelu"),
-        has_fused_inputs=len({m.name for m in inputs}) == 1 and not latent,
+        positions=positions,
+        norm=norm,
+        norms_per_layer=norms_per_layer,
+        head_norms=head_norms,
+        activation=activation,
+        has_fused_inputs=len(inputs) == 1 and not latent,
         window=window,
         window_share=window_share,
         mixture=mixture,
         latent=latent,
-        left_out="parts beside the text decoder" if any(map(_OUTSIDE.search, modules)) else "",
+        left_out="parts beside the text decoder" if is_beside else "",
     )
-    # All parameters not counted yet: final norms, an embedding's norm, a vision tower.
-    return replace(result, outer_vectors=total - result.num_parameters)
+    return with_all(result, total)
+
+
+def with_all(result: Architecture, total: int) -> Architecture:
+    """Return an architecture that counts ``total`` parameters.
+
+    What is not counted yet is outside the layers: final norms, an embedding's norm, a vision tower.
+    """
+    return replace(result, outer_vectors=result.outer_vectors + total - result.num_parameters)
+
+
+def _layers(model: Any, depth: int) -> list[Any]:
+    """Return the decoder's layers; empty if a layer is no layer of attention."""
+    import torch.nn as nn
+
+    for path, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and len(module) == depth
+        if is_list and not _OUTSIDE.search(path):
+            if not any(map(_OTHER.search, dict(module.named_parameters()))):
+                return list(module)
+            break
+    return []
 
 
 def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
     """Yield the matrices of a layer."""
     parameters = dict(layer.named_parameters())
-    weights = {
-        n: p
-        for n, p in parameters.items()
-        if p.ndim in (2, 3) and not re.search(r"norm|bias|conv", n)
-    }
-    attention = [
-        n
-        for n, p in weights.items()
-        if p.ndim == 2 and re.search(r"attn|attention|mixer", n.rpartition(".")[0])
-    ]
+    weights = {}
+    output = ""  # the last projection of attention
+    for name, value in parameters.items():
+        if value.ndim in (2, 3) and not _NO_MATRIX.search(name):
+            weights[name] = value
+            if value.ndim == 2 and _is_attention(name):
+                output = name
     for name, value in weights.items():
         module = name.rpartition(".")[0]
         leaf = name.removesuffix(".weight").rpartition(".")[2]
-        part: Part
-        split: Split
         if value.ndim == 3:
-            width = next((size for size in value.shape[1:] if size != hidden), hidden)
-            has_bias = f"{name}_bias" in parameters
-            if "down" in leaf or leaf == "w2":
-                yield Matmul(
-                    f"experts.{leaf}",
-                    width,
-                    hidden,
-                    value.shape[0],
-                    "experts",
-                    "row",
-                    has_bias=has_bias,
-                )
-                continue
-            # Count gate and up as two matmuls, as presets do, so both names of a model give one
-            # answer.
-            names = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
-            sizes = hidden, width // len(names), value.shape[0]
-            yield from (
-                Matmul(f"experts.{n}", *sizes, "experts", "column", has_bias=has_bias)
-                for n in names
-            )
+            yield from _expert_matmuls(leaf, value.shape, hidden, f"{name}_bias" in parameters)
             continue
         owner = layer.get_submodule(module)
-        out, inner = value.shape[::-1] if "Conv1D" in type(owner).__name__ else value.shape
-        part = "attention" if name in attention else "mlp"
-        split = "column"
-        if part == "attention":
-            split = "row" if name == attention[-1] else "none" if "_a_proj" in leaf else "column"
+        has_bias = getattr(owner, "bias", None) is not None
+        out, inner = value.shape
+        if "Conv1D" in type(owner).__name__:
+            inner, out = value.shape
+        matmul = Matmul(leaf, inner, out, 1, "mlp", "column", has_bias=has_bias)
+        if _is_attention(name):
+            matmul = replace(matmul, part="attention")
+            if name == output:
+                matmul = replace(matmul, split="row")
+            elif "_a_proj" in leaf:
+                matmul = replace(matmul, split="none")
         elif out == hidden and (inner != hidden or "down" in leaf):
-            split = "row"
+            matmul = replace(matmul, split="row")
         if "shared" in module:
-            leaf = f"shared.{leaf}"
-            split = split if min(value.shape) > 1 else "none"
-        elif part == "mlp" and re.search(r"gate$|router", module):
-            leaf = "router"
-            part = "experts"
-            split = "none"
-        yield Matmul(
-            leaf, inner, out, 1, part, split, has_bias=getattr(owner, "bias", None) is not None
-        )
+            matmul = replace(matmul, name=f"shared.{leaf}")
+            if min(value.shape) == 1:
+                matmul = replace(matmul, split="none")
+        elif matmul.part == "mlp" and re.search(r"gate$|router", module):
+            matmul = replace(matmul, name="router", part="experts", split="none")
+        yield matmul
+
+
+def _is_attention(name: str) -> bool:
+    return re.search(r"attn|attention|mixer", name.rpartition(".")[0]) is not None
+
+
+def _expert_matmuls(leaf: str, shape: Any, hidden: int, has_bias: bool) -> Iterator[Matmul]:
+    """Yield the matrices of one tensor of all experts of a layer."""
+    count, *sides = shape
+    width = next((side for side in sides if side != hidden), hidden)
+    if "down" in leaf or leaf == "w2":
+        yield Matmul(f"experts.{leaf}", width, hidden, count, "experts", "row", 1.0, has_bias)
+        return
+    # Count gate and up as two matmuls, as presets do, so both names of a model give one answer.
+    names = [leaf]
+    if leaf == "gate_up_proj":
+        names = ["gate_proj", "up_proj"]
+        width //= 2
+    for name in names:
+        yield Matmul(f"experts.{name}", hidden, width, count, "experts", "column", 1.0, has_bias)
 
 
 def _mixture(config: Any, counts: Counter[Matmul]) -> Mixture | None:
     """Return the experts, from the number of layers with each matrix."""
-    downs = [(m, count) for m, count in counts.items() if m.is_expert and m.split == "row"]
-    if not downs:
+    shared = 0
+    found = None
+    for matmul, layers in counts.items():
+        if matmul.split == "row" and matmul.name.startswith("shared."):
+            shared += matmul.in_features
+        elif matmul.split == "row" and matmul.is_expert and found is None:
+            found = matmul, layers
+    if found is None:
         return None
-    down, layers = downs[0]
-    shared = sum(m.in_features for m in counts if m.name.startswith("shared.") and m.split == "row")
-    return Mixture(
-        down.count, _size(config, *_EXPERTS_PER_TOKEN, default=1), down.in_features, layers, shared
-    )
+    down, layers = found
+    chosen = _size(config, *_EXPERTS_PER_TOKEN, default=1)
+    return Mixture(down.count, chosen, down.in_features, layers, shared)
 
 
 def _layer_types(config: Any) -> list[str]:
     return getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or []
 
 
-def _window(config: Any) -> tuple[int | None, float]:
+def _window(config: Any, kinds: list[str]) -> tuple[int | None, float]:
     """Return the attention window (None for all tokens), and the fraction of layers with it."""
-    window = _size(config, "sliding_window", "attention_chunk_size", "window_size") or None
-    if window is None or getattr(config, "use_sliding_window", True) is False:
+    window = _size(config, "sliding_window", "attention_chunk_size", "window_size")
+    if not window or getattr(config, "use_sliding_window", True) is False:
         return None, 1.0
-    kinds = _layer_types(config)
-    share = sum(k not in ("full_attention", "global") for k in kinds) / len(kinds) if kinds else 1.0
-    return (window, share) if share else (None, 1.0)
+    if not kinds:
+        return window, 1.0
+    near = sum(kind not in ("full_attention", "global") for kind in kinds)
+    if not near:
+        return None, 1.0
+    return window, near / len(kinds)
 
 
-def _norm_kind(norms: list[Any]) -> Norm:
-    kind = type(norms[0]).__name__ if norms else "RMSNorm"
+def _norms(layer: Any, hidden: int, head_dim: int) -> tuple[Norm, int, Any]:
+    """Return the kind of a layer's norms, those of the stream's width, and norms of heads."""
+    norms = []
+    wide = []
+    head_norms = "none"
+    for name, module in layer.named_modules():
+        sizes = [parameter.numel() for parameter in module.parameters()]
+        if _HEAD_NORM.search(name):
+            is_of_all = head_norms == "all" or max(sizes, default=0) > head_dim
+            head_norms = "all" if is_of_all else "head"
+        elif "norm" in type(module).__name__.lower():
+            norms.append(module)
+            if max(sizes, default=hidden) == hidden:
+                wide.append(module)
+    kind = type((wide or norms)[0]).__name__ if norms else "RMSNorm"
+    norm: Norm = "layer"
     if kind.startswith(_FLOAT32_NORMS):
-        return "rms-float32"
-    return "rms" if "RMS" in kind or kind.startswith("T5") else "layer"
+        norm = "rms-float32"
+    elif "RMS" in kind or kind.startswith("T5"):
+        norm = "rms"
+    return norm, len(wide), head_norms

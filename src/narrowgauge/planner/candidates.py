@@ -57,13 +57,18 @@ def compared_recipes(recipes: Sequence[Recipe], asked: str | Recipe | Sequence[s
     """
     if recipes:
         return list(recipes)
-    names = USUAL_RECIPES if "bfloat16" in chip.peak_tflops else FLOAT16_RECIPES
-    if chip.vendor == "Google":
-        names = XLA_RECIPES
+    if asked == "all":
+        return _native_recipes(chip, optimizer)
+    names: tuple[str, ...]
     if has_adapters:
         names = ADAPTER_RECIPES
-    suited = [] if asked == "all" else suited_recipes(names, chip, optimizer)
-    return suited or _native_recipes(chip, optimizer)
+    elif chip.vendor == "Google":
+        names = XLA_RECIPES
+    elif "bfloat16" in chip.peak_tflops:
+        names = USUAL_RECIPES
+    else:
+        names = FLOAT16_RECIPES
+    return suited_recipes(names, chip, optimizer) or _native_recipes(chip, optimizer)
 
 
 def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str) -> list[Recipe]:
@@ -78,8 +83,10 @@ def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str)
             f"Cannot plan optimizer {optimizer!r} because its states are unknown.",
             suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
         )
+    if recipes == "all":
+        return []
     names = [recipes] if isinstance(recipes, str | Recipe) else recipes
-    parsed = [] if recipes == "all" else list(map(parse, names))
+    parsed = list(map(parse, names))
     for recipe in parsed:
         if recipe.overrides:
             name = replace(recipe, overrides=()).name
@@ -101,17 +108,14 @@ def _native_recipes(chip: Chip, optimizer: str) -> list[Recipe]:
     """Return every storage of 16-bit weights, and every other compute with its storage, that a chip
     multiplies natively.
     """
-    is_wide = "bfloat16" in chip.peak_tflops
-    names = (
-        STORAGE_RECIPES if is_wide else [name for name in STORAGES if name.startswith("float16/")]
-    )
-    # Users must request computes that change the whole model or are for fine-tuning.
-    computes = [
-        f"{compute.name}/{compute.default_storage}"
-        for compute in COMPUTES.values()
-        if not compute.transform and compute.name not in _TUNING
-    ]
-    return suited_recipes(dict.fromkeys([*names, *computes]), chip, optimizer)
+    names = [name for name in STORAGES if name.startswith("float16/")]
+    if "bfloat16" in chip.peak_tflops:
+        names = list(STORAGE_RECIPES)
+    for compute in COMPUTES.values():
+        # Users must request computes that change the whole model or are for fine-tuning.
+        if not compute.transform and compute.name not in _TUNING:
+            names.append(f"{compute.name}/{compute.default_storage}")
+    return suited_recipes(dict.fromkeys(names), chip, optimizer)
 
 
 def suited_recipes(names: Iterable[str], chip: Chip | None, optimizer: str) -> list[Recipe]:

@@ -27,6 +27,14 @@ data sheets).
 """
 
 
+_LEAST = {
+    "chips": 1,
+    "chips_per_node": 1,
+    "interconnect_gbit_per_second": 1e-3,
+    "host_memory_gb": 1e-3,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Describe the equal nodes that run a job.
@@ -51,21 +59,16 @@ class Cluster:
 
     def __post_init__(self) -> None:
         efficiency_of(self.chip, self.software)
-        for name, least in (
-            ("chips", 1),
-            ("chips_per_node", 1),
-            ("interconnect_gbit_per_second", 1e-3),
-            ("host_memory_gb", 1e-3),
-        ):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not (least <= value < math.inf):
                 raise ChipError(
                     f"a cluster of {self.chip.name} has {name} = {value}.", f"Use {least} or more."
                 )
-        nodes = math.ceil(self.chips / self.chips_per_node)
-        if nodes * self.chips_per_node - self.chips >= nodes:
-            size = self.chips_per_node
-            near = self.chips - self.chips % self.chips_per_node
+        size = self.chips_per_node
+        nodes = math.ceil(self.chips / size)
+        if nodes * size - self.chips >= nodes:
+            near = self.chips - self.chips % size
             raise ChipError(
                 f"Cannot place {self.chips} chips in nodes of {size} because they fill "
                 f"{self.chips / size:.2f} nodes.",
@@ -85,9 +88,8 @@ class Cluster:
         chip = self.chip
         if not chip.link_gb_per_second or (chip.peers and ranks * stride > chip.peers):
             return 1e9 * chip.host_gb_per_second
-        return 1e9 * min(
-            chip.link_gb_per_second, (chip.peer_gb_per_second or math.inf) * max(1, ranks - 1)
-        )
+        of_peers = (chip.peer_gb_per_second or math.inf) * max(1, ranks - 1)
+        return 1e9 * min(chip.link_gb_per_second, of_peers)
 
     @property
     def host_memory_bytes(self) -> float:
@@ -159,9 +161,10 @@ def read_table(
         table = load_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        advice = f"It is a TOML file with {' and '.join(f'{name} = {examples[name]!r}' for name in required)}."
+        keys = [f"{name} = {examples[name]!r}" for name in required]
         raise DataError(
-            f"cannot read the {content} {path}: {reason.rstrip('.')}.", advice
+            f"cannot read the {content} {path}: {reason.rstrip('.')}.",
+            f"It is a TOML file with {' and '.join(keys)}.",
         ) from None
     for name, value in table.items():
         if name not in examples:

@@ -53,8 +53,11 @@ class Path:
         return self.ranks / self.nodes
 
     def __str__(self) -> str:
-        where = "in a node" if self.nodes == 1 else f"over {self.nodes} nodes"
-        rate = self.link_bytes_per_second if self.nodes == 1 else self.network_bytes_per_second
+        where = f"over {self.nodes} nodes"
+        rate = self.network_bytes_per_second
+        if self.nodes == 1:
+            where = "in a node"
+            rate = self.link_bytes_per_second
         return f"{self.ranks} ranks {where} at {rate / 1e9:,.3g} GB/s"
 
 
@@ -69,13 +72,13 @@ def path_of(
     """
     within = max(1, min(ranks, cluster.chips_per_node // stride))
     nodes = math.ceil(ranks / within)
-    return Path(
-        ranks,
-        nodes,
-        cluster.link_bytes_per_second(within, stride) * link if within > 1 else math.inf,
-        cluster.network_bytes_per_second * network if nodes > 1 else math.inf,
-        cluster.chips_per_node > 2 and cluster.chip.switch_adds,
-    )
+    link_rate = network_rate = math.inf
+    if within > 1:
+        link_rate = cluster.link_bytes_per_second(within, stride) * link
+    if nodes > 1:
+        network_rate = cluster.network_bytes_per_second * network
+    adds = cluster.chips_per_node > 2 and cluster.chip.switch_adds
+    return Path(ranks, nodes, link_rate, network_rate, adds)
 
 
 def all_gather_seconds(num_bytes: float, path: Path) -> float:
@@ -90,9 +93,8 @@ def all_gather_seconds(num_bytes: float, path: Path) -> float:
     """
     within = (path.ranks - 1) / path.ranks / path.link_bytes_per_second
     between = (path.nodes - 1) / path.nodes / (path.ranks_per_node * path.network_bytes_per_second)
-    steps = (path.ranks - path.nodes) * LINK_LATENCY_SECONDS + (
-        path.nodes - 1
-    ) * NETWORK_LATENCY_SECONDS
+    steps = (path.ranks - path.nodes) * LINK_LATENCY_SECONDS
+    steps += (path.nodes - 1) * NETWORK_LATENCY_SECONDS
     return num_bytes * max(within, between) + steps
 
 
@@ -120,13 +122,11 @@ def tree_seconds(num_bytes: float, path: Path) -> float:
 
     It is a tree between nodes, a chain within them.
     """
-    slowest = max(
-        1 / path.link_bytes_per_second, 1 / (path.ranks_per_node * path.network_bytes_per_second)
-    )
+    of_node = path.ranks_per_node * path.network_bytes_per_second
+    slowest = min(path.link_bytes_per_second, of_node)
     within = (path.ranks_per_node - 1) * LINK_LATENCY_SECONDS
-    return 2 * (
-        num_bytes * slowest + within + math.ceil(math.log2(path.nodes)) * NETWORK_LATENCY_SECONDS
-    )
+    between = math.ceil(math.log2(path.nodes)) * NETWORK_LATENCY_SECONDS
+    return 2 * (num_bytes / slowest + within + between)
 
 
 def switch_seconds(num_bytes: float, path: Path) -> float:
@@ -136,10 +136,8 @@ def switch_seconds(num_bytes: float, path: Path) -> float:
     Eight H200s reach 482 GB/s of ``busbw`` with the switch, 368 without (ml-engineering,
     network/benchmarks).
     """
-    return (
-        num_bytes * (1 + 1 / path.ranks) / path.link_bytes_per_second
-        + 2 * path.ranks * LINK_LATENCY_SECONDS
-    )
+    sent = num_bytes * (1 + 1 / path.ranks)
+    return sent / path.link_bytes_per_second + 2 * path.ranks * LINK_LATENCY_SECONDS
 
 
 def hierarchical_seconds(num_bytes: float, path: Path) -> float:
@@ -148,11 +146,10 @@ def hierarchical_seconds(num_bytes: float, path: Path) -> float:
     """
     k = path.ranks_per_node
     n = path.nodes
-    within = 2 * (
-        (k - 1) / k * num_bytes / path.link_bytes_per_second + (k - 1) * LINK_LATENCY_SECONDS
-    )
+    within = (k - 1) * (num_bytes / k / path.link_bytes_per_second + LINK_LATENCY_SECONDS)
     steps = min(n - 1, math.ceil(math.log2(n)) * 2) * NETWORK_LATENCY_SECONDS
-    return within + 2 * ((n - 1) / n * num_bytes / k / path.network_bytes_per_second + steps)
+    between = (n - 1) / n * num_bytes / k / path.network_bytes_per_second + steps
+    return 2 * (within + between)
 
 
 def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) -> float:
@@ -166,16 +163,13 @@ def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) ->
         >>> round(all_to_all_seconds(8e9, Path(8, 1, 1e9, math.inf)), 2)
         7.0
     """
-    within = (path.ranks_per_node - 1) / path.ranks * num_bytes / path.link_bytes_per_second
-    far = (
-        between
-        * (path.ranks - path.ranks_per_node)
-        / path.ranks
-        * num_bytes
-        / path.network_bytes_per_second
-    )
+    part = num_bytes / path.ranks
+    within = (path.ranks_per_node - 1) * part / path.link_bytes_per_second
+    far = between * (path.ranks - path.ranks_per_node) * part / path.network_bytes_per_second
     # Sends to all peers overlap: latency counts once per doubling.
-    latency = NETWORK_LATENCY_SECONDS if path.nodes > 1 else LINK_LATENCY_SECONDS
+    latency = LINK_LATENCY_SECONDS
+    if path.nodes > 1:
+        latency = NETWORK_LATENCY_SECONDS
     return max(within, far) + math.ceil(math.log2(path.ranks)) * latency
 
 
@@ -218,7 +212,7 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     batches = job.layout.micro_batches
     # Bytes of a micro-batch's residual stream, before sharding over tensor ranks.
     stream = job.tokens * a.hidden_size * job.width
-    is_again = layout.recompute == "full"
+    once_more = 1 if layout.recompute == "full" else 0
 
     def term(
         name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float
@@ -226,19 +220,20 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
         """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer
         and micro-batch.
         """
-        is_expert = kind in ("expert", "interleaved")
-        sending = (
-            layers * a.mixture.num_layers / a.num_layers if is_expert and a.mixture else layers
-        )
+        sending = float(layers)
+        under = batches * compute
+        if kind in ("expert", "interleaved"):
+            sending *= a.num_mixture_layers / a.num_layers
+        elif kind == "context":
+            under = batches * attention
         text = f"{batches} × {sending:g} layers × {count} {exchanges} of {size / 1e6:,.3g} MB"
-        under = batches * (attention if kind == "context" else compute)
         return _exposed(job, name, batches * sending * count * seconds, kind, under, path, text)
 
     if layout.tensor > 1:
         # Attention and MLP each gather and reduce the residual stream: two pairs forward, two
         # backward.
         path = _path(job, layout.tensor, 1)
-        count = 6 if is_again else 4
+        count = 4 + 2 * once_more
         seconds = 2 * all_gather_seconds(stream, path)
         exchanges = "gathers and reductions"
         yield term(
@@ -247,19 +242,18 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     if layout.context > 1:
         # Keys, values and their gradients go around the ring.
         path = _path(job, layout.context, layout.tensor)
-        count = (4 if is_again else 3) * (layout.context - 1)
+        count = (3 + once_more) * (layout.context - 1)
         size = job.tokens * a.num_kv_heads * (a.query_dim + a.value_dim) * job.width / layout.tensor
         name = "keys and values between context ranks"
         yield term(name, "context", path, size, count, "sends", send_seconds(size, path))
     if layout.expert > 1:
         assert a.mixture is not None
         path = _path(job, layout.expert, layout.expert_tensor_ranks * layout.context)
-        count = 6 if is_again else 4
+        count = 4 + 2 * once_more
         size = stream * a.mixture.experts_per_token / layout.tensor
         # A token for several experts of a node may travel there once.
-        once = 1 - job.efficiency["once_per_node"] * _repeated(
-            a.mixture.experts_per_token, path.nodes
-        )
+        repeated = _repeated(a.mixture.experts_per_token, path.nodes)
+        once = 1 - job.efficiency["once_per_node"] * repeated
         seconds = all_to_all_seconds(size, path, between=once)
         kind = "interleaved" if layout.interleave > 1 else "expert"
         yield term("tokens between experts", kind, path, size, count, "all-to-alls", seconds)
@@ -269,9 +263,8 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
         count = 2 * layout.interleave * batches
         seconds = count * send_seconds(size, path)
         text = f"{count} sends of {size / 1e6:,.3g} MB"
-        yield _exposed(
-            job, "activations between stages", seconds, "pipeline", batches * compute, path, text
-        )
+        name = "activations between stages"
+        yield _exposed(job, name, seconds, "pipeline", batches * compute, path, text)
 
 
 def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
@@ -279,22 +272,25 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
 
     :attr:`Layout.num_sharing` ranks share a replica's state.
     """
-    layout, (dense, experts) = job.layout, parameters_of(job, layers)
-    visible = job.recipe.storage.visible
-    gradient = job.recipe.reduction.bytes_per_element(
-        job.program.reduced if job.gathered else visible
-    )
+    layout = job.layout
+    dense, experts = parameters_of(job, layers)
+    dtype = job.program.reduced if job.gathered else job.recipe.storage.visible
+    gradient = job.recipe.reduction.bytes_per_element(dtype)
+    # Bytes to sum for a parameter: only what trains has a gradient.
+    summed = gradient * job.trained_parameters / job.architecture.num_parameters
     every = layout.num_replicas * layout.context
-    sharing = layout.num_sharing if layout.zero else 1
+    sharing = layout.sharing(1)
     if sharing > 1:
         of_experts = layout.sharing_experts(sharing)
         stride = min(layout.expert_tensor_ranks * layout.expert, layout.num_ranks // of_experts)
         path = _path(job, sharing, layout.tensor)
         experts_path = _path(job, of_experts, stride)
         weight = job.weight_bytes
-        trained = job.trained_parameters / job.architecture.num_parameters
-        gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
-        sums = layout.micro_batches if layout.zero >= 2 else 1
+        gathers = sums = 1
+        if layout.zero >= 2:
+            sums = layout.micro_batches
+        if layout.zero == 3:
+            gathers = 2 * layout.micro_batches
         seconds = 0.0
         for number, link in ((dense, path), (experts, experts_path)):
             if number:
@@ -302,41 +298,30 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
                 # buckets (``bucket_size``): 40 million parameters, or a million per rank if that is
                 # more. Then bandwidth decides, not latency.
                 buckets = math.ceil(number / max(40e6, 1e6 * link.ranks))
-                parts = layers if layout.zero >= 2 else min(layers, buckets)
-                seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
-                seconds += (
-                    parts * sums * all_gather_seconds(trained * number / parts * gradient, link)
-                )
+                parts = layers
+                if layout.zero < 2:
+                    parts = min(layers, buckets)
+                size = number / parts
+                seconds += parts * gathers * all_gather_seconds(size * weight, link)
+                seconds += parts * sums * all_gather_seconds(size * summed, link)
         text = f"{dense + experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced"
-        yield _exposed(
-            job,
-            "weights and gradients between shards",
-            seconds,
-            "shard",
-            sums * compute,
-            path,
-            text,
-        )
+        name = "weights and gradients between shards"
+        yield _exposed(job, name, seconds, "shard", sums * compute, path, text)
     if every > sharing:
         # An expert has fewer copies: one per group of expert ranks. Some of these share its state.
-        copies = max(1, layout.sharing_experts(every) // layout.sharing_experts(sharing))
-        paths = [
-            _path(job, ranks, layout.tensor * max(1, every // ranks))
-            for ranks in (every // sharing, copies)
-        ]
-        trained = job.trained_parameters / job.architecture.num_parameters
-        sizes = [
-            dense / sharing * trained * gradient,
-            experts / layout.sharing_experts(sharing) * trained * gradient,
-        ]
-        seconds = sum(
-            all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size
-        )
+        of_experts = layout.sharing_experts(sharing)
+        copies = max(1, layout.sharing_experts(every) // of_experts)
+        seconds = size = 0.0
+        for ranks, number in ((every // sharing, dense / sharing), (copies, experts / of_experts)):
+            if number:
+                link = _path(job, ranks, layout.tensor * max(1, every // ranks))
+                seconds += all_reduce_seconds(number * summed, link)
+                size += number * summed
+        path = _path(job, every // sharing, layout.tensor * sharing)
         last_backward = compute * 2 / 3
-        text = f"an all-reduce of {sum(sizes) / 1e6:,.3g} MB"
-        yield _exposed(
-            job, "gradients between replicas", seconds, "shard", last_backward, paths[0], text
-        )
+        text = f"an all-reduce of {size / 1e6:,.3g} MB"
+        name = "gradients between replicas"
+        yield _exposed(job, name, seconds, "shard", last_backward, path, text)
 
 
 def _path(job: Job, ranks: int, stride: int) -> Path:
@@ -355,19 +340,15 @@ def _exposed(
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
     """
-    assumed = (
-        " (assumed)" if path.nodes > 1 and job.cluster.interconnect_gbit_per_second is None else ""
-    )
+    is_near = path.nodes == 1
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
-    slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
-    formula = f"{text}, {path}{assumed}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
-    return Term(
-        "communication",
-        name,
-        seconds - hidden + slowed,
-        formula,
-        "ring, tree or hierarchy; arXiv 2104.04473",
-    )
+    slowed = hidden * job.efficiency["slowed.link" if is_near else "slowed.network"]
+    where = str(path)
+    if not is_near and job.cluster.interconnect_gbit_per_second is None:
+        where += " (assumed)"
+    formula = f"{text}, {where}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
+    source = "ring, tree or hierarchy; arXiv 2104.04473"
+    return Term("communication", name, seconds - hidden + slowed, formula, source)
 
 
 def _repeated(experts_per_token: int, nodes: int) -> float:

@@ -62,16 +62,20 @@ def best_share(format: str, chip: Chip) -> float:
     name = "bfloat16" if format == "float16" else format
     if name in chip.measured_tflops:
         return _measured_share(name, chip)
-    name = name if any(name in c.measured_tflops for c in CHIPS.values()) else "bfloat16"
-    median = statistics.median(
-        _measured_share(name, c) for c in CHIPS.values() if name in c.measured_tflops
-    )
+    measured = _measured(name)
+    if not measured:
+        name = "bfloat16"
+        measured = _measured(name)
+    median = statistics.median(_measured_share(name, other) for other in measured)
     if "bfloat16" not in chip.measured_tflops:
         return median
-    usual = statistics.median(
-        _measured_share("bfloat16", c) for c in CHIPS.values() if name in c.measured_tflops
-    )
+    usual = statistics.median(_measured_share("bfloat16", other) for other in measured)
     return median * min(1.0, _measured_share("bfloat16", chip) / usual)
+
+
+def _measured(format: str) -> list[Chip]:
+    """Return the chips with a published matmul of a format."""
+    return [chip for chip in CHIPS.values() if format in chip.measured_tflops]
 
 
 def _measured_share(format: str, chip: Chip) -> float:
@@ -98,16 +102,18 @@ def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
             f"Cannot plan for software {software!r} because its efficiency is unknown.",
             suggestion(software, SOFTWARE) or f"There is {', '.join(SOFTWARE)}.",
         )
-    row = dict(_TABLES["software"][software] if software else _TABLES["unnamed"])
     if not software and chip.vendor == "Google":
-        row = dict(_TABLES["software"]["xla-2024"])
-    engines, factor, attention = (row.pop(name) for name in ("engines", "factor", "attention"))
+        software = "xla-2024"
+    row = dict(_TABLES["software"].get(software, _TABLES["unnamed"]))
+    engines = row.pop("engines")
+    factor = row.pop("factor")
+    attention = _TABLES["attention"][row.pop("attention")]
     general = _TABLES["general"]
-    values = {
-        f"matmul.{name}": general["typical"] * best_share(name, chip) for name in chip.peak_tflops
-    }
+    values = {}
+    for name in chip.peak_tflops:
+        values[f"matmul.{name}"] = general["typical"] * best_share(name, chip)
     values |= {**general, **(_of_architecture(_TABLES["generations"], chip) or {}), **row}
-    values["attention"] = _of_architecture(_TABLES["attention"][attention], chip)
+    values["attention"] = _of_architecture(attention, chip)
     values["library"] = min(general["most"], _of_architecture(_TABLES["chips"], chip) * factor)
     if not chip.link_gb_per_second:
         values["link"] = general["host_path"]
@@ -116,8 +122,7 @@ def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
 
 def has_share(chip: Chip) -> bool:
     """Tell whether a step on a chip of this architecture was published."""
-    rows = [start for start in _TABLES["chips"] if start]
-    return any(chip.architecture.startswith(start) for start in rows)
+    return chip.architecture.startswith(tuple(filter(None, _TABLES["chips"])))
 
 
 def kind_of(*, has_adapters: bool, has_mixture: bool, tokens: float) -> str:

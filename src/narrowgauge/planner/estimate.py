@@ -59,14 +59,12 @@ class Estimate(Job):
     @property
     def reserved_bytes(self) -> float:
         """Return what the framework's allocator reserves: no driver, no collectives."""
-        outside = sum(term.value for term in self.memory if term.name in OUTSIDE)
-        return self.memory.total - outside
+        return self.memory.total - self.memory.of(*OUTSIDE)
 
     @property
     def allocated_bytes(self) -> float:
         """Return the bytes of the tensors."""
-        fragments = (term.value for term in self.memory if term.name == "fragmentation")
-        return self.reserved_bytes - sum(fragments)
+        return self.reserved_bytes - self.memory.of("fragmentation")
 
     @property
     def memory_interval(self) -> Ends | None:
@@ -74,25 +72,21 @@ class Estimate(Job):
         error = error_of("memory", self.kind)
         if error is None:
             return None
-        outside = self.memory.total - self.reserved_bytes
-        return self.reserved_bytes * error[0] + outside, self.reserved_bytes * error[1] + outside
+        reserved = self.reserved_bytes
+        outside = self.memory.total - reserved
+        return reserved * error[0] + outside, reserved * error[1] + outside
 
     @property
     def has_room(self) -> bool:
         """Tell whether the high end of the memory interval fits, too."""
-        interval = self.memory_interval
-        high = interval[1] if interval else self.memory.total * UNCHECKED
-        return self.fits and high <= self.chip.memory_bytes
+        ends = self.memory_interval or (0.0, self.memory.total * UNCHECKED)
+        return self.fits and ends[1] <= self.chip.memory_bytes
 
     @property
     def resuming_bytes(self) -> float:
         """Return the memory while a checkpoint loads into allocated states: they exist twice."""
         groups = self.memory.groups
-        return (
-            groups.get("weights", 0.0)
-            + 2 * groups.get("optimizer", 0.0)
-            + groups.get("overhead", 0.0)
-        )
+        return groups["weights"] + 2 * groups["optimizer"] + groups["overhead"]
 
     # time
 
@@ -127,9 +121,9 @@ class Estimate(Job):
     @property
     def limited_by(self) -> str:
         """Name the largest group: of memory if it does not fit, else of the step."""
-        groups = self.step.groups if self.fits else self.memory.groups
-        largest = max(groups, key=lambda group: groups[group])
-        return largest if self.fits else f"memory: {largest}"
+        if self.fits:
+            return self.step.largest_group
+        return f"memory: {self.memory.largest_group}"
 
     def days(self, num_tokens: float) -> float:
         """Return the days of a whole run over ``num_tokens`` tokens: its steps, and the usual
@@ -143,11 +137,16 @@ class Estimate(Job):
         return bool(self.software) and has_share(self.chip)
 
     @property
+    def error_table(self) -> str:
+        """Return the table of errors of its speed."""
+        return "named" if self.is_named else "assumed"
+
+    @property
     def _error(self) -> Ends | None:
         """Return the ends of measured over planned seconds; None if no run of this kind was
         published.
         """
-        return error_of("named" if self.is_named else "assumed", self.kind)
+        return error_of(self.error_table, self.kind)
 
     @property
     def rate_interval(self) -> Ends | None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of, kind_of
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.program import DEFAULT, Program, adapters_of
-from narrowgauge.planner.roofline import bytes_per_number, bytes_seconds
 from narrowgauge.spec.chips import Chip
+from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
@@ -114,7 +114,9 @@ class Job:
             return a.counts.trained
         if self.program.trains_all:
             return a.num_parameters
-        trained = sum(matmul.num_elements for matmul in adapters_of(a, self.program))
+        trained = 0
+        for matmul in adapters_of(a, self.program):
+            trained += matmul.num_elements
         for matmul in a.matmuls:
             if self.program.part_of(matmul).trains:
                 trained += matmul.num_parameters
@@ -130,12 +132,8 @@ class Job:
             return visible
         total = 0.0
         elements = 0
-        for matmul in self.architecture.matmuls[:-1]:
+        for matmul in self.architecture.layer_matmuls:
             part = self.program.part_of(matmul)
             total += matmul.num_elements * (part.bytes or visible)
             elements += matmul.num_elements
         return total / elements
-
-    def moved(self, num_bytes: float) -> float:
-        """Return the seconds to read or write ``num_bytes`` of the chip's memory."""
-        return bytes_seconds(num_bytes, self.chip, self.efficiency)

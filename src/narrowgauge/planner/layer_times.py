@@ -13,13 +13,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from narrowgauge.planner.activations import widths_of
+from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.efficiency import Efficiency
 from narrowgauge.planner.job import Job
-from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.program import Program, adapters_of
-from narrowgauge.planner.roofline import bytes_per_number, bytes_seconds, operation_seconds
+from narrowgauge.planner.roofline import bytes_seconds, operation_seconds
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES, SLOTS, first_of_input
+from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.recipes import Recipe
 
 ATTENTION_PASSES = 3.5
@@ -45,9 +46,8 @@ _SCORE_BYTES = (13, 19)
 _STREAMS = 14
 _ROTARY_STREAMS = 8
 _GATED, _UNGATED = 8, 5  # tensors of the MLP's inner size: with a gate, with GELU
-_DISPATCHED = (
-    8  # stream tensors per visited expert of a token: sort and restore, in both directions
-)
+# Stream tensors per visited expert of a token: sort and restore, in both directions.
+_DISPATCHED = 8
 
 _PLACES = {
     "attention": "model.layers.0.self_attn.",
@@ -86,11 +86,11 @@ def linear_seconds(
     weights are under ``once``. Frozen weights have no gradients. Narrow bases are dequantized in
     each pass. Adapters multiply in bfloat16.
     """
-    matmuls, casts = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]  # forward, backward and once
-    mixture = architecture.mixture
+    matmuls = [0.0, 0.0, 0.0]  # forward, backward and once
+    casts = [0.0, 0.0, 0.0]
     start = shares["kernel_seconds"]
     for matmul in (*architecture.matmuls, *adapters_of(architecture, program)):
-        if (matmul.part == "head") != is_head:
+        if is_head != (matmul.part == "head"):
             continue
         is_adapter = "lora" in matmul.name
         layer = _PLACES[matmul.part] + matmul.name
@@ -103,33 +103,47 @@ def linear_seconds(
                 continue  # one matrix for all that read this input
         part = program.part_of(matmul)
         is_frozen = not part.trains and not is_adapter
-        experts, tensor = ranks[1:] if matmul.is_expert else (1, ranks[0])
-        out = round(matmul.out_features / (tensor if matmul.split == "column" else 1))
-        inputs = round(matmul.in_features / (tensor if matmul.split == "row" else 1))
-        tokens = tokens_on_rank * matmul.tokens_share * experts * tensor / ranks[0]
-        count = matmul.count / experts
-        # A grouped kernel starts once for all experts of a layer.
-        kernels = mixture.num_layers if matmul.is_expert and mixture else count
-        for name, seconds in operation_seconds(
-            out, inputs, compute, recipe, tokens, chip, shares
-        ).items():
+        tensor = ranks[0]
+        tokens = tokens_on_rank * matmul.tokens_share
+        count = kernels = float(matmul.count)
+        reached = 1.0
+        if matmul.is_expert:
+            experts, tensor = ranks[1:]
+            tokens *= experts * tensor / ranks[0]
+            count /= experts
+            reached = shares["experts"]
+            kernels = architecture.num_mixture_layers  # one grouped kernel for a layer's experts
+        out = matmul.out_features
+        inputs = matmul.in_features
+        if matmul.split == "column":
+            out = round(out / tensor)
+        elif matmul.split == "row":
+            inputs = round(inputs / tensor)
+        operations = operation_seconds(out, inputs, compute, recipe, tokens, chip, shares)
+        for name, seconds in operations.items():
             place, _, side = name.partition(".")
-            if side and SLOTS[name].tensor == "input" and not is_first:
-                continue  # cast for another layer already
+            when = int(place != "output")
             if is_frozen and place == "grad_weight":
                 continue
-            when = 2 if side and SLOTS[name].tensor == "weight" else int(place != "output")
-            reached = shares["experts"] if matmul.is_expert and not side else 1.0
-            (casts if side else matmuls)[when] += (
-                seconds - start
-            ) / reached * count + start * kernels
+            if not side:
+                matmuls[when] += (seconds - start) / reached * count + start * kernels
+                continue
+            tensor_name = SLOTS[name].tensor
+            if tensor_name == "input" and not is_first:
+                continue  # cast for another layer already
+            if tensor_name == "weight":
+                when = 2
+            casts[when] += (seconds - start) * count + start * kernels
         if is_frozen and part.is_narrow:
-            read = (
-                bytes_seconds(out * inputs * (part.bytes + 2), chip, shares) * count
-                + start * kernels
-            )
-            casts = [casts[0] + read, casts[1] + read, casts[2]]
+            read = bytes_seconds(out * inputs * (part.bytes + 2), chip, shares)
+            for when in (0, 1):
+                casts[when] += read * count + start * kernels
     return Seconds(*matmuls), Seconds(*casts)
+
+
+def moving_seconds(job: Job, num_bytes: float) -> float:
+    """Return the seconds to read or write ``num_bytes`` of the chip's memory."""
+    return bytes_seconds(num_bytes, job.chip, job.efficiency)
 
 
 def attention_seconds(job: Job) -> Seconds:
@@ -141,22 +155,18 @@ def attention_seconds(job: Job) -> Seconds:
     chip = job.chip
     shares = job.efficiency
     is_flash = job.program.attention == "flash"
-    flops = (
-        job.tokens
-        * shape.attention_flops(job.sequence_length, is_causal=is_flash)
-        / 3
-        / job.layout.tensor
-    )
+    per_token = shape.attention_flops(job.sequence_length, is_causal=is_flash) / 3
+    flops = job.tokens * per_token / job.layout.tensor
     peak = chip.peak_tflops[job.recipe.dtype] * 1e12
     start = shares["kernel_seconds"] * shape.num_layers
     if is_flash:
         forward = flops / (peak * shares["attention"])
         return Seconds(forward + start, (ATTENTION_PASSES - 1) * forward + start)
     forward = flops / (peak * shares[f"matmul.{job.recipe.dtype}"])
-    scores = (
-        job.tokens * job.sequence_length * shape.num_heads / job.layout.tensor * shape.num_layers
-    )
-    read, written = (job.moved(scores * width) for width in _SCORE_BYTES)
+    heads = shape.num_heads / job.layout.tensor * shape.num_layers
+    scores = job.tokens * job.sequence_length * heads
+    read = moving_seconds(job, scores * _SCORE_BYTES[0])
+    written = moving_seconds(job, scores * _SCORE_BYTES[1])
     return Seconds(forward + read + 4 * start, 2 * forward + written + 8 * start)
 
 
@@ -177,27 +187,26 @@ def elementwise_seconds(job: Job) -> Seconds:
     layers.
     """
     a = job.architecture
-    gates = _GATED if a.is_gated else _UNGATED
-    stream = a.num_layers * (_STREAMS + (0 if a.positions else _ROTARY_STREAMS)) * a.hidden_size
-    inner = float(a.num_dense_layers * gates * a.intermediate_size)
+    streams = a.num_layers * _STREAMS
+    if not a.positions:
+        streams += a.num_layers * _ROTARY_STREAMS
+    inner = a.num_dense_layers * a.intermediate_size
     if a.mixture:
         visited = a.mixture.experts_per_token
-        stream += a.mixture.num_layers * _DISPATCHED * visited * a.hidden_size
-        inner += (
-            a.mixture.num_layers * gates * (visited * a.mixture.expert_size + a.mixture.shared_size)
-        )
+        streams += a.mixture.num_layers * _DISPATCHED * visited
+        inner += a.mixture.num_layers * (visited * a.mixture.expert_size + a.mixture.shared_size)
+    inner *= _GATED if a.is_gated else _UNGATED
     widths = widths_of(job.recipe, job.gathered, job.program)
-    moved = stream * widths.stream / job.layout.stream_ranks
+    moved = streams * a.hidden_size * widths.stream / job.layout.stream_ranks
     moved += inner * widths.matmul / job.layout.tensor
-    moved *= EAGER_FACTOR if job.program.kernels == "eager" else 1
-    return _by_thirds(job.moved(job.tokens * moved / job.efficiency["elementwise"]))
+    if job.program.kernels == "eager":
+        moved *= EAGER_FACTOR
+    return _by_thirds(moving_seconds(job, job.tokens * moved / job.efficiency["elementwise"]))
 
 
 def loss_seconds(job: Job) -> Seconds:
-    width = LOGIT_BYTES[job.program.loss]
-    return _by_thirds(
-        job.moved(job.tokens * job.architecture.vocab_size * width / job.layout.tensor)
-    )
+    logits = job.tokens * job.architecture.vocab_size / job.layout.tensor
+    return _by_thirds(moving_seconds(job, logits * LOGIT_BYTES[job.program.loss]))
 
 
 def _by_thirds(seconds: float) -> Seconds:
@@ -219,4 +228,4 @@ def optimizer_seconds(job: Job, num_parameters: float) -> float:
         updates = job.efficiency["host_updates"] / min(job.num_chips, job.cluster.chips_per_node)
         transfers = 1 + job.layout.micro_batches * (1 - job.efficiency["overlap.shard"])
         return num_parameters * (transfers * gradient / rate + 1 / updates)
-    return job.moved(num_parameters * (2 * job.bytes_per_param - gradient))
+    return moving_seconds(job, num_parameters * (2 * job.bytes_per_param - gradient))

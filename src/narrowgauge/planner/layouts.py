@@ -10,13 +10,12 @@ matrices.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.planner.model import Architecture
+from narrowgauge.planner.architecture import Architecture
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 
@@ -69,10 +68,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise RecipeError(
-                    f"a layout has {name} = {getattr(self, name)!r}.", "Use a number from 1 on."
-                )
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise RecipeError(f"a layout has {name} = {value!r}.", "Use a number from 1 on.")
         refuse_others("layout", self, _VALUES)
         if self.interleave > 1 and self.pipeline == 1:
             raise RecipeError(
@@ -91,6 +89,10 @@ class Layout:
         distributed optimizer.
         """
         return self.shard * self.context
+
+    def sharing(self, level: int) -> int:
+        """Count the ranks that share what a ZeRO stage of at least ``level`` shards; 1 below it."""
+        return self.num_sharing if self.zero >= level else 1
 
     @property
     def stream_ranks(self) -> int:
@@ -146,18 +148,16 @@ def unsuited(architecture: Architecture, layout: Layout, sequence_length: int) -
     stages = layout.pipeline * layout.interleave
     # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8
     # groups.
-    if (
-        stages > architecture.num_layers + (2 if stages > 1 else 0)
-        or layout.pipeline > architecture.num_layers
-    ):
-        return f"{stages} groups of layers and {architecture.num_layers} layers"
+    layers = architecture.num_layers
+    if (stages > 1 and stages > layers + 2) or layout.pipeline > layers:
+        return f"{stages} groups of layers and {layers} layers"
     if architecture.num_heads % layout.tensor:
         return f"{layout.tensor} tensor ranks do not divide {architecture.num_heads} heads"
     if architecture.num_kv_heads % layout.tensor and layout.tensor % architecture.num_kv_heads:
         return f"{layout.tensor} tensor ranks do not suit {architecture.num_kv_heads} key and value heads"
     if sequence_length % layout.context:
         return f"{layout.context} context ranks do not divide {sequence_length} tokens"
-    num_experts = architecture.mixture.num_experts if architecture.mixture else 1
+    num_experts = architecture.num_experts
     if num_experts % layout.expert:
         return f"{layout.expert} expert ranks do not divide {counted(num_experts, 'expert')}"
     ranks = layout.num_replicas * layout.context
@@ -174,9 +174,7 @@ NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"shard": 1, **_WHOLE},
 }
 """Layouts of ``narrowgauge train``, and pure data parallelism."""
-_FIELDS = tuple(
-    field.name for field in dataclasses.fields(Layout) if field.name != "sequence_parallel"
-)
+_FIELDS = (*_COUNTS, *_VALUES)
 _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
 
 
@@ -185,11 +183,9 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
 
     Fields override names.
     """
-    text = (
-        layout
-        if isinstance(layout, str)
-        else ",".join(f"{name}={value}" for name, value in layout.items())
-    )
+    text = str(layout)
+    if not isinstance(layout, str):
+        text = ",".join(f"{name}={value}" for name, value in layout.items())
     named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _FIELDS, _ADVICE)
     fields = {**NAMED_LAYOUTS.get(named, {}), **fields}
     Layout(**{name: value for name, value in fields.items() if name != "interleave"})
@@ -199,12 +195,10 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
 def refuse_others(what: str, row: Any, values: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise if a field of ``row`` is none of its ``values``."""
     for name, choices in values.items():
-        if (value := getattr(row, name)) not in choices:
-            near = suggestion(str(value), tuple(map(str, choices)))
-            advice = (
-                near
-                or f"It is one of {', '.join(str(choice) or 'the default' for choice in choices)}."
-            )
+        value = getattr(row, name)
+        if value not in choices:
+            texts = [str(choice) or "the default" for choice in choices]
+            advice = suggestion(str(value), texts) or f"It is one of {', '.join(texts)}."
             raise RecipeError(f"a {what} has {name} = {value!r}.", advice)
 
 
@@ -218,10 +212,14 @@ def read_fields(
     named = ""
     values = dict[str, Any]()
     for part in filter(None, map(str.strip, text.split(","))):
-        name, equals, value = (side.strip() for side in part.partition("="))
-        choices = fields if equals else tuple(names)
+        name, equals, value = map(str.strip, part.partition("="))
+        kind = "field"
+        choices: Iterable[str] = fields
+        if not equals:
+            kind = "name"
+            choices = names
         if name not in choices:
-            problem = f"a {what} has no {'field' if equals else 'name'} '{name}'."
+            problem = f"a {what} has no {kind} '{name}'."
             raise RecipeError(problem, suggestion(name, choices) or advice)
         if not equals:
             if named not in ("", name):

@@ -9,48 +9,82 @@ moment, so their sum is a peak, not a sum of peaks.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 from narrowgauge.planner.activations import layer_bytes, widths_of
+from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.job import OPTIMIZER_STATES, Job
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.model_state import (
     bytes_per_parameter,
     on_stage,
     shared,
     state_of,
 )
-from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.spec.formats import bytes_per_number
 
+GROUPS = {
+    "weights": ("weights",),
+    "gradients": ("gradients", "gradients of a layer", "gradient of the head", "sums of micro-batches"),
+    "optimizer": ("states beside the weights",),
+    "activations": ("kept by the layers", "inputs of the layers", "casts of the weights", "the layer in backward",
+                    "gradients on their way", "at the peak of a step"),
+    "logits": ("input of the head", "logits"),
+    "buffers": ("two layers, gathered", "gradients of two layers", "outer weights, gathered",
+                "weights of the stage, gathered", "gradients of the stage, before they are shared",
+                "a matrix, dequantized", "a layer's input and its gradient, gathered"),
+    "overhead": ("context", "communication buffers", "workspaces", "fragmentation"),
+}  # fmt: skip
+"""Every term of a memory, by group."""
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 _KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/activations.py)"
 _ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
 _FSDP = "torch FSDP2: the layer in use, and the one that is gathered meanwhile"
 _STAGES = "torchtitan and torch.distributed.pipelining: stages gather weights once a step, and reduce gradients after the last"
-_SEQUENCE = "Korthikanti et al., arXiv 2205.05198, section 4.2.2: gathered before a layer's matmuls, and again in backward"
-_LOSS = "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient"
-_SUMS = "Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32"
-_OVERHEAD_SOURCE = (
-    "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
-)
+_SOURCES = {
+    "weights": _ZERO,
+    "gradients": _ZERO,
+    "states beside the weights": _ZERO,
+    "sums of micro-batches": "Micikevicius et al. 2018; Megatron-LM's buffers, DeepSpeed's where grad_accum_dtype is fp32",
+    "kept by the layers": _KORTHIKANTI,
+    "inputs of the layers": _KORTHIKANTI,
+    "the layer in backward": _KORTHIKANTI,
+    "logits": "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient",
+    "two layers, gathered": _FSDP,
+    "gradients of two layers": _FSDP,
+    "outer weights, gathered": _FSDP,
+    "weights of the stage, gathered": _STAGES,
+    "gradients of the stage, before they are shared": _STAGES,
+    "a matrix, dequantized": "bitsandbytes: the largest matrix in bfloat16",
+    "a layer's input and its gradient, gathered": "Korthikanti et al., arXiv 2205.05198, section 4.2.2",
+    **dict.fromkeys(GROUPS["overhead"], "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"),
+}  # fmt: skip
+"""Publications behind a term; without one it follows from a definition."""
 
-OVERHEAD = {
-    "context": 0.7e9,
-    "communication buffers": 1.0e9,
-    "workspaces": 0.1e9,
-    "fragmentation": 0.08,
-}
-"""Memory without a formula, in bytes: driver, collectives (with several ranks), libraries.
-
-Fragmentation is a fraction of all memory that changes during a step.
-"""
+OVERHEAD = {"context": 0.7e9, "communication buffers": 1.0e9, "workspaces": 0.1e9}
+"""Memory without a formula, in bytes: driver, collectives (with several ranks), libraries."""
+FRAGMENTATION = 0.08
+"""Fraction of all memory that changes during a step."""
 OUTSIDE = ("context", "communication buffers")
 """Memory that a framework's allocator does not reserve.
 
 What it reserves beyond its tensors is the fragmentation.
 """
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
-_IN_TRANSIT = "gradients of two layers"
+
+
+def _term(name: str, value: float, formula: str) -> Term:
+    return Term(_GROUP_OF[name], name, value, formula, _SOURCES.get(name, "definition"))
+
+
+def _of(count: float, what: str, width: float) -> tuple[float, str]:
+    """Return the bytes of ``count`` things of ``width`` bytes, and their formula."""
+    return count * width, f"{count:,.10g} {what} × {width:,.6g} B"
+
+
+def _total(terms: Iterable[Term]) -> float:
+    return sum(term.value for term in terms)
 
 
 def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[float, float]]:
@@ -69,10 +103,14 @@ def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[flo
     total = architecture.num_layers
     even = total % (p * v) == 0 or p == 1
     stages = {}
-    for number in (0, p - 1) if even else (0, 1, p - 1):
+    for number in {0, p - 1} if even else {0, 1, p - 1}:
         # Uneven stages omit a layer where the embedding or head is.
-        layers = total / p if even else math.ceil((total + 2) / p) - (number in (0, p - 1))
-        batches_in_flight = p - number if v == 1 else (2 * (p - number - 1) + (v - 1) * p + 1) / v
+        layers = total / p
+        if not even:
+            layers = math.ceil((total + 2) / p) - (number in (0, p - 1))
+        batches_in_flight = float(p - number)
+        if v > 1:
+            batches_in_flight = (2 * (p - number - 1) + (v - 1) * p + 1) / v
         stages[number] = layers, layers * min(batches_in_flight, layout.micro_batches)
     return stages
 
@@ -80,173 +118,165 @@ def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[flo
 def memory_terms(job: Job) -> Terms:
     """Return the memory of the worst rank at its worst moment: bytes by group."""
     peaks = []
-    for stage, (layers, in_flight) in stages_of(job.architecture, job.layout).items():
-        terms = _Rank(job, stage, layers, in_flight).worst_moment()
+    for rank in _ranks(job):
+        terms = rank.worst_moment()
         peaks.append(Terms((*terms, *_overhead_terms(terms, job.layout))))
-    return max(peaks, key=lambda terms: terms.total)
+    return max(peaks, key=_total)
 
 
 def host_bytes(job: Job) -> float:
     """Return the memory that the ranks of a node need on their host: parts, states and inputs of
     layers that lie there.
     """
-    most = 0.0
-    for stage, (layers, in_flight) in stages_of(job.architecture, job.layout).items():
-        rank = _Rank(job, stage, layers, in_flight)
-        rank.worst_moment()
-        most = max(most, rank.on_host)
+    most = max(rank.on_host for rank in _ranks(job))
     return most * min(job.layout.num_ranks, job.cluster.chips_per_node)
 
 
+def _ranks(job: Job) -> Iterator[_Rank]:
+    for stage, (layers, in_flight) in stages_of(job.architecture, job.layout).items():
+        yield _Rank(job, stage, layers, in_flight)
+
+
 class _Rank:
-    """The memory of a rank of one stage, from its number of layers and of layers in flight."""
+    """The memory of a rank of one stage, from its number of layers and of layers in flight.
+
+    Attributes:
+        on_host: bytes that lie in the host's memory.
+    """
 
     def __init__(self, job: Job, stage: int, layers: float, layers_in_flight: float) -> None:
         self.job = job
-        self.a = job.architecture
-        self.layout = job.layout
-        self.tokens = job.tokens
+        self.a = a = job.architecture
+        self.layout = layout = job.layout
+        self.program = job.program
         self.layers = layers
         self.layers_in_flight = layers_in_flight
-        self.program = job.program
-        self.on_host = 0.0
-        self.is_last = stage == self.layout.pipeline - 1
-        storage = job.recipe.storage
+        self.is_last = stage == layout.pipeline - 1
+        self.storage = storage = job.recipe.storage
+        self.is_sharded = layout.zero == 3 and layout.num_sharing > 1
         is_exact = job.recipe.reduction.order_invariant
-        width = bytes_per_number(self.layout.accumulation_dtype)
-        is_wide = is_exact or width > bytes_per_number(storage.visible)
-        has_sums = self.layout.micro_batches > 1 and is_wide
-        self.sum_bytes = (_EXACT_SUM_BYTES if is_exact else width) if has_sums else 0.0
+        self.sum_bytes = 0.0
+        if layout.micro_batches > 1:
+            width = bytes_per_number(layout.accumulation_dtype)
+            if is_exact:
+                self.sum_bytes = _EXACT_SUM_BYTES
+            elif width > bytes_per_number(storage.visible):
+                self.sum_bytes = width
         self.widths = widths_of(job.recipe, job.gathered, job.program)
         self.experts, self.rest = on_stage(job, layers, stage)  # state of the stage before ZeRO
         self.per = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[job.optimizer]))
         # Bytes of a gathered weight, and of the gradient of a layer's mean parameter before it is
         # sharded.
-        visible = bytes_per_number(job.gathered or storage.visible)
+        self.visible = bytes_per_number(job.gathered or storage.visible)
         self.gathered = job.weight_bytes
-        self.gradient = visible * job.trained_parameters / self.a.num_parameters
+        self.gradient = self.visible * job.trained_parameters / a.num_parameters
         # Parameters of the largest layer on one of the ranks that shard it.
-        a = self.a
-        layout = self.layout
-        experts = a.expert_parameters / a.mixture.num_layers if a.mixture else 0.0
-        experts = experts / layout.expert / layout.expert_tensor_ranks
-        self.largest_layer = a.largest_layer / layout.tensor + experts
+        self.largest_layer = a.largest_layer / layout.tensor
+        if a.mixture:
+            of_layer = a.expert_parameters / a.mixture.num_layers
+            self.largest_layer += of_layer / layout.expert / layout.expert_tensor_ranks
+        self.on_host = 0.0
+        self.weights, self.gradients, self.optimizer = self.state_terms()
+        self.saved, self.layer = self.activation_terms()
 
     def worst_moment(self) -> Terms:
         a = self.a
         layout = self.layout
-        weights, gradients, optimizer = self.state_terms()
-        buffers = self.buffer_terms()
-        sums = self.sum_terms(gradients)
+        gradients = self.gradients
+        buffers = list(self.buffer_terms())
+        sums = self.sum_terms()
+        # Accumulation buffers live for the whole step.
+        always = [self.weights, self.optimizer, *sums]
+        if a.counts:
+            width = a.counts.activations / a.counts.tokens
+            formula = f"{self.job.tokens:g} tokens × {width:,.0f} B, counted on fake tensors"
+            kept = _term("at the peak of a step", width * self.job.tokens, formula)
+            least = min(gradients.value, a.counts.gradients)
+            at_peak = gradients._replace(value=least, formula="at this moment, counted")
+            moments = [[*always, at_peak, kept, *buffers], [*always, gradients]]
+            return Terms(tuple(max(moments, key=_total)))
         # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during
         # forward.
         late = early = gradients
         if sums and not layout.is_fsdp:
-            late = early = gradients._replace(
-                value=0.0, formula="each is added to the sum as soon as it is made"
-            )
+            formula = "each is added to the sum as soon as it is made"
+            late = early = gradients._replace(value=0.0, formula=formula)
         elif layout.is_fsdp and (layout.micro_batches == 1 or sums):
-            early = gradients._replace(
-                value=0.0, formula=f"none at this moment; {gradients.formula} later"
-            )
-        saved, layer = self.activation_terms()
-        # Backward of a layer holds gradients of activations: of the stream, and of the MLP's inner
-        # tensors.
-        size = (
-            a.mixture.experts_per_token * a.mixture.expert_size
-            if a.mixture
-            else a.intermediate_size
-        )
-        stream = self.widths.stream * a.hidden_size
-        inner = (2 if a.is_gated else 1) * self.widths.matmul * size
-        value = self.tokens * (stream / layout.stream_ranks + inner / layout.tensor)
-        formula = f"{self.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
-        passing = Term("activations", "gradients on their way", value, formula)
+            formula = f"none at this moment; {gradients.formula} later"
+            early = gradients._replace(value=0.0, formula=formula)
         # Temporary gradients: of the head, the first in backward, and of the current layer.
-        head = []
-        of_layer = []
-        width = self.gradient
+        at_start = []
         if not early.value and self.is_last and self.program.part("head").trains:
-            width_of_head = bytes_per_number(self.job.gathered or self.job.recipe.storage.visible)
-            value = a.vocab_size * a.hidden_size * width_of_head / layout.tensor
-            head = [
-                Term("gradients", "gradient of the head", value, "the first that backward makes")
-            ]
+            value = a.vocab_size * a.hidden_size * self.visible / layout.tensor
+            at_start.append(_term("gradient of the head", value, "the first that backward makes"))
+        at_end = []
         if not late.value and layout.zero < 3:
-            formula = f"{self.largest_layer:,.0f} parameters × {width:g} B"
-            of_layer = [
-                Term("gradients", "gradients of a layer", self.largest_layer * width, formula)
-            ]
-        # Accumulation buffers live for the whole step.
-        always = [weights, optimizer, *sums]
-        if counts := a.counts:
-            text = f"{self.tokens:g} tokens × {counts.activations / counts.tokens:,.0f} B, counted on fake tensors"
-            value = counts.activations / counts.tokens * self.tokens
-            kept = Term("activations", "at the peak of a step", value, text)
-            at_peak = gradients._replace(
-                value=min(gradients.value, counts.gradients), formula="at this moment, counted"
-            )
-            last = (weights, optimizer, gradients, *sums)
-            return Terms(
-                max(
-                    [(*always, at_peak, kept, *buffers), last],
-                    key=lambda terms: sum(t.value for t in terms),
-                )
-            )
+            value, formula = _of(self.largest_layer, "parameters", self.gradient)
+            at_end.append(_term("gradients of a layer", value, formula))
+        passing = self.passing_term()
         # Before the first layer's backward, no gradient is in transit.
-        gathered = [term for term in buffers if term.name != _IN_TRANSIT]
+        gathered = [term for term in buffers if term.name != "gradients of two layers"]
         # With full recomputation one layer's activations coexist with every layer's saved input.
-        again = (layer,) if layout.recompute != "none" else ()
+        again = [self.layer]
+        if layout.recompute == "none":
+            again.clear()
         moments = [
-            (early, *always, *saved, *self.loss_terms(), *gathered),
-            (early, *always, *saved, *again, passing, *buffers, *head),
-            (late, *always, layer, passing, *buffers, *of_layer),
+            [early, *always, *self.saved, *self.loss_terms(), *gathered],
+            [early, *always, *self.saved, *again, passing, *buffers, *at_start],
+            [late, *always, self.layer, passing, *buffers, *at_end],
         ]
-        return Terms(max(moments, key=lambda terms: sum(term.value for term in terms)))
+        return Terms(tuple(max(moments, key=_total)))
+
+    def passing_term(self) -> Term:
+        """Return the gradients of activations that a layer's backward holds: of the stream, and of
+        the MLP's inner tensors.
+        """
+        a = self.a
+        size = a.intermediate_size
+        if a.mixture:
+            size = a.mixture.experts_per_token * a.mixture.expert_size
+        if a.is_gated:
+            size *= 2
+        stream = self.widths.stream * a.hidden_size / self.layout.stream_ranks
+        inner = self.widths.matmul * size / self.layout.tensor
+        return _term("gradients on their way", *_of(self.job.tokens, "tokens", stream + inner))
 
     def state_terms(self) -> tuple[Term, Term, Term]:
         layout = self.layout
         per = self.per
         state = shared(self.experts, layout, layout.sharing_experts(layout.num_sharing))
         state += shared(self.rest, layout, layout.num_sharing)
-        source = _ZERO if layout.zero and layout.num_sharing > 1 else "definition"
-
-        def term(group: str, name: str, level: int) -> Term:
-            value = getattr(state, group)
-            width = getattr(per, group)
-            over = (
-                layout.tensor
-                * layout.pipeline
-                * (layout.num_sharing if layout.zero >= level else 1)
-            )
-            formula = (
-                f"{self.a.num_parameters:,} parameters × {width:g} B / {over} ranks, "
-                "vectors and what is not shared as they are"
-            )
-            if not self.program.trains_all:
-                formula = "parts as the program stores them"
-            return Term(group, name, value, formula, source)
-
-        weights, gradients, optimizer = (
-            term("weights", "weights", 3), term("gradients", "gradients", 2), term("optimizer", "states beside the weights", 1)
-        )  # fmt: skip
-        share = self.job.trained_parameters / self.a.num_parameters
-        if self.a.counts and share < 1:
+        weights = self.state_term("weights", state.weights, per.weights, 3)
+        gradients = self.state_term("gradients", state.gradients, per.gradients, 2)
+        name = "states beside the weights"
+        optimizer = self.state_term(name, state.optimizer, per.optimizer, 1)
+        if self.a.counts:
+            share = self.job.trained_parameters / self.a.num_parameters
             gradients = gradients._replace(value=gradients.value * share)
             optimizer = optimizer._replace(value=optimizer.value * share)
         self.on_host = state.host
-        if self.program.offload:
+        is_away = self.program.offload
+        if is_away:
             self.on_host += gradients.value + optimizer.value
-        if self.program.release or self.program.offload:
-            size = min(gradients.value, self.largest_layer * self.gradient)
-            gradients = gradients._replace(
-                value=size, formula="of one layer: each is updated and freed, or sent away"
-            )
-        if self.program.offload:
             optimizer = optimizer._replace(value=0.0, formula="on the host")
+        if self.program.release or is_away:
+            size = min(gradients.value, self.largest_layer * self.gradient)
+            formula = "of one layer: each is updated and freed, or sent away"
+            gradients = gradients._replace(value=size, formula=formula)
         return weights, gradients, optimizer
 
-    def sum_terms(self, gradients: Term) -> tuple[Term, ...]:
+    def state_term(self, name: str, value: float, width: float, level: int) -> Term:
+        layout = self.layout
+        ranks = layout.tensor * layout.pipeline * layout.sharing(level)
+        formula = (
+            f"{self.a.num_parameters:,} parameters × {width:g} B / {ranks} ranks, vectors and what "
+            "is not shared as they are"
+        )
+        if not self.program.trains_all:
+            formula = "parts as the program stores them"
+        return _term(name, value, formula)
+
+    def sum_terms(self) -> list[Term]:
         """Return the accumulation buffers of micro-batch gradients.
 
         Megatron-LM adds each parameter's gradient to its buffer within backward, so only the buffer
@@ -256,158 +286,112 @@ class _Rank:
         ``_make_backward_post_hook``.
         """
         if not self.sum_bytes:
-            return ()
-        count = gradients.value / self.per.gradients
-        where = (
-            "beside the last gradients"
-            if self.layout.is_fsdp
-            else "to which each gradient is added"
+            return []
+        count = self.gradients.value / self.per.gradients
+        value, formula = _of(count, "parameters", self.sum_bytes)
+        return [_term("sums of micro-batches", value, formula)]
+
+    def layer_bytes(self, repeated: str) -> tuple[float, float]:
+        """Return a rank's bytes of a layer's saved tensors per token, and of its casts of weights."""
+        layout = self.layout
+        job = self.job
+        length = job.sequence_length if self.program.attention == "eager" else 0
+        saved, stream, casts = layer_bytes(
+            self.a, job.recipe, self.program, job.gathered, repeated, length
         )
-        formula = f"{count:.4g} parameters × {self.sum_bytes:g} B, {where}"
-        is_exact = self.job.recipe.reduction.order_invariant
-        kind = "exact sum" if is_exact else f"sum in {self.layout.accumulation_dtype}"
-        return (Term("gradients", kind, count * self.sum_bytes, formula, _SUMS),)
+        per_token = stream / layout.stream_ranks + (saved - stream) / layout.tensor
+        return per_token, casts / layout.tensor
 
     def activation_terms(self) -> tuple[list[Term], Term]:
         """Return the tensors saved by all layers in flight at the end of forward, and the memory of
         the layer in backward.
         """
-        a = self.a
         layout = self.layout
+        tokens = self.job.tokens
         in_flight = self.layers_in_flight
-        tokens = self.tokens
-        job = self.job
-        length = self.job.sequence_length if self.program.attention == "eager" else 0
-
-        def bytes_of(repeated: str) -> tuple[float, float]:
-            saved, stream, casts = layer_bytes(
-                a, job.recipe, self.program, job.gathered, repeated, length
-            )
-            return stream / layout.stream_ranks + (
-                saved - stream
-            ) / layout.tensor, casts / layout.tensor
-
-        per_layer, casts = bytes_of("")
-        formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
-        layer = Term(
-            "activations",
-            "the layer in backward",
-            tokens * per_layer + casts,
-            formula,
-            _KORTHIKANTI,
-        )
-        start = f"{in_flight:g} layers in flight × {tokens:g} tokens × "
+        per_layer, casts = self.layer_bytes("")
+        value, formula = _of(tokens, "tokens", per_layer)
+        layer = _term("the layer in backward", value + casts, formula)
         if layout.recompute == "full":
-            width = self.widths.stream * a.hidden_size
-            value = in_flight * tokens * width / layout.stream_ranks
-            formula = f"{start}{width:g} B / {layout.stream_ranks} tensor ranks"
+            width = self.widths.stream * self.a.hidden_size / layout.stream_ranks
+            value, formula = _of(in_flight * tokens, "tokens × layers in flight", width)
             if self.program.saved == "host":
                 self.on_host += value
                 value *= min(1.0, 2 / in_flight)
                 formula = "of the two layers in use, the others on the host"
-            return [
-                Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)
-            ], layer
+            return [_term("inputs of the layers", value, formula)], layer
         if layout.recompute == "selective":
-            per_layer, casts = bytes_of(self.program.selective)
-        value = in_flight * tokens * per_layer
-        formula = f"{start}{per_layer:,.0f} B ({self.program.kernels} kernels, {self.program.attention} attention)"
-        terms = [Term("activations", "kept by the layers", value, formula, _KORTHIKANTI)]
+            per_layer, casts = self.layer_bytes(self.program.selective)
+        value, formula = _of(in_flight * tokens, "tokens × layers in flight", per_layer)
+        formula += f" ({self.program.kernels} kernels, {self.program.attention} attention)"
+        terms = [_term("kept by the layers", value, formula)]
         if casts:
-            formula = (
-                f"{self.layers:g} layers × {casts:,.0f} B of casts that autocast keeps for backward"
-            )
-            terms.append(Term("activations", "casts of the weights", self.layers * casts, formula))
+            value, formula = _of(self.layers, "layers", casts)
+            terms.append(_term("casts of the weights", value, f"{formula} for autocast's backward"))
         return terms, layer
 
-    def buffer_terms(self) -> list[Term]:
-        """Return unsharded layers of ZeRO-3, gradients in transit, and gathered inputs of tensor
+    def buffer_terms(self) -> Iterator[Term]:
+        """Yield unsharded layers of ZeRO-3, gradients in transit, and gathered inputs of tensor
         ranks.
         """
         layout = self.layout
-        per = self.per
-        largest = self.largest_layer
-        terms: list[Term] = []
-
-        def add(name: str, count: float, width: float, source: str) -> None:
-            formula = f"{count:,.0f} parameters × {width:g} B"
-            terms.append(Term("buffers", name, count * width, formula, source))
-
-        is_sharded = layout.zero == 3 and layout.num_sharing > 1
-        if is_sharded and layout.pipeline > 1:
+        if self.is_sharded and layout.pipeline > 1:
             # Gathering weights for every micro-batch would cost more than the bubble saves.
-            count = (self.experts + self.rest).weights / (
-                per.weights if self.program.trains_all else self.gathered
-            )
-            reduced = bytes_per_number(self.program.reduced) if self.job.gathered else 0.0
+            width = self.gathered
+            if self.program.trains_all:
+                width = self.per.weights
+            count = (self.experts + self.rest).weights / width
+            reduced = 0.0
+            if self.job.gathered:
+                reduced = bytes_per_number(self.program.reduced)
+            yield _term("weights of the stage, gathered", *_of(count, "parameters", self.gathered))
             width = max(self.gradient, self.sum_bytes, reduced)
-            add("weights of the stage, gathered", count, self.gathered, _STAGES)
-            add("gradients of the stage, before they are shared", count, width, _STAGES)
-        elif is_sharded:
-            add("two layers, gathered", 2 * largest, self.gathered, _FSDP)
-            add(_IN_TRANSIT, 2 * largest, self.gradient, _FSDP)
+            yield _term(
+                "gradients of the stage, before they are shared", *_of(count, "parameters", width)
+            )
+        elif self.is_sharded:
+            count = 2 * self.largest_layer
+            yield _term("two layers, gathered", *_of(count, "parameters", self.gathered))
+            yield _term("gradients of two layers", *_of(count, "parameters", self.gradient))
             state = state_of(
-                self.a,
-                self.job.recipe.storage,
-                self.job.optimizer,
-                layout.tensor,
-                program=self.program,
+                self.a, self.storage, self.job.optimizer, layout.tensor, program=self.program
             )
             outer = state.embedding.weights + state.head.weights
             if self.job.gathered:
-                outer *= self.gathered / per.weights
+                outer *= self.gathered / self.per.weights
             formula = "embedding, head and last norm stay gathered from forward to backward"
-            terms.append(Term("buffers", "outer weights, gathered", outer, formula, _FSDP))
-        narrow = [
-            m.num_elements / m.count
-            for m in self.a.matmuls[:-1]
-            if self.program.part_of(m).is_narrow
-        ]
+            yield _term("outer weights, gathered", outer, formula)
+        narrow = 0.0
+        for matmul in self.a.layer_matmuls:
+            if self.program.part_of(matmul).is_narrow:
+                narrow = max(narrow, matmul.num_elements / matmul.count)
         if narrow:
-            matrix = max(narrow) / layout.tensor
-            add(
-                "a matrix, dequantized", matrix, 2.0, "bitsandbytes: the largest matrix in bfloat16"
-            )
+            yield _term("a matrix, dequantized", *_of(narrow / layout.tensor, "parameters", 2.0))
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
-            tokens = 2 * self.tokens
             row = self.a.hidden_size * self.widths.matmul
             name = "a layer's input and its gradient, gathered"
-            formula = f"{tokens:g} tokens × {row:,.0f} B"
-            terms.append(Term("buffers", name, tokens * row, formula, _SEQUENCE))
-        return terms
+            yield _term(name, *_of(2 * self.job.tokens, "tokens", row))
 
     def loss_terms(self) -> list[Term]:
         """Return the memory of head and loss at the start of backward."""
         if not self.is_last:
             return []
         layout = self.layout
-        tokens = self.tokens
-        vocab = self.a.vocab_size
-        program = self.program
-        row = (4 + 2 * self.widths.stream) * self.a.hidden_size
-        value = tokens * row / layout.stream_ranks
-        hidden = Term("logits", "input of the head", value, f"{tokens:g} tokens × {row:g} B")
-        width = program.logit_bytes(self.widths.matmul)
-        formula = (
-            f"{tokens:g} tokens × {vocab:,} × {width:.3g} B / {layout.tensor} ({program.loss} loss)"
-        )
+        tokens = self.job.tokens
+        row = (4 + 2 * self.widths.stream) * self.a.hidden_size / layout.stream_ranks
+        width = self.program.logit_bytes(self.widths.matmul) / layout.tensor
+        value, formula = _of(tokens * self.a.vocab_size, "logits", width)
         return [
-            hidden,
-            Term("logits", "logits", tokens * vocab * width / layout.tensor, formula, _LOSS),
+            _term("input of the head", *_of(tokens, "tokens", row)),
+            _term("logits", value, f"{formula} ({self.program.loss} loss)"),
         ]
 
 
-def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:
-    """Return memory without a formula. What is allocated and freed during a step can fragment."""
-    changing = terms.without("weights", "optimizer")
-    overhead = []
-    for name, usual in OVERHEAD.items():
-        if name == "communication buffers" and layout.num_ranks == 1:
-            continue
-        value = usual
-        formula = f"{usual / 1e9:g} GB"
-        if name == "fragmentation":
-            value = usual * changing.total
-            formula = f"{usual:.0%} of {changing.total / 1e9:.3g} GB that change"
-        overhead.append(Term("overhead", name, value, formula, _OVERHEAD_SOURCE))
-    return overhead
+def _overhead_terms(terms: Terms, layout: Layout) -> Iterator[Term]:
+    """Yield memory without a formula. What is allocated and freed during a step can fragment."""
+    for name, value in OVERHEAD.items():
+        if layout.num_ranks > 1 or name != "communication buffers":
+            yield _term(name, value, f"{value / 1e9:g} GB")
+    changing = terms.without("weights", "optimizer").total
+    formula = f"{FRAGMENTATION:.0%} of {changing / 1e9:.3g} GB that change"
+    yield _term("fragmentation", FRAGMENTATION * changing, formula)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 
+from narrowgauge.planner.architecture import Architecture, Matmul
 from narrowgauge.planner.job import OPTIMIZER_STATES, Job
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model import Architecture, Matmul
 from narrowgauge.planner.program import DEFAULT, Part, Program, adapters_of
-from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
+from narrowgauge.spec.storages import VISIBLE, Code, Storage, for_vectors, width_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 
@@ -34,36 +35,30 @@ class Bytes:
     whole: float = 0.0
     host: float = 0.0
 
+    @property
+    def values(self) -> tuple[float, ...]:
+        return self.weights, self.gradients, self.optimizer, self.whole, self.host
+
     def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(
-            self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer,
-            self.whole + other.whole, self.host + other.host,
-        )  # fmt: skip
+        return Bytes(*map(add, self.values, other.values))
 
     def __mul__(self, factor: float) -> Bytes:
-        return Bytes(
-            self.weights * factor,
-            self.gradients * factor,
-            self.optimizer * factor,
-            self.whole * factor,
-            self.host * factor,
-        )
+        return Bytes(*(value * factor for value in self.values))
 
     def stored(self, part: Part) -> Bytes:
         """Return the same bytes in the host's memory if a part lies there."""
         if not part.host:
             return self
-        return Bytes(host=self.weights + self.gradients + self.optimizer + self.whole + self.host)
+        return Bytes(host=sum(self.values))
 
 
 _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
-RANKS = {
-    row.name: option.default
-    for row in UPDATE_RULES.values()
-    for option in row.options
-    if option.name == "rank"
-}
+RANKS: dict[str, int] = {}
 """Default rank of the subspace, by low-rank rule."""
+for _row in UPDATE_RULES.values():
+    for _option in _row.options:
+        if _option.name == "rank":
+            RANKS[_row.name] = int(_option.default)
 
 
 @lru_cache(maxsize=256)
@@ -76,7 +71,7 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
         Bytes(weights=2.0, gradients=2.0, optimizer=4.0, whole=0.0, host=0.0)
     """
     visible = VISIBLE[storage.visible][0] / 8
-    return Bytes(visible, visible, sum(width_of(group) for group in storage.packing) / 8)
+    return Bytes(visible, visible, sum(map(width_of, storage.packing)) / 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +103,12 @@ def state_of(
     too. The program's table of parts says what is frozen, in which format, and what lies on the
     host.
     """
-    is_matrix = UPDATE_RULES[optimizer].is_matrix
-    outer = "adamw" if is_matrix and optimizer != "adafactor" else optimizer
-    vector_storage = for_vectors(storage).keeping(
-        OPTIMIZER_STATES["adamw" if is_matrix else optimizer]
-    )
+    of_vectors = outer = optimizer
+    if UPDATE_RULES[optimizer].is_matrix:
+        of_vectors = "adamw"
+        if optimizer != "adafactor":
+            outer = "adamw"
+    vector_storage = for_vectors(storage).keeping(OPTIMIZER_STATES[of_vectors])
     vectors = _vector_state(vector_storage, program.part("norms"))
     embeddings = program.part("embeddings")
     positions = _vector_state(storage.keeping(OPTIMIZER_STATES[outer]), embeddings)
@@ -122,7 +118,7 @@ def state_of(
 
     layers = vectors * a.vectors
     experts = Bytes()
-    for matmul in a.matmuls[:-1]:
+    for matmul in a.layer_matmuls:
         part = program.part_of(matmul)
         if matmul.is_expert:
             experts += state(matmul, optimizer, expert_tensor, part)
@@ -162,7 +158,9 @@ def _matrix_state(
     ``ranks`` shard the weights if the matmul is split.
     """
     biases = vectors * (matmul.count * matmul.out_features * matmul.has_bias)
-    share = 1 if matmul.split == "none" else 1 / ranks
+    share = 1.0
+    if matmul.split != "none":
+        share /= ranks
     if not part.trains:
         return Bytes(part.bytes * matmul.num_elements * share).stored(part) + biases
     row = storage.keeping(OPTIMIZER_STATES[optimizer])
@@ -185,14 +183,23 @@ def _subspace_bytes(storage: Storage, optimizer: str, matmul: Matmul) -> int:
     and scales of their rows.
     """
     shorter, longer = sorted((matmul.in_features, matmul.out_features))
-    moments = storage.exp_avg, storage.exp_avg_sq
-    first, second = (width_of([(code.name, code.bits)]) // 8 for code in moments)
-    first_scale, second_scale = (4 * code.scaled for code in moments)
-    lengths = 8 * matmul.in_features if optimizer == "gradnorm_lorp" else 0
-    rank = min(int(RANKS[optimizer]), shorter)
-    num_rows = rank if matmul.out_features < matmul.in_features else longer
-    scales = shorter * first_scale + num_rows * (first_scale + second_scale)
-    return rank * (shorter * first + longer * (first + second)) + scales + lengths
+    first = _code_bytes(storage.exp_avg)
+    second = _code_bytes(storage.exp_avg_sq)
+    scale = 4 * storage.exp_avg.scaled
+    scales = scale + 4 * storage.exp_avg_sq.scaled
+    rank = min(RANKS[optimizer], shorter)
+    num_rows = longer
+    if matmul.out_features < matmul.in_features:
+        num_rows = rank
+    total = rank * (shorter * first + longer * (first + second))
+    total += shorter * scale + num_rows * scales
+    if optimizer == "gradnorm_lorp":
+        total += 8 * matmul.in_features  # lengths
+    return total
+
+
+def _code_bytes(code: Code) -> int:
+    return width_of([(code.name, code.bits)]) // 8
 
 
 def on_stage(job: Job, layers: float, stage: int) -> tuple[Bytes, Bytes]:
@@ -218,10 +225,9 @@ def on_stage(job: Job, layers: float, stage: int) -> tuple[Bytes, Bytes]:
 
 def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:
     """Return the state on one of ``ranks`` under the layout's ZeRO stage."""
-    shares = [1 / ranks if layout.zero >= stage else 1.0 for stage in (3, 2, 1)]
     return Bytes(
-        state.weights * shares[0],
-        state.gradients * shares[1],
-        state.optimizer * shares[2] + state.whole,
+        state.weights / (ranks if layout.zero >= 3 else 1),
+        state.gradients / (ranks if layout.zero >= 2 else 1),
+        state.optimizer / (ranks if layout.zero >= 1 else 1) + state.whole,
         host=state.host / ranks,
     )

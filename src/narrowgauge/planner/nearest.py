@@ -52,7 +52,9 @@ def nearest_run(job: Estimate) -> str:
 
 def _distance(run: dict[str, Any], job: Estimate) -> float:
     chip = CHIPS[run["chip"]]
-    distance = 0.0 if run["kind"] == job.kind else _OTHER_KIND
+    distance = 0.0
+    if run["kind"] != job.kind:
+        distance += _OTHER_KIND
     if chip.architecture != job.chip.architecture:
         distance += _OTHER_ARCHITECTURE
     elif chip.name != job.chip.name:

@@ -8,18 +8,18 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.model import Architecture, Counts, Matmul
+from narrowgauge.planner.architecture import Architecture, Counts, Matmul
+from narrowgauge.planner.built_models import with_all
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -80,28 +80,24 @@ def of_module(
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes: dict[int, Any] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
-            fake = mode.from_tensor(tensor.detach())
-            is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        for buffer in model.buffers():
+            fakes[id(buffer)] = mode.from_tensor(buffer.detach())
+        for parameter in model.parameters():
+            fake = mode.from_tensor(parameter.detach())
+            fakes[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
         fake_model = copy.deepcopy(model, fakes)
-        inputs = tree_map(
-            lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value, batch
-        )
+        inputs = tree_map_only(Tensor, mode.from_tensor, batch)
         live = LiveBytes(list(fake_model.parameters()))
         flops = FlopCounterMode(display=False)
         for end in ("", "_backward"):  # the counter does not know fused attention on CPUs
-            cpu, gpu = (
-                getattr(torch.ops.aten, f"{_FLASH}{place}{end}") for place in ("_for_cpu", "")
-            )
+            cpu = getattr(torch.ops.aten, f"{_FLASH}_for_cpu{end}")
+            gpu = getattr(torch.ops.aten, f"{_FLASH}{end}")
             flops.flop_registry[cpu] = flops.flop_registry[gpu]
         try:
             with live, flops:
                 # A loop holds the output until backward has run.
-                objective, _output = (
-                    (loss(fake_model, inputs), None) if loss else _loss(fake_model, inputs)
-                )
-                objective.backward()
+                output = (loss or _output)(fake_model, inputs)
+                _objective(output).backward()
         except Exception as error:  # modules raise all kinds of errors on tensors without values
             raise DataError(
                 f"Cannot count a step of {type(model).__name__} on fake tensors: "
@@ -109,9 +105,11 @@ def of_module(
                 "Plan its config.json, or its number of parameters: narrowgauge plan run --params.",
             ) from error
     first = next(value for value in tree_leaves(batch) if isinstance(value, Tensor))
-    has_tokens = first.ndim == 2 and not first.is_floating_point()
-    length = first.shape[1] if has_tokens else 1
-    num_sequences = first.shape[0] if first.ndim else 1
+    length = num_sequences = 1
+    if first.ndim:
+        num_sequences = first.shape[0]
+    if first.ndim == 2 and not first.is_floating_point():
+        length = first.shape[1]
     tokens = num_sequences * length
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     operations = flops.get_total_flops() / tokens
@@ -119,18 +117,19 @@ def of_module(
     return _shape(model, counts), length, num_sequences
 
 
-def _loss(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-    output = (
-        model(**batch)
-        if isinstance(batch, dict)
-        else model(*batch)
-        if isinstance(batch, tuple)
-        else model(batch)
-    )
-    result: Tensor = (
-        output.loss if getattr(output, "loss", None) is not None else tree_leaves(output)[0]
-    )
-    return result.float().sum(), output
+def _output(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def _objective(output: Any) -> Tensor:
+    """Return a tensor whose backward pass is a step's: the loss, or the first output's sum."""
+    result = getattr(output, "loss", None)
+    if result is None:
+        result = tree_leaves(output)[0]
+    total: Tensor = result.float().sum()
+    return total
 
 
 def _shape(model: nn.Module, counts: Counts) -> Architecture:
@@ -138,48 +137,54 @@ def _shape(model: nn.Module, counts: Counts) -> Architecture:
 
     One head stands for attention, so nothing is split over tensor ranks.
     """
-    linears = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    linears: list[Tensor] = []
+    tables: list[Tensor] = []
+    depth = 1
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            linears.append(module.weight)
+        elif isinstance(module, nn.Embedding):
+            tables.append(module.weight)
+        elif isinstance(module, nn.ModuleList | nn.Sequential):
+            depth = max(depth, len(module))
     if not linears:
         raise DataError(
             f"Cannot plan {type(model).__name__}, because it has no nn.Linear.",
             "Plan its config.json.",
         )
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    depth = max((len(m) for m in lists), default=1)
     hidden = Counter(weight.shape[1] for weight in linears).most_common(1)[0][0]
     *inner, head = linears
-    matmuls = [
-        Matmul(f"{o}x{i}", i, o, count, "mlp", "none")
-        for (o, i), count in Counter(w.shape for w in inner).items()
-    ]
-    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    matmuls = []
+    for (out, size), count in Counter(weight.shape for weight in inner).items():
+        matmuls.append(Matmul(f"{out}x{size}", size, out, count, "mlp", "none"))
+    vocab, width = head.shape
+    matmuls.append(Matmul("lm_head", width, vocab, 1, "head", "column"))
     rows = [table.shape[0] for table in tables if table is not head and table.shape[1] == hidden]
-    is_tied = head.shape[0] not in rows
-    positions = sum(rows) - (0 if is_tied else head.shape[0])
-    matmuls.append(Matmul("lm_head", head.shape[1], head.shape[0], 1, "head", "column"))
+    positions = sum(rows)
+    is_tied = vocab not in rows
+    if not is_tied:
+        positions -= vocab
+    widest = max(weight.shape[0] for weight in inner or linears)
     result = Architecture(
-        type(model).__name__, depth, hidden, head.shape[0], tuple(matmuls), 0, 0, 1, 1, hidden, hidden,
-        max(w.shape[0] for w in linears[:-1] or linears), is_gated=False, tie_embeddings=is_tied, positions=positions,
-        counts=counts,
+        type(model).__name__, depth, hidden, vocab, tuple(matmuls), 0, 0, 1, 1, hidden, hidden, widest,
+        is_gated=False, tie_embeddings=is_tied, positions=positions, counts=counts,
     )  # fmt: skip
-    total = sum(p.numel() for p in model.parameters())
-    return replace(result, outer_vectors=total - result.num_parameters)
+    return with_all(result, sum(p.numel() for p in model.parameters()))
 
 
 def question_of(optimizer: Any) -> tuple[str, str]:
     """Return the rule and the storage of an optimizer: of this project, or of PyTorch with states
     of the weights' dtype.
     """
-    rule = next(
-        (name for name, row in UPDATE_RULES.items() if row.optimizer == type(optimizer).__name__),
-        "adamw",
-    )
-    parameter = next(
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad and p.ndim > 1
-    )
+    rule = "adamw"
+    for name, row in UPDATE_RULES.items():
+        if row.optimizer == type(optimizer).__name__:
+            rule = name
+            break
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += [p for p in group["params"] if p.requires_grad and p.ndim > 1]
+    first = parameters[0]
     if hasattr(optimizer, "storage_of"):
-        return rule, optimizer.storage_of(parameter).name
-    return rule, "float32" if parameter.dtype == torch.float32 else "naive"
+        return rule, optimizer.storage_of(first).name
+    return rule, "float32" if first.dtype == torch.float32 else "naive"

@@ -13,13 +13,14 @@ from typing import Any
 
 from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
 from narrowgauge.planner.advice import alternatives, measured_correction
+from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.candidates import compared_recipes, keeps_rate, read_recipes
 from narrowgauge.planner.clusters import Cluster, cluster_of, read_cluster
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import read_layout
-from narrowgauge.planner.model import Architecture, read_model
+from narrowgauge.planner.model import read_model
 from narrowgauge.planner.plan_tables import Plan
-from narrowgauge.planner.program import Program, program_of, read_program, with_parts
+from narrowgauge.planner.program import Program, adapters, program_of, read_program, with_parts
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, search, usual_tokens_per_step
 from narrowgauge.planner.units import duration_text
 from narrowgauge.spec.chips import Chip, read_chip
@@ -140,12 +141,18 @@ def plan(
         model, length, num_sequences = of_module(model, batch, loss)
         sequence_length = sequence_length or length
         fixed.setdefault("recompute", "none")
-        if tokens_per_step is None and not {"micro_batch", "micro_batches"} & {*fixed}:
+        is_batch_fixed = "micro_batch" in fixed or "micro_batches" in fixed
+        if tokens_per_step is None and not is_batch_fixed:
             fixed |= {"micro_batch": num_sequences, "micro_batches": 1}
         if not isinstance(optimizer, str):
             optimizer, storage = question_of(optimizer)
             recipes = recipes or f"bfloat16/{storage}"
-    architecture = model if isinstance(model, Architecture) else read_model(str(model))
+    name = str(model)
+    if isinstance(model, Architecture):
+        architecture = model
+        name = architecture.name
+    else:
+        architecture = read_model(name)
     length = _sequence_length(architecture, sequence_length)
     if tokens_per_step is not None and tokens_per_step < length:
         raise NarrowgaugeError(
@@ -162,9 +169,8 @@ def plan(
             "Name the program or the software.",
         )
     asked = read_recipes(recipes, optimizer)
-    usual_tokens = _shared_tokens(
-        max(usual_tokens_per_step(where.chips, loop) for where in machines), length, machines
-    )
+    most_chips = max(where.chips for where in machines)
+    usual_tokens = _shared_tokens(usual_tokens_per_step(most_chips, loop), length, machines)
     correction = 1.0
 
     def searched(
@@ -190,13 +196,15 @@ def plan(
             return search(*arguments, program=like_it, **options)
 
     def compared(where: Cluster) -> list[Recipe]:
-        return compared_recipes(asked, recipes, where.chip, optimizer, has_adapters=bool(lora))
+        has_adapters = loop.has_adapters
+        return compared_recipes(asked, recipes, where.chip, optimizer, has_adapters=has_adapters)
 
     if like is not None:
         first = machines[0]
         correction = measured_correction(searched(first, compared(first)[0]), like)
     jobs: list[Estimate] = []
-    left_out: dict[str, NarrowgaugeError] = {}
+    left_out: dict[str, str] = {}
+    refusal: NarrowgaugeError | None = None
     for where in machines:
         for recipe in compared(where):
             try:
@@ -204,24 +212,24 @@ def plan(
             except (ChipError, RecipeError) as error:
                 if asked and len(machines) == 1:
                     raise
-                left_out[f"{recipe.title} on {where.chip.name}"] = error
-    if not jobs:
-        raise next(iter(left_out.values()))
+                left_out[f"{recipe.title} on {where.chip.name}"] = error.message
+                refusal = refusal or error
+    if refusal and not jobs:
+        raise refusal
     # Rows of one table have one number of tokens per step, if it is a usual one.
     is_free = tokens_per_step is None and "micro_batches" not in fixed
-    steps = sorted(job.tokens_per_step for job in jobs if job.fits)
-    usual = [tokens for tokens in steps if tokens >= LEAST_TOKENS_PER_STEP]
-    least = (usual or steps)[0] if is_free and steps else math.inf
-    for place, job in enumerate(jobs):
-        if job.fits and job.tokens_per_step > least:
-            with contextlib.suppress(RecipeError):  # its ranks compute more at once
-                jobs[place] = searched(job.cluster, job.recipe, tokens=least)
+    fitting = [job.tokens_per_step for job in jobs if job.fits]
+    if is_free and fitting:
+        usual = [tokens for tokens in fitting if tokens >= LEAST_TOKENS_PER_STEP]
+        least = min(usual or fitting)
+        for place, job in enumerate(jobs):
+            if job.fits and job.tokens_per_step > least:
+                with contextlib.suppress(RecipeError):  # its ranks compute more at once
+                    jobs[place] = searched(job.cluster, job.recipe, tokens=least)
     jobs = _ranked(jobs)
     shared = _shared(jobs, machines, tokens_per_step, is_free, searched)
-    name = architecture.name if isinstance(model, Architecture) else str(model)
-    reasons = {row: error.message for row, error in left_out.items()}
     answer = Plan(
-        tuple(jobs), name, tokens, shared=shared, left_out=reasons, price=price, fixed=fixed
+        tuple(jobs), name, tokens, shared=shared, left_out=left_out, price=price, fixed=fixed
     )
     if not advise:
         return answer
@@ -256,7 +264,7 @@ def plan_within(
         >>> plan_within(9, model="llama-1b", tokens=1e9, chip="RTX-4090", recipes="bfloat16/word").best.num_chips
         1
     """
-    kinds = [chip] if isinstance(chip, str | Path | Chip) else list(chip)
+    kinds = _listed(chip)
     if tokens is None or len(kinds) != 1 or chips or not days > 0:
         raise ChipError(
             "Cannot plan for days without tokens, days above 0 and one kind of chip, or with a "
@@ -279,20 +287,19 @@ def plan_within(
             return False
         # Ranks may not divide the tokens of a step.
         is_asked = asked is None or abs(best.tokens_per_step / asked - 1) < 0.02
-        slow_end = (best.days_interval(tokens) or (0.0, best.days(tokens)))[1]
-        return is_asked and best.fits and slow_end <= days
+        ends = best.days_interval(tokens) or (0.0, best.days(tokens))
+        return is_asked and best.fits and ends[1] <= days
 
-    number = next((number for number in _DOUBLED if is_enough(number)), None)
-    if number is None and len(refused) == len(_DOUBLED):
+    for number in _DOUBLED:
+        if is_enough(number):
+            sizes = range(number // 2, number + 1, 8) if number > 8 else [number]
+            return answer(sizes[bisect_left(sizes, True, key=is_enough)])
+    if len(refused) == len(_DOUBLED):
         raise refused[-1]
-    if number is None:
-        raise ChipError(
-            f"Cannot train within {duration_text(86400 * days)} on {_DOUBLED[-1]:,} chips or "
-            "fewer.",
-            "Allow more days, more tokens a step, or faster chips.",
-        )
-    sizes = range(number // 2, number + 1, 8) if number > 8 else [number]
-    return answer(sizes[bisect_left(sizes, True, key=is_enough)])
+    raise ChipError(
+        f"Cannot train within {duration_text(86400 * days)} on {_DOUBLED[-1]:,} chips or fewer.",
+        "Allow more days, more tokens a step, or faster chips.",
+    )
 
 
 def plan_longest(**question: Any) -> Plan:
@@ -333,34 +340,46 @@ def plan_longest(**question: Any) -> Plan:
 
 def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> list[Cluster]:
     """Return the clusters of a question."""
-    clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
-    kinds = [chip] if isinstance(chip, str | Path | Chip) else list(chip)
-    counts = [chips] if isinstance(chips, int) else list(chips)
+    clusters = _listed(cluster)
+    kinds = _listed(chip)
+    counts = _listed(chips)
     if bool(clusters) == bool(kinds) or (clusters and (counts or rates)):
-        both = f"a cluster has its own {next(iter(rates), 'chips')}"
+        why = "no machine was named"
+        if clusters:
+            why = f"a cluster has its own {next(iter(rates), 'chips')}"
         advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
-        raise ChipError(
-            f"Cannot plan because {both if clusters else 'no machine was named'}.", advice
-        )
-    machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
+        raise ChipError(f"Cannot plan because {why}.", advice)
+    machines = []
+    for where in clusters:
+        machines.append(where if isinstance(where, Cluster) else read_cluster(where))
     for kind in kinds:
         known = kind if isinstance(kind, Chip) else read_chip(kind)
-        machines += [cluster_of(known, count, **rates) for count in counts or [1]]
+        for count in counts or [1]:
+            machines.append(cluster_of(known, count, **rates))
     return machines
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return one value, or several, as a list."""
+    is_one = isinstance(value, str | int | Path | Chip | Cluster)
+    return [value] if is_one else list(value)
 
 
 def _program(
     program: str | Program, lora: int, base: str, parts: Mapping[str, str], software: set[str]
 ) -> Program:
     """Return the training loop of a question, with its table of parts."""
-    loop = read_program(program or "hf-trainer") if program or lora else program_of(software)
-    if base and not lora and not loop.lora:
+    if program or lora:
+        loop = read_program(program or "hf-trainer")
+    else:
+        loop = program_of(software)
+    if lora:
+        loop = with_parts(loop, adapters(lora, base or "bfloat16"))
+    elif base and not loop.has_adapters:
         raise RecipeError(
             f"Cannot store the weights in {base} because they train.",
             f"Train adapters over them (--lora 16 --base {base}).",
         )
-    if lora:
-        loop = replace(loop, lora=lora, base=base or "bfloat16")
     return with_parts(loop, parts)
 
 
@@ -402,9 +421,10 @@ def _shared_tokens(tokens: int, length: int, machines: Sequence[Cluster]) -> int
 
 
 def _sequence_length(architecture: Architecture, length: int | None) -> int:
-    preset = MODELS.get(architecture.name)
-    longest = architecture.positions or (preset.max_positions if preset is not None else None)
     if length is None:
+        longest = architecture.positions
+        if architecture.name in MODELS and not longest:
+            longest = MODELS[architecture.name].max_positions
         return min(longest or _SEQUENCE_LENGTH, _SEQUENCE_LENGTH)
     # Rotary positions extend beyond the trained positions, learned positions do not.
     if architecture.positions and length > architecture.positions:
@@ -433,15 +453,23 @@ def _ranked(jobs: Sequence[Estimate]) -> list[Estimate]:
         # Among rows of equal speed, moments of few bits are the larger risk.
         return job.recipe.storage.exp_avg_sq.mantissa_bits < FINE_MOMENT
 
-    rest = sorted(jobs, key=lambda job: (*safety(job), pace(job)))
+    def place(job: Estimate) -> tuple[bool | float, ...]:
+        return *safety(job), pace(job)
+
+    rest = sorted(jobs, key=place)
     ranked: list[Estimate] = []
     while rest:
         first = rest[0]
-        equal = [first]
-        if first.fits:
-            slowest = first.tokens_per_second * (1 - EQUAL_RATES)
-            alike = [job for job in rest if safety(job) == safety(first)]
-            equal = [job for job in alike if job.tokens_per_second >= slowest]
+        equal = []
+        others = []
+        for job in rest:
+            is_alike = first.fits and safety(job) == safety(first)
+            ratio = job.tokens_per_second / first.tokens_per_second
+            is_equal = job is first or (is_alike and ratio >= 1 - EQUAL_RATES)
+            if is_equal:
+                equal.append(job)
+            else:
+                others.append(job)
         ranked += sorted(equal, key=risk)
-        rest = [job for job in rest if job not in equal]
+        rest = others
     return ranked

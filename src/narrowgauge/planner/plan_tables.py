@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from narrowgauge.planner.candidates import keeps_rate
@@ -22,7 +23,7 @@ from narrowgauge.planner.search import (
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.units import bytes_text, count_text, duration_text, layout_text, unit_of
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.tables import Column, Row, Table
 
 _LEAST_SHARE = 0.005
 NOTABLE = 0.03
@@ -91,73 +92,76 @@ class Plan:
 
     def sentences(self) -> list[str]:
         """Return the conclusions, the most important first."""
+        assumed = "; ".join(dict.fromkeys(_assumptions(self)))
+        return [*self._sentences(), f"Assumed: {assumed}."]
+
+    def _sentences(self) -> Iterator[str]:
         best = self.best
-        lines = list[str]()
         if not best.fits:
-            lines.append(_too_large(best))
+            yield _too_large(best)
         if self.days:
-            lines.append(
+            yield (
                 f"{best.cluster.name} are the fewest with {self.days:g} d at the slow end of the "
                 "interval."
             )
-        lines += _layouts(self.options)
+        yield from _layouts(self.options)
         if best.faster:
             rival = best.faster
-            lines.append(
+            yield (
                 f"{rival.tokens_per_second / best.tokens_per_second - 1:.0%} faster if its memory "
-                "suffices: "
-                f"{layout_text(rival.layout)}; {bytes_text(rival.headroom_bytes)} free."
+                f"suffices: {layout_text(rival.layout)}; {bytes_text(rival.headroom_bytes)} free."
             )
         if self.removed:
             option, why = self.removed
-            lines.append(
+            yield (
                 f"{option.tokens_per_second / best.tokens_per_second:.1f} × as fast, and it would "
-                "fit: "
-                f"{layout_text(option.layout)}. No known program runs it: {why}."
+                f"fit: {layout_text(option.layout)}. No known program runs it: {why}."
             )
         if best.host_bytes:
             held = bytes_text(best.host_bytes)
-            lines.append(
-                f"The host of a node holds {held} of {bytes_text(best.cluster.host_memory_bytes)}."
-            )
+            memory = bytes_text(best.cluster.host_memory_bytes)
+            yield f"The host of a node holds {held} of {memory}."
         if best.resuming_bytes > best.chip.memory_bytes:
-            lines.append(
+            yield (
                 f"While resuming, states exist twice, {bytes_text(best.resuming_bytes)}: load the "
                 "checkpoint on the CPU."
             )
         for row, reason in self.left_out.items():
-            lines.append(f"Left out: {row}: {reason}")
-        if len({job.chip.name for job in self.options}) > 1 and not self.shared:
+            yield f"Left out: {row}: {reason}"
+        if len(_chips(self.options)) > 1 and not self.shared:
             places = " and ".join(_places(self.options))
-            lines.append(
+            yield (
                 f"No configuration fits on all of {places}: the chips with the least memory decide."
             )
-        lines += _doubling(self.options)
-        lines += _program_sentences(best)
-        lines += [_checked(best), nearest_run(best)]
-        return [*lines, f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self)))}."]
+        yield from _doubling(self.options)
+        yield from _program_sentences(best)
+        yield _checked(best)
+        yield nearest_run(best)
 
     def tables(self) -> list[Table]:
         """Return the options of each cluster, what fits instead, and the time of each group in the
         best option's step.
         """
         best = self.best
-        places = _places(self.options)
-        states = "" if best.optimizer == "adamw" else f"states of {best.optimizer}; "
-        count = count_text(best.architecture.num_parameters)
+        states = ""
+        if best.optimizer != "adamw":
+            states = f"states of {best.optimizer}; "
+        count = f"{count_text(best.architecture.num_parameters)} parameters"
         if best.trained_parameters != best.architecture.num_parameters:
-            count += f" parameters, {count_text(best.trained_parameters)} trained"
-        else:
-            count += " parameters"
-        title = f"{self.model}: {count}; {states}{{}}; sequences of {best.sequence_length:,} tokens"
+            count += f", {count_text(best.trained_parameters)} trained"
         tables = []
-        for place in places:
+        for place in _places(self.options):
             rows = [job for job in self.options if job.cluster.name == place]
-            tables.append(_options_table(rows, title.format(place)))
+            title = (
+                f"{self.model}: {count}; {states}{place}; sequences of "
+                f"{best.sequence_length:,} tokens"
+            )
+            tables.append(_table(_OPTION, rows, title))
         if self.shared:
-            tables.append(_options_table(self.shared, "One configuration for all"))
+            tables.append(_table(_OPTION, self.shared, "One configuration for all"))
         if self.instead:
-            tables.append(_instead_table(self.instead))
+            title = "Nothing fits as asked. With a change it does"
+            tables.append(Table(_CHANGE, list(self.instead), title))
         if self.tokens is not None:
             tables.append(_run_table(self.options, self.tokens, self.price))
         if best.fits:
@@ -178,10 +182,20 @@ class Plan:
 # ── tables: options, terms and groups ─────────────────────────────────────────────────────────────
 
 
-def _table(columns: Sequence[Column], rows: Sequence[Any], title: str) -> Table:
-    """Return a table without the columns that only have empty cells."""
-    shown = tuple(column for column in columns if any(column.cell(row) for row in rows))
-    return Table(shown, list(rows), title)
+def _table(columns: Sequence[Column], rows: Sequence[Estimate], title: str) -> Table:
+    """Return a table without columns of empty cells, and of clusters and steps if all are equal."""
+    equal = {""}
+    if len(_places(rows)) == 1:
+        equal.add("cluster")
+    else:
+        equal.add("B/param")
+    if len({job.tokens_per_step for job in rows}) == 1:
+        equal.add("a step")
+    shown = []
+    for column in columns:
+        if column.title not in equal and any(map(column.cell, rows)):
+            shown.append(column)
+    return Table(tuple(shown), list(rows), title)
 
 
 def _places(jobs: Sequence[Estimate]) -> list[str]:
@@ -189,28 +203,8 @@ def _places(jobs: Sequence[Estimate]) -> list[str]:
     return list(dict.fromkeys(job.cluster.name for job in jobs))
 
 
-def _options_table(jobs: Sequence[Estimate], title: str) -> Table:
-    has_steps = len({job.tokens_per_step for job in jobs}) > 1
-    has_places = len(_places(jobs)) > 1
-    columns = (
-        *name_columns(recipe=lambda job: job.recipe.title),
-        *text_columns(cluster=lambda job: job.cluster.name if has_places else ""),
-        Column("B/param", lambda job: "" if has_places else f"{job.bytes_per_param:g}", right=True),
-        *number_columns(a_chip=lambda job: bytes_text(job.memory.total)),
-        Column("80 %", lambda job: _memory_ends(job), right=True),
-        *number_columns(free=lambda job: bytes_text(job.headroom_bytes)),
-        *text_columns(fits=_fits_text),
-        Column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}", right=True),
-        Column("80 %", lambda job: _ends(job.rate_interval), right=True),
-        Column("MFU", lambda job: f"{job.mfu:.0%}", right=True),
-        *number_columns(
-            a_step=lambda job: count_text(job.tokens_per_step) if has_steps else "",
-        ),
-        *text_columns(
-            matmuls=lambda job: "" if multiplies(job.recipe.compute, job.chip) else "emulated"
-        ),
-    )
-    return _table(columns, jobs, title)
+def _chips(jobs: Sequence[Estimate]) -> set[str]:
+    return {job.chip.name for job in jobs}
 
 
 def _fits_text(job: Estimate) -> str:
@@ -223,46 +217,66 @@ def _fits_text(job: Estimate) -> str:
 def _memory_ends(job: Estimate) -> str:
     if job.memory_interval is None:
         return "unchecked"
-    low, high = (end / 1e9 for end in job.memory_interval)
-    return f"{low:.3g}–{high:.3g}"
+    low, high = job.memory_interval
+    return f"{low / 1e9:.3g}–{high / 1e9:.3g}"
 
 
-def _ends(interval: tuple[float, float] | None) -> str:
-    return "–".join(f"{end:,.0f}" for end in interval) if interval else "unchecked"
+def _rate_ends(job: Estimate) -> str:
+    if job.rate_interval is None:
+        return "unchecked"
+    low, high = job.rate_interval
+    return f"{low:,.0f}–{high:,.0f}"
 
 
-def _instead_table(rows: Sequence[tuple[str, Estimate]]) -> Table:
-    columns = (
-        *text_columns(change=lambda row: row[0], recipe=lambda row: row[1].recipe.title),
-        *number_columns(
-            a_chip=lambda row: bytes_text(row[1].memory.total),
-            free=lambda row: bytes_text(row[1].headroom_bytes),
-        ),
-        Column("tokens/s", lambda row: f"{row[1].tokens_per_second:,.0f}", right=True),
-    )
-    return Table(columns, list(rows), "Nothing fits as asked. With a change it does")
+def _matmuls_text(job: Estimate) -> str:
+    return "" if multiplies(job.recipe.compute, job.chip) else "emulated"
+
+
+_OPTION = (
+    Column("recipe", lambda job: job.recipe.title, code=True),
+    Column("cluster", lambda job: job.cluster.name),
+    Column("B/param", lambda job: f"{job.bytes_per_param:g}", right=True),
+    Column("a chip", lambda job: bytes_text(job.memory.total), right=True),
+    Column("80 %", _memory_ends, right=True),
+    Column("free", lambda job: bytes_text(job.headroom_bytes), right=True),
+    Column("fits", _fits_text),
+    Column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}", right=True),
+    Column("80 %", _rate_ends, right=True),
+    Column("MFU", lambda job: f"{job.mfu:.0%}", right=True),
+    Column("a step", lambda job: count_text(job.tokens_per_step), right=True),
+    Column("matmuls", _matmuls_text),
+)
+"""Columns of a row of a plan."""
+_CHANGE = (
+    Column("change", lambda row: row[0]),
+    Column("recipe", lambda row: row[1].recipe.title),
+    Column("a chip", lambda row: bytes_text(row[1].memory.total), right=True),
+    Column("free", lambda row: bytes_text(row[1].headroom_bytes), right=True),
+    Column("tokens/s", lambda row: f"{row[1].tokens_per_second:,.0f}", right=True),
+)
+"""Columns of a change of the question that fits."""
 
 
 def _run_table(jobs: Sequence[Estimate], tokens: float, price: float | None) -> Table:
-    has_places = len(_places(jobs)) > 1
-
     def hours(job: Estimate) -> float:
         return 24 * job.num_chips * job.days(tokens)
 
     def interval(job: Estimate) -> str:
         ends = job.days_interval(tokens)
-        return " to ".join(duration_text(SECONDS_PER_DAY * end) for end in ends) if ends else ""
+        if ends is None:
+            return ""
+        low, high = ends
+        return f"{duration_text(SECONDS_PER_DAY * low)} to {duration_text(SECONDS_PER_DAY * high)}"
 
-    columns = (
-        *name_columns(recipe=lambda job: job.recipe.title),
-        *text_columns(cluster=lambda job: job.cluster.name if has_places else ""),
-        *number_columns(time=lambda job: duration_text(SECONDS_PER_DAY * job.days(tokens))),
+    columns = [
+        Column("recipe", lambda job: job.recipe.title, code=True),
+        Column("cluster", lambda job: job.cluster.name),
+        Column("time", lambda job: duration_text(SECONDS_PER_DAY * job.days(tokens)), right=True),
         Column("80 %", interval, right=True),
-        *number_columns(
-            chip_hours=lambda job: f"{hours(job):,.0f}",
-            price=lambda job: f"{hours(job) * price:,.0f}" if price else "",
-        ),
-    )
+        Column("chip hours", lambda job: f"{hours(job):,.0f}", right=True),
+    ]
+    if price:
+        columns.append(Column("price", lambda job: f"{hours(job) * price:,.0f}", right=True))
     return _table(columns, jobs, f"A run of {count_text(tokens)} tokens")
 
 
@@ -271,13 +285,11 @@ def _groups_table(step: Terms, title: str) -> Table:
 
     Matmuls and attention are the model's own operations.
     """
-    groups = sorted(step.groups.items(), key=lambda item: -item[1])
+    groups = sorted(step.groups.items(), key=itemgetter(1), reverse=True)
     columns = (
-        *text_columns(group=lambda item: item[0]),
-        *number_columns(
-            time=lambda item: duration_text(item[1]),
-            share=lambda item: f"{item[1] / step.total:.0%}",
-        ),
+        Column("group", itemgetter(0)),
+        Column("time", lambda item: duration_text(item[1]), right=True),
+        Column("share", lambda item: f"{item[1] / step.total:.0%}", right=True),
     )
     return Table(columns, [item for item in groups if item[1] >= _LEAST_SHARE * step.total], title)
 
@@ -286,7 +298,8 @@ def _term_lines(terms: Terms, unit: str) -> Iterator[str]:
     """Yield each term in ``"bytes"`` or ``"s"`` with its formula and source, and the sum."""
     scale, shown = unit_of(terms.total, unit)
     for term in terms:
-        yield f"{term.value / scale:12,.3f} {shown}  {term.group}, {term.name}: {term.formula} [{term.source}]"
+        value = f"{term.value / scale:12,.3f} {shown}"
+        yield f"{value}  {term.group}, {term.name}: {term.formula} [{term.source}]"
     yield f"{terms.total / scale:12,.3f} {shown}  all {len(terms.addends)} terms"
 
 
@@ -311,7 +324,9 @@ def _layouts(jobs: Sequence[Estimate]) -> Iterator[str]:
     rows: dict[str, list[str]] = {}
     has_places = len(_places(jobs)) > 1
     for job in jobs:
-        name = f"{job.recipe.title} on {job.cluster.name}" if has_places else job.recipe.title
+        name = job.recipe.title
+        if has_places:
+            name += f" on {job.cluster.name}"
         text = (
             f"{layout_text(job.layout)}; limited by {job.limited_by}; runs with {_runs_with(job)}"
         )
@@ -325,8 +340,10 @@ def _runs_with(job: Estimate) -> str:
     texts = [program.text for program in programs_of(job)]
     if not texts:
         return "no known program"
-    more = " and others" if len(texts) > 2 else ""
-    return ", ".join(texts[:2]) + more
+    text = ", ".join(texts[:2])
+    if len(texts) > 2:
+        text += " and others"
+    return text
 
 
 def _program_sentences(job: Estimate) -> Iterator[str]:
@@ -338,36 +355,35 @@ def _program_sentences(job: Estimate) -> Iterator[str]:
         yield f"No known program runs {job.recipe.title} in this layout on {job.chip.name}."
     others = []
     for program in programs_of(replace(job, program=replace(job.program, limits={}))):
-        same = {
-            name: getattr(job.program, name)
-            for name in ("lora", "base", "adapted", "release", "offload", "parts")
-        }
+        same = {name: getattr(job.program, name) for name in ("release", "offload", "parts")}
         other = replace(job, program=replace(program, **same))
         if abs(other.memory.total / job.memory.total - 1) > NOTABLE:
-            large = "" if other.fits else " (too large)"
-            others.append(f"{program.name} {bytes_text(other.memory.total)}{large}")
+            text = f"{program.name} {bytes_text(other.memory.total)}"
+            if not other.fits:
+                text += " (too large)"
+            others.append(text)
     if others:
         yield f"The same layout in other programs: {', '.join(others)}."
 
 
 def _checked(job: Estimate) -> str:
     """Say from which published runs the error bars are."""
-    speed = runs_of("named" if job.is_named else "assumed", job.kind)
-    memory = runs_of("memory", job.kind)
     parts = []
-    for what, runs in (("speed", speed), ("memory", memory)):
-        parts.append(f"{what} from {runs} published runs" if runs else f"{what} from none")
-    kind = _KINDS[job.kind]
-    line = f"80 % intervals of {kind}: {', '.join(parts)}."
-    if not speed or not memory:
-        line += " What is unchecked has no interval."
-    return line
+    unchecked = ""
+    for what, table in (("speed", job.error_table), ("memory", "memory")):
+        runs = runs_of(table, job.kind)
+        text = f"{what} from {runs} published runs"
+        if not runs:
+            text = f"{what} from none"
+            unchecked = " What is unchecked has no interval."
+        parts.append(text)
+    return f"80 % intervals of {_KINDS[job.kind]}: {', '.join(parts)}.{unchecked}"
 
 
 def _doubling(jobs: Sequence[Estimate]) -> Iterator[str]:
     """Say what more chips change beside the speed, if several numbers of one chip are compared."""
     counts = sorted({job.num_chips for job in jobs})
-    if len({job.chip.name for job in jobs}) > 1 or len(counts) < 2:
+    if len(_chips(jobs)) > 1 or len(counts) < 2:
         return
     yield (
         f"From {counts[0]:,} to {counts[-1]:,} chips: at equal tokens a step the learning rate "
@@ -393,17 +409,16 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     yield f"{best.recipe.title} loses {best.recipe.storage.loses}"
     if plan.tokens is not None:
         yield f"{RESTARTS:.0%} for restarts in the time of the run, up to {MOST_RESTARTS:.0%} in its interval"
-    lossy = dict.fromkeys(
-        job.recipe.title for job in plan.options if not keeps_rate(job.recipe.storage)
-    )
+    lossy = [job.recipe.title for job in plan.options if not keeps_rate(job.recipe.storage)]
     if lossy:
-        yield f"{', '.join(lossy)} lose small updates, or hold or freeze second moments, and are listed last"
+        yield f"{', '.join(dict.fromkeys(lossy))} lose small updates, or hold or freeze second moments, and are listed last"
     if preset is not None and best.sequence_length > preset.max_positions:
         yield f"positions beyond {preset.name}'s {preset.max_positions:,} (a config.json with larger max_position_embeddings)"
     usual = ""
     is_usual = LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP
-    if not (best.program.lora or is_usual):
-        usual = f", where published ones have {count_text(LEAST_TOKENS_PER_STEP)} to {count_text(MOST_TOKENS_PER_STEP)}"
+    if not (best.program.has_adapters or is_usual):
+        least = count_text(LEAST_TOKENS_PER_STEP)
+        usual = f", where published ones have {least} to {count_text(MOST_TOKENS_PER_STEP)}"
     yield f"steps of {best.tokens_per_step:,} tokens{usual} (--tokens-per-step)"
     if best.layout.context > 2:
         yield "context ranks as fast as their bytes: torchtitan's took 22 to 55 % more time than planned, over 4 and 8 ranks"

@@ -8,14 +8,13 @@ this table.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.planner.architecture import Architecture, Matmul
 from narrowgauge.planner.layouts import read_fields, refuse_others
-from narrowgauge.planner.model import Architecture, Matmul
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import load_data
 
@@ -30,6 +29,8 @@ BASES = ("bfloat16", "int8", "nf4", "nvfp4")
 """Formats of ``--base``."""
 PARTS = ("attention", "mlp", "experts", "embeddings", "head", "norms", "reference")
 """Parts of a model. ``reference`` is a frozen copy of all others, as DPO and GRPO keep it."""
+_NARROW = ("int8", "nf4", "nvfp4")
+_REST = "rest"
 
 
 class Part(NamedTuple):
@@ -39,11 +40,13 @@ class Part(NamedTuple):
         dtype: of a frozen weight; empty for that of the storage.
         trains: has gradients and optimizer states.
         host: lies in the host's memory, and comes to the chip when it is used.
+        rank: of the adapters on its matrices; 0 without adapters.
     """
 
     dtype: str = ""
     trains: bool = True
     host: bool = False
+    rank: int = 0
 
     @property
     def bytes(self) -> float:
@@ -53,23 +56,37 @@ class Part(NamedTuple):
     @property
     def is_narrow(self) -> bool:
         """Tell whether its matmuls dequantize it first."""
-        return self.dtype in ("int8", "nf4", "nvfp4")
+        return self.dtype in _NARROW
+
+    def __str__(self) -> str:
+        words = "trained" if self.trains else f"frozen in {self.dtype}"
+        if self.rank:
+            words += f" under adapters of rank {self.rank}"
+        if self.host:
+            words += " on the host"
+        return words
 
 
 def read_part(text: str) -> Part:
-    """Read ``DTYPE``, ``frozen``, ``trained`` and ``host``, joined by ``+``.
+    """Read ``DTYPE``, ``frozen``, ``trained``, ``host`` and ``loraR``, joined by ``+``.
 
-    A dtype is that of a frozen weight.
+    A dtype is that of a frozen weight. ``lora16`` puts adapters of rank 16 on its matrices.
     """
+    dtypes = []
     words = text.split("+")
+    rank = 0
     for word in words:
         known = (*FROZEN_BITS, "frozen", "trained", "host")
-        if word not in known:
+        digits = word.removeprefix("lora")
+        if word in FROZEN_BITS:
+            dtypes.append(word)
+        elif digits != word and digits.isdecimal() and int(digits):
+            rank = int(digits)
+        elif word not in known:
             raise RecipeError(
                 f"Cannot store a part of a model as {text!r} because {word!r} is unknown.",
-                suggestion(word, known) or f"There are {', '.join(known)}, joined by +.",
+                suggestion(word, known) or f"There are {', '.join(known)}, loraR, joined by +.",
             )
-    dtypes = [word for word in words if word in FROZEN_BITS]
     is_trained = "trained" in words
     if len(dtypes) > 1 or (dtypes and is_trained):
         raise RecipeError(
@@ -77,9 +94,28 @@ def read_part(text: str) -> Part:
             "says.",
             "Name one format of a frozen part, or 'trained'.",
         )
-    dtype = dtypes[0] if dtypes else ""
-    is_frozen = bool(dtypes) or "frozen" in words
-    return Part(dtype or ("bfloat16" if is_frozen else ""), not is_frozen, "host" in words)
+    if not (dtypes or rank or "frozen" in words):
+        return Part(host="host" in words)
+    return Part([*dtypes, "bfloat16"][0], False, "host" in words, rank)
+
+
+def adapters(rank: int, base: str) -> dict[str, Part]:
+    """Return the parts of a model with adapters of a rank over weights frozen in a format.
+
+    Experts stay in bfloat16: transformers holds them in one tensor, which bitsandbytes does not
+    quantize. Beside a narrow base, a program may widen what is outside the layers
+    (``Program.rest``).
+    """
+    outside = Part(_REST if base in _NARROW else "bfloat16", False)
+    layers = Part(base, False, rank=rank)
+    return {
+        "attention": layers,
+        "mlp": layers,
+        "experts": Part("bfloat16", False),
+        "embeddings": outside,
+        "head": outside,
+        "norms": outside,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +138,8 @@ class Program:
         release: each layer's gradient is freed after its update, within backward.
         offload: gradients, optimizer states and their update are on the host.
         saved: place of the inputs that recomputed layers keep: the chip, or ``"host"``.
-        lora: rank of the adapters that train; 0 without adapters.
-        base: format of the frozen weights of layers under adapters: ``bfloat16``, ``int8``, ``nf4``
-            or ``nvfp4``. Experts stay in bfloat16: transformers holds them in one tensor, which
-            bitsandbytes does not quantize.
         rest: dtype of frozen embeddings, head and norms beside a narrow base.
-        parts: rows that differ from what ``lora`` and ``base`` imply.
-        adapted: matrices with adapters: ``"all"`` of the layers but experts, or ``"attention"``.
+        parts: the table of the model's parts, by name; what is not in it trains.
         text, source, limits: its name in sentences, where the fields are from, and what it runs.
         software, softwares: its row of measured speed, and beginnings of the rows that are planned
             as this program.
@@ -126,10 +157,7 @@ class Program:
     release: bool = False
     offload: bool = False
     saved: str = ""
-    lora: int = 0
-    base: str = "bfloat16"
     rest: str = "bfloat16"
-    adapted: str = "all"
     parts: tuple[tuple[str, Part], ...] = ()
     text: str = field(default="", compare=False)
     software: str = field(default="", compare=False)
@@ -139,28 +167,21 @@ class Program:
 
     def __post_init__(self) -> None:
         refuse_others("program", self, _VALUES)
-        if type(self.lora) is not int or self.lora < 0:
-            raise RecipeError(
-                f"a program has lora = {self.lora!r}.", "Use a rank from 1 on, or 0 for none."
-            )
 
     def part(self, name: str) -> Part:
         """Return the row of a part of the model."""
         for part, row in self.parts:
             if part == name:
-                return row
-        if not self.lora:
-            return Part()
-        if name in ("attention", "mlp"):
-            return Part(self.base, False)
-        is_outside = name != "experts" and self.base != "bfloat16"
-        return Part(self.rest if is_outside else "bfloat16", False)
+                return row._replace(dtype=self.rest) if row.dtype == _REST else row
+        return Part()
 
     def part_of(self, matmul: Matmul) -> Part:
         """Return the row of a matrix. A router is stored like attention."""
         if matmul.is_expert:
             return self.part("experts")
-        return self.part(matmul.part if matmul.part in ("mlp", "head") else "attention")
+        if matmul.part in ("mlp", "head"):
+            return self.part(matmul.part)
+        return self.part("attention")
 
     @property
     def reference(self) -> Part | None:
@@ -168,10 +189,12 @@ class Program:
         return dict(self.parts).get("reference")
 
     @property
+    def has_adapters(self) -> bool:
+        return any(row.rank for _, row in self.parts)
+
+    @property
     def trains_all(self) -> bool:
         """Tell whether every part of the model trains."""
-        if self.lora:
-            return False
         return all(row.trains for name, row in self.parts if name != "reference")
 
     def logit_bytes(self, width: float) -> float:
@@ -182,48 +205,46 @@ class Program:
         A compiled loss keeps the logits and their gradient. An eager loss also has float32 logits,
         their log-softmax and its gradient, 12 bytes, while the allocator still reserves the logits.
         """
-        width = 4.0 if self.head == "float32" else 2.0 if self.head else width
-        return (
-            2 * width
-            if self.loss == "compiled"
-            else (12 + width) / (CHUNKS if self.loss == "chunked" else 1)
-        )
+        if self.head:
+            width = 4.0 if self.head == "float32" else 2.0
+        if self.loss == "compiled":
+            return 2 * width
+        return (12 + width) / (CHUNKS if self.loss == "chunked" else 1)
 
     def __str__(self) -> str:
         """Write the program as the answer states it."""
-        parts = [f"{self.kernels} kernels, {self.loss} loss, {self.attention} attention"]
+        words = [f"{self.kernels} kernels, {self.loss} loss, {self.attention} attention"]
         if self.gathered:
-            parts.append(
+            words.append(
                 f"float32 shards gathered in {self.gathered} and reduced in {self.reduced}"
             )
-        parts.append(
-            "micro-batches summed in "
-            f"{'the dtype of the weights' if self.sums == 'weight' else self.sums}"
-        )
-        if self.release:
-            parts.append("each gradient freed after its update")
-        if self.offload:
-            parts.append("states on the host")
-        if self.saved:
-            parts.append("inputs of recomputed layers on the host")
-        if self.lora:
-            parts.append(f"adapters of rank {self.lora} over weights frozen in {self.base}")
-        for name, row in self.parts:
-            state = "trained" if row.trains else f"frozen in {row.dtype}"
-            parts.append(f"{name} {state}{' on the host' if row.host else ''}")
-        return f"{self.text}: {', '.join(parts)}"
+        sums = "the dtype of the weights" if self.sums == "weight" else self.sums
+        words.append(f"micro-batches summed in {sums}")
+        for is_true, text in (
+            (self.release, "each gradient freed after its update"),
+            (self.offload, "states on the host"),
+            (self.saved, "inputs of recomputed layers on the host"),
+        ):
+            if is_true:
+                words.append(text)
+        names: dict[str, list[str]] = {}
+        for name, _ in self.parts:
+            names.setdefault(str(self.part(name)), []).append(name)
+        for state, parts in names.items():
+            words.append(f"{' and '.join(parts)} {state}")
+        return f"{self.text}: {', '.join(words)}"
 
 
 def adapters_of(a: Architecture, program: Program) -> Iterator[Matmul]:
     """Yield both matrices of each adapter, ``[rank, in_features]`` and ``[out_features, rank]``."""
-    for m in a.matmuls if program.lora else ():
-        if m.part == "attention" or (program.adapted == "all" and m.part == "mlp"):
-            yield replace(
-                m, name=f"{m.name}.lora_A", out_features=program.lora, split="none", has_bias=False
-            )
-            yield replace(
-                m, name=f"{m.name}.lora_B", in_features=program.lora, split="none", has_bias=False
-            )
+    if not program.has_adapters:
+        return
+    for m in a.matmuls:
+        rank = 0 if m.part == "experts" else program.part_of(m).rank
+        if rank:
+            first = replace(m, name=f"{m.name}.lora_A", split="none", has_bias=False)
+            yield replace(first, out_features=rank)
+            yield replace(first, name=f"{m.name}.lora_B", in_features=rank)
 
 
 CHUNKS = 8
@@ -232,7 +253,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "kernels": ("eager", "compiled", "fused"), "loss": ("whole", "compiled", "chunked"), "head": ("", "bfloat16", "float32"),
     "selective": ("attention", "operations", "modules"), "attention": ("flash", "eager"), "gathered": ("", "bfloat16"),
     "reduced": ("bfloat16", "float32"), "sums": ("weight", *ACCUMULATION_DTYPES), "release": (False, True),
-    "offload": (False, True), "saved": ("", "host"), "base": BASES, "rest": tuple(FROZEN_BITS), "adapted": ("all", "attention"),
+    "offload": (False, True), "saved": ("", "host"), "rest": tuple(FROZEN_BITS),
 }  # fmt: skip
 PROGRAMS: dict[str, Program] = {
     name: Program(name, **row) for name, row in load_data("programs", "planner").items()
@@ -243,57 +264,49 @@ DEFAULT = PROGRAMS["compiled"]
 
 def program_of(software: set[str]) -> Program:
     """Return the program of a row of measured speed, or the default one."""
-    named = (
-        row
-        for row in PROGRAMS.values()
-        if all(name.startswith(tuple(row.softwares)) for name in software)
-    )
-    return next(named, DEFAULT)
+    for row in PROGRAMS.values():
+        starts = tuple(row.softwares)
+        if all(name.startswith(starts) for name in software):
+            return row
+    return DEFAULT
 
 
-_FIELDS = tuple(
-    row.name
-    for row in dataclasses.fields(Program)
-    if row.compare and row.name not in ("name", "parts")
-)
+_FIELDS = tuple(_VALUES)
 
 
 def read_program(text: str | Program) -> Program:
     """Read a program: a name of ``PROGRAMS``, fields with values, or both, between commas."""
     if isinstance(text, Program):
         return text
-    name, fields = read_fields(
-        text, "program", PROGRAMS, _FIELDS, f"There are {', '.join(PROGRAMS)}."
-    )
-    switches = {"true": True, "false": False}
-    return replace(
-        PROGRAMS.get(name, DEFAULT),
-        **{key: switches.get(value, value) for key, value in fields.items()},
-    )
+    advice = f"There are {', '.join(PROGRAMS)}."
+    name, fields = read_fields(text, "program", PROGRAMS, _FIELDS, advice)
+    for key, value in fields.items():
+        fields[key] = {"true": True, "false": False}.get(value, value)
+    return replace(PROGRAMS.get(name, DEFAULT), **fields)
 
 
-def with_parts(program: Program, parts: Mapping[str, str]) -> Program:
+def with_parts(program: Program, parts: Mapping[str, str | Part]) -> Program:
     """Return a program with rows of its table of parts replaced.
 
     Args:
-        parts: texts of :func:`read_part` by name of a part.
+        parts: rows, or texts of :func:`read_part`, by name of a part.
     Raises:
         RecipeError: an unknown part, a reference that trains, or nothing that trains.
     """
     if not parts:
         return program
     rows = dict(program.parts)
-    for name, text in parts.items():
+    for name, row in parts.items():
         if name not in PARTS:
             raise RecipeError(
                 f"Cannot plan a part named {name!r}.",
                 suggestion(name, PARTS) or f"There are {', '.join(PARTS)}.",
             )
-        rows[name] = read_part(text)
+        rows[name] = read_part(row) if isinstance(row, str) else row
         if name == "reference" and rows[name].trains:
             rows[name] = rows[name]._replace(trains=False, dtype="bfloat16")
     result = replace(program, parts=tuple(rows.items()))
-    weights = [name for name in PARTS if name != "reference"]
-    if not program.lora and not any(result.part(name).trains for name in weights):
+    weights = [result.part(name) for name in PARTS if name != "reference"]
+    if not any(row.trains or row.rank for row in weights):
         raise RecipeError("Cannot plan a model of which nothing trains.", "Name --lora.")
     return result

@@ -9,24 +9,22 @@ kernel takes a few microseconds to start and to end.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from narrowgauge.planner.efficiency import Efficiency
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import SLOTS, TENSORS, Cast, Compute, Product, casts_made
-from narrowgauge.spec.formats import get_format
+from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
 from narrowgauge.spec.recipes import Recipe
 
 
 def is_native(product: Product, chip: Chip) -> bool:
     """Tell whether the chip multiplies the operands' codes directly, with a kernel of this version."""
-    formats = [cast.format for cast in (product.left, product.right)]
     if needs_kernel(product):
         has_kernel = kernel_for(product, chip.target) is not None
     else:
         has_kernel = product.is_wide or chip.vendor == "NVIDIA"
-    return has_kernel and all(chip.rate_format(format) in chip.peak_tflops for format in formats)
+    formats = {chip.rate_format(cast.format) for cast in (product.left, product.right)}
+    return has_kernel and formats <= chip.peak_tflops.keys()
 
 
 def multiplies(compute: Compute, chip: Chip) -> bool:
@@ -63,25 +61,25 @@ def operation_seconds(
     }
     flops = 2.0 * num_tokens * num_weights
     seconds: dict[str, float] = {}
+    widths = dict.fromkeys(TENSORS, bytes_per_number(stream))
+    widths["weight"] = bytes_per_number(weights)
     for matmul, product in compute.products.items():
         native = is_native(product, chip)
         for name in casts_made(compute):
             if SLOTS[name].matmul == matmul:
                 cast = compute.casts[name]
                 tensor = SLOTS[name].tensor
-                width = bytes_per_number(weights if tensor == "weight" else stream)
-                moved = sizes[tensor] * (width * _passes(cast) + _written_bytes(cast, native))
-                seconds[name] = bytes_seconds(moved, chip, shares) + shares["kernel_seconds"]
-        operands = [SLOTS[f"{matmul}.{side}"].tensor for side in ("left", "right")]
-        [result] = set(TENSORS) - set(operands)
-        first, second = (sizes[tensor] for tensor in operands)
-        moved = first * _written_bytes(product.left, native) + second * _written_bytes(
-            product.right, native
-        )
-        moved += sizes[result] * bytes_per_number(weights if result == "weight" else stream)
-        extra = _extra_bytes(matmul, product, native, first, second, sizes[result])
-        format = product.left.format if native else stream
-        rate_format = chip.rate_format(format)
+                width = widths[tensor] * _passes(cast) + _written_bytes(cast, native)
+                moved = bytes_seconds(sizes[tensor] * width, chip, shares)
+                seconds[name] = moved + shares["kernel_seconds"]
+        left = SLOTS[f"{matmul}.left"].tensor
+        right = SLOTS[f"{matmul}.right"].tensor
+        [result] = set(TENSORS) - {left, right}
+        moved = sizes[left] * _written_bytes(product.left, native)
+        moved += sizes[right] * _written_bytes(product.right, native)
+        moved += sizes[result] * widths[result]
+        extra = _extra_bytes(matmul, product, native, sizes[left], sizes[right], sizes[result])
+        rate_format = chip.rate_format(product.left.format if native else stream)
         rate = chip.peak_tflops[rate_format] * 1e12 * shares[f"matmul.{rate_format}"]
         longer = max(flops / rate, bytes_seconds(moved, chip, shares))
         seconds[matmul] = longer + shares["kernel_seconds"] + bytes_seconds(extra, chip, shares)
@@ -92,16 +90,19 @@ def _passes(cast: Cast) -> int:
     """Count how often a cast reads its operand: once with scales per row or block, else once more
     for the scale.
     """
-    if cast.scaling == "static":
-        return 1
-    return 2 if cast.granularity in ("tensor", "column") or cast.scale == "float8_e4m3fn" else 1
+    is_of_whole = cast.granularity in ("tensor", "column") or cast.scale == "float8_e4m3fn"
+    if is_of_whole and cast.scaling != "static":
+        return 2
+    return 1
 
 
 def _written_bytes(cast: Cast, native: bool) -> float:
     """Return the bytes per operand element: its codes, or the 16-bit values that replace them."""
     if native and cast.block is not None:
         return cast.bits / 8  # with the scales of its blocks
-    return bytes_per_number(cast.format) if cast.is_wide or native else 2.0
+    if native or cast.is_wide:
+        return bytes_per_number(cast.format)
+    return 2.0
 
 
 def _extra_bytes(
@@ -125,10 +126,5 @@ def _extra_bytes(
         and not scaled_inside
         and product.left.scaling != "static"
     ):
-        total += result * ((4 if native else 2) + 2 + (2 if native else 0))
+        total += result * (8 if native else 4)
     return total
-
-
-@lru_cache(maxsize=64)
-def bytes_per_number(format: str) -> float:
-    return get_format(format).storage_bits / 8

@@ -21,7 +21,7 @@ def _reasons(program: Program, job: Job) -> Iterator[str]:
     layout = job.layout
     recipe = job.recipe
     rule = UPDATE_RULES[job.optimizer].optimizer
-    has_adapters = bool(job.program.lora)
+    has_adapters = job.program.has_adapters
     axes = limits["axes"]
     used = [axis for axis in (*AXES, "expert") if getattr(layout, axis) > 1]
     # A recipe that the program has itself needs no optimizer and no layers of ours.

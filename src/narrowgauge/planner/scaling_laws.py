@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.planner.units import duration_text
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.tables import Row, Table, number_columns
-from narrowgauge.spec.toml import load_data
 
-CAUSES: dict[str, Any] = load_data("causes", "planner")
-"""``cause``: possible causes of time that does not shrink, and how to measure each."""
 NOISE = 0.02
 """Relative error of a measured time, unless the times show a larger error."""
 SIGMAS = 1.2816
@@ -38,11 +35,11 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 Only ``divided`` shrinks with more chips.
 """
-_LAWS = (("divided",), *(("divided", rest) for rest in SHAPES if rest != "divided"))
+_LAWS = (("divided",), ("divided", "constant"), ("divided", "logarithmic"), ("divided", "linear"))
 
-_ALLOWED = (
-    1.5  # times the noise: a law may miss the points by this much, however well another law fits
-)
+# Times the noise: a law may miss the points by this much, however well another law fits.
+_ALLOWED = 1.5
+_TEXTS = {"divided": " / N", "constant": "", "logarithmic": " × log2 N", "linear": " × N"}
 _UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _EXAMPLE = "For instance 128:10d,256:7d (units s, min, h, d)."
 Points = Sequence[tuple[int, float]]
@@ -99,17 +96,13 @@ class Law:
         times.
         """
         # Change of the time per relative error of each point's time.
-        changes = sum(
-            SHAPES[name](chips) * weights
-            for name, weights in zip(self.parts, self.weights, strict=True)
-        )
-        deviation = max(NOISE, self.error) * math.hypot(*changes)
+        changes = [SHAPES[name](chips) for name in self.parts] @ self.weights
+        margin = SIGMAS * max(NOISE, self.error) * math.hypot(*changes)
         middle = self.seconds(chips)
-        return max(0.0, middle - SIGMAS * deviation), middle + SIGMAS * deviation
+        return max(0.0, middle - margin), middle + margin
 
     def __str__(self) -> str:
-        units = {"divided": " / N", "constant": "", "logarithmic": " × log2 N", "linear": " × N"}
-        return " + ".join(duration_text(value) + units[name] for name, value in self.parts.items())
+        return " + ".join(duration_text(value) + _TEXTS[name] for name, value in self.parts.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,75 +124,66 @@ class Scaling:
 
     def sentences(self) -> list[str]:
         """Summarize the times in at most four sentences."""
-        (first, slow), (last, fast), law = self.points[0], self.points[-1], self.laws[0]
+        return list(self._sentences())
+
+    def _sentences(self) -> Iterator[str]:
+        first, slow = self.points[0]
+        last, fast = self.points[-1]
+        law = self.laws[0]
         times = slow / fast
         ratio = last / first
-        lines = [
+        yield (
             f"{last:,} chips instead of {first:,}: {duration_text(slow)} become "
-            f"{duration_text(fast)}, {times:.3g} × as fast "
-            f"on {ratio:.3g} × the chips, an efficiency of {times / ratio:.0%}. "
-            f"{first * slow / 86_400:,.4g} chip-days become "
+            f"{duration_text(fast)}, {times:.3g} × as fast on {ratio:.3g} × the chips, an "
+            f"efficiency of {times / ratio:.0%}. {first * slow / 86_400:,.4g} chip-days become "
             f"{last * fast / 86_400:,.4g}, {ratio / times:.3g} × as many."
-        ]
+        )
         if law.error > 2 * NOISE:
-            lines.append(
+            yield (
                 "No sum of parts that shrink, stay or grow with the chips fits these times: the "
-                f"closest law, {law}, misses them "
-                f"by {law.error:.0%}. They are not of one job, or one of them met trouble; do not "
-                "extrapolate them."
+                f"closest law, {law}, misses them by {law.error:.0%}. They are not of one job, or "
+                "one of them met trouble; do not extrapolate them."
             )
-            return lines
+            return
         total = law.seconds(first)
         divided = law.parts["divided"] / first
-        lines.append(
+        yield (
             f"T(N) = {law}: of {duration_text(total)} on {counted(first, 'chip')} "
-            f"{duration_text(divided)} are divided among "
-            f"them and {duration_text(total - divided)} are not."
+            f"{duration_text(divided)} are divided among them and "
+            f"{duration_text(total - divided)} are not."
         )
-        if "constant" in law.parts:
-            lines.append(
-                f"No number of chips takes less than {duration_text(law.parts['constant'])} by "
-                "this law."
-            )
+        least = law.parts.get("constant")
+        if least is not None:
+            yield f"No number of chips takes less than {duration_text(least)} by this law."
         if len(dict(self.points)) == len(law.parts):
-            return [
-                *lines,
-                "As many sizes as unknowns: nothing checks this law. Measure a third size.",
-            ]
-        return [
-            *lines,
-            "More sizes than unknowns were measured: the law misses their times by "
-            f"{law.error:.1%}.",
-        ]
+            yield "As many sizes as unknowns: nothing checks this law. Measure a third size."
+        else:
+            yield (
+                "More sizes than unknowns were measured: the law misses their times by "
+                f"{law.error:.1%}."
+            )
 
     def row(self, at: Sequence[int] = ()) -> Row:
-        """Return plain values: the laws, times on half the least, ``at`` and twice the most chips,
-        and possible causes.
+        """Return plain values: the laws, and times on half the least, ``at`` and twice the most
+        chips.
         """
         first = self.points[0][0]
-        last = self.points[-1][0]
         law = self.laws[0]
         predictions = []
-        for chips in sorted({max(1, first // 2), *at, max([2 * last, *at])}):
-            seconds, (low, high) = law.seconds(chips), self.interval(chips)
-            times = {"seconds": seconds, "low_seconds": low, "high_seconds": high}
-            predictions.append(
-                {
-                    "chips": chips,
-                    **times,
-                    "efficiency": law.seconds(first) / seconds * first / chips,
-                }
-            )
-        shapes = {name for law in self.laws for name in law.parts}
-        return {
-            "laws": [
-                {"parts_seconds": law.parts, "relative_error": law.error, "text": str(law)}
-                for law in self.laws
-            ],
-            "predictions": predictions,
-            "causes": [cause for cause in CAUSES["cause"] if cause["shape"] in shapes],
-            "sentences": self.sentences(),
-        }
+        for chips in sorted({max(1, first // 2), *at, max(2 * self.points[-1][0], *at, 0)}):
+            seconds = law.seconds(chips)
+            low, high = self.interval(chips)
+            row = {"chips": chips, "seconds": seconds, "low_seconds": low, "high_seconds": high}
+            row["efficiency"] = law.seconds(first) / seconds * first / chips
+            predictions.append(row)
+        laws = []
+        for law in self.laws:
+            laws.append({"parts_seconds": law.parts, "relative_error": law.error, "text": str(law)})
+        return {"laws": laws, "predictions": predictions, "sentences": self.sentences()}
+
+
+def _interval_text(row: Row) -> str:
+    return f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}"
 
 
 def tables_of(row: Row) -> list[Table]:
@@ -207,16 +191,10 @@ def tables_of(row: Row) -> list[Table]:
     columns = number_columns(
         chips=lambda row: f"{row['chips']:,}",
         time=lambda row: duration_text(row["seconds"]),
-        interval_80=lambda row: f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
+        interval_80=_interval_text,
         efficiency=lambda row: f"{row['efficiency']:.0%}",
     )
     return [Table(columns, row["predictions"], "Other numbers of chips")]
-
-
-def causes_of(row: Row) -> list[str]:
-    """Return what may not be divided, and how to measure it, one a line."""
-    lines = [f"{cause['name']} ({cause['shape']}): {cause['measure']}" for cause in row["causes"]]
-    return ["What may not be divided, and how to measure it:", *lines]
 
 
 def fit(points: Points) -> Scaling:
@@ -229,17 +207,16 @@ def fit(points: Points) -> Scaling:
         >>> print(fit(read_points("128:10d,256:7d")).laws[0])
         768 d / N + 4 d
     """
-    laws = [law for law in (_law(names, points) for names in _LAWS) if law is not None]
+    laws = [law for names in _LAWS if (law := _law(names, points))]
     enough = max(_ALLOWED * NOISE, 2 * min(law.error for law in laws))
     close = [law for law in laws if law.error <= enough]
     fewest = min(len(law.parts) for law in close)
-    close.sort(
-        key=lambda law: (
-            len(law.parts),
-            round(law.error / NOISE, 1) if len(law.parts) == fewest else 0,
-        )
-    )
-    return Scaling(points, tuple(close))
+
+    def place(law: Law) -> tuple[int, float]:
+        size = len(law.parts)
+        return size, round(law.error / NOISE, 1) if size == fewest else 0.0
+
+    return Scaling(points, tuple(sorted(close, key=place)))
 
 
 def _law(names: Sequence[str], points: Points) -> Law | None:
@@ -247,12 +224,10 @@ def _law(names: Sequence[str], points: Points) -> Law | None:
     # Imported here: loading takes as long as a whole plan.
     import numpy as np
 
-    rows = np.array(
-        [[SHAPES[name](chips) / seconds for name in names] for chips, seconds in points]
-    )
-    weights = (
-        np.linalg.pinv(rows / np.linalg.norm(rows, axis=0)) / np.linalg.norm(rows, axis=0)[:, None]
-    )
+    columns = [[SHAPES[name](chips) / seconds for chips, seconds in points] for name in names]
+    rows = np.array(columns).T
+    norms = np.linalg.norm(rows, axis=0)
+    weights = np.linalg.pinv(rows / norms) / norms[:, None]
     values = weights.sum(axis=1)
     if (rows * values).min() < -1e-9:
         return None

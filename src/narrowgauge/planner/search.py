@@ -15,11 +15,11 @@ from itertools import product
 from typing import Any
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.job import Job
 from narrowgauge.planner.layouts import AXES, Layout, unsuited
-from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.program import DEFAULT, PROGRAMS, Program
 from narrowgauge.planner.runs_with import programs_of, why_not
 from narrowgauge.planner.step_time import check_job
@@ -151,9 +151,9 @@ def _sums(job: Job, fixed: Mapping[str, Any]) -> list[str]:
         return [fixed["accumulation_dtype"]]
     visible = job.recipe.storage.visible
     usual = visible if job.program.sums == "weight" else job.program.sums
-    return (
-        [usual] if job.recipe.reduction.order_invariant else list(dict.fromkeys([usual, visible]))
-    )
+    if job.recipe.reduction.order_invariant or usual == visible:
+        return [usual]
+    return [usual, visible]
 
 
 def _best(tried: Sequence[Estimate], least: float) -> Estimate | None:
@@ -161,9 +161,9 @@ def _best(tried: Sequence[Estimate], least: float) -> Estimate | None:
     one.
     """
     fitting = [option for option in tried if option.fits and option.tokens_per_step >= least]
-    roomy = [option for option in fitting if option.has_room]
     if not fitting:
         return None
+    roomy = [option for option in fitting if option.has_room]
     best = _fastest(roomy or fitting)
     rival = _fastest(fitting)
     if rival.tokens_per_second > MUCH_FASTER * best.tokens_per_second:
@@ -176,9 +176,9 @@ def _possible_shapes(job: Job, fixed: Mapping[str, Any]) -> list[Layout]:
     a = job.architecture
     length = job.sequence_length
     program = job.program
-    asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
     shapes = [shape for shape in _shapes(job, fixed) if not unsuited(a, shape, length)]
     if not shapes:
+        asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
         ranks = math.prod(fixed.get(name, 1) for name in AXES)
         why = unsuited(a, Layout(**fixed), length)
         why = why or f"{ranks} ranks do not divide {counted(job.cluster.chips, 'chip')}"
@@ -226,18 +226,20 @@ def fastest_removed(best: Estimate, fixed: Mapping[str, Any]) -> tuple[Estimate,
     """Return a layout that a program's limits removed although it fits and is much faster, and the
     reason; else None.
     """
-    named = [row for row in PROGRAMS.values() if row.limits]
-    programs = [best.program] if best.program.limits else named
+    programs = [best.program]
+    if not best.program.limits:
+        programs = [row for row in PROGRAMS.values() if row.limits]
     rate = best.step.total / best.layout.num_sequences
     removed: tuple[Estimate, str] | None = None
     for shape in _shapes(best, fixed):
+        per_replica = best.layout.num_sequences // shape.num_replicas
         batch = replace(
             shape,
             accumulation_dtype=best.layout.accumulation_dtype,
             recompute=best.layout.recompute,
             micro_batch=best.layout.micro_batch,
-            micro_batches=max(1, best.layout.num_sequences // shape.num_replicas // best.layout.micro_batch),
-        )  # fmt: skip
+            micro_batches=max(1, per_replica // best.layout.micro_batch),
+        )
         if unsuited(best.architecture, batch, best.sequence_length):
             continue
         option = replace(best, layout=batch, faster=None)
@@ -267,7 +269,7 @@ def _fastest(jobs: Sequence[Estimate]) -> Estimate:
 
 def usual_tokens_per_step(chips: int, program: Program = DEFAULT) -> int:
     """Return the default tokens of an optimizer step."""
-    if program.lora:
+    if program.has_adapters:
         return ADAPTER_TOKENS_PER_STEP
     return min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * chips), MOST_TOKENS_PER_STEP)
 
@@ -282,59 +284,25 @@ def _values(fixed: Mapping[str, Any], name: str, candidates: Iterable[Any]) -> t
 
 def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yield divisions of all chips among the axes, with one sequence at a time."""
-    model = job.architecture
     chips = job.cluster.chips
     node = job.cluster.chips_per_node
-    tensors = _values(fixed, "tensor", (ranks for ranks in _TENSOR if ranks <= node))
-    stages = [
-        number
-        for number in range(1, min(_MOST_STAGES, model.num_layers) + 1)
-        if chips % number == 0
-    ]
-    # Powers of two, and stages of equally many layers (embedding and head may count as a layer
-    # each).
-    stages = [
-        n
-        for n in stages
-        if not n & (n - 1) or 0 in (model.num_layers % n, (model.num_layers + 2) % n)
-    ]
-    stages = stages if chips > node else [1]
-    contexts = _values(
-        fixed, "context", (n for n in _CONTEXT if n == 1 or job.sequence_length >= n * LEAST_PART)
-    )
-    for tensor, pipeline, context in product(tensors, _values(fixed, "pipeline", stages), contexts):
+    tensors = _values(fixed, "tensor", filter(node.__ge__, _TENSOR))
+    stages = _values(fixed, "pipeline", _stages(job))
+    longest = max(1, job.sequence_length // LEAST_PART)
+    contexts = _values(fixed, "context", filter(longest.__ge__, _CONTEXT))
+    for tensor, pipeline, context in product(tensors, stages, contexts):
         ranks, rest = divmod(chips, tensor * pipeline * context)
-        if rest or (pipeline == 1 and "pipeline" not in fixed and fixed.get("interleave", 1) > 1):
+        is_interleaved_one = pipeline == 1 and fixed.get("interleave", 1) > 1
+        if rest or (is_interleaved_one and "pipeline" not in fixed):
             continue
-        most = (
-            math.gcd(model.mixture.num_experts, chips // (tensor * pipeline))
-            if model.mixture
-            else 1
-        )
-        experts = _values(
-            fixed, "expert", (1, math.gcd(most, node), *(n for n in _EXPERT if most % n == 0), most)
-        )
-        per_stage = math.ceil((model.num_layers + 2 * (model.num_layers % pipeline > 0)) / pipeline)
-        groups = range(1, min(per_stage, _MOST_GROUPS) + 1 if pipeline > 1 else 2)
-        depths = _values(
-            fixed, "interleave", (number for number in groups if per_stage % number == 0)
-        )
-        # Shard the state over all data ranks, those of a node, or none.
-        shards: tuple[int, ...] = (ranks, max(1, node // (tensor * context)), 1)
-        if "data" in fixed:
-            shards = (max(1, ranks // fixed["data"]),)
-        elif fixed.get("zero") == 0:
-            shards = (1,)
-        elif pipeline > 1 and ranks > 1:
-            # Stages hold a part of the model. Sharding their states costs no more than summing
-            # gradients.
-            shards = (ranks,)
-        for shard in _values(fixed, "shard", shards):
-            if ranks % shard or ranks // shard != fixed.get("data", ranks // shard):
-                continue
+        experts = _values(fixed, "expert", _expert_ranks(job, chips // (tensor * pipeline)))
+        depths = _values(fixed, "interleave", _depths(job.architecture.num_layers, pipeline))
+        for shard in _shards(fixed, ranks, max(1, node // (tensor * context)), pipeline):
             # Context ranks hold the same weights, so they share the state, too.
-            zeros: tuple[int, ...] = (3, 2, 1) if shard * context > 1 else (0,)
-            if shard == 1 and context > 1:
+            zeros: tuple[int, ...] = (0,)
+            if shard > 1:
+                zeros = (3, 2, 1)
+            elif context > 1:
                 zeros = (3, 2, 1, 0)
             for zero, expert, depth in product(_values(fixed, "zero", zeros), experts, depths):
                 yield Layout(
@@ -347,6 +315,60 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
                     expert=expert,
                     interleave=depth,
                 )
+
+
+def _stages(job: Job) -> Iterator[int]:
+    """Yield numbers of stages: powers of two, and stages of equally many layers (embedding and head
+    may count as a layer each).
+    """
+    yield 1
+    layers = job.architecture.num_layers
+    if job.cluster.chips <= job.cluster.chips_per_node:
+        return
+    for number in range(2, min(_MOST_STAGES, layers) + 1):
+        is_even = layers % number == 0 or (layers + 2) % number == 0
+        if job.cluster.chips % number == 0 and (is_even or number.bit_count() == 1):
+            yield number
+
+
+def _expert_ranks(job: Job, ranks: int) -> Iterator[int]:
+    """Yield numbers of expert ranks within ``ranks``: one, a node's, usual ones, and all."""
+    yield 1
+    if job.architecture.mixture:
+        most = math.gcd(job.architecture.num_experts, ranks)
+        yield math.gcd(most, job.cluster.chips_per_node)
+        for number in _EXPERT:
+            if most % number == 0:
+                yield number
+        yield most
+
+
+def _depths(layers: int, pipeline: int) -> Iterator[int]:
+    """Yield numbers of groups of layers that a stage may have."""
+    yield 1
+    if pipeline > 1:
+        per_stage = layers // pipeline
+        if layers % pipeline:
+            per_stage = math.ceil((layers + 2) / pipeline)
+        for number in range(2, min(per_stage, _MOST_GROUPS) + 1):
+            if per_stage % number == 0:
+                yield number
+
+
+def _shards(fixed: Mapping[str, Any], ranks: int, of_node: int, pipeline: int) -> Iterator[int]:
+    """Yield numbers of ranks that shard the state: all data ranks, those of a node, or none."""
+    shards: tuple[int, ...] = (ranks, of_node, 1)
+    if "data" in fixed:
+        shards = (max(1, ranks // fixed["data"]),)
+    elif fixed.get("zero") == 0:
+        shards = (1,)
+    elif pipeline > 1 and ranks > 1:
+        # Stages hold a part of the model. Sharding their states costs no more than summing
+        # gradients.
+        shards = (ranks,)
+    for shard in _values(fixed, "shard", shards):
+        if ranks % shard == 0 and ranks // shard == fixed.get("data", ranks // shard):
+            yield shard
 
 
 def _batches(
@@ -362,10 +384,11 @@ def _batches(
     per_replica = max(1, round(num_sequences / shape.num_replicas))
     most = max(8, MOST_TOKENS_AT_ONCE // job.sequence_length)
     sizes = [size for size in _MICRO_BATCHES if size <= most and per_replica % size == 0]
-    is_selective = job.program.selective != "attention" or job.program.attention == "eager"
-    recomputed = ["none", "selective", "full"] if is_selective else ["none", "full"]
+    recomputed = ["none", "full"]
     if job.program.saved:
         recomputed = ["full"]
+    elif job.program.selective != "attention" or job.program.attention == "eager":
+        recomputed = ["none", "selective", "full"]
     for micro_batch in _values(fixed, "micro_batch", sizes):
         counts = [fixed.get("micro_batches", max(1, round(per_replica / micro_batch)))]
         if is_batch_free and shape.pipeline == 1 and counts != [1]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 from narrowgauge.errors import ChipError, RecipeError
@@ -18,7 +19,7 @@ from narrowgauge.planner.units import axes_text, bytes_text, count_text
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.tables import Column, Row, Table
 
 SENTENCES = (
     "Only the state is counted (weights, gradients and optimizer states). narrowgauge plan run "
@@ -64,16 +65,17 @@ def plan_state(
     base = Layout(**fixed)
     places: list[Chip | None] = [*map(get_chip, chip)] or [None]
     compared = read_recipes(recipes, optimizer) or suited_recipes(STORAGE_RECIPES, None, optimizer)
-    open_axes = [axis for axis in ("shard", "data") if axis not in fixed]
+    # Chips that the layout does not use shard the state, or replicate it.
+    open_axis = "data" if "shard" in fixed else "shard"
     rows: list[Row] = []
     for number, place, recipe in product(chips or [base.num_ranks], places, compared):
         ranks, rest = divmod(number, base.num_ranks)
-        if rest or ranks < 1 or (ranks > 1 and not open_axes):
+        if rest or ranks < 1 or (ranks > 1 and open_axis in fixed):
             raise ChipError(
                 f"Cannot place a layout of {counted(base.num_ranks, 'chip')} on {number}.",
                 "Name all its axes, or none.",
             )
-        axes = replace(base, **{axis: getattr(base, axis) * ranks for axis in open_axes[:1]})
+        axes = replace(base, **{open_axis: getattr(base, open_axis) * ranks})
         storage = recipe.storage.keeping(OPTIMIZER_STATES[optimizer])
         on_rank = bytes_per_parameter(storage) * (params / axes.tensor / axes.pipeline)
         state = shared(on_rank, axes, axes.num_sharing)
@@ -82,8 +84,6 @@ def plan_state(
             "recipe": recipe.title,
             "bytes_per_param": storage.bytes_per_param,
             "layout": axes_text(axes),
-        }
-        row |= {
             "chips": number,
             "weights": state.weights,
             "gradients": state.gradients,
@@ -91,29 +91,23 @@ def plan_state(
             "total": total,
             "resuming": state.weights + 2 * state.optimizer,
         }
-        rows.append(
-            row
-            if place is None
-            else {**row, "chip": place.name, "free": place.memory_bytes - total}
-        )
-    return sorted(rows, key=lambda row: (row["chips"], row["total"]))
+        if place is not None:
+            row |= {"chip": place.name, "free": place.memory_bytes - total}
+        rows.append(row)
+    return sorted(rows, key=itemgetter("chips", "total"))
 
 
 def state_table(rows: Sequence[Row], params: float) -> Table:
     """Return a table of the states of ``params`` parameters."""
-    columns = (
-        *name_columns(recipe="recipe"),
+    columns = [
+        Column("recipe", "recipe", code=True),
         Column("B/param", "bytes_per_param", right=True),
-        *text_columns(layout="layout"),
-        *number_columns(
-            all_chips=lambda row: bytes_text(row["total"] * row["chips"]),
-            a_chip=lambda row: bytes_text(row["total"]),
-            while_resuming=lambda row: bytes_text(row["resuming"]),
-        ),
-    )
+        Column("layout", "layout"),
+        Column("all chips", lambda row: bytes_text(row["total"] * row["chips"]), right=True),
+        Column("a chip", lambda row: bytes_text(row["total"]), right=True),
+        Column("while resuming", lambda row: bytes_text(row["resuming"]), right=True),
+    ]
     if "chip" in rows[0]:
-        columns += (
-            *text_columns(chip="chip"),
-            *number_columns(free=lambda row: bytes_text(row["free"])),
-        )
-    return Table(columns, list(rows), f"{count_text(params)} parameters")
+        columns.append(Column("chip", "chip"))
+        columns.append(Column("free", lambda row: bytes_text(row["free"]), right=True))
+    return Table(tuple(columns), list(rows), f"{count_text(params)} parameters")

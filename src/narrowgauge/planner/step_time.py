@@ -63,15 +63,14 @@ def step_terms(job: Job) -> Terms:
     # Expert ranks are among the ranks that shard a replica's state. So fewer ranks shard each
     # expert's state.
     dense, experts = parameters_of(job, layers)
-    sharing = job.layout.num_sharing if job.layout.zero else 1
+    sharing = job.layout.sharing(1)
     number = dense / sharing + experts / job.layout.sharing_experts(sharing)
     if not job.program.trains_all:
         number = job.trained_parameters * layers / job.architecture.num_layers / sharing
     seconds = optimizer_seconds(job, number)
     formula = f"{number:.3g} parameters × {job.bytes_per_param:g} B read and written"
-    optimizer = Term(
-        "optimizer", "states read and written", seconds, formula, "bytes of the storage"
-    )
+    name = "states read and written"
+    optimizer = Term("optimizer", name, seconds, formula, "bytes of the storage")
     terms = [*_stage_terms(job, layers, has_head), optimizer]
     return Terms((*terms, *_waiting_terms(job, number, sum(term.value for term in terms))))
 
@@ -111,7 +110,9 @@ def stage_layers(num_layers: int, stages: int) -> tuple[int, bool]:
     """
     if num_layers % stages == 0:
         return num_layers // stages, True
-    return math.ceil((num_layers + 2) / stages) if num_layers > stages else 1, False
+    if num_layers <= stages:
+        return 1, False
+    return math.ceil((num_layers + 2) / stages), False
 
 
 def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
@@ -124,42 +125,36 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
         # Fused attention always recomputes its scores, unfused attention only on request.
         again["attention"] *= program.attention == "eager"
     # Weights are cast once a step while they stay gathered.
-    once_share = 1 / layout.micro_batches if layout.zero < 3 or layout.num_sharing == 1 else 1.0
+    once_share = 1.0
+    if layout.zero < 3 or layout.num_sharing == 1:
+        once_share /= layout.micro_batches
 
     def total(seconds: Seconds, repeated: float = 0.0) -> float:
         return seconds.forward * (1 + repeated) + seconds.backward + seconds.once * once_share
 
     ranks = layout.tensor, layout.expert, layout.expert_tensor_ranks
-    (matmuls, casts), (head, head_casts) = (
-        linear_seconds(
-            job.architecture,
-            job.recipe,
-            ranks,
-            job.tokens,
-            job.chip,
-            job.efficiency,
-            program,
-            is_head=is_head,
-        )
-        for is_head in (False, True)
-    )
+    question = job.architecture, job.recipe, ranks, job.tokens, job.chip, job.efficiency, program
+    matmuls, casts = linear_seconds(*question, is_head=False)
+    head, head_casts = linear_seconds(*question, is_head=True)
     of_layers = {
-        "matmuls": matmuls, "casts": casts, "attention": attention_seconds(job), "elementwise": elementwise_seconds(job),
+        "matmuls": matmuls,
+        "casts": casts,
+        "attention": attention_seconds(job),
+        "elementwise": elementwise_seconds(job),
         "gaps": mixture_seconds(job),
-    }  # fmt: skip
-    body = {group: total(seconds, again[group]) for group, seconds in of_layers.items()}
-    if program.reference is not None:  # its forward pass
-        for group, seconds in of_layers.items():
-            body[group] += seconds.forward
+    }
+    has_reference = program.reference is not None  # whose forward pass runs, too
+    body = {}
+    for group, seconds in of_layers.items():
+        body[group] = total(seconds, again[group]) + has_reference * seconds.forward
     if program.saved == "host" and layout.recompute == "full":
         # Each layer's input leaves in forward and comes back in backward; computing hides it up to
         # the link's rate.
         stream = job.tokens * job.architecture.hidden_size * job.width * job.architecture.num_layers
         rate = 1e9 * job.chip.host_gb_per_second * job.efficiency["host"]
         body["gaps"] += max(0.0, 2 * stream / rate - sum(body.values()))
-    head_forward = head.forward if program.reference is not None else 0.0
     return body, {
-        "matmuls": total(head) + head_forward,
+        "matmuls": total(head) + has_reference * head.forward,
         "casts": total(head_casts),
         "loss": total(loss_seconds(job)),
     }
@@ -171,9 +166,8 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
     library = job.efficiency["library"]
     batches = job.layout.micro_batches
     body, tail = _micro_batch_seconds(job)
-    groups = {
-        group: seconds * layers / job.architecture.num_layers for group, seconds in body.items()
-    }
+    share = layers / job.architecture.num_layers
+    groups = {group: seconds * share for group, seconds in body.items()}
     for group, seconds in tail.items():
         groups[group] = groups.get(group, 0.0) + seconds * has_head
     busy = sum(groups.values())
@@ -191,9 +185,8 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
         waiting = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
         formula = f"{layout.pipeline - 1} other stages, {waiting:.3g} s a micro-batch, / {layout.interleave}"
         bubble = waiting / layout.interleave / library
-        yield Term(
-            "bubble", "filling and draining the pipeline", bubble, formula, "arXiv 2104.04473"
-        )
+        name = "filling and draining the pipeline"
+        yield Term("bubble", name, bubble, formula, "arXiv 2104.04473")
 
 
 def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
@@ -214,15 +207,9 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         formula = f"{seconds:.3g} s × {beyond:.3g}, the median of published runs of this kind"
         if job.correction != 1:
             formula = f"{seconds:.3g} s × {beyond:.3g}, of the measured run (--like)"
-        yield Term(
-            "waiting", "beyond the terms", seconds * beyond, formula, "benchmarks/published_runs.py"
-        )
+        source = "benchmarks/published_runs.py"
+        yield Term("waiting", "beyond the terms", seconds * beyond, formula, source)
     saved = number * job.bytes_per_param / (1e9 * job.chip.host_gb_per_second * shares["host"])
     formula = f"{saved:.3g} s to the host's memory every {CHECKPOINT_SECONDS:,.0f} s"
-    yield Term(
-        UNSTEADY_GROUP,
-        "copying states",
-        seconds * saved / CHECKPOINT_SECONDS,
-        formula,
-        "an assumption",
-    )
+    copying = seconds * saved / CHECKPOINT_SECONDS
+    yield Term(UNSTEADY_GROUP, "copying states", copying, formula, "an assumption")

@@ -40,6 +40,10 @@ class Terms:
         """Return the addends of all other groups."""
         return Terms(tuple(term for term in self.addends if term.group not in groups))
 
+    def of(self, *names: str) -> float:
+        """Return the sum of the addends with these names."""
+        return float(sum(term.value for term in self.addends if term.name in names))
+
     @cached_property
     def total(self) -> float:
         return float(sum(term.value for term in self.addends))
@@ -51,3 +55,8 @@ class Terms:
         for term in self.addends:
             sums[term.group] = sums.get(term.group, 0.0) + term.value
         return sums
+
+    @property
+    def largest_group(self) -> str:
+        groups = self.groups
+        return max(groups, key=groups.__getitem__)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.layouts import AXES, Layout
 
+# 480 GB is easier to compare with a chip's memory than 0.48 TB. So terabytes begin at ten.
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -19,8 +20,9 @@ def bytes_text(num_bytes: float) -> str:
     scale, unit = unit_of(num_bytes, "bytes")
     # Round halves up, as people do.
     number = num_bytes / scale * (1 + 1e-12)
-    digits = f"{number:,.0f}" if abs(number) >= 100 else f"{number:.1f}".removesuffix(".0")
-    return f"{digits} {unit}"
+    if abs(number) >= 100:
+        return f"{number:,.0f} {unit}"
+    return f"{f'{number:.1f}'.removesuffix('.0')} {unit}"
 
 
 def duration_text(seconds: float) -> str:
@@ -30,11 +32,15 @@ def duration_text(seconds: float) -> str:
         >>> duration_text(864000), duration_text(93600), duration_text(5.5 * 86400), duration_text(0.0123)
         ('10 d', '26 h', '5.5 d', '12.3 ms')
     """
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if abs(seconds) >= (1.75 if unit == "d" else 2) * size:
-            value = seconds / size
-            return f"{f'{value:,.0f}' if abs(value) >= 100 else f'{value:.3g}'} {unit}"
-    return f"{seconds:.3g} s" if abs(seconds) >= 1 or seconds == 0 else f"{1e3 * seconds:.3g} ms"
+    for unit, size, least in (("d", 86400.0, 1.75), ("h", 3600.0, 2.0), ("min", 60.0, 2.0)):
+        value = seconds / size
+        if abs(value) >= 100:
+            return f"{value:,.0f} {unit}"
+        if abs(value) >= least:
+            return f"{value:.3g} {unit}"
+    if abs(seconds) >= 1 or seconds == 0:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def count_text(number: float) -> str:
@@ -44,10 +50,10 @@ def count_text(number: float) -> str:
         >>> count_text(32.5e9), count_text(10e9), count_text(1_331_200_000), count_text(128)
         ('32.5B', '10B', '1.33B', '128')
     """
-    scale, unit = next(
-        ((scale, unit) for scale, unit in _COUNTS if abs(number) >= scale), (1.0, "")
-    )
-    return f"{number / scale:.3g}{unit}"
+    for scale, unit in _COUNTS:
+        if abs(number) >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.3g}"
 
 
 def unit_of(value: float, quantity: str) -> tuple[float, str]:
@@ -55,11 +61,11 @@ def unit_of(value: float, quantity: str) -> tuple[float, str]:
     least one.
     """
     units = _SECONDS if quantity == "s" else _BYTES
-    # 480 GB is easier to compare with a chip's memory than 0.48 TB. So terabytes begin at ten.
-    return next(
-        (unit for unit in units if abs(value) >= unit[0] * (10 if unit[1] == "TB" else 1)),
-        units[-1],
-    )
+    for scale, unit in units:
+        least = 10 * scale if unit == "TB" else scale
+        if abs(value) >= least:
+            return scale, unit
+    return units[-1]
 
 
 def layout_text(layout: Layout) -> str:
@@ -84,12 +90,13 @@ def axes_text(layout: Layout) -> str:
         >>> axes_text(Layout(shard=4, zero=1, tensor=2, pipeline=4)), axes_text(Layout())
         ('shard 4 (ZeRO-1), tensor 2, pipeline 4', 'one chip')
     """
-    axes = [
-        (name, getattr(layout, name))
-        for name in ("data", "shard", "tensor", "pipeline", "context", "expert")
-    ]
-    zero = f" (ZeRO-{layout.zero})" if layout.zero != 3 else ""
-    parts = [f"{name} {size}{zero if name == 'shard' else ''}" for name, size in axes if size > 1]
+    parts = []
+    for name in (*AXES, "expert"):
+        size = getattr(layout, name)
+        if size > 1:
+            parts.append(f"{name} {size}")
+            if name == "shard" and layout.zero != 3:
+                parts[-1] += f" (ZeRO-{layout.zero})"
     if layout.interleave > 1:
         parts.append(f"interleaved {layout.interleave}")
     return ", ".join(parts) or "one chip"

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,10 +59,12 @@ def kinds_of(model: Any) -> tuple[Kind, ...]:
     names: dict[tuple[str, int, int], list[str]] = {}
     for name, module in model.named_modules():
         if is_linear(module):
-            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
             rows, columns = module.weight.shape
-            sides = (columns, rows) if is_transposed(module) else (rows, columns)
-            names.setdefault((pattern, *sides), []).append(name)
+            kind = (pattern, rows, columns)
+            if is_transposed(module):
+                kind = (pattern, columns, rows)
+            names.setdefault(kind, []).append(name)
     return tuple(Kind(*key, tuple(layers)) for key, layers in names.items())
 
 
@@ -103,11 +107,8 @@ def measure(
     timed = dict.fromkeys([*map(baseline_of, recipes), *recipes])
     sessions = {recipe: training_session(replace(config, recipe=recipe)) for recipe in timed}
     kinds = kinds_of(next(iter(sessions.values())).model)
-    times = Times(
-        kinds,
-        {recipe: [] for recipe in timed},
-        {(r, kind.pattern): [] for r in timed for kind in kinds},
-    )
+    times = Times(kinds, defaultdict(list), defaultdict(list))
+    works = {}
     # The compiler keeps a version of a block for each compute. By default it keeps eight.
     with torch._dynamo.config.patch(
         recompile_limit=max(torch._dynamo.config.recompile_limit, MANY_VERSIONS)
@@ -115,14 +116,12 @@ def measure(
         for recipe, session in sessions.items():
             say(f"compiling a step and the layers in {recipe.name}")
             train_step(session)
-        works = {
-            (r, kind.pattern): passes_of(session, kind)
-            for r, session in sessions.items()
-            for kind in kinds
-        }
-        for forward, forward_backward in works.values():
-            forward()
-            forward_backward()
+        for recipe, session in sessions.items():
+            for kind in kinds:
+                forward, forward_backward = passes_of(session, kind)
+                forward()
+                forward_backward()
+                works[recipe, kind.pattern] = forward, forward_backward
         say(f"timing {ROUNDS} rounds")
         for _ in range(ROUNDS):
             for recipe, session in sessions.items():
@@ -161,11 +160,11 @@ def passes_of(session: Session, kind: Kind) -> tuple[Work, Work]:
     if device.type == "cuda":
         num_bytes = 2 * num_tokens * (kind.in_features + kind.out_features)
         copies += math.ceil(2 * torch.cuda.get_device_properties(device).L2_cache_size / num_bytes)
-    pairs = [
-        (drawn(kind.in_features, 1.0).requires_grad_(), drawn(kind.out_features, 1e-3))
-        for _ in range(copies)
-    ]
-    layers = itertools.cycle(session.model.get_submodule(name) for name in kind.names)
+    pairs = []
+    for _ in range(copies):
+        x = drawn(kind.in_features, 1.0).requires_grad_()
+        pairs.append((x, drawn(kind.out_features, 1e-3)))
+    layers = itertools.cycle(map(session.model.get_submodule, kind.names))
     inputs = itertools.cycle(pairs)
 
     def forward() -> Any:
@@ -173,7 +172,8 @@ def passes_of(session: Session, kind: Kind) -> tuple[Work, Work]:
             return next(layers)(next(inputs)[0])
 
     def forward_backward() -> Any:
-        layer, (x, gradient) = next(layers), next(inputs)
+        layer = next(layers)
+        x, gradient = next(inputs)
         with compute_scope(recipe, device):
             y = layer(x)
         return torch.autograd.grad(y, [x, *layer.parameters()], gradient.to(y.dtype))

@@ -8,6 +8,7 @@ reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import truediv
 from statistics import median
 from typing import Any
 
@@ -49,9 +50,12 @@ def profile(
     )
     times = measurement.measure(recipes, config, say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [
-        {**cost_row(r, times), "multiplies": describe_matmuls(r.compute, device)} for r in recipes
-    ]
+    rows = []
+    for recipe in recipes:
+        row = cost_row(recipe, times)
+        row["multiplies"] = describe_matmuls(recipe.compute, device)
+        rows.append(row)
+    return rows
 
 
 def cost_row(recipe: Recipe, times: Times) -> Row:
@@ -60,18 +64,16 @@ def cost_row(recipe: Recipe, times: Times) -> Row:
     Ratios are its baseline's seconds over its own, medians over rounds.
     """
     baseline = baseline_of(recipe)
-    ratios = sorted(
-        base / step for base, step in zip(times.steps[baseline], times.steps[recipe], strict=True)
-    )
+    ratios = sorted(map(truediv, times.steps[baseline], times.steps[recipe]))
     layers = []
     for kind in times.kinds:
-        narrow, wide = (times.layers[of, kind.pattern] for of in (recipe, baseline))
+        forward, seconds = zip(*times.layers[recipe, kind.pattern], strict=True)
+        _, base = zip(*times.layers[baseline, kind.pattern], strict=True)
         layers.append({
             "pattern": kind.pattern, "out_features": kind.out_features, "in_features": kind.in_features,
             "count": len(kind.names), "compute": recipe.compute_of(kind.names[0]).name,
-            "forward_seconds": median(forward for forward, _ in narrow),
-            "seconds": median(seconds for _, seconds in narrow), "baseline_seconds": median(seconds for _, seconds in wide),
-            "ratio": median(base / seconds for (_, seconds), (_, base) in zip(narrow, wide, strict=True)),
+            "forward_seconds": median(forward), "seconds": median(seconds), "baseline_seconds": median(base),
+            "ratio": median(map(truediv, base, seconds)),
         })  # fmt: skip
     return {
         "recipe": recipe.name, "baseline": baseline.name, "step_seconds": median(times.steps[recipe]),
@@ -83,14 +85,15 @@ def _ms(name: str) -> Any:
     return lambda row: f"{1e3 * row[name]:.3g}"
 
 
+def _range_text(row: Row) -> str:
+    low, high = row["step_ratio_range"]
+    return f"{low:.2f} to {high:.2f}"
+
+
 _STEPS = (
     *name_columns(recipe="recipe"),
     *number_columns(step_ms=_ms("step_seconds"), speed_up=lambda row: f"{row['step_ratio']:.2f} ×"),
-    Column(
-        "in all rounds",
-        lambda row: " to ".join(f"{ratio:.2f}" for ratio in row["step_ratio_range"]),
-        right=True,
-    ),
+    Column("in all rounds", _range_text, right=True),
     *name_columns(baseline="baseline"),
     *text_columns(here="multiplies"),
 )
@@ -111,9 +114,6 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
     """Return one table of all recipes, then each recipe's layers."""
     tables = [Table(_STEPS, list(rows))]
     for row in rows:
-        tables.append(
-            Table(
-                _LAYERS, row["layers"], f"{row['recipe']}: one layer of each kind, against bfloat16"
-            )
-        )
+        title = f"{row['recipe']}: one layer of each kind, against bfloat16"
+        tables.append(Table(_LAYERS, row["layers"], title))
     return tables

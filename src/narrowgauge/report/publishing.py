@@ -66,7 +66,7 @@ def runs_inside(path: Path) -> list[Path]:
     with disk_errors(path):
         if not path.is_dir():
             return []
-        folders = sorted(place for place in path.iterdir() if place.is_dir())
+        folders = sorted(filter(Path.is_dir, path.iterdir()))
     return [place for place in folders if is_run(place) or is_log(place)]
 
 
@@ -86,11 +86,10 @@ def report(
     runs = read_runs(paths, say)
     gc.freeze()  # else Python repeatedly collects garbage among a million rows
     first = Path(paths[0])
-    page = (
-        Path(out)
-        if out is not None
-        else (first.parent if first.is_file() else first) / "report.html"
-    )
+    if out is not None:
+        page = Path(out)
+    else:
+        page = (first.parent if first.is_file() else first) / "report.html"
     if page.is_dir():
         raise RecordError(
             f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html."

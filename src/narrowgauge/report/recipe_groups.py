@@ -67,11 +67,9 @@ class Group:
         """Return the runs, each with a unique name: the label, plus the seed if there are several
         runs.
         """
-        several = len(self.stats) > 1
-        return [
-            (stats.run, f"{self.label} · seed {stats.seed}" if several else self.label)
-            for stats in self.stats
-        ]
+        if len(self.stats) == 1:
+            return [(self.stats[0].run, self.label)]
+        return [(stats.run, f"{self.label} · seed {stats.seed}") for stats in self.stats]
 
     def lines(self, table: str, name: str) -> list[Series]:
         """Return one column of ``steps`` or ``evals`` of every run."""
@@ -83,10 +81,10 @@ class Group:
 
 def groups_of(comparison: Comparison) -> list[Group]:
     """Return the recipes of a comparison, in its order."""
-    return [
-        Group(label, index, stats.runs)
-        for index, (label, stats) in enumerate(comparison.classes.items())
-    ]
+    groups: list[Group] = []
+    for label, stats in comparison.classes.items():
+        groups.append(Group(label, len(groups), stats.runs))
+    return groups
 
 
 def details_of(run: Run, index: int) -> RunDetails:
@@ -117,10 +115,11 @@ def diagnosed(run: Run) -> Diagnosis | str:
 
 
 def _lowest_edq(rows: Sequence[Row]) -> float:
-    edqs = [
-        metrics.get("edq")
-        for row in rows[-1:]
-        for table, _, metrics in gauge_metrics(row)
-        if table == "updates"
-    ]
-    return min((edq for edq in edqs if edq is not None and math.isfinite(edq)), default=1.0)
+    if not rows:
+        return 1.0
+    lowest = math.inf
+    for table, _, metrics in gauge_metrics(rows[-1]):
+        edq = metrics.get("edq")
+        if table == "updates" and edq is not None and math.isfinite(edq):
+            lowest = min(lowest, edq)
+    return lowest if lowest < math.inf else 1.0

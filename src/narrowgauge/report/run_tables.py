@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from narrowgauge.analysis.diagnose import NOT_ALARMS
@@ -25,26 +26,21 @@ def event_table(named: Iterable[tuple[Run, str]]) -> Table:
     groups: dict[tuple[str, Any, Any, Any], list[Row]] = {}
     for run, name in named:
         for event in run.events:
-            text = event.get("message", "") if event.get("kind") == "note" else ""
-            groups.setdefault(
-                (name, event.get("kind", ""), event.get("advice", ""), text), []
-            ).append(event)
+            kind = event.get("kind", "")
+            text = event.get("message", "") if kind == "note" else ""
+            group = (name, kind, event.get("advice", ""), text)
+            groups.setdefault(group, []).append(event)
     rows = []
     for (label, kind, advice, _), events in groups.items():
-        steps = dict.fromkeys(str(event.get("step", "")) for event in (events[0], events[-1]))
+        first = str(events[0].get("step", ""))
+        last = str(events[-1].get("step", ""))
         message = events[0].get("message", "")
         more = len(events) - 1
         if more:
             message = f"{message} ({counted(more, 'more event')}: see events.jsonl)"
-        rows.append(
-            {
-                "step": "–".join(steps),
-                "run": label,
-                "kind": kind,
-                "message": message,
-                "advice": advice,
-            }
-        )
+        steps = first if first == last else f"{first}–{last}"
+        what = {"message": message, "advice": advice}
+        rows.append({"step": steps, "run": label, "kind": kind, **what})
     return Table(_COLUMNS, sorted(rows, key=lambda row: row["kind"] in ROUTINE))
 
 
@@ -56,25 +52,29 @@ def setting_tables(named: Sequence[tuple[Run, str]]) -> tuple[Table, Table]:
     """Return the settings that differ between runs, a row per run, and the others, a row per
     setting.
     """
-    flat = [(name, _flat(run.run)) for run, name in named]
-    keys = dict.fromkeys(key for _, settings in flat for key in settings if key != _NOT_SHOWN)
-    values = {key: [settings.get(key, "–") for _, settings in flat] for key in keys}
-    differing = [key for key in keys if len(set(map(repr, values[key]))) > 1]
-    runs = [
-        {"run": name, **{key: values[key][place] for key in differing}}
-        for place, (name, _) in enumerate(flat)
-    ]
-    shared = [{"setting": key, "value": values[key][0]} for key in keys if key not in differing]
-    columns = tuple(Column(key, key) for key in ("run", *differing))
-    return Table(columns, runs if differing else []), Table(
-        text_columns(setting="setting", value="value"), shared
-    )
+    settings = [_flat(run.run) for run, _ in named]
+    runs: list[Row] = [{"run": name} for _, name in named]
+    shared = []
+    columns = [Column("run", "run")]
+    for key in dict.fromkeys(chain(*settings)):
+        if key == _NOT_SHOWN:
+            continue
+        values = [row.get(key, "–") for row in settings]
+        if len(set(map(repr, values))) == 1:
+            shared.append({"setting": key, "value": values[0]})
+            continue
+        columns.append(Column(key, key))
+        for row, value in zip(runs, values, strict=True):
+            row[key] = value
+    differing = Table(tuple(columns), runs if len(columns) > 1 else [])
+    return differing, Table(text_columns(setting="setting", value="value"), shared)
 
 
 def _flat(table: Row, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in table.items():
-        flat |= (
-            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-        )
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, environment
-from narrowgauge.report.recipe_groups import Group, groups_of
+from narrowgauge.report.recipe_groups import Group, RunDetails, groups_of
 from narrowgauge.report.run_tables import ROUTINE, event_table, setting_tables
 from narrowgauge.runs.finding import counted, listed, told
 from narrowgauge.runs.record import Run
@@ -50,63 +51,68 @@ def render(comparison: Comparison, live: bool = False) -> str:
         Plotly plus about 0.1 MB per run.
     """
     groups = groups_of(comparison)
-    named = [pair for group in groups for pair in group.named]
     readings = run_readings(groups)
-    details = [run for group in groups for run in group.details]
+    named: list[tuple[Run, str]] = []
+    details: list[RunDetails] = []
+    indices = {}
+    for group in groups:
+        named += group.named
+        details += group.details
+        indices[group.label] = group.index
+    runs = [run for run, _ in named]
     verdict = differences(groups, comparison)
-    figures = {
-        "verdict": [verdict] if verdict is not None else [],
-        **comparison_figures(groups, comparison.baseline),
-    }
-    figures = {
-        name: [marked(figure, readings) for figure in section] for name, section in figures.items()
-    }
+    figures = {"verdict": [verdict] if verdict else []}
+    figures |= comparison_figures(groups, comparison.baseline)
+    data: Row = {"figures": {}, "formats": format_ranges(), "gauges": []}
+    for section in figures.values():
+        for place, figure in enumerate(section):
+            drawn = marked(figure, readings)
+            section[place] = drawn
+            layout = drawn.layout | {"height": drawn.height}
+            data["figures"][drawn.name] = {"data": drawn.data, "layout": layout}
+    for run in details:
+        data["gauges"].append({"heat": run.heat_maps, "histogram": run.histogram})
     differing, shared = setting_tables(named)
     words: dict[str, Any] = {
-        "title": title_of([run for run, _ in named], [group.label for group in groups]),
-        "subtitle": _subtitle([run for run, _ in named]),
-        "groups": groups, "indices": {group.label: group.index for group in groups}, "comparison": comparison,
+        "title": title_of(runs, list(indices)),
+        "subtitle": _subtitle(runs),
+        "groups": groups, "indices": indices, "comparison": comparison,
         "readings": readings, "figures": figures, "details": details,
         # The run whose worst tensor lost most at the end. For healthy runs, the first.
         "shown": min(range(len(details)), key=lambda run: round(details[run].lowest_edq, 1), default=0),
         "metrics": HEAT_MAPS, "named": named, "events": event_table(named), "routine": ROUTINE,
         "settings_apart": differing, "settings": shared, "formats": SHOWN_FORMATS,
     }  # fmt: skip
-    macros: Any = (
-        environment().get_template("sections.html.j2").make_module({**words, "headings": SECTIONS})
-    )
-    rendered = {name: Markup(getattr(macros, f"{name}_section")().strip()) for name in SECTIONS}
-    sections = {name: html for name, html in rendered.items() if html}
-    data = {
-        "figures": {
-            item.name: {"data": item.data, "layout": item.layout | {"height": item.height}}
-            for section in figures.values()
-            for item in section
-        },
-        "formats": format_ranges(),
-        "gauges": [{"heat": run.heat_maps, "histogram": run.histogram} for run in details],
-    }
+    template = environment().get_template("sections.html.j2")
+    macros: Any = template.make_module({**words, "headings": SECTIONS})
+    sections = {}
+    for name in SECTIONS:
+        html = getattr(macros, f"{name}_section")().strip()
+        if html:
+            sections[name] = Markup(html)
     return document(data, live, **words, sections=sections, headings=SECTIONS)
 
 
 def title_of(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """Return the title of a page of runs."""
-    models = list(dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs))
-    return f"{listed(models)} in {listed(labels) if len(labels) <= 4 else f'{len(labels)} recipes'}"
+    models = dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs)
+    recipes = f"{len(labels)} recipes"
+    if len(labels) <= 4:
+        recipes = listed(labels)
+    return f"{listed(list(models))} in {recipes}"
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
     """Return the common properties of all runs: text, length and device."""
-    shared = [
-        [run.config.get("data") for run in runs],
-        [f"{run.config['steps']} steps" if "steps" in run.config else None for run in runs],
-        [run.run.get("machine", {}).get("device") for run in runs],
-    ]
-    words = [
-        str(values[0])
-        for values in shared
-        if values and values[0] and len(set(map(str, values))) == 1
-    ]
+    rows = []
+    for run in runs:
+        steps = f"{run.config['steps']} steps" if "steps" in run.config else ""
+        device = run.run.get("machine", {}).get("device")
+        rows.append((str(run.config.get("data") or ""), steps, str(device or "")))
+    words = []
+    for values in zip(*rows, strict=True):
+        if values[0] and len(set(values)) == 1:
+            words.append(values[0])
     return " · ".join([*words, counted(len(runs), "run")])
 
 
@@ -157,27 +163,26 @@ def run_readings(groups: Iterable[Group]) -> RunReadings:
             else:
                 first.append((group.index, name, diagnosis.readings[0]))
                 for reading in diagnosis.readings:
-                    kinds.setdefault((reading.what, reading.stage), []).append(
-                        (stats.seed, reading)
-                    )
-        rows += sorted(
-            (_folded(group.label, members) for members in kinds.values()),
-            key=lambda row: row["step"],
-        )
-    lines += [f"{told(names, 6)}: {verdict}" for verdict, names in healthy.items()]
+                    kind = (reading.what, reading.stage)
+                    kinds.setdefault(kind, []).append((stats.seed, reading))
+        folded = [_folded(group.label, members) for members in kinds.values()]
+        rows += sorted(folded, key=itemgetter("step"))
+    for verdict, names in healthy.items():
+        lines.append(f"{told(names, 6)}: {verdict}")
     return RunReadings(Table(_READING_COLUMNS, rows), first, lines)
 
 
 def _folded(recipe: str, members: Sequence[tuple[int, Reading]]) -> Row:
     """Return one row for the readings of one kind: of several tensors, seeds and steps."""
-    readings = [reading for _, reading in members]
-    worst = max(readings, key=lambda reading: reading.excess)
+    seeds, readings = zip(*members, strict=True)
+    worst = max(readings, key=attrgetter("excess"))
+    tensors = filter(None, map(attrgetter("tensor"), readings))
     return {
         **worst.to_dict(),
         "recipe": recipe,
-        "seeds": ", ".join(map(str, sorted({seed for seed, _ in members}))),
-        "step": min(reading.step for reading in readings),
-        "tensor": told((reading.tensor for reading in readings if reading.tensor), 1),
+        "seeds": ", ".join(map(str, sorted(set(seeds)))),
+        "step": min(map(attrgetter("step"), readings)),
+        "tensor": told(tensors, 1),
     }
 
 

@@ -70,19 +70,17 @@ class Chip:
     @property
     def memory_bytes(self) -> int:
         """Return the memory in bytes. Drivers report up to 3 % less."""
-        return self.reachable_mib << 20 if self.reachable_mib else self.memory_gb << 30
+        if self.reachable_mib:
+            return self.reachable_mib << 20
+        return self.memory_gb << 30
 
     @property
     def peak_flops(self) -> float:
         """Return the operations per second of dense 16-bit matmuls, of float32's without those: the
         100 % of an MFU.
         """
-        return (
-            1e12
-            * self.peak_tflops[
-                next(filter(self.peak_tflops.get, ("bfloat16", "float16", "float32")))
-            ]
-        )
+        format = next(filter(self.peak_tflops.get, ("bfloat16", "float16", "float32")))
+        return 1e12 * self.peak_tflops[format]
 
     def rate_format(self, format: str) -> str:
         """Return the format whose printed rate applies when the chip multiplies ``format``.
@@ -92,10 +90,11 @@ class Chip:
             ['float8_e4m3fn', 'float8_e4m3fnuz']
         """
         name = "float8_e4m3fn" if format == "float8_e5m2" else format
-        amd_name = (
-            f"{name}uz"  # AMD's CDNA 3 multiplies the same numbers as halves in its own float8.
-        )
-        return amd_name if name not in self.peak_tflops and amd_name in self.peak_tflops else name
+        # AMD's CDNA 3 multiplies the same numbers as halves in its own float8.
+        amd_name = f"{name}uz"
+        if name not in self.peak_tflops and amd_name in self.peak_tflops:
+            return amd_name
+        return name
 
 
 CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_data("chips").items()}
@@ -150,7 +149,8 @@ def get_chip(name: str) -> Chip:
             "Name one of them.",
         )
     # A100-40GB omits a part of A100-SXM4-40GB, so comparing letters alone would not match.
-    containing = [chip for chip in CHIPS if key and {*key.split("-")} <= {*chip.lower().split("-")}]
+    words = {*key.split("-")}
+    containing = [chip for chip in CHIPS if key and words <= {*chip.lower().split("-")}]
     near = suggestion(name.strip(), containing) or suggestion(name.strip().upper(), CHIPS)
     raise ChipError(
         f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip()

@@ -161,11 +161,13 @@ class Cast:
 
     @property
     def carrier(self) -> str:
-        return self.format if self.element.bits == 8 and not self.format.endswith("fnuz") else ""
+        if self.element.bits == 8 and not self.format.endswith("fnuz"):
+            return self.format
+        return ""
 
     @property
     def values_format(self) -> str:
-        digits = self.element.mantissa_bits + (0 if self.element.kind == "int" else 1)
+        digits = self.element.mantissa_bits + (self.element.kind != "int")
         if self.block is not None:
             digits += {"float32": 24, "float8_e4m3fn": 4}.get(self.scale, 0)
         return "bfloat16" if digits <= 8 else "float32"
@@ -203,12 +205,14 @@ class Cast:
             words.append("amax fits 4 or 6")
         if self.scaling != "current":
             words.append(f"{self.scaling} scale")
-        words += [
-            word for word in (self.rounding, self.rotation) if word not in ("nearest", "none")
-        ]
+        if self.rounding != "nearest":
+            words.append(self.rounding)
+        if self.rotation != "none":
+            words.append(self.rotation)
         if self.outliers:
             words.append(f"columns from {self.outliers:g} on in 16 bits")
-            words += ["times weights from codes"] * (self.outlier_weights == "codes")
+            if self.outlier_weights == "codes":
+                words.append("times weights from codes")
         return ", ".join(words)
 
 
@@ -317,42 +321,37 @@ class Compute:
         torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: a sum of n products is up to
         n · 2^-13 off.
         """
-        output, grad_input, grad_weight = (
-            replace(p, accumulation=accumulation) for p in self.products.values()
-        )
-        name = f"{self.name} {accumulation}"
-        return replace(
-            self, name=name, output=output, grad_input=grad_input, grad_weight=grad_weight
-        )
+        products: dict[str, Any] = {}
+        for place, product in self.products.items():
+            products[place] = replace(product, accumulation=accumulation)
+        return replace(self, name=f"{self.name} {accumulation}", **products)
 
     @cached_property
     def casts(self) -> dict[str, Cast]:
         """Return the six casts by slot, such as ``"grad_input.left"``."""
-        return {
-            f"{p}.{side}": getattr(product, side)
-            for p, product in self.products.items()
-            for side in ("left", "right")
-        }
+        casts = {}
+        for place, product in self.products.items():
+            casts[f"{place}.left"] = product.left
+            casts[f"{place}.right"] = product.right
+        return casts
 
     @cached_property
     def cast_slots(self) -> dict[str, str]:
         """Return the slot whose cast fills each slot: the slot itself, or the slot that it reuses."""
-        casts = self.casts
         # A left operand is multiplied by a right one's scales per column before its cast: it
         # belongs to that product alone.
-        folded = [
-            f"{name}.left"
-            for name, product in self.products.items()
-            if product.right.granularity == "column"
-        ]
-        return {
-            name: slot.reuses
-            if slot.reuses
-            and not {name, slot.reuses} & set(folded)
-            and casts[slot.reuses].serves(casts[name])
-            else name
-            for name, slot in SLOTS.items()
-        }
+        folded = set()
+        for place, product in self.products.items():
+            if product.right.granularity == "column":
+                folded.add(f"{place}.left")
+        slots = {}
+        for name, slot in SLOTS.items():
+            slots[name] = name
+            other = slot.reuses
+            is_free = other and not folded & {name, other}
+            if is_free and self.casts[other].serves(self.casts[name]):
+                slots[name] = other
+        return slots
 
     @cached_property
     def is_wide(self) -> bool:
@@ -382,7 +381,8 @@ class Compute:
         """Return the bytes saved for backward per element of the input."""
         if self.keeps_codes and self.output.left.carrier and self.output.left.block is None:
             return 1
-        return get_format(self.output.left.format if self.is_wide else self.dtype).storage_bits / 8
+        format = self.output.left.format if self.is_wide else self.dtype
+        return get_format(format).storage_bits / 8
 
 
 def _wide(name: str) -> Product:
@@ -692,7 +692,10 @@ def first_of_input(layer: str) -> str:
         ('layers.0.self_attn.q_proj', 'layers.0.mlp.down_proj')
     """
     parent, dot, leaf = layer.rpartition(".")
-    return parent + dot + next((names[0] for names in _SAME_INPUT if leaf in names), leaf)
+    for names in _SAME_INPUT:
+        if leaf in names:
+            leaf = names[0]
+    return parent + dot + leaf
 
 
 # ── weights without training: codes and scales ────────────────────────────────────────────────────

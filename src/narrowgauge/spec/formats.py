@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 from narrowgauge.errors import FormatError, suggestion
@@ -55,11 +56,9 @@ class Format:
 
     def __post_init__(self) -> None:
         largest = self._magnitude_value(self._limit(negative=False))
-        least = (
-            -self._magnitude_value(self._limit(negative=True))
-            if self.signed
-            else self._magnitude_value(0)
-        )
+        least = self._magnitude_value(0)
+        if self.signed:
+            least = -self._magnitude_value(self._limit(negative=True))
         # Set once, since casts ask for them in each call.
         object.__setattr__(self, "max", largest)
         object.__setattr__(self, "min", least)
@@ -91,7 +90,7 @@ class Format:
         """Exponent of the smallest normal value (0 for integers)."""
         if self.kind == "int":
             return 0
-        return (1 if self.signed else 0) - self.bias
+        return int(self.signed) - self.bias
 
     @property
     def max_exponent(self) -> int:
@@ -101,7 +100,9 @@ class Format:
     @property
     def finest_exponent(self) -> int:
         """Return the exponent of the smallest ulp."""
-        return 0 if self.kind == "int" else self.min_exponent - self.mantissa_bits
+        if self.kind == "int":
+            return 0
+        return self.min_exponent - self.mantissa_bits
 
     @property
     def nearest_floor(self) -> int:
@@ -109,22 +110,28 @@ class Format:
 
         A scale rounds up between its two smallest powers.
         """
-        return self.finest_exponent + (0 if self.signed else 1)
+        return self.finest_exponent + (not self.signed)
 
     @property
     def smallest_normal(self) -> float | None:
         """Return the smallest positive value with a full mantissa; ``None`` for integers."""
-        return None if self.kind == "int" else math.ldexp(1.0, self.min_exponent)
+        if self.kind == "int":
+            return None
+        return math.ldexp(1.0, self.min_exponent)
 
     @property
     def smallest_subnormal(self) -> float | None:
         """Return the smallest positive value; ``None`` for integers and formats without subnormals."""
-        return math.ldexp(1.0, self.finest_exponent) if self.kind == "float" else None
+        if self.kind != "float":
+            return None
+        return math.ldexp(1.0, self.finest_exponent)
 
     @property
     def epsilon(self) -> float:
         """Return the distance from 1 to the next larger value."""
-        return 1.0 if self.kind == "int" else math.ldexp(1.0, -self.mantissa_bits)
+        if self.kind == "int":
+            return 1.0
+        return math.ldexp(1.0, -self.mantissa_bits)
 
     def spacing(self, value: float) -> float:
         """Return the ulp at ``value``: the distance between adjacent values in its power-of-two
@@ -160,16 +167,16 @@ class Format:
             )
         negative = self.signed and bool(code >> (self.bits - 1))
         if self.kind == "int":
-            return float(code - (1 << self.bits) if negative else code)
+            return float(code - (negative << self.bits))
         magnitude = code & self._magnitude_mask
         if self.specials == "negative_zero" and negative and magnitude == 0:
             return math.nan
-        if magnitude > self._limit(negative):
-            value = (
-                math.inf if self.infinities and magnitude == self._limit(negative) + 1 else math.nan
-            )
-        else:
+        beyond = magnitude - self._limit(negative)
+        value = math.nan
+        if beyond <= 0:
             value = self._magnitude_value(magnitude)
+        elif self.infinities and beyond == 1:
+            value = math.inf
         return -value if negative else value
 
     def encode(self, value: float, *, saturate: bool = False) -> int:
@@ -189,28 +196,30 @@ class Format:
             return self._nan_code(negative)
         # A scale has no zero: zero is out of range on the negative side.
         limit = self._limit(negative or (value == 0 and not self.signed))
-        magnitude = limit + 1 if math.isinf(value) else self._nearest_magnitude(abs(value))
+        magnitude = limit + 1
+        if not math.isinf(value):
+            magnitude = self._nearest_magnitude(abs(value))
         if magnitude > limit:
+            if self.infinities and not saturate:
+                return self._join(negative, limit + 1)
             if self.nans and not saturate:
-                return (
-                    self._join(negative, limit + 1) if self.infinities else self._nan_code(negative)
-                )
+                return self._nan_code(negative)
             magnitude = max(limit, 0)
         return self._join(negative, magnitude)
 
     @property
     def _magnitude_mask(self) -> int:
-        return (1 << (self.bits - 1 if self.signed else self.bits)) - 1
+        return (1 << (self.bits - self.signed)) - 1
 
     def _limit(self, negative: bool) -> int:
         """Return the code of the largest magnitude on one side; −1 if that side is empty."""
         if negative and not self.signed:
             return -1
         if self.kind == "int":
-            return self._magnitude_mask + (1 if negative else 0)
+            return self._magnitude_mask + negative
         if self.specials == "ieee":
             return (((1 << self.exponent_bits) - 1) << self.mantissa_bits) - 1
-        return self._magnitude_mask - (1 if self.specials == "all_ones" else 0)
+        return self._magnitude_mask - (self.specials == "all_ones")
 
     def _magnitude_value(self, magnitude: int) -> float:
         if self.kind == "int":
@@ -220,13 +229,13 @@ class Format:
         if self.signed and field == 0:
             return math.ldexp(mantissa, self.finest_exponent)
         hidden = 1 << self.mantissa_bits
-        return math.ldexp(
-            hidden + mantissa, self.finest_exponent + field - (1 if self.signed else 0)
-        )
+        return math.ldexp(hidden + mantissa, self.finest_exponent + field - self.signed)
 
     def _step_exponent(self, magnitude: float) -> int:
         # frexp(0) is (0, 0). Zero has the finest step, like all values below the smallest normal.
-        exponent = math.frexp(magnitude)[1] - 1 if magnitude else self.min_exponent
+        exponent = self.min_exponent
+        if magnitude:
+            exponent = math.frexp(magnitude)[1] - 1
         return max(exponent - self.mantissa_bits, self.finest_exponent)
 
     def _nearest_magnitude(self, magnitude: float) -> int:
@@ -234,24 +243,26 @@ class Format:
         # Exact: a power of two, and the quotient lies below 2^54.  round() takes ties to even.
         count = round(math.ldexp(magnitude, -step))
         code = ((step - self.finest_exponent) << self.mantissa_bits) + count
-        return code if self.signed else max(code - 1, 0)
+        if self.signed:
+            return code
+        return max(code - 1, 0)
 
     def _join(self, negative: bool, magnitude: int) -> int:
         if not negative or not self.signed or (magnitude == 0 and not self.negative_zero):
             return magnitude
-        return (
-            -magnitude % (1 << self.bits)
-            if self.kind == "int"
-            else magnitude | 1 << (self.bits - 1)
-        )
+        if self.kind == "int":
+            return -magnitude % (1 << self.bits)
+        return magnitude | 1 << (self.bits - 1)
 
     def _nan_code(self, negative: bool) -> int:
         if self.specials == "none":
             return 0
         if self.specials == "negative_zero":
             return 1 << (self.bits - 1)
-        quiet = 1 << self.mantissa_bits >> 1 if self.specials == "ieee" else 0
-        return self._join(negative, self._limit(negative=False) + 1 + quiet)
+        code = self._limit(negative=False) + 1
+        if self.specials == "ieee":
+            code += 1 << self.mantissa_bits >> 1
+        return self._join(negative, code)
 
 
 _IEEE = "IEEE 754-2019, section 3.4"
@@ -301,3 +312,9 @@ def get_format(name: str | Format) -> Format:
         advice = f"{suggestion(name, FORMATS)} (narrowgauge show formats lists all.)".strip()
         raise FormatError(f"no number format is named {name!r}.", advice)
     return FORMATS[name]
+
+
+@cache
+def bytes_per_number(name: str) -> float:
+    """Return the bytes that a number of a format takes in memory."""
+    return get_format(name).storage_bits / 8

@@ -93,10 +93,10 @@ def kernel_for(product: Product, architecture: str) -> Kernel | None:
     """Return the kernel that multiplies a product's operands on a chip; ``None`` if they are
     emulated or need no row.
     """
-    return next(
-        (kernel for kernel in KERNELS if kernel.takes(product) and kernel.runs_on(architecture)),
-        None,
-    )
+    for kernel in KERNELS:
+        if kernel.takes(product) and kernel.runs_on(architecture):
+            return kernel
+    return None
 
 
 def needs_kernel(product: Product) -> bool:

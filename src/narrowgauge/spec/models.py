@@ -92,7 +92,9 @@ def weights_file(folder: Path) -> Path | None:
         DataError: it holds weights of another kind, or a broken link to weights. A model would
             otherwise start from random weights without an error.
     """
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    if not folder.is_dir():
+        return None
+    names = sorted(os.listdir(folder))
     for name in WEIGHTS:
         if name in names:
             if not (folder / name).is_file():
@@ -103,10 +105,11 @@ def weights_file(folder: Path) -> Path | None:
             return folder / name
     unread = [name for name in names if name.endswith(_KINDS) and not name.startswith(_BESIDE)]
     if unread:
+        listed = ", ".join(unread[:3])
+        if len(unread) > 3:
+            listed += f" and {len(unread) - 3} more"
         raise DataError(
-            f"the model folder {folder} holds weights in files that are not read here: "
-            f"{', '.join(unread[:3])}"
-            f"{f' and {len(unread) - 3} more' if len(unread) > 3 else ''}.",
+            f"the model folder {folder} holds weights in files that are not read here: {listed}.",
             f"Weights are read from {' or '.join(WEIGHTS)}, which transformers' save_pretrained "
             "writes; from a folder with only "
             "config.json training starts from random weights.",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ AMBIGUOUS: dict[str, tuple[str, ...]] = {
 """Names of other libraries that say too little of a recipe, or mean none, and the recipes that come
 nearest.
 """
-_COMPUTES = {name: alias["recipe"] for name, alias in ALIASES.items() if "/" not in alias["recipe"]}
+_COMPUTES = {name: row["recipe"] for name, row in ALIASES.items() if "/" not in row["recipe"]}
 _KEYS = ("recipe", "name", "override")
 _SEE = "(narrowgauge show recipes lists all.)"
 
@@ -77,21 +78,23 @@ def _refuse_ambiguous(text: str, choices: tuple[str, ...]) -> None:
 
 def full_names() -> list[str]:
     """List all valid ``compute/storage`` names, in the order of the tables."""
-    pairs = ((compute, storage) for compute in COMPUTES.values() for storage in STORAGES.values())
-    names = [
-        f"{compute.name}/{storage.short_name}"
-        for compute, storage in pairs
-        if is_pair(compute, storage)
-    ]
-    return [name for name in names if name not in AMBIGUOUS]
+    names = []
+    for compute, storage in product(COMPUTES.values(), STORAGES.values()):
+        name = f"{compute.name}/{storage.short_name}"
+        if is_pair(compute, storage) and name not in AMBIGUOUS:
+            names.append(name)
+    return names
 
 
 def representative_names() -> list[str]:
     """List each compute with its default storage, and each storage with its own compute or
     bfloat16.
     """
-    names = [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
-    names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
+    names = []
+    for compute in COMPUTES.values():
+        names.append(f"{compute.name}/{compute.default_storage}")
+    for storage in STORAGES.values():
+        names.append(f"{storage.owner or 'bfloat16'}/{storage.short_name}")
     return list(dict.fromkeys(names))
 
 
@@ -159,12 +162,14 @@ def _from_name(text: str) -> Recipe:
     name = "/".join([compute_name(compute), *map(spelled, rest)])
     if name in AMBIGUOUS:
         _refuse_ambiguous(text, AMBIGUOUS[name])
-    name = ALIASES[name]["recipe"] if name in ALIASES else name
+    if name in ALIASES:
+        name = ALIASES[name]["recipe"]
     compute, *rest = name.split("/")
     if len(rest) > 2 or (not rest and compute not in COMPUTES):
         # A storage alone is a likely mistake, and not similar to any full name.
-        names = [*ALIASES, *full_names(), *COMPUTES]
-        near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, names)
+        near = f"Did you mean 'bfloat16/{name}'?"
+        if name not in STORAGES:
+            near = suggestion(name, [*ALIASES, *full_names(), *COMPUTES])
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
     if compute in AMBIGUOUS and compute not in COMPUTES:
         _refuse_ambiguous(text, AMBIGUOUS[compute])
@@ -197,7 +202,9 @@ def _from_table(table: Mapping[str, Any], where: str) -> Recipe:
     if "recipe" not in table:
         raise RecipeError(f"{where} names no recipe.", 'Add recipe = "bfloat16/word".')
     recipe = _from_name(_text(table, "recipe", where))
-    label = " ".join(_text(table, "name", where).split()) if "name" in table else ""
+    label = ""
+    if "name" in table:
+        label = " ".join(_text(table, "name", where).split())
     return replace(recipe, overrides=tuple(_overrides(table, where)), label=label)
 
 
@@ -231,14 +238,19 @@ def _find_storage(name: str, compute: str) -> Storage:
     storage = STORAGES.get(f"{compute}/{full}") or STORAGES.get(full)
     if storage is not None:
         return storage
-    if owned := [row.name for row in STORAGES.values() if row.owner == full]:
+    owned = []
+    names = []
+    for row in STORAGES.values():
+        if row.owner == full:
+            owned.append(repr(row.name))
+        if row.owner in ("", compute):
+            names.append(row.short_name)
+    if owned:
         raise RecipeError(
             f"no storage is named '{full}'.",
-            f"Storages of {full} are recipes: {', '.join(map(repr, owned))}.",
+            f"Storages of {full} are recipes: {', '.join(owned)}.",
         )
-    raise _no_part(
-        "storage", full, [row.short_name for row in STORAGES.values() if row.owner in ("", compute)]
-    )
+    raise _no_part("storage", full, names)
 
 
 def _no_part(part: str, name: str, names: Iterable[str]) -> RecipeError:

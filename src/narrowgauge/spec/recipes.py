@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from narrowgauge.errors import RecipeError
@@ -64,8 +65,10 @@ class Recipe:
     @property
     def name(self) -> str:
         """Return the full name, ``compute/storage``, followed by the reduction if it is not native."""
-        tail = "" if self.reduction.name == "native" else f"/{self.reduction.name}"
-        return f"{self.compute.name}/{self.storage.short_name}{tail}"
+        name = f"{self.compute.name}/{self.storage.short_name}"
+        if self.reduction.name != "native":
+            name += f"/{self.reduction.name}"
+        return name
 
     @property
     def title(self) -> str:
@@ -74,7 +77,9 @@ class Recipe:
         """
         if not self.overrides:
             return self.name
-        return f"{self.name} ({self.label})" if self.label else f"{self.name} with override"
+        if self.label:
+            return f"{self.name} ({self.label})"
+        return f"{self.name} with override"
 
     @property
     def bytes_per_param(self) -> float:
@@ -84,9 +89,8 @@ class Recipe:
     @property
     def computes(self) -> tuple[Compute, ...]:
         """Return all computes of the recipe without duplicates, the main one first."""
-        return tuple(
-            dict.fromkeys([self.compute, *(override.compute for override in self.overrides)])
-        )
+        computes = [override.compute for override in self.overrides]
+        return tuple(dict.fromkeys([self.compute, *computes]))
 
     @property
     def dtype(self) -> str:
@@ -110,14 +114,13 @@ class Recipe:
         """
         for override in reversed(self.overrides):
             if override.matches(name):
-                compute = override.compute
-                return (
-                    compute if compute.dtype == self.dtype else replace(compute, dtype=self.dtype)
-                )
-        is_wide = _matches_within(name, self.compute.keep)
-        if is_kept and self.compute.keep:
-            is_wide = True
-        return COMPUTES[self.dtype] if is_wide else self.compute
+                if override.compute.dtype == self.dtype:
+                    return override.compute
+                return replace(override.compute, dtype=self.dtype)
+        keep = self.compute.keep
+        if keep and (is_kept or _matches_within(name, keep)):
+            return COMPUTES[self.dtype]
+        return self.compute
 
     def to_value(self) -> str | dict[str, Any]:
         """Return the full name of a recipe without overrides, else a TOML table.
@@ -126,19 +129,20 @@ class Recipe:
         """
         if not self.overrides:
             return self.name
-        label = {"name": self.label} if self.label else {}
-        overrides = [
-            {"pattern": override.pattern, "compute": override.compute.name}
-            for override in self.overrides
-        ]
-        return {"recipe": self.name, **label, "override": overrides}
+        value: dict[str, Any] = {"recipe": self.name}
+        if self.label:
+            value["name"] = self.label
+        value["override"] = []
+        for override in self.overrides:
+            row = {"pattern": override.pattern, "compute": override.compute.name}
+            value["override"].append(row)
+        return value
 
 
 def _matches_within(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a pattern matches ``name`` or a module that contains it."""
-    parts = name.split(".")
-    above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    return any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns for module in above)
+    modules = list(accumulate(name.split("."), "{}.{}".format))
+    return any(fnmatch.filter(modules, pattern) for pattern in patterns)
 
 
 def is_pair(compute: Compute, storage: Storage) -> bool:
@@ -156,9 +160,11 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
         advice = f"Take compute '{storage.owner}'."
     else:
         # "float8" usually means float8 matmuls, which take any storage.
-        matmuls = f", or compute '{compute.name}-row'" if f"{compute.name}-row" in COMPUTES else ""
-        fitting = [row.short_name for row in STORAGES.values() if is_pair(compute, row)]
-        advice = f"Take storage {', '.join(map(repr, fitting))}{matmuls}."
+        fitting = [repr(row.short_name) for row in STORAGES.values() if is_pair(compute, row)]
+        advice = f"Take storage {', '.join(fitting)}"
+        if f"{compute.name}-row" in COMPUTES:
+            advice += f", or compute '{compute.name}-row'"
+        advice += "."
     raise RecipeError(
         f"Cannot use compute '{compute.name}' with storage '{storage.name}' because it does not "
         "support it.",

@@ -7,6 +7,7 @@ with. ``--json`` prints the same figures as a terminal and the documentation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from narrowgauge.spec import notation, storages
@@ -17,7 +18,7 @@ from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, AMBIGUOUS
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Code, Storage, low_parts, width_of
-from narrowgauge.spec.sums import REDUCTIONS
+from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.spec.tables import Column, Row, Table, cell_text
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
 
@@ -30,15 +31,14 @@ def table(name: str) -> Table:
 
 def _table(rows: list[Row], hidden: str = "") -> Table:
     """Return a table of all keys but the ``hidden`` ones, which only JSON has."""
-    return Table(tuple(_column(key, rows) for key in rows[0] if key not in hidden.split()), rows)
-
-
-def _column(key: str, rows: list[Row]) -> Column:
-    values = [row[key] for row in rows if row[key] is not None]
-    is_number = all(
-        isinstance(value, int | float) and not isinstance(value, bool) for value in values
-    )
-    return Column(key.replace("_", " "), key, code=key == "name", right=is_number)
+    columns = []
+    for key in rows[0]:
+        if key in hidden.split():
+            continue
+        kinds = {type(row[key]) for row in rows}
+        is_number = kinds <= {int, float, type(None)}
+        columns.append(Column(key.replace("_", " "), key, code=key == "name", right=is_number))
+    return Table(tuple(columns), rows)
 
 
 _NOWHERE = "nowhere: emulated"
@@ -51,10 +51,14 @@ def _rows(objects: Iterable[Any], keys: str, **computed: Callable[[Any], Any]) -
 
     A value is the attribute of that name, or what the function of that name computes.
     """
-    return [
-        {k: computed[k](item) if k in computed else getattr(item, k) for k in keys.split()}
-        for item in objects
-    ]
+    rows = []
+    for item in objects:
+        row = {}
+        for key in keys.split():
+            read = computed.get(key, attrgetter(key))
+            row[key] = read(item)
+        rows.append(row)
+    return rows
 
 
 def _recipe_rows(recipes: Iterable[Recipe]) -> list[Row]:
@@ -68,7 +72,10 @@ def _recipe_rows(recipes: Iterable[Recipe]) -> list[Row]:
 
 
 def _operands(*slots: str) -> Callable[[Compute], str]:
-    return lambda compute: " × ".join(dict.fromkeys(str(compute.casts[slot]) for slot in slots))
+    def text(compute: Compute) -> str:
+        return " × ".join(dict.fromkeys(str(compute.casts[slot]) for slot in slots))
+
+    return text
 
 
 def _native(compute: Compute) -> str:
@@ -77,16 +84,18 @@ def _native(compute: Compute) -> str:
 
 def _code_text(code: Code) -> str:
     """Write a code: ``e6m5 (12 bits), stochastic``."""
-    bits = f" ({code.bits} bits)" if code.is_window else ""
-    return f"{code.name}{bits}{', stochastic' if code.rounding == 'stochastic' else ''}"
+    text = code.name
+    if code.is_window:
+        text += f" ({code.bits} bits)"
+    if code.rounding == "stochastic":
+        text += ", stochastic"
+    return text
 
 
 def _weight_text(storage: Storage) -> str:
-    return (
-        f"{storage.visible} + {storage.weight.name} master"
-        if storage.master
-        else _code_text(storage.weight)
-    )
+    if storage.master:
+        return f"{storage.visible} + {storage.weight.name} master"
+    return _code_text(storage.weight)
 
 
 def _rate_text(rule: UpdateRule) -> str:
@@ -94,15 +103,21 @@ def _rate_text(rule: UpdateRule) -> str:
 
 
 def _alias_rows() -> list[Row]:
-    aliases = [{"name": name, **alias} for name, alias in ALIASES.items()]
-    return aliases + [
-        {
-            "name": n,
-            "recipe": list(few),
-            "source": "ambiguous: say which" if few else "stores frozen weights",
-        }
-        for n, few in AMBIGUOUS.items()
-    ]
+    rows: list[Row] = []
+    for name, alias in ALIASES.items():
+        rows.append({"name": name, **alias})
+    for name, recipes in AMBIGUOUS.items():
+        source = "ambiguous: say which" if recipes else "stores frozen weights"
+        rows.append({"name": name, "recipe": list(recipes), "source": source})
+    return rows
+
+
+def _options(rule: UpdateRule) -> dict[str, str]:
+    return {option.name: option_text(option.in_training) for option in rule.options}
+
+
+def _sent_bytes(reduction: Reduction) -> dict[str, float]:
+    return {name: reduction.bytes_per_element(name) for name in ("float32", "bfloat16")}
 
 
 TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
@@ -125,7 +140,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
         UPDATE_RULES.values(), "name optimizer purpose steps settings options rate source",
         steps=lambda rule: "matrices; AdamW the rest" if rule.is_matrix else "everything",
         settings=lambda rule: dict(rule.settings),
-        options=lambda rule: {option.name: option_text(option.in_training) for option in rule.options}, rate=_rate_text,
+        options=_options, rate=_rate_text,
     ), ""),
     "storages": ("How weights and moments are stored between steps.", lambda: _rows(
         STORAGES.values(), "name weight exp_avg exp_avg_sq bytes_per_param vectors loses source", weight=_weight_text,
@@ -135,7 +150,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
     "reductions": ("How and in which format ranks sum gradients.", lambda: _rows(
         REDUCTIONS.values(), "name sent_as sent_bytes error order_invariant purpose source",
         sent_as=lambda reduction: reduction.wire or "the gradient's own format",
-        sent_bytes=lambda reduction: {name: reduction.bytes_per_element(name) for name in ("float32", "bfloat16")},
+        sent_bytes=_sent_bytes,
     ), "source"),
     "chips": ("Accelerators: memory, bandwidth, peak rates, links.", lambda: _rows(
         CHIPS.values(), "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second official source",
@@ -162,22 +177,15 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
     recipe = notation.parse(name)
     facts = _facts(recipe)
     stored = _stored_parts(recipe.storage)
-    matmuls = [
-        {
-            "matmul": place,
-            "left": str(product.left),
-            "right": str(product.right),
-            "accumulation": product.accumulation,
-        }
-        for place, product in recipe.compute.products.items()
-    ]
+    matmuls = []
+    for place, product in recipe.compute.products.items():
+        operands = {"left": str(product.left), "right": str(product.right)}
+        matmuls.append({"matmul": place, **operands, "accumulation": product.accumulation})
     row = {**_recipe_rows([recipe])[0], "facts": facts, "stored": stored, "matmuls": matmuls}
-    in_all = {"part": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
+    in_all = _stored("in all", "", recipe.bytes_per_param)
+    columns = (Column("recipe", itemgetter(0)), Column(recipe.name, itemgetter(1)))
     return [row], [
-        Table(
-            (Column("recipe", "name"), Column(recipe.name, "text")),
-            [{"name": n, "text": t} for n, t in facts.items()],
-        ),
+        Table(columns, list(facts.items())),
         _table([*stored, in_all]),
         _table(matmuls),
     ]
@@ -197,18 +205,26 @@ def _facts(recipe: Recipe) -> dict[str, str]:
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{recipe.dtype}; norms, softmax and the loss in float32",
         "linears left plain": _kept(compute),
-        "computed otherwise": ", ".join(
-            f"{o.pattern} in {o.compute.name}" for o in recipe.overrides
-        ),
+        "computed otherwise": _overrides(recipe),
     }
-    return {label: text for label, text in facts.items() if text}
+    return dict(filter(itemgetter(1), facts.items()))
+
+
+def _overrides(recipe: Recipe) -> str:
+    return ", ".join(f"{row.pattern} in {row.compute.name}" for row in recipe.overrides)
 
 
 def _kept(compute: Compute) -> str:
     if not compute.keep:
         return ""
     kept = "heads, routers and adapters"
-    return f"{kept}; the last {compute.keep_last:.0%} of the blocks" if compute.keep_last else kept
+    if compute.keep_last:
+        kept += f"; the last {compute.keep_last:.0%} of the blocks"
+    return kept
+
+
+def _stored(part: str, format: str, num_bytes: float, rounding: str = "") -> Row:
+    return {"part": part, "format": format, "bytes": num_bytes, "rounding": rounding}
 
 
 def _stored_parts(storage: Storage) -> list[Row]:
@@ -221,31 +237,31 @@ def _stored_parts(storage: Storage) -> list[Row]:
         "master": ("full copy of the weight", storage.weight.name, ""),
         "tail": ("tail of the weight", f"{storage.tail_bits} bits", rounding(storage.weight)),
     }
+    texts = {}
     for name, words in (
         ("weight", "weight"),
         ("exp_avg", "first moment"),
         ("exp_avg_sq", "second moment"),
     ):
         code = storage.code(name)
-        text = _code_text(code).partition(",")[0] if code.parts == 1 else code.name.split(" ")[0]
+        text = code.name.partition(" ")[0]
+        if code.parts == 1:
+            text = _code_text(code).partition(",")[0]
+        texts[name] = text
         parts[name] = (words, text, rounding(code))
-        parts |= {
-            low: (f"low part of the {words}", text, rounding(code)) for low in low_parts(name, code)
-        }
-    visible_bytes = VISIBLE[storage.visible][0] / 8
+        for low in low_parts(name, code):
+            parts[low] = (f"low part of the {words}", text, rounding(code))
+    visible = storage.visible
+    visible_bytes = VISIBLE[visible][0] / 8
     seen = "nearest" if storage.beside else rounding(storage.weight)
-    visible = (
-        f"{parts['weight'][1]}, in {storage.visible}" if storage.weight.scaled else storage.visible
-    )
-    stored = [("weight that the model sees", visible, visible_bytes, seen)]
+    weight = f"{texts['weight']}, in {visible}" if storage.weight.scaled else visible
+    rows = [_stored("weight that the model sees", weight, visible_bytes, seen)]
     for group in storage.packing:
         # Unused bits of a word are counted with its first field.
         unused = width_of(group) - sum(bits for _, bits in group)
-        stored += [
-            (*parts[n][:2], (bits + (unused if n == group[0][0] else 0)) / 8, parts[n][2])
-            for n, bits in group
-        ]
-    stored.append(("gradient", storage.visible, visible_bytes, ""))
-    return [
-        dict(zip(("part", "format", "bytes", "rounding"), part, strict=True)) for part in stored
-    ]
+        for name, bits in group:
+            part, text, mode = parts[name]
+            rows.append(_stored(part, text, (bits + unused) / 8, mode))
+            unused = 0
+    rows.append(_stored("gradient", visible, visible_bytes))
+    return rows

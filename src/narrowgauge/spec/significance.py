@@ -30,7 +30,10 @@ def student_t(degrees: int, confidence: float = 0.95) -> float:
     high = math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _probability(middle, degrees) < confidence else (low, middle)
+        if _probability(middle, degrees) < confidence:
+            low = middle
+        else:
+            high = middle
     return math.sqrt(degrees) * math.tan(low)
 
 
@@ -45,4 +48,6 @@ def _probability(angle: float, degrees: int) -> float:
         term *= (exponent + 1) / (exponent + 2) * cosine**2
         exponent += 2
     total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if degrees % 2 else total
+    if degrees % 2:
+        return 2 / math.pi * (angle + total)
+    return total

@@ -62,7 +62,9 @@ class Code:
 
     def part(self, place: int) -> Code:
         """Return the code of one part of an expansion. The leading part is at ``place`` 0."""
-        return replace(self, hold=False) if place and self.hold else self
+        if place and self.hold:
+            return replace(self, hold=False)
+        return self
 
     @property
     def spacings(self) -> float:
@@ -80,7 +82,7 @@ class Code:
     @property
     def highest(self) -> int:
         """Exponent of the largest binade in range."""
-        return self.lowest + (1 << self.exponent_bits) - (2 if self.is_window else 3)
+        return self.lowest + (1 << self.exponent_bits) - 3 + self.is_window
 
 
 CODES: dict[str, Code] = {
@@ -137,7 +139,9 @@ by which a float32 is scaled so that its upper bits are the format's.
 
 def low_parts(name: str, code: Code) -> tuple[str, ...]:
     """Return the names of the low parts of ``name``; empty for a code of one part."""
-    return tuple(f"{name}_low{'' if part == 1 else part}" for part in range(1, code.parts))
+    if code.parts == 1:
+        return ()
+    return (f"{name}_low", *(f"{name}_low{part}" for part in range(2, code.parts)))
 
 
 def width_of(group: Sequence[tuple[str, int]]) -> int:
@@ -145,8 +149,12 @@ def width_of(group: Sequence[tuple[str, int]]) -> int:
 
     A float64 has a word of 64.
     """
-    bits = sum(bits for _, bits in group)
-    return next(width for width in (8, 16, 32, 64) if bits <= width)
+    total = _bits_of(group)
+    return next(width for width in (8, 16, 32, 64) if total <= width)
+
+
+def _bits_of(group: Sequence[tuple[str, int]]) -> int:
+    return sum(bits for _, bits in group)
 
 
 @lru_cache
@@ -154,16 +162,22 @@ def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], 
     """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone, others in the
     fewest bits, then words.
     """
-    alone = tuple((field,) for field in fields if field[1] in _ALONE)
-    narrow = tuple(field for field in fields if field[1] not in _ALONE)
-    ways = (
-        way
-        for way in _partitions(narrow)
-        if all(sum(bits for _, bits in group) <= 32 for group in way)
-    )
-    # Among equals, leave the first field (the tail) alone, since other kernels read it.
-    best = min(ways, key=lambda way: (sum(map(width_of, way)), len(way), len(way[0]) if way else 0))
-    return (*alone, *best)
+    alone = []
+    narrow = []
+    for field in fields:
+        if field[1] in _ALONE:
+            alone.append((field,))
+        else:
+            narrow.append(field)
+    if not narrow:
+        return tuple(alone)
+    ways = [way for way in _partitions(tuple(narrow)) if max(map(_bits_of, way)) <= 32]
+
+    def cost(way: tuple[tuple[tuple[str, int], ...], ...]) -> tuple[int, ...]:
+        # Among equals, leave the first field (the tail) alone, since other kernels read it.
+        return sum(map(width_of, way)), len(way), len(way[0])
+
+    return (*alone, *min(ways, key=cost))
 
 
 _ALONE = (16, 32, 64)
@@ -227,9 +241,8 @@ class Storage:
     states: tuple[tuple[str, str], ...] = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 
     def __hash__(self) -> int:
-        return hash(
-            (self.name, self.states)
-        )  # hashing all fields takes a quarter of a step of many small tensors
+        # Hashing all fields takes a quarter of a step of many small tensors.
+        return hash((self.name, self.states))
 
     @property
     def owner(self) -> str:
@@ -246,12 +259,9 @@ class Storage:
         """Return the bits of the tail: stored weight bits outside the visible weight, master copy
         and low parts.
         """
-        has_no_tail = self.master or self.visible == "float32" or self.weight.parts > 1
-        return (
-            0
-            if has_no_tail
-            else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
-        )
+        if self.master or self.visible == "float32" or self.weight.parts > 1:
+            return 0
+        return max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -260,17 +270,19 @@ class Storage:
         """
         if self.master:
             return ("master",)
-        return ("tail",) if self.tail_bits else low_parts("weight", self.weight)
+        if self.tail_bits:
+            return ("tail",)
+        return low_parts("weight", self.weight)
 
     @property
     def fields(self) -> tuple[tuple[str, int], ...]:
         """Return all fields except the visible weight: ``(name, bits)``."""
-        width = self.weight.bits if self.master else self.tail_bits or self.weight.bits
-        result = [(name, width) for name in self.beside]
+        width = self.tail_bits or self.weight.bits
+        result = dict.fromkeys(self.beside, width)
         for state, role in self.states:
             code = self.code(role)
-            result += [(name, code.bits) for name in (state, *low_parts(state, code))]
-        return tuple(result)
+            result |= dict.fromkeys((state, *low_parts(state, code)), code.bits)
+        return tuple(result.items())
 
     @property
     def packing(self) -> tuple[tuple[tuple[str, int], ...], ...]:
@@ -279,13 +291,16 @@ class Storage:
     @property
     def scaled(self) -> tuple[str, ...]:
         """Return the names stored relative to a power of two per row: ``weight``, or states."""
-        weight = ("weight",) if self.weight.scaled else ()
-        return (*weight, *(state for state, role in self.states if self.code(role).scaled))
+        names = []
+        for name, role in (("weight", "weight"), *self.states):
+            if self.code(role).scaled:
+                names.append(name)
+        return tuple(names)
 
     @property
     def bytes_per_param(self) -> float:
         """Bytes per parameter of weight, gradient (in the visible format) and all states."""
-        return 2 * VISIBLE[self.visible][0] / 8 + sum(width_of(group) for group in self.packing) / 8
+        return (2 * VISIBLE[self.visible][0] + sum(map(width_of, self.packing))) / 8
 
     @property
     def bytes_per_row(self) -> int:
@@ -313,10 +328,8 @@ class Storage:
 
     @property
     def is_stochastic(self) -> bool:
-        return any(
-            self.code(role).rounding == "stochastic"
-            for role in ("weight", *(role for _, role in self.states))
-        )
+        roles = ["weight", *dict(self.states).values()]
+        return any(self.code(role).rounding == "stochastic" for role in roles)
 
     def code(self, role: str) -> Code:
         """Return the code of ``weight``, ``exp_avg``, ``exp_avg_sq`` or one of ``states``."""
@@ -325,7 +338,9 @@ class Storage:
 
     def keeping(self, states: tuple[tuple[str, str], ...]) -> Storage:
         """Return the same storage for a rule with other states."""
-        return self if states == self.states else replace(self, states=states)
+        if states == self.states:
+            return self
+        return replace(self, states=states)
 
 
 def _row(name: str, visible: str, codes: str, **fields: Any) -> Storage:

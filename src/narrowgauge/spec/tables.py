@@ -1,19 +1,14 @@
-"""Tables with named columns, printed for a terminal, a pipe, GitHub markdown or JSON.
-
-A wide terminal gets a rich table. A pipe, a narrow terminal, or one without the package rich gets
-aligned text.
-"""
+"""Tables with named columns, as aligned text, GitHub markdown or JSON."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 Row = dict[str, Any]
 Key = str | Callable[[Any], Any]
@@ -33,7 +28,9 @@ class Column:
     def cell(self, row: Any) -> str:
         if callable(self.key):
             return cell_text(self.key(row))
-        return cell_text(row[self.key] if isinstance(row, dict) else getattr(row, self.key))
+        if isinstance(row, dict):
+            return cell_text(row[self.key])
+        return cell_text(getattr(row, self.key))
 
 
 @dataclass(frozen=True)
@@ -44,70 +41,46 @@ class Table:
     rows: list[Any]
     title: str = ""
 
+    @property
+    def heads(self) -> list[str]:
+        return [column.title for column in self.columns]
+
     def markdown(self) -> str:
         """GitHub markdown, without the title."""
-        heads = [column.title for column in self.columns]
-        rules = ["---:" if column.right else "---" for column in self.columns]
-        lines = [
-            [
-                f"`{cell}`" if column.code else cell.replace("|", r"\|")
-                for column, cell in self._cells(row)
-            ]
-            for row in self.rows
-        ]
-        return "".join(f"| {' | '.join(line)} |\n" for line in [heads, rules, *lines])
+        rules = ["---"] * len(self.columns)
+        for place, column in enumerate(self.columns):
+            if column.right:
+                rules[place] = "---:"
+        lines = [self.heads, rules]
+        for row in self.rows:
+            cells = []
+            for column in self.columns:
+                cell = column.cell(row)
+                cells.append(f"`{cell}`" if column.code else cell.replace("|", r"\|"))
+            lines.append(cells)
+        text = ""
+        for line in lines:
+            text += f"| {' | '.join(line)} |\n"
+        return text
 
     def plain(self) -> str:
         """Aligned text for a pipe: titles, then one line per row, never wrapped."""
-        heads = [column.title for column in self.columns]
-        lines = [heads, *([cell for _, cell in self._cells(row)] for row in self.rows)]
-        widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
-        text = f"{self.title}\n" if self.title else ""
-        for line in lines:
-            parts = [
-                cell.rjust(width) if column.right else cell.ljust(width)
-                for column, cell, width in zip(self.columns, line, widths, strict=True)
-            ]
-            text += "  ".join(parts).rstrip() + "\n"
-        return text
-
-    def rich(self) -> Any:
-        from rich import box
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table = RichTable(
-            box=box.SIMPLE_HEAD, title=self.title or None, title_justify="left", title_style="bold"
-        )
+        aligned = []
         for column in self.columns:
-            side: Literal["left", "right"] = "right" if column.right else "left"
-            # Names and numbers are never wrapped.
-            is_whole = column.code or column.right
-            table.add_column(
-                column.title, justify=side, style="bold" if column.code else None, no_wrap=is_whole
-            )
-        for row in self.rows:
-            table.add_row(*(Text(cell) for _, cell in self._cells(row)))
-        return table
-
-    def _cells(self, row: Any) -> Iterable[tuple[Column, str]]:
-        return ((column, column.cell(row)) for column in self.columns)
+            cells = [column.title, *map(column.cell, self.rows)]
+            width = max(map(len, cells))
+            align = str.rjust if column.right else str.ljust
+            aligned.append([align(cell, width) for cell in cells])
+        text = f"{self.title}\n" if self.title else ""
+        for line in zip(*aligned, strict=True):
+            text += "  ".join(line).rstrip() + "\n"
+        return text
 
 
 def write(parts: Table | Sequence[Table]) -> None:
-    """Print tables to standard output, as the module describes."""
+    """Print tables to standard output."""
     tables = [parts] if isinstance(parts, Table) else parts
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None where it is closed
-    if is_terminal and importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.measure import Measurement
-
-        console = Console(highlight=False)
-        rich = [part.rich() for part in tables]
-        free = console.options.update(max_width=10_000)
-        if all(Measurement.get(console, free, part).minimum <= console.width for part in rich):
-            return console.print(*rich)
-    print("\n".join(part.plain() for part in tables), end="", flush=True)
+    print("\n".join(map(Table.plain, tables)), end="", flush=True)
 
 
 def write_json(value: Row | Sequence[Row]) -> None:
@@ -124,29 +97,36 @@ def write_json(value: Row | Sequence[Row]) -> None:
 
 def text_columns(**keys: Key) -> tuple[Column, ...]:
     """Return columns by title. An underscore stands for a space."""
-    return tuple(Column(title.replace("_", " "), key) for title, key in keys.items())
+    return _columns(keys)
 
 
 def number_columns(**keys: Key) -> tuple[Column, ...]:
     """Columns of numbers by title, aligned right."""
-    return tuple(replace(column, right=True) for column in text_columns(**keys))
+    return _columns(keys, right=True)
 
 
 def name_columns(**keys: Key) -> tuple[Column, ...]:
     """Columns of names by title, in code style."""
-    return tuple(replace(column, code=True) for column in text_columns(**keys))
+    return _columns(keys, code=True)
+
+
+def _columns(keys: Mapping[str, Key], **style: bool) -> tuple[Column, ...]:
+    return tuple(Column(title.replace("_", " "), key, **style) for title, key in keys.items())
 
 
 def cell_text(value: Any) -> str:
+    """Write a value as a table shows it."""
     if value is None or isinstance(value, bool):
         return {None: "", True: "yes", False: "no"}[value]
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, int):
-        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return f"{value:,}"
     if isinstance(value, Mapping):
         return ", ".join(f"{name}={cell_text(item)}" for name, item in value.items())
-    return ", ".join(map(cell_text, value)) if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(cell_text, value))
+    return str(value)
 
 
 def json_value(value: Any) -> Any:
@@ -156,7 +136,9 @@ def json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [json_value(item) for item in value]
-    value = value.item() if hasattr(value, "item") else value
-    is_named = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
-    return str(value) if is_named else value
+        return list(map(json_value, value))
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value

@@ -42,36 +42,38 @@ class Range:
                 raise RecipeError(
                     f"Cannot use {name} = {value!r}: it must be two numbers, each {self}."
                 )
-            for place, part in enumerate(value):
-                replace(self, is_pair=False).check(
-                    f"{'beta' if name == 'betas' else name}{place + 1}", part
-                )
+            one = replace(self, is_pair=False)
+            part = "beta" if name == "betas" else name
+            for place, number in enumerate(value):
+                one.check(f"{part}{place + 1}", number)
             return
         try:
             if isinstance(value, (bool, str)):
                 raise TypeError
-            number = operator.index(value) if self.is_integer else float(value)
+            read = operator.index if self.is_integer else float
+            number = read(value)
         except (TypeError, ValueError, RuntimeError):
-            kind = "integer" if self.is_integer else "number"
-            limits = "" if str(self) == _ANY else f", {self}"
-            raise RecipeError(
-                f"Cannot use {name} = {value!r}: it must be one {kind}{limits}."
-            ) from None
-        if not (self.low < number if self.above else self.low <= number) or not number < self.high:
+            words = "one integer" if self.is_integer else "one number"
+            if str(self) != _ANY:
+                words += f", {self}"
+            raise RecipeError(f"Cannot use {name} = {value!r}: it must be {words}.") from None
+        is_inside = self.low <= number < self.high
+        if self.above:
+            is_inside = self.low < number < self.high
+        if not is_inside:
+            words = str(self)
+            if not self.is_integer:
+                words += " and finite"
             shown = value if isinstance(value, (int, float)) else number
-            finite = "" if self.is_integer else " and finite"
-            raise RecipeError(f"Cannot use {name} = {shown}: it must be {self}{finite}.")
+            raise RecipeError(f"Cannot use {name} = {shown}: it must be {words}.")
 
     def __str__(self) -> str:
-        low = (
-            []
-            if self.low == -math.inf
-            else [f"{'above' if self.above else 'at least'} {self.low:g}"]
-        )
-        return (
-            " and ".join([*low, *([] if self.high == math.inf else [f"below {self.high:g}"])])
-            or _ANY
-        )
+        words = []
+        if self.low > -math.inf:
+            words.append(f"above {self.low:g}" if self.above else f"at least {self.low:g}")
+        if self.high < math.inf:
+            words.append(f"below {self.high:g}")
+        return " and ".join(words) or _ANY
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class Choice:
     def check(self, name: str, value: Any) -> None:
         """Refuse any other value."""
         if value not in self.values:
-            near = suggestion(value, list(map(str, self.values))) if isinstance(value, str) else ""
+            near = ""
+            if isinstance(value, str):
+                near = suggestion(value, list(map(str, self.values)))
             raise RecipeError(f"Cannot use {name} = {value!r}: it must be one of {self}.", near)
 
     def __str__(self) -> str:
@@ -122,7 +126,9 @@ def option_text(value: Any) -> str:
     """
     if isinstance(value, tuple):
         return "/".join(map(option_text, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else f"{value}"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,9 @@ class UpdateRule:
             ranges["betas"] = Range(0, 1, is_pair=True)
         if "eps" in self.settings:
             ranges[self.eps_option] = Range()
-        return ranges | {option.name: option.law for option in self.options}
+        for option in self.options:
+            ranges[option.name] = option.law
+        return ranges
 
     @property
     def eps_option(self) -> str:
@@ -173,7 +181,10 @@ class UpdateRule:
 
         It has another name if the rule has its own ``eps``.
         """
-        return "adam_eps" if any(option.name == "eps" for option in self.options) else "eps"
+        for option in self.options:
+            if option.name == "eps":
+                return "adam_eps"
+        return "eps"
 
 
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from narrowgauge.analysis.columns import Series, column
+from narrowgauge.analysis.columns import Array, Series, column
 from narrowgauge.report.figures.traces import (
     Curve,
     Figure,
@@ -36,14 +36,9 @@ def comparison_figures(
 
     ``baseline`` is the label of the group to compare with (None: the first).
     """
-    sections: dict[str, list[Figure | None]] = {
-        "loss": [training_loss(groups), validation_loss(groups), difference(groups, baseline)],
-        "history": [gradient_norm(groups), loss_scale(groups)],
-    }
-    return {
-        name: [figure for figure in figures if figure is not None]
-        for name, figures in sections.items()
-    }
+    losses = [training_loss(groups), validation_loss(groups), difference(groups, baseline)]
+    history = [gradient_norm(groups), loss_scale(groups)]
+    return {"loss": list(filter(None, losses)), "history": list(filter(None, history))}
 
 
 def _curves(groups: Sequence[Group], table: str, name: str) -> list[Curve]:
@@ -73,32 +68,28 @@ def _losses(title: str, curves: Sequence[Curve], how: str) -> Figure | None:
 
 def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure | None:
     """Draw the validation loss minus the baseline's loss with the same seed."""
-    first = next(
-        (group for group in groups if group.label == baseline), groups[0] if groups else None
-    )
-    if first is None or len(groups) < 2:
+    if len(groups) < 2:
         return None
+    first = groups[0]
+    for group in groups:
+        if group.label == baseline:
+            first = group
     theirs = first.seeds()
     curves = []
     for group in groups:
-        pairs = [
-            (run, theirs[seed])
-            for seed, run in group.seeds().items()
-            if seed in theirs and group is not first
-        ]
-        curves.append(
-            curve_of(
-                group,
-                [_minus(*(column(run, "evals", "val_loss") for run in pair)) for pair in pairs],
-            )
-        )
-    if not any(curve.means.size for curve in curves):
+        lines = []
+        for seed, run in group.seeds().items():
+            if seed in theirs and group is not first:
+                minuend = column(run, "evals", "val_loss")
+                lines.append(_minus(minuend, column(theirs[seed], "evals", "val_loss")))
+        curves.append(curve_of(group, lines))
+    if not _means_of(curves).size:
         return None
     # Noise in the last digits must look small.
-    losses = np.abs(
-        [line.finite[-1] for line in first.lines("evals", "val_loss") if line.finite.size]
-    )
-    least = SMALLEST_SPAN / 2 * float(losses.mean())
+    ends = []
+    for line in first.lines("evals", "val_loss"):
+        ends += line.finite[-1:].tolist()
+    least = SMALLEST_SPAN / 2 * float(np.abs(ends).mean())
     layout = layout_of(
         "step",
         f"loss minus {first.label}",
@@ -146,12 +137,17 @@ def loss_scale(groups: Sequence[Group]) -> Figure | None:
     return _over_decades(groups, "loss_scale", "Loss scale", how)
 
 
+def _means_of(curves: Sequence[Curve]) -> Array:
+    """Return the finite values of all lines."""
+    return np.concatenate([np.empty(0), *(curve.means for curve in curves)])
+
+
 def _over_decades(groups: Sequence[Group], name: str, title: str, how: str) -> Figure | None:
     """Draw a column of the steps, over a logarithmic axis if its values are positive and span
     decades.
     """
     curves = _curves(groups, "steps", name)
-    means = np.concatenate([curve.means for curve in curves] or [np.empty(0)])
+    means = _means_of(curves)
     is_log = bool(means.size and 0 < 3 * means.min() < means.max())
     layout = layout_of("step", title.lower(), log_y=is_log, can_log_x=True)
     data = traces_of(curves, title.lower())

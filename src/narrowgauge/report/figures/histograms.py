@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from narrowgauge.report.figures.palette import colour
 from narrowgauge.report.figures.series import json_list, rounded
 from narrowgauge.runs.schema import FIRST_EXPONENT, Row, finite_number, step_of
@@ -40,34 +42,39 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
             the last. Its ``frames``
         hold the heights of the bars, per step and panel.
     """
-    counted = [(step_of(row), counts) for row in rows if (counts := _counts(row))]
+    counted = []
+    for row in rows:
+        counts = _counts(row)
+        if counts:
+            counted.append((step_of(row), counts))
     if not counted:
         return None
     num_steps = min(len(counted), MOST_STEPS)
-    chosen = [
-        counted[round(place * (len(counted) - 1) / max(1, num_steps - 1))]
-        for place in range(num_steps)
-    ]
-    kinds = [kind for kind in KIND_TITLES if any(kind in counts for _, counts in chosen)]
-    spans = {
-        kind: _span([counts[kind] for _, counts in chosen if kind in counts]) for kind in kinds
-    }
-    frames = [
-        [_shares(counts.get(kind), span) for kind, span in spans.items()] for _, counts in chosen
-    ]
-    data = [
-        {
-            "type": "bar", "x": [bin + FIRST_EXPONENT for bin in range(*span)], "y": frames[-1][panel], "offset": 0, "width": 1,
-            "yaxis": f"y{panel + 2}", "marker": {"color": colour(index), "line": {"width": 0}},
-            "meta": {"title": KIND_TITLES[kind]},
-            "hovertemplate": f"%{{y:.3~p}} of {KIND_TITLES[kind].lower()}<br>2<sup>%{{x}}</sup> to twice that<extra></extra>",
-        }
-        for panel, (kind, span) in enumerate(spans.items())
-    ]  # fmt: skip
+    last = len(counted) - 1
+    chosen = []
+    for place in range(num_steps):
+        chosen.append(counted[round(place * last / max(1, num_steps - 1))])
     # All exponents that occur, and the whole range of float16 for comparison.
     half = FORMATS["float16"]
-    low = min(half.finest_exponent, *(start + FIRST_EXPONENT for start, _ in spans.values()))
-    high = max(half.max_exponent + 1, *(stop + FIRST_EXPONENT for _, stop in spans.values()))
+    low = half.finest_exponent
+    high = half.max_exponent + 1
+    data: list[Row] = []
+    panels = []
+    for kind, title in KIND_TITLES.items():
+        bins = [counts.get(kind, []) for _, counts in chosen]
+        span = _span(bins)
+        if span is None:
+            continue
+        start, stop = np.array(span) + FIRST_EXPONENT
+        low = min(low, int(start))
+        high = max(high, int(stop))
+        panels.append([_shares(counts, span) for counts in bins])
+        data.append({
+            "type": "bar", "x": np.arange(start, stop).tolist(), "y": panels[-1][-1], "offset": 0, "width": 1,
+            "yaxis": f"y{len(data) + 2}", "marker": {"color": colour(index), "line": {"width": 0}},
+            "meta": {"title": title},
+            "hovertemplate": f"%{{y:.3~p}} of {title.lower()}<br>2<sup>%{{x}}</sup> to twice that<extra></extra>",
+        })  # fmt: skip
     # The page's script shows the frame of the chosen step.
     slider = {
         "active": num_steps - 1, "steps": [{"label": f"{step}", "method": "skip"} for step, _ in chosen],
@@ -75,31 +82,35 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
         "bgcolor": "@muted", "activebgcolor": "@accent", "bordercolor": "@line", "tickcolor": "@muted",
         "font": {"color": "@muted"},
     }  # fmt: skip
-    layout = _panels(len(spans), [low - 2, high + 2]) | {"sliders": [slider]}
+    layout = _panels(len(data), [low - 2, high + 2]) | {"sliders": [slider]}
+    frames = list(map(list, zip(*panels, strict=True)))
     return {"data": [*data, *_format_bars()], "layout": layout, "frames": frames}
 
 
 def _counts(row: Row) -> dict[str, list[float]]:
     """Return the histograms of a row that count anything. A bin without a valid count is empty."""
     histograms = row.get("histograms") or {}
-    counts = {
-        kind: [max(0.0, finite_number(count) or 0.0) for count in histograms.get(kind) or ()]
-        for kind in KIND_TITLES
-    }
-    return {kind: bins for kind, bins in counts.items() if any(bins)}
+    counts = {}
+    for kind in KIND_TITLES:
+        bins = [max(0.0, finite_number(count) or 0.0) for count in histograms.get(kind) or ()]
+        if any(bins):
+            counts[kind] = bins
+    return counts
 
 
-def _span(histograms: Sequence[Sequence[float]]) -> tuple[int, int]:
-    """Return the first used bin, and the one after the last."""
-    used = [place for bins in histograms for place, count in enumerate(bins) if count]
-    return min(used), max(used) + 1
+def _span(histograms: Sequence[Sequence[float]]) -> tuple[int, int] | None:
+    """Return the first used bin, and the one after the last; ``None`` if none is used."""
+    used = set()
+    for bins in histograms:
+        used.update(np.flatnonzero(bins).tolist())
+    return (min(used), max(used) + 1) if used else None
 
 
-def _shares(counts: Sequence[float] | None, span: tuple[int, int]) -> list[float | None] | None:
-    if counts is None:
+def _shares(counts: Sequence[float], span: tuple[int, int]) -> list[float | None] | None:
+    if not counts:
         return None
-    total = sum(counts)
-    return json_list([count / total or math.nan for count in counts[slice(*span)]], 3)
+    shares = np.array(counts[slice(*span)]) / sum(counts)
+    return json_list(np.where(shares, shares, np.nan), 3)
 
 
 def format_ranges() -> list[Row]:
@@ -110,28 +121,29 @@ def format_ranges() -> list[Row]:
             Bins below ``zero_below``
         round to zero in the format. Bins above ``last`` overflow.
     """
-    return [
-        {
+    rows = []
+    for name in SHOWN_FORMATS:
+        row = FORMATS[name]
+        rows.append({
             "name": name, "subnormal": row.finest_exponent, "normal": row.min_exponent, "max": rounded(math.log2(row.max), 5),
             "zero_below": row.finest_exponent - 1,  # half of the smallest value still rounds up to it
             "last": row.max_exponent,
-        }
-        for name, row in ((name, FORMATS[name]) for name in SHOWN_FORMATS)
-    ]  # fmt: skip
+        })  # fmt: skip
+    return rows
 
 
 def _format_bars() -> list[Row]:
     """Return a thick bar over a format's normal range, a thin bar over its subnormals."""
-    return [
-        {
-            "type": "scatter", "mode": "lines", "x": [row[start], row[stop]], "y": [line, line],
-            "line": {"color": "@muted", "width": width}, "meta": {"format": row["name"], "part": start},
-            "hovertemplate": f"{row['name']}: normal from 2<sup>{row['normal']}</sup> to 2<sup>{row['max']:.4g}</sup>, "
-                             f"subnormal from 2<sup>{row['subnormal']}</sup><extra></extra>",
-        }
-        for line, row in enumerate(format_ranges())
-        for start, stop, width in (("subnormal", "normal", 3), ("normal", "max", 9))
-    ]  # fmt: skip
+    bars = []
+    for line, row in enumerate(format_ranges()):
+        for start, stop, width in (("subnormal", "normal", 3), ("normal", "max", 9)):
+            bars.append({
+                "type": "scatter", "mode": "lines", "x": [row[start], row[stop]], "y": [line, line],
+                "line": {"color": "@muted", "width": width}, "meta": {"format": row["name"], "part": start},
+                "hovertemplate": f"{row['name']}: normal from 2<sup>{row['normal']}</sup> to 2<sup>{row['max']:.4g}</sup>, "
+                                 f"subnormal from 2<sup>{row['subnormal']}</sup><extra></extra>",
+            })  # fmt: skip
+    return bars
 
 
 def _panels(num_panels: int, exponents: list[float]) -> Row:

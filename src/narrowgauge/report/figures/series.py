@@ -38,10 +38,10 @@ def rounded(value: float, digits: int = 6) -> float:
 
 def json_list(values: npt.ArrayLike, digits: int = 6) -> list[float | None]:
     """Return rounded numbers for JSON, a gap as ``None``."""
-    return [
-        None if value != value else rounded(value, digits)
-        for value in np.asarray(values, float).tolist()
-    ]
+    result: list[float | None] = []
+    for value in np.asarray(values, float).tolist():
+        result.append(None if math.isnan(value) else rounded(value, digits))
+    return result
 
 
 def band(lines: Sequence[Series]) -> Band:
@@ -50,7 +50,7 @@ def band(lines: Sequence[Series]) -> Band:
     Keep a step if every active run has a row for it. Insert a gap where the set of runs with a
     finite value changes.
     """
-    x = np.unique(np.concatenate([np.empty(0), *(line.x for line in lines)]))
+    x = np.unique(np.concatenate([[], *(line.x for line in lines)]))
     values = np.full((len(lines), len(x)), np.nan)
     lacks = np.zeros((len(lines), len(x)), bool)
     for seed, line in enumerate(lines):
@@ -65,17 +65,14 @@ def band(lines: Sequence[Series]) -> Band:
     has_value = ~np.isnan(values)
     count = has_value.sum(axis=0)
     mean = np.where(has_value, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
-    low, high = (
-        reduce(values, axis=0, initial=np.nan) for reduce in (np.fmin.reduce, np.fmax.reduce)
-    )
+    low = np.fmin.reduce(values, axis=0, initial=np.nan)
+    high = np.fmax.reduce(values, axis=0, initial=np.nan)
     # A change of runs is a gap. Next to a step without any run, a gap exists already.
     changes = (
         (has_value[:, 1:] != has_value[:, :-1]).any(axis=0) & (count[1:] > 0) & (count[:-1] > 0)
     )
     at = np.flatnonzero(changes) + 1
-    return Band(
-        np.insert(x, at, x[at]), *(np.insert(side, at, np.nan) for side in (mean, low, high))
-    )
+    return _with_gaps(Band(x, mean, low, high), at, x[at])
 
 
 def in_columns(joined: Band, num_columns: int = NUM_COLUMNS) -> Band:
@@ -104,8 +101,16 @@ def in_columns(joined: Band, num_columns: int = NUM_COLUMNS) -> Band:
     high = np.fmax.reduceat(joined.high, starts)
     x = joined.x[ends - 1]
     at = np.flatnonzero((count > 0) & (count < ends - starts)) + 1
+    return _with_gaps(Band(x, mean, low, high), at, x[at - 1])
+
+
+def _with_gaps(joined: Band, at: npt.NDArray[np.intp], x: Array) -> Band:
+    """Return a band with gaps before some places."""
     return Band(
-        np.insert(x, at, x[at - 1]), *(np.insert(side, at, np.nan) for side in (mean, low, high))
+        np.insert(joined.x, at, x),
+        np.insert(joined.mean, at, np.nan),
+        np.insert(joined.low, at, np.nan),
+        np.insert(joined.high, at, np.nan),
     )
 
 

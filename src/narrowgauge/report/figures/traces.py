@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -54,7 +55,10 @@ class Curve:
 
 
 def curve_of(group: Group, lines: Sequence[Series]) -> Curve:
-    return Curve(group, in_columns(band(lines)), sorted({x for line in lines for x in line.gaps}))
+    gaps = set()
+    for line in lines:
+        gaps.update(line.gaps)
+    return Curve(group, in_columns(band(lines)), sorted(gaps))
 
 
 def traces_of(curves: Iterable[Curve], name: str) -> list[Row]:
@@ -62,10 +66,16 @@ def traces_of(curves: Iterable[Curve], name: str) -> list[Row]:
 
     Bands lie lowest.
     """
-    curves = list(curves)
-    spans = [_span(curve) for curve in curves if (curve.joined.high > curve.joined.low).any()]
-    crosses = [_crosses(curve) for curve in curves if curve.not_finite]
-    means = [_mean(curve, name) for curve in curves if curve.means.size or curve.not_finite]
+    spans = []
+    crosses = []
+    means = []
+    for curve in curves:
+        if (curve.joined.high > curve.joined.low).any():
+            spans.append(_span(curve))
+        if curve.not_finite:
+            crosses.append(_crosses(curve))
+        if curve.means.size or curve.not_finite:
+            means.append(_mean(curve, name))
     return [*spans, *crosses, *means]
 
 
@@ -120,7 +130,9 @@ def layout_of(
         # A second, hidden axis from 0 to 1, for marks without a value.
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
     }
-    return layout | ({"updatemenus": [_LOG_X]} if can_log_x else {})
+    if can_log_x:
+        layout["updatemenus"] = [_LOG_X]
+    return layout
 
 
 _LOG_X: Row = {
@@ -144,7 +156,7 @@ def fit_axis(curves: Sequence[Curve], layout: Row) -> str:
     lines = [curve.means for curve in curves if curve.means.size]
     if not lines:
         return ""
-    limit = 1.25 * max(line[0] for line in lines)
+    limit = 1.25 * max(map(itemgetter(0), lines))
     values = np.concatenate(lines)
     inside = values[values <= limit]
     if not inside.size or inside.min() == inside.max():
@@ -154,9 +166,9 @@ def fit_axis(curves: Sequence[Curve], layout: Row) -> str:
     margin = 0.15 * (high - low)
     layout["yaxis"] |= {"range": [rounded(float(low - margin)), rounded(float(high + margin))]}
     beyond = [curve.group.label for curve in curves if curve.means.max(initial=0.0) > 1.5 * limit]
-    named = (
-        f" Beyond the axis, which ends a little above the first losses: {', '.join(beyond)}."
-        if beyond
-        else ""
-    )
-    return f" Double-click to see spikes whole.{named}"
+    words = " Double-click to see spikes whole."
+    if beyond:
+        words += (
+            f" Beyond the axis, which ends a little above the first losses: {', '.join(beyond)}."
+        )
+    return words

@@ -26,28 +26,32 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
     """Return each recipe's paired difference from the baseline, with its 95 % interval; ``None`` if
     there is none.
     """
-    pairs = [(group, comparison.classes[group.label].difference) for group in groups]
-    finite = [
-        (group, paired)
-        for group, paired in pairs
-        if paired is not None and math.isfinite(paired.mean)
-    ]
     threshold = comparison.acceptable
-    drawn = [(group, paired) for group, paired in finite if abs(paired.mean) <= FAR * threshold]
+    drawn: list[str] = []
+    beyond = []
+    data = []
+    reach = [0.0]
+    has_single = False
+    for group in groups:
+        paired = comparison.classes[group.label].difference
+        if paired is None or not math.isfinite(paired.mean):
+            continue
+        if abs(paired.mean) > FAR * threshold:
+            beyond.append(f"{group.label} ({shown_difference(paired.mean, paired.half)})")
+            continue
+        data.append(_bar(group, paired, len(drawn)))
+        drawn.append(plain(group.label))
+        has_single = has_single or not math.isfinite(paired.half)
+        sides = (paired.low, paired.high, paired.mean)
+        reach += map(abs, filter(math.isfinite, sides))
     if not drawn or comparison.baseline is None or not 0 < threshold < math.inf:
         return None
-    reach = [
-        abs(side)
-        for _, paired in drawn
-        for side in (paired.low, paired.high, paired.mean)
-        if math.isfinite(side)
-    ]
     # An interval may be much wider than any difference, and may leave the figure.
     limit = 1.1 * max(1.5 * threshold, min(max(reach), 1.5 * FAR * threshold))
     layout = layout_of(f"loss minus {plain(comparison.baseline)} (nats per token)", "")
     layout["xaxis"] |= {"range": [-limit, limit], "zeroline": True}
     layout["yaxis"] |= {
-        "tickvals": list(range(len(drawn))), "ticktext": [plain(group.label) for group, _ in drawn],
+        "tickvals": list(range(len(drawn))), "ticktext": drawn,
         "range": [len(drawn) - 0.5, -0.5], "zeroline": False, "showgrid": False,
     }  # fmt: skip
     layout["shapes"] = [{
@@ -61,16 +65,10 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
         "inside it a recipe is as good; "
         "a bar over its edge is not resolved by these seeds."
     )
-    if any(not math.isfinite(paired.half) for _, paired in drawn):
+    if has_single:
         how += " A mark without a bar is one seed alone, which has no interval."
-    beyond = [
-        f"{g.label} ({shown_difference(p.mean, p.half)})"
-        for g, p in finite
-        if abs(p.mean) > FAR * threshold
-    ]
     if beyond:
         how += f" Far beyond the axis: {', '.join(beyond)}."
-    data = [_bar(group, paired, line) for line, (group, paired) in enumerate(drawn)]
     return Figure(
         "verdict-figure",
         "Difference from the baseline",
