@@ -245,11 +245,12 @@ def _ranked(run: Callable[..., _Configured], first: _Configured) -> Ranked:
     assert first.mode is not None
     if first.gradients and not first.shadows:
         return not_measured("no gradient is followed")
+    gradients = {name: first.gradients[name].double() for name in first.shadows}
 
     def repeat(chosen: Collection[Key]) -> Gradients:
         return run(True, chosen=chosen).shadows
 
-    return rank(first.gradients, first.shadows, first.mode, repeat)
+    return rank(gradients, first.shadows, first.mode, repeat)
 
 
 def _ranked_copy(twin: nn.Module, parts: Sequence[Any], loss: Loss) -> Ranked:

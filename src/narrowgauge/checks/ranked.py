@@ -320,7 +320,7 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Ranked:
                 value = step()
             named = named_gradients({plain_name(n): p for n, p in model.named_parameters()})
             causes = [mode.first_bad(x) for x in (value, *named.values()) if is_float(x)]
-            gradients = {name: g.detach().to_dense() for name, g in named.items()}
+            gradients = {name: g.detach().to_dense().double() for name, g in named.items()}
             return gradients, followed(mode, named), mode, causes
 
     gradients, shadows, mode, _ = run(measures=True)
