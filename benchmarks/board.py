@@ -77,10 +77,10 @@ STORAGES = (
     MASTER, WORD, "naive", "compact", "states8", "split", "kahan", "collage-light", "collage-plus", "stochastic", "no-master",
     "float32", ONCE, "weight8", "nearest8", "float8/collage-plus",
 )  # fmt: skip
-COMPUTES = tuple(
-    f"{name}/{WORD}"
-    for name in ("int8-row", "float8-row", "float8-tensor", "mxfp8", "nvfp4", "mxfp4", "scalify")
-)
+COMPUTES = (
+    "int8-row/word", "float8-row/word", "float8-tensor/word", "mxfp8/word", "mxfp8-ocp/word", "nvfp4/word", "mxfp4/word",
+    "scalify/word",
+)  # fmt: skip
 FULL = "float32/float32"
 SIXTEEN_BITS = ("float32", "float16/float32", "naive", "float16/naive")
 """float32 weights with matmuls in bfloat16 and in float16, and 16 bits throughout."""

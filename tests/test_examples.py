@@ -118,6 +118,14 @@ def test_float8_training_learns_and_counts(capfd: pytest.CaptureFixture[str]) ->
     assert "float8-row multiplies" in lines[3]
 
 
+def test_jamba_learns_with_float8_layers_and_experts(capfd: pytest.CaptureFixture[str]) -> None:
+    layers, *steps = lines_of("jamba", capfd)
+    share = int(layers.partition("(")[2].partition("%")[0])
+    losses = [float(line.split()[3]) for line in steps]
+    assert share > 80
+    assert len(losses) == 4 and losses[-1] < 0.5 * losses[0]
+
+
 def test_int8_inference_loses_little_where_outliers_stay_wide(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -4,10 +4,16 @@ what their layers would.
 
 from __future__ import annotations
 
+import copy
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
-from transformers import Llama4ForCausalLM, Llama4TextConfig, MixtralConfig, MixtralForCausalLM
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from matmul.scenarios import names, with_threshold
 from narrowgauge.errors import RecipeError
@@ -95,16 +101,118 @@ def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compu
 
 
 def test_experts_that_cannot_be_swapped_are_refused() -> None:
-    with pytest.raises(
-        RecipeError, match=r"keep=\(\"lm_head\", \"model.layers.0.feed_forward.experts.\*\"\)"
-    ):
-        swap_experts(
-            Llama4ForCausalLM(Llama4TextConfig(**SHAPE, intermediate_size_mlp=48)), "float8-row"
-        )
     spread = mixtral()
     spread.model.layers[0].mlp.experts._is_expert_parallel = True
     with pytest.raises(RecipeError, match="expert parallelism"):
         swap_experts(spread, "float8-row")
+
+
+# ── experts that a module multiplies in its own code ──────────────────────────────────────────────
+
+
+class Stacked(nn.Module):
+    """Experts as torchtitan keeps them: sorted tokens, and their number for each expert."""
+
+    def __init__(self, in_a_loop: bool) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+        self.w1 = nn.Parameter(torch.randn(4, 48, 32, generator=draw).bfloat16() / 6)
+        self.w2 = nn.Parameter(torch.randn(4, 32, 48, generator=draw).bfloat16() / 6)
+        self.w3 = nn.Parameter(torch.randn(4, 48, 32, generator=draw).bfloat16() / 6)
+        self.in_a_loop = in_a_loop
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        if not self.in_a_loop:
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate = torch._grouped_mm(x, self.w1.bfloat16().transpose(-2, -1), offs=ends)
+            up = torch._grouped_mm(x, self.w3.bfloat16().transpose(-2, -1), offs=ends)
+            hidden = F.silu(gate) * up
+            return torch._grouped_mm(hidden, self.w2.bfloat16().transpose(-2, -1), offs=ends)
+        outputs = []
+        for expert, rows in enumerate(x.split(counts.tolist())):
+            hidden = F.silu(rows @ self.w1[expert].transpose(-2, -1))
+            hidden = hidden * torch.matmul(rows, self.w3[expert].transpose(-2, -1))
+            outputs.append(hidden @ self.w2[expert].transpose(-2, -1))
+        return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("row", ["float8-row", "int8-row"])
+@pytest.mark.parametrize("in_a_loop", [False, True], ids=["grouped", "loop"])
+def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop: bool, row: str) -> None:
+    experts = Stacked(in_a_loop)
+    x = torch.randn(24, 32, generator=torch.Generator().manual_seed(4)).bfloat16()
+    counts = torch.tensor([8, 0, 12, 4])
+    linears = swap_linears(nn.ModuleDict({"experts": experts}), lambda _: row)
+    assert sorted(linears.layers) == ["experts.w1", "experts.w2", "experts.w3"]
+    expected = []
+    for expert, rows in enumerate(x.split(counts.tolist())):
+        layers = nn.ModuleDict()
+        for name in ("w1", "w2", "w3"):
+            weight = getattr(experts, name).detach()[expert]
+            layers[name] = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
+            layers[name].weight.data.copy_(weight)
+        swap_linears(layers, row, keep=())
+        expected.append(layers["w2"](F.silu(layers["w1"](rows)) * layers["w3"](rows)))
+    y = experts(x, counts)
+    assert torch.equal(y, torch.cat(expected))
+    assert torch.equal(copy.deepcopy(experts)(x, counts), y)
+    y.float().square().mean().backward()
+    for weight in experts.parameters():
+        assert weight.grad[0].any() and not weight.grad[1].any()
+
+
+def test_experts_of_other_code_than_products_are_refused_at_their_first_call() -> None:
+    class Summed(Stacked):
+        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+            return torch.einsum("ti,eoi->to", x, self.w1)
+
+    experts = Summed(False)
+    swap_linears(nn.ModuleDict({"experts": experts}), lambda _: "float8-row")
+    with pytest.raises(RecipeError, match="Cannot multiply the experts of Summed"):
+        experts(torch.ones(2, 32).bfloat16(), torch.tensor([1, 1, 0, 0]))
+
+
+CONFIG = SimpleNamespace(
+    hidden_size=32, intermediate_size=48, moe_intermediate_size=48, expert_ffn_hidden_size=48,
+    num_local_experts=4, n_routed_experts=4, n_shared_experts=2, zero_expert_num=0, hidden_act="silu",
+)  # fmt: skip
+ROUTED = torch.tensor([[0, 1], [2, 0], [3, 1], [0, 2]] * 4)
+
+
+def arguments_of(name: str, x: Tensor) -> tuple[Any, ...]:
+    """What a model of transformers calls such experts with."""
+    if name.startswith("Llama4"):
+        return (x,)
+    if name.startswith("JetMoe"):
+        return x, [4, 0, 10, 2]
+    if name.startswith("Inkling"):
+        return x, torch.full((16, 2), 0.5).bfloat16()
+    return x, ROUTED, torch.full((16, 2), 0.5).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Llama4TextExperts", "LongcatFlashExperts", "Step3p7Experts", "JetMoeParallelExperts", "InklingSharedExperts"],
+)  # fmt: skip
+def test_each_class_of_transformers_that_stacks_weights_is_narrow(name: str) -> None:
+    folders = {"Llama4TextExperts": "llama4", "LongcatFlashExperts": "longcat_flash", "Step3p7Experts": "step3p7",
+               "JetMoeParallelExperts": "jetmoe", "InklingSharedExperts": "inkling"}  # fmt: skip
+    folder = folders[name]
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    kind = getattr(module, name)
+    experts = kind(4, 32, 48) if folder == "jetmoe" else kind(CONFIG)
+    for seed, weight in enumerate(experts.parameters()):
+        draw = torch.Generator().manual_seed(seed)
+        weight.data = torch.randn(weight.shape, generator=draw).bfloat16() / 6
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
+    plain = experts(*arguments_of(name, x)).detach().double()
+    linears = swap_linears(nn.ModuleDict({"experts": experts}), lambda _: "float8-row")
+    assert set(linears.matrices().values()) == {"narrow"}
+    y = experts(*arguments_of(name, x))
+    error = (y.detach().double() - plain).norm() / plain.norm()
+    assert 0.01 < error < 0.1
+    y.float().square().mean().backward()
+    assert all(weight.grad.any() for weight in experts.parameters())
 
 
 def test_experts_are_not_stored_as_codes() -> None:

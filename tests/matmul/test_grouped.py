@@ -5,16 +5,21 @@ for bit.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmul.scenarios import EIGHT
-from narrowgauge.matmul.experts import GroupedLinear
+from matmul.launches import Launches
+from matmul.scenarios import CPU, EIGHT
+from narrowgauge.matmul import grouped, native
+from narrowgauge.matmul.experts import GroupedLinear, _one_by_one, grouped_linear
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
+from oracles import cuda_matmuls as device_rules
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -87,3 +92,136 @@ def test_each_expert_is_a_linear_layer_of_its_own(
         assert torch.equal(weights.grad[expert], alone.weight.grad)
         if with_bias:
             assert torch.equal(bias.grad[expert], alone.bias.grad)
+
+
+# ── all experts in one product ────────────────────────────────────────────────────────────────────
+
+GROUPED = [("float8-row", "sm90"), ("mxfp8", "sm100"), ("float8-row-wide-gw", "sm100")]
+every_grouped = pytest.mark.parametrize(("row", "chip"), GROUPED)
+
+
+@pytest.fixture
+def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Take the CPU for a chip, and stand-ins for its kernels."""
+    name: str = request.param
+    monkeypatch.setattr(native, "architecture_of", lambda device: name)
+    monkeypatch.setattr(F, "scaled_mm", device_rules.scaled_mm(name))
+    monkeypatch.setattr(torch, "_scaled_mm", device_rules.scaled_mm_v1(name))
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", device_rules.scaled_grouped_mm)
+    native._works.cache_clear()
+    grouped.works.cache_clear()
+    yield name
+    native._works.cache_clear()
+    grouped.works.cache_clear()
+
+
+def mixture(ends: tuple[int, ...], tokens: int, sides: tuple[int, int]) -> tuple[Tensor, ...]:
+    """x, weights, offsets, biases, the output's gradient."""
+    draw = torch.Generator().manual_seed(1)
+    inputs, outputs = sides
+    x = torch.randn(tokens, inputs, generator=draw)
+    x[:, 3] *= 20
+    weights = torch.randn(len(ends), outputs, inputs, generator=draw)
+    biases = torch.randn(len(ends), outputs, generator=draw)
+    grad = torch.randn(tokens, outputs, generator=draw)
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    return x.bfloat16(), weights.bfloat16(), offsets, biases.bfloat16(), grad.bfloat16()
+
+
+@pytest.mark.parametrize("ends", [(40, 40, 200, 201, 290), (0, 0, 128, 300), (1,)], ids=str)
+@pytest.mark.parametrize(("row", "chip"), GROUPED, indirect=["chip"])
+def test_all_experts_at_once_have_the_bits_of_one_after_the_other(
+    row: str, chip: str, ends: tuple[int, ...]
+) -> None:
+    x, weights, offsets, _, grad = mixture(ends, 300, (64, 96))
+    assert grouped.has_kernels(row, x, weights)
+    results = []
+    for is_at_once in (True, False):
+        own_x, own_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        if is_at_once:
+            y = grouped_linear(own_x, own_weights, offsets, COMPUTES[row])
+        else:
+            y = _one_by_one(own_x, own_weights, offsets, row, None, None, 1)
+        y.backward(grad)
+        results.append((y.detach(), own_x.grad, own_weights.grad))
+    for at_once, expected in zip(*results, strict=True):
+        assert torch.equal(at_once, expected)
+
+
+@pytest.mark.parametrize(("row", "chip"), GROUPED[:1], indirect=["chip"])
+def test_biases_are_added_to_the_rounded_product(row: str, chip: str) -> None:
+    x, weights, offsets, biases, grad = mixture((40, 40, 200), 210, (64, 96))
+    biases.requires_grad_()
+    y = grouped_linear(x, weights, offsets, COMPUTES[row], biases)
+    plain = grouped_linear(x, weights, offsets, COMPUTES[row])
+    rows = biases.detach().repeat_interleave(torch.tensor([40, 0, 160]), 0)
+    assert torch.equal(y[:200], plain[:200] + rows) and not y[200:].any()
+    y.backward(grad)
+    for expert, (start, stop) in enumerate(pairwise((0, 40, 40, 200))):
+        expected = grad[start:stop].double().sum(0)
+        torch.testing.assert_close(biases.grad[expert].double(), expected, rtol=2**-8, atol=1e-5)
+
+
+@every_grouped
+def test_experts_launch_at_most_twelve_times_a_product(
+    row: str, chip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 128 experts; each compiled function counts as one launch."""
+    counts = torch.arange(128) % 7
+    x, weights, offsets, _, grad = mixture(tuple(counts.cumsum(0).tolist()), 400, (32, 64))
+    monkeypatch.setattr(native, "architecture_of", lambda device: chip)
+    monkeypatch.setattr(grouped, "works", lambda *_: True)
+
+    def zeros(a: Tensor, b: Tensor, *_: Tensor, offs: Tensor, **__: object) -> Tensor:
+        shape = (a.shape[0], b.shape[-1]) if b.ndim == 3 else (len(offs), a.shape[0], b.shape[1])
+        return torch.empty(shape, dtype=torch.bfloat16).zero_()
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", zeros)
+    monkeypatch.setattr(F, "grouped_mm", zeros)
+    x.requires_grad_()
+    weights.requires_grad_()
+    with Launches(monkeypatch) as launches:
+        y = grouped_linear(x, weights, offsets, COMPUTES[row])
+        num_forward = len(launches.names)
+        y.backward(grad)
+    assert launches.names.count("zero_") == 3, "each product is one kernel's"
+    assert num_forward <= 12 and len(launches.names) - num_forward <= 24, launches.names
+    assert "_local_scalar_dense" not in launches.names, "the host waits for nothing"
+
+
+@pytest.mark.parametrize(("row", "chip"), GROUPED[:2], indirect=["chip"])
+def test_a_compiler_gets_one_graph_of_all_experts(row: str, chip: str) -> None:
+    x, weights, offsets, _, _ = mixture((40, 40, 200), 210, (64, 96))
+    layer = GroupedLinear(3, "experts", COMPUTES[row])
+    assert grouped.has_kernels(row, x, weights)
+    call = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(call(x, weights, offsets), layer(x, weights, offsets))
+
+
+@pytest.mark.parametrize(("row", "chip"), GROUPED[:2], indirect=["chip"])
+@pytest.mark.parametrize("dims", [2, 3], ids=["an empty expert", "scales"])
+def test_a_grouped_kernel_that_is_off_in_its_trial_is_not_used(
+    row: str, chip: str, dims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = grouped.kind_of(COMPUTES[row].output)
+    assert grouped.works(kind, CPU)
+    grouped.works.cache_clear()
+
+    def off(a: Tensor, b: Tensor, *scales: Tensor, **options: Any) -> Tensor:
+        result = device_rules.scaled_grouped_mm(a, b, *scales, **options)
+        if b.ndim == 2 == dims:
+            result[1] = torch.nan
+        if b.ndim == 3 == dims:
+            result[200:] *= 2
+        return result
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", off)
+    assert not grouped.works(kind, CPU)
+
+
+def test_a_compute_without_a_grouped_kernel_takes_one_expert_after_the_other() -> None:
+    kinds = {
+        name: {grouped.kind_of(p) for p in row.products.values()} for name, row in COMPUTES.items()
+    }
+    at_once = {name for name, own in kinds.items() if "" not in own and own != {"wide"}}
+    assert at_once == {"float8-row", "float8-row-wide-gw", "mxfp8", "mxfp8-ocp"}

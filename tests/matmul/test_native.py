@@ -21,8 +21,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from matmul.launches import Launches, product_of_zeros
 from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, make_layer, passed, same
-from narrowgauge.matmul import gemm, native, operand
+from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, is_opaque, multiply, operand_dtype
 from narrowgauge.matmul.layer_matmuls import multiply_slots
 from narrowgauge.matmul.operand import PAIRS, Operand, block_values
@@ -70,51 +71,6 @@ def untried() -> Iterator[None]:
 def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the CPU for Hopper. PyTorch's ``_scaled_mm`` has a kernel for CPUs, too."""
     monkeypatch.setattr(native, "architecture_of", lambda device: "sm90")
-
-
-VIEWS = {
-    "view", "t", "transpose", "detach", "expand", "unsqueeze", "select", "slice", "as_strided", "alias", "permute", "squeeze",
-    "split", "_unsafe_view", "_reshape_alias", "unbind", "empty", "new_empty", "empty_like", "ones_like",
-}  # fmt: skip
-"""Operations that launch nothing.
-
-The gradient of the result is ``ones_like``, and not the layer's.
-"""
-
-
-class Launches(TorchDispatchMode):
-    """Count what a GPU would launch: every operation that is no view, and each compiled function
-    once.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.functions: set[Any] = set()
-        self._inside = 0
-        for module in (native, operand, gemm):
-            patch.setattr(module, "fused", self._fused)
-
-    def _fused(self, size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        self.names.append(function.__name__)
-        self.functions.add(function)
-        self._inside += 1
-        try:
-            return function(*arguments)
-        finally:
-            self._inside -= 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if not self._inside and name not in VIEWS:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def product_of_zeros(a: Tensor, b: Tensor, *_: Any, **options: Any) -> Tensor:
-    """Stand in for a kernel: one launch, and a result of the right shape."""
-    dtype = options.get("out_dtype") or options.get("output_dtype")
-    return torch.empty(a.shape[0], b.shape[1], dtype=dtype).zero_()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +173,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(
     for dtype, given in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
         with device(chip):
             pair = cast_operands(row, place, shape)
-            assert is_opaque(*pair, row.products[place]) != (row.name in SCALED_MM)
+            assert not is_opaque(*pair, row.products[place])
             found = multiply(*pair, DIMS[place], row.products[place], dtype, given)
         left, right = (values_of(x, dim) for x, dim in zip(pair, DIMS[place], strict=True))
         product = oracle.product(left, right)
@@ -301,10 +257,17 @@ def test_a_gpu_s_integer_product_is_exact(
     )
 
 
-@pytest.mark.usefixtures("untried", "sm90")
-@pytest.mark.parametrize("compute", SCALED_MM)
-def test_compilers_see_through_a_native_layer(compute: str) -> None:
-    """Its graph has three kernels of PyTorch.
+GRAPHS = [(name, "sm90") for name in (*SCALED_MM, "float8-block")] + [
+    ("mxfp8", "sm100"),
+    ("nvfp4", "sm100"),
+]
+KERNELS = (torch.ops.aten._scaled_mm.default, torch.ops.narrowgauge.scaled_mm.default)
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize(("compute", "chip"), GRAPHS)
+def test_compilers_see_through_a_native_layer(compute: str, chip: str) -> None:
+    """Its graph has three kernels, and nothing else that is opaque.
 
     It copies codes only into the layout in which they are cast or shared.
     """
@@ -315,28 +278,34 @@ def test_compilers_see_through_a_native_layer(compute: str) -> None:
         graphs.append(module.graph)
         return module.forward
 
-    call = torch.compile(
-        layer,
-        backend=aot_autograd(
-            fw_compiler=make_boxed_compiler(seen), bw_compiler=make_boxed_compiler(seen)
-        ),
-        fullgraph=True,
+    backend = aot_autograd(
+        fw_compiler=make_boxed_compiler(seen), bw_compiler=make_boxed_compiler(seen)
     )
+    call = torch.compile(layer, backend=backend, fullgraph=True)
     x = gaussian(48, 64, seed=3)
     grad = gaussian(48, 80, seed=4)
-    assert same(passed(layer, x, grad, call), passed(layer, x, grad))
+    with graph_device(chip):
+        assert same(passed(layer, x, grad, call), passed(layer, x, grad))
     calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
-    kernels = [node for node in calls if node.target is torch.ops.aten._scaled_mm.default]
-    assert [len(node.args) > 4 and node.args[4] is not None for node in kernels] == [
-        True,
-        False,
-        False,
-    ]  # the bias
-    assert not [
-        node for node in calls if node.target is torch.ops.narrowgauge.multiply_opaque.default
-    ]
-    copies = [node for node in calls if node.target is torch.ops.aten.clone.default]
-    assert len(copies) == 3 and all(node.meta["val"].dtype.itemsize == 1 for node in copies)
+    kernels = [node for node in calls if node.target in KERNELS]
+    assert len(kernels) == 3
+    if compute in SCALED_MM:
+        has_bias = [len(node.args) > 4 and node.args[4] is not None for node in kernels]
+        assert has_bias == [True, False, False]
+    ours = {str(node.target) for node in calls if "narrowgauge" in str(node.target)}
+    assert ours <= {"narrowgauge.scaled_mm.default", "narrowgauge.bias_gradient.default"}
+    if compute in SCALED_MM:
+        copies = [node for node in calls if node.target is torch.ops.aten.clone.default]
+        assert len(copies) == 3 and all(node.meta["val"].dtype.itemsize == 1 for node in copies)
+
+
+@contextmanager
+def graph_device(chip: str) -> Iterator[None]:
+    """As :func:`device`, but ``torch._scaled_mm`` is PyTorch's own, which runs on a CPU too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "architecture_of", lambda device: chip)
+        patch.setattr(F, "scaled_mm", device_rules.scaled_mm(chip))
+        yield
 
 
 @pytest.mark.usefixtures("untried", "sm90")

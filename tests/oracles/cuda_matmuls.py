@@ -22,6 +22,7 @@ from torch import Tensor
 
 REAL_SCALED_MM = torch.nn.functional.scaled_mm
 REAL_SCALED_MM_V1 = torch._scaled_mm
+REAL_GROUPED_MM = torch._scaled_grouped_mm
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 E8M0 = torch.float8_e8m0fnu
@@ -308,3 +309,54 @@ def column_values(scales: Tensor, side: int, terms: int, name: str) -> Tensor:
         "column by column",
     )
     return memory(scales)[(row // 128) * length + block].double()
+
+
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """``torch._scaled_grouped_mm``: rows of ``a`` by experts of ``b``, or groups of their columns.
+
+    Rows after the last offset are not written: here they are NaN.
+    """
+    arguments = [on_meta(x) for x in (a, b, scale_a, scale_b)]
+    REAL_GROUPED_MM(*arguments, offs=on_meta(offs), out_dtype=out_dtype)
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return REAL_GROUPED_MM(a, b, scale_a, scale_b, offs=offs, out_dtype=out_dtype)
+    check(a.shape[-1] % 16 == b.shape[-1] % 16 == b.shape[-2] % 16 == 0, "multiples of 16")
+    check(out_dtype == torch.bfloat16, "results in bfloat16")
+    is_mx = scale_a.dtype == E8M0
+    spans = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
+    align = 128 if is_mx else 16
+    check(all(stop % align == 0 for _, stop in spans), f"groups of whole {align}")
+    rows = len(a)
+    columns = b.shape[-1]
+    products = []
+    if b.ndim == 3:
+        terms = a.shape[1]
+        factor = tile_values(scale_a.flatten(), rows, terms, 32) if is_mx else scale_a[:, None]
+        left = a.double() * factor.double()
+        for expert, (start, stop) in enumerate(spans):
+            own = scale_b[expert]
+            factor = tile_values(own, columns, terms, 32).t() if is_mx else own[None, :]
+            products.append(left[start:stop] @ (b[expert].double() * factor.double()))
+        products.append(torch.full((rows - spans[-1][1], columns), torch.nan).double())
+        return torch.cat(products).to(out_dtype)
+    for group, (start, stop) in enumerate(spans):
+        sides = []
+        for codes, scales in ((a[:, start:stop], scale_a), (b[start:stop].t(), scale_b)):
+            side, terms = codes.shape
+            if is_mx:
+                first = up(side, 128) * start // 32
+                own = scales.flatten()[first : first + up(side, 128) * terms // 32].clone()
+                factor = tile_values(own, side, terms, 32) if terms else codes
+            else:
+                factor = scales[group * side : (group + 1) * side, None]
+            sides.append(codes.double() * factor.double())
+        products.append(sides[0] @ sides[1].t())
+    return torch.stack(products).to(out_dtype)

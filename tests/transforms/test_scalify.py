@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from narrowgauge.assembly.preparation import prepare
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.trainer.language_model import build, loss_sum
 from narrowgauge.transforms.scaled_tensor import Scaled
@@ -254,6 +257,48 @@ def test_a_model_computes_what_it_computed(model: PreTrainedModel) -> None:
     with torch.no_grad():
         logits, other_logits = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, other))
     assert distance(other_logits, logits) < 1e-12
+
+
+SIDES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "SmolLM3", "Olmo2"])
+def test_norms_are_known_by_what_they_compute(family: str) -> None:
+    config = getattr(transformers, f"{family}Config")(**SIDES)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+    other = copy.deepcopy(scalified(model))
+    (loss, wanted), (found_loss, found) = (loss_and_gradients(m) for m in (model, other))
+    assert distance(found_loss, loss) < 1e-6
+    assert max(distance(found[name], wanted[name]) for name in wanted) < 1e-5
+
+
+def test_a_gemma_s_norm_adds_one_to_its_weight() -> None:
+    plain = nn.Sequential(GemmaRMSNorm(32))
+    torch.nn.init.normal_(plain[0].weight)
+    x = gaussian(4, 32)
+    assert torch.equal(scalified(plain)(x), plain(x))
+
+
+def test_a_module_that_is_no_such_norm_is_refused() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32))
+            self.eps = 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x - x.mean(-1, keepdim=True)
+            return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    with pytest.raises(RecipeError, match="Centred"):
+        scalify(nn.Sequential(Centred()))
 
 
 class RecordedLinear(nn.Linear):

@@ -84,15 +84,15 @@ def reduce_gradients_with(
             f"no reduction is named '{name}'.",
             suggestion(str(name), REDUCTIONS) or f"There are {', '.join(REDUCTIONS)}.",
         )
-    if (installed := reduction_of(model)) is not None:
+    installed = reduction_of(model)
+    if installed is not None:
         raise RecipeError(
             f"reduction '{row.name}' was requested for a model whose gradients are summed by "
             f"'{installed.row.name}' already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
-    reduction = (ExactReduction if row.order_invariant else GradientReduction)(
-        model, row, average, mesh
-    )
+    kind = ExactReduction if row.order_invariant else GradientReduction
+    reduction = kind(model, row, average, mesh)
     _installed[inner_of(model)] = weakref.ref(reduction)
     return reduction
 
@@ -100,9 +100,10 @@ def reduce_gradients_with(
 def reduction_of(model: nn.Module) -> GradientReduction | None:
     """Return the reduction that takes part in a model's backward passes, if there is one."""
     reference = _installed.get(inner_of(model))
-    return (
-        reduction if reference and (reduction := reference()) and reduction.is_installed else None
-    )
+    reduction = reference() if reference else None
+    if reduction is None or not reduction.is_installed:
+        return None
+    return reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +190,11 @@ class GradientReduction:
         self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]
     ) -> None:
         sharded_ids, grid = self._take_over_shards(register)
-        whole_params = [p for p in self._trainable if id(p) not in sharded_ids]
-        self._sharded = [p for p in self._trainable if id(p) in sharded_ids]
+        whole_params: list[Tensor] = []
+        self._sharded: list[Tensor] = []
+        for parameter in self._trainable:
+            is_sharded = id(parameter) in sharded_ids
+            (self._sharded if is_sharded else whole_params).append(parameter)
         grid = grid or _grid_of(model, mesh)
         self.size = grid.size
         self.group = grid.group
@@ -204,13 +208,11 @@ class GradientReduction:
             # The model keeps the reduction. A strong reference in a parameter's hook would keep
             # both forever.
             arrive: Any = weakref.WeakMethod(self._arrive)
-            hooks = [
-                p.register_post_accumulate_grad_hook(lambda p: arrive()(p)) for p in self._trainable
-            ]
-            holder = inner_of(model).register_state_dict_pre_hook(
-                OwnHook(functools.partial(_do_nothing, self))
-            )
-            self._undo += [hook.remove for hook in (*hooks, holder)]
+            for parameter in self._trainable:
+                hook = parameter.register_post_accumulate_grad_hook(lambda p: arrive()(p))
+                self._undo.append(hook.remove)
+            keeper = OwnHook(functools.partial(_do_nothing, self))
+            self._undo.append(inner_of(model).register_state_dict_pre_hook(keeper).remove)
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,9 +235,7 @@ class GradientReduction:
                 parameters of an FSDP2 group, or if FSDP2 is set to keep gradients on a rank.
         """
         if self.current is not None or self._is_closed:
-            place = (
-                "within another" if self.current is not None else "of a reduction that is closed"
-            )
+            place = "of a reduction that is closed" if self._is_closed else "within another"
             raise RuntimeError(f"micro_batch was entered {place}")
         self._begin()
         if self._ddp is not None:
@@ -264,9 +264,11 @@ class GradientReduction:
             self.current = None
 
     def _before_pass(self, micro_batch: _MicroBatch) -> Any:
-        waiting = {p: p.grad for p in self._replicated.parameters} if micro_batch.is_absent else {}
-        for parameter in waiting:
-            parameter.grad = None
+        waiting: dict[Tensor, Tensor | None] = {}
+        if micro_batch.is_absent:
+            for parameter in self._replicated.parameters:
+                waiting[parameter] = parameter.grad
+                parameter.grad = None
         return waiting
 
     def _after_pass(self, micro_batch: _MicroBatch, before: Any) -> None:
@@ -320,13 +322,15 @@ class GradientReduction:
         and to add.
         """
 
-        def seconds(began: Any, ended: Any) -> float:
-            if isinstance(ended, float):
-                return float(ended - began)
-            ended.synchronize()
-            return float(began.elapsed_time(ended)) / 1000
-
-        return sum(seconds(*span) for exchange in self._exchanges for span in exchange.spans)
+        total = 0.0
+        for exchange in self._exchanges:
+            for began, ended in exchange.spans:
+                if isinstance(ended, float):
+                    total += ended - began
+                else:
+                    ended.synchronize()
+                    total += began.elapsed_time(ended) / 1000
+        return total
 
     @property
     def is_installed(self) -> bool:
@@ -371,12 +375,14 @@ class GradientReduction:
         """Refuse trainable parameters that were frozen or missing at the start: their replicas
         would drift.
         """
-        groups = [group for _, group in torch_names.fsdp_groups(self._model)]
-        known_ids = {id(p) for p in self._trainable} | {
-            id(p) for g in groups for p in torch_names.fsdp_gathered(g)
-        }
-        sharded = [p for group in groups for p in torch_names.fsdp_parameters(group)]
-        for parameter in [*sharded, *self._model.parameters()]:
+        known = list(self._trainable)
+        parameters: list[Tensor] = []
+        for _, group in torch_names.fsdp_groups(self._model):
+            known += torch_names.fsdp_gathered(group)
+            parameters += torch_names.fsdp_parameters(group)
+        parameters += self._model.parameters()
+        known_ids = set(map(id, known))
+        for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in known_ids:
                 raise RecipeError(
                     f"a parameter of shape {tuple(parameter.shape)} was frozen or not in the model "
@@ -408,7 +414,7 @@ class GradientReduction:
             alone = group_of([all_ranks().rank]) if grid.replicas > 1 else None
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
             if grid.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
-                sharded_ids |= {id(p) for p in torch_names.fsdp_parameters(group)}
+                sharded_ids.update(map(id, torch_names.fsdp_parameters(group)))
         if len(grids) > 1:
             raise RecipeError(
                 f"a model is sharded over {len(grids)} meshes of other ranks.", "Shard it over one."
@@ -441,12 +447,9 @@ class ExactReduction(GradientReduction):
                 "set_requires_all_reduce(False).",
                 "Leave both True: the sum takes each micro-batch by itself.",
             )
-        device = (
-            self._fsdp[0][1].device
-            if self._fsdp
-            else next(iter(self._trainable), torch.empty(0)).device
-        )
-        return generator_state(device)
+        if self._fsdp:
+            return generator_state(self._fsdp[0][1].device)
+        return generator_state(next(iter(self._trainable), torch.empty(0)).device)
 
     def _after_pass(self, micro_batch: _MicroBatch, before: Any) -> None:
         """Add the gradients of a micro-batch by themselves, unless it drew random numbers or left a
@@ -535,31 +538,32 @@ def _do_nothing(*_: object) -> None:
 
 
 def inner_of(model: nn.Module) -> nn.Module:
-    inner: nn.Module = (
-        model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    )
-    return inner
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    return model
 
 
 def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
-    ids = {id(gradient) for gradient in gradients}
-    exact = [
-        r
-        for reference in _installed.values()
-        if isinstance(r := reference(), ExactReduction) and r.is_installed
-    ]
-    return any(id(p.grad) in ids for reduction in exact for p in reduction._trainable)
+    ids = set(map(id, gradients))
+    for reference in _installed.values():
+        reduction = reference()
+        if not isinstance(reduction, ExactReduction) or not reduction.is_installed:
+            continue
+        if any(id(p.grad) in ids for p in reduction._trainable):
+            return True
+    return False
 
 
 def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGrid) -> None:
     """Refuse a parameter if the ranks that would add up its gradients hold different elements."""
     summing = set(dist.get_process_group_ranks(grid.group)) if grid.group is not None else set()
     for groups, members in by_group(parameters):
-        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+        ranks: set[int] = set()
+        for group in groups:
+            ranks.update(dist.get_process_group_ranks(group))
         if len(ranks & summing) > 1:
-            name = next(
-                name for name, parameter in model.named_parameters() if parameter is members[0]
-            )
+            name = next(name for name, p in model.named_parameters() if p is members[0])
             raise RecipeError(
                 f"parameter '{name}' is a DTensor of which each rank holds a part, and it is not "
                 "FSDP2 that gathers it.",
@@ -609,22 +613,29 @@ class Replicated:
         """
         if not self.parameters:
             return
-        gradients = {p: None if is_absent else gradient_of(p) for p in self.parameters}
-        self._used |= torch.tensor(
-            [g is not None for g in gradients.values()], dtype=torch.uint8, device="cpu"
-        )
+        gradients: dict[Tensor, Tensor | None] = dict.fromkeys(self.parameters)
+        if not is_absent:
+            for parameter in self.parameters:
+                gradients[parameter] = gradient_of(parameter)
+        present = [gradient is not None for gradient in gradients.values()]
+        self._used |= torch.tensor(present, dtype=torch.uint8, device="cpu")
         if is_last and self.grid.size > 1:  # on any rank, in any micro-batch
             anywhere = self._used.to(self.parameters[0].device)
             dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.grid.group)
             self._used = anywhere.cpu()
-        used = dict(zip(self.parameters, self._used.tolist(), strict=True)) if is_last else {}
+        used: dict[Tensor, int] = {}
+        if is_last:
+            used = dict(zip(self.parameters, self._used.tolist(), strict=True))
         for bucket, exchange in self.buckets:
             sizes = [local_of(p).numel() for p in bucket]
             flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
             parts = dict(zip(bucket, flat.split(sizes), strict=True))
             for parameter, part in parts.items():
                 gradient = gradients[parameter]
-                part.zero_() if gradient is None else part.copy_(_dense(gradient).reshape(-1))
+                if gradient is None:
+                    part.zero_()
+                else:
+                    part.copy_(_dense(gradient).reshape(-1))
             exchange.take(flat, flat, is_last=is_last)
             for parameter, part in parts.items():
                 if not used.get(parameter):

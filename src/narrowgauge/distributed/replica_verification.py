@@ -40,14 +40,16 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
     for name, tensor, owner in tensors:
         for group in replica_groups(owner):
             replicas.setdefault(group, []).append((name, tensor_hash(tensor)))
-    errors = [
-        error for group, hashes in replicas.items() for error in _compare(group, dict(hashes), step)
-    ]
+    errors: list[CorruptionError] = []
+    for group, hashes in replicas.items():
+        errors += _compare(group, dict(hashes), step)
     ranks = all_ranks()
     if not ranks.largest(len(errors)):
         return
-    of_all = [error for some in ranks.gather(errors) for error in some]
-    raise min(of_all, key=lambda error: error.rank is None)  # rather one that names a rank
+    everywhere: list[CorruptionError] = []
+    for some in ranks.gather(errors):
+        everywhere += some
+    raise min(everywhere, key=lambda error: error.rank is None)  # rather one that names a rank
 
 
 def replica_groups(owner: Any) -> list[Any]:
@@ -58,8 +60,11 @@ def replica_groups(owner: Any) -> list[Any]:
     if not is_sharded(owner):
         return [dist.group.WORLD]
     mesh = owner.device_mesh
-    axes = [axis for axis, placement in enumerate(owner.placements) if placement.is_replicate()]
-    return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+    groups = []
+    for axis, placement in enumerate(owner.placements):
+        if placement.is_replicate() and mesh.size(axis) > 1:
+            groups.append(mesh.get_group(axis))
+    return groups
 
 
 def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[CorruptionError]:
@@ -77,14 +82,19 @@ def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[Corruptio
         wrong = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
         if not wrong:
             continue
-        has_majority = 2 * len(wrong) < len(ranks)
-        who = " and ".join(f"rank {rank}" for rank in (wrong if has_majority else ranks))
-        if has_majority:
-            message = f"{name} of {who} differs from that of {len(ranks) - len(wrong)} other ranks after step {step}."
-            advice = f"Take the machine of rank {wrong[0]} out of service"
+        culprit = None
+        if 2 * len(wrong) < len(ranks):
+            culprit = wrong[0]
+            others = len(ranks) - len(wrong)
+            message = f"{name} of {_names(wrong)} differs from that of {others} other ranks after step {step}."
+            advice = f"Take the machine of rank {culprit} out of service"
         else:
-            message = f"{name} differs between {who} after step {step}."
+            message = f"{name} differs between {_names(ranks)} after step {step}."
             advice = "Test the memory of these machines"
         advice += ", and resume: the last checkpoint was saved before the damage."
-        errors.append(CorruptionError(message, advice, wrong[0] if has_majority else None, name))
+        errors.append(CorruptionError(message, advice, culprit, name))
     return errors
+
+
+def _names(ranks: list[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)

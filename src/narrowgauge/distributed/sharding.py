@@ -44,11 +44,10 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
 
     require_mesh(mesh)
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    layers = [
-        layer
-        for layer in _layers_of(model)
-        if layer is not model and _owns_its_parameters(layer, model)
-    ]
+    layers = []
+    for layer in _layers_of(model):
+        if layer is not model and _owns_its_parameters(layer, model):
+            layers.append(layer)
     separate, whole_params = _exceptions(model)
     for module in dict.fromkeys([*separate, *reversed(layers), model]):
         fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=whole_params)
@@ -66,10 +65,9 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        nested = {m for outer in lists for m in outer.modules() if m is not outer}
-        layers = [layer for outer in lists if outer not in nested for layer in outer]
-    return [layer for layer in layers if any(True for _ in layer.parameters())]
+        for members in torch_names.outermost_lists(model):
+            layers.extend(members)
+    return [layer for layer in layers if list(layer.parameters())]
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
@@ -101,12 +99,14 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
     """Broadcast the parameters and buffers of a mesh's first rank, so that replicas begin with
     equal bits.
     """
-    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta"}
+    tensors = dict.fromkeys([*model.parameters(), *model.buffers()])
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
         if group.size() == 1:
             continue
-        for tensor in tensors.values():
+        for tensor in tensors:
+            if tensor.is_meta:
+                continue
             data = tensor.detach()
             sent = data.contiguous().to(mesh.device_type)
             torch.distributed.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
@@ -143,16 +143,11 @@ def fingerprints_whole_and_own(
     totals = dict(local)
     for group, names in names_of.items():
         # As signed numbers, whose sums wrap modulo 2^64 like the fingerprints'.
-        signed = torch.tensor(
-            [local[name] - (local[name] >> 63 << 64) for name in names],
-            dtype=torch.int64,
-            device="cpu",
-        )
-        total = signed.to(named[names[0]].device)
+        signed = [local[name] - (local[name] >> 63 << 64) for name in names]
+        total = torch.tensor(signed, dtype=torch.int64, device="cpu").to(named[names[0]].device)
         torch.distributed.all_reduce(total, group=group)
-        totals.update(
-            {name: number % (1 << 64) for name, number in zip(names, total.tolist(), strict=True)}
-        )
+        for name, number in zip(names, total.tolist(), strict=True):
+            totals[name] = number % (1 << 64)
     return totals, local
 
 
@@ -162,9 +157,10 @@ def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
     """
     if not is_sharded(tensor):
         return fingerprint(tensor), None
-    axes = [
-        axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
-    ]
+    axes = []
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            axes.append(axis)
     if not axes:
         return fingerprint(tensor.to_local()), None
     if len(axes) > 1 or not tensor.placements[axes[0]].is_shard(0):
@@ -203,35 +199,32 @@ def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
     """
     inner_params = set(layer.parameters())
     inner_modules = set(layer.modules())
-    outer = [module for module in model.modules() if module not in inner_modules]
-    return not any(
-        p in inner_params for module in outer for p in module._parameters.values() if p is not None
-    )
+    for module in model.modules():
+        if module not in inner_modules and not inner_params.isdisjoint(module.parameters(False)):
+            return False
+    return True
 
 
 def _exceptions(model: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
     """Return modules that get a group of their own, and parameters that stay whole: both of another
     dtype than most.
     """
-    users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    users: Counter[nn.Parameter] = Counter()
+    for module in model.modules():
+        users.update(module.parameters(recurse=False))
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         sizes[parameter.dtype] += parameter.numel()
-    usual = sizes.most_common(1)[0][0] if sizes else None
+    usual = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     separate: list[nn.Module] = []
     whole_params: set[nn.Parameter] = set()
     for module in model.modules():
         parameters = list(module.parameters(recurse=False))
         ignored = {p for p in parameters if p.dtype is not usual or not p.ndim}
-        is_single = (
-            all(users[id(p)] == 1 and p.ndim for p in parameters)
-            and len({p.dtype for p in parameters}) == 1
-        )
-        if (
-            is_single
-            and any(p.ndim > 1 for p in ignored)
-            and not any(True for _ in module.children())
-        ):
+        has_one_dtype = len({p.dtype for p in parameters}) == 1
+        is_owner = all(users[p] == 1 and p.ndim for p in parameters)
+        has_matrix = any(p.ndim > 1 for p in ignored)
+        if has_one_dtype and is_owner and has_matrix and not list(module.children()):
             separate.append(module)
         else:
             whole_params |= ignored

@@ -11,6 +11,7 @@ zero if another one has tokens.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,16 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.grouped import has_kernels, multiply_experts_at_once
 from narrowgauge.matmul.layer_matmuls import Call, multiply_layer, register
 from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
 from narrowgauge.matmul.operand import Keys
-from narrowgauge.numerics.widening import is_widened
+from narrowgauge.matmul.own_code import NARROW, take_over
+from narrowgauge.numerics.widening import is_widened, linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import get_compute
+from narrowgauge.torch_support.torch_names import is_transformed
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of tokens are data
 def grouped_linear(
     x: Tensor,
     weights: Tensor,
@@ -52,14 +55,31 @@ def grouped_linear(
         keys: with a key for each expert. Needed for random bits.
         sequence_length: rows by which the index of the first sequence advances the random bits: all
             rows, so that micro-batches of equal size never share any.
-    Cost: one matmul per expert, and on CUDA a wait for the offsets. ``torch.compile`` breaks its
-    graph here.
+    Cost: on a GPU with grouped kernels of the compute (:mod:`.grouped`), at most 12 launches a
+    product. Elsewhere one layer per expert, on CUDA a wait for the offsets, and ``torch.compile``
+    breaks its graph here.
     """
     if x.dtype is plain_dtype(compute):
         weights = weights.to(x.dtype)
         if bias is None and _suits_torch(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     name = register(compute)
+    if not is_transformed() and has_kernels(name, x, weights):
+        return cast(Tensor, multiply_experts_at_once(x, weights, bias, offsets, name))
+    return cast(Tensor, _one_by_one(x, weights, offsets, name, bias, keys, sequence_length))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of tokens are data
+def _one_by_one(
+    x: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    name: str,
+    bias: Tensor | None,
+    keys: Keys | None,
+    sequence_length: int,
+) -> Tensor:
+    """Return :func:`grouped_linear` by its definition: one layer after the other."""
     experts = len(weights)
     ends = offsets.tolist()
     *groups, without_expert = x.split(
@@ -117,6 +137,20 @@ class GroupedLinear(NarrowLayer):
         y: Tensor = grouped_linear(x, weights, offsets, self.compute, bias, self.keys(), x.shape[0])
         return y
 
+    def multiply_one(
+        self, x: Tensor, weight: Tensor, expert: int, bias: Tensor | None = None
+    ) -> Tensor:
+        """Multiply ``[…, in]`` by the weight ``[out, in]`` of one expert."""
+        x = self.cast_stream(x)
+        rows = x.reshape(-1, x.shape[-1])
+        if not x.numel() or x.dtype is self.plain_dtype:
+            return linear(x, weight, bias)
+        keys = self.keys()
+        if keys is not None and keys.layer.ndim:
+            keys = keys._replace(layer=keys.layer[expert])
+        y = multiply_layer(rows, weight, bias, Call(self.registered_name, keys, len(rows)))
+        return cast(Tensor, y.view(*x.shape[:-1], weight.shape[0]))
+
     def extra_repr(self) -> str:
         return f"{self.num_experts}, compute={self.compute.name!r}"
 
@@ -129,10 +163,6 @@ class GroupedLinear(NarrowLayer):
 
 IMPLEMENTATION = "narrowgauge"
 """The name in transformers' registry, next to its own ``eager``, ``batched_mm`` and ``grouped_mm``.
-"""
-PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
-NARROW = "narrow"
-"""The submodule that holds the swapped projections: no parameters, nothing in the ``state_dict``.
 """
 
 
@@ -212,7 +242,7 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
     swapped = experts.get_submodule(NARROW)
     if name in swapped:
         return cast(Tensor, swapped[name](x, weights, offsets, bias))
-    return cast(Tensor, grouped_linear(x, weights, offsets, get_compute(dtype_name(x.dtype)), bias))
+    return grouped_linear(x, weights, offsets, get_compute(dtype_name(x.dtype)), bias)
 
 
 def grouped_layers(
@@ -223,33 +253,40 @@ def grouped_layers(
     Return the projections by name.
     """
     swapped: dict[str, GroupedLinear] = {}
-    for name, module in [
-        (name, module) for name, module in model.named_modules() if is_experts(module)
-    ]:
-        names = _full_names(name, module)
-        experts = cast(Any, module)
-        computes = {
-            projection: compute
-            for projection, full in names.items()
-            if (compute := choose(full)) is not None
-        }
-        if not computes:
+    for name, module in list(model.named_modules()):
+        if not is_experts(module):
             continue
-        _require_reachable(name, module)
-        layers = {
-            projection: GroupedLinear(
-                experts.num_experts, names[projection], compute, experts.down_proj.device
-            )
-            for projection, compute in computes.items()
-        }
-        module.add_module(NARROW, _Projections(layers))
-        _register()
-        # A copy: other models of this config, and experts that are not swapped, use transformers'
-        # own function.
-        experts.config = copy.copy(experts.config)
-        experts.config._experts_implementation = IMPLEMENTATION
-        swapped |= {names[projection]: layer for projection, layer in layers.items()}
+        layers: dict[str, nn.Module] = {}
+        for projection, full in _full_names(name, module).items():
+            compute = choose(full)
+            if compute is not None:
+                weight = module.get_parameter(projection)
+                swapped[full] = GroupedLinear(len(weight), full, compute, weight.device)
+                layers[projection] = swapped[full]
+        if layers:
+            _swap(name, module, layers)
     return swapped
+
+
+def _swap(name: str, module: Any, layers: dict[str, nn.Module]) -> None:
+    """Make a module multiply by swapped projections: through transformers' registry, or in its own
+    code.
+    """
+    if getattr(module, "_is_expert_parallel", False):
+        raise RecipeError(
+            f"Cannot swap the experts of '{name}' because they are sharded by expert parallelism.",
+            "Load the model without it.",
+        )
+    config = getattr(module, "config", None)
+    if not hasattr(module, "is_concatenated") or not hasattr(config, "_experts_implementation"):
+        take_over(module, nn.ModuleDict(layers))
+        return
+    module.add_module(NARROW, _Projections(layers))
+    _register()
+    # A copy: other models of this config, and experts that are not swapped, use transformers' own
+    # function.
+    module.config = copy.copy(config)
+    module.config._experts_implementation = IMPLEMENTATION
 
 
 def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
@@ -273,34 +310,39 @@ def projections(model: nn.Module) -> list[str]:
 
 def _full_names(name: str, module: nn.Module) -> dict[str, str]:
     """Return the projections of a module of that name, and their names in the model."""
-    present = [projection for projection in PROJECTIONS if projection in module._parameters]
-    return {projection: f"{name}.{projection}" if name else projection for projection in present}
+    prefix = f"{name}." if name else ""
+    return {projection: f"{prefix}{projection}" for projection in stacks_of(module)}
+
+
+def stacks_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of three dims of a module."""
+    stacks: dict[str, Tensor] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.ndim == 3 and parameter.is_floating_point():
+            stacks[name] = parameter
+    return stacks
 
 
 def is_experts(module: nn.Module) -> bool:
     """Return whether a module stores the weights of several experts as 3-D parameters, swapped or
     not.
+
+    They are as many as an attribute says that counts experts, or two of them share a side: one leads
+    into the experts, one out of them.
     """
-    return any(
-        parameter.ndim == 3 for parameter in module._parameters.values() if parameter is not None
-    ) and any(projection in module._parameters for projection in PROJECTIONS)
-
-
-def _require_reachable(name: str, module: Any) -> None:
-    """Refuse experts that transformers' registry does not reach, or that are sharded."""
-    if not hasattr(module, "is_concatenated") or not hasattr(
-        module.config, "_experts_implementation"
-    ):
-        raise RecipeError(
-            f"Cannot swap '{name}', a {type(module).__name__}, because its own code multiplies its "
-            "experts.",
-            f'Leave them as they are: keep=("lm_head", "{name}.*"), or compute "bfloat16" in an [[override]] of the recipe.',
-        )
-    if module._is_expert_parallel:
-        raise RecipeError(
-            f"Cannot swap the experts of '{name}' because they are sharded by expert parallelism.",
-            "Load the model without it.",
-        )
+    stacks = list(stacks_of(module).values())
+    if not stacks or type(module).__module__.startswith("torch.nn."):
+        return False
+    counts = set()
+    for name, value in vars(module).items():
+        if "expert" in name and type(value) is int:
+            counts.add(value)
+    if any(len(stack) in counts for stack in stacks):
+        return True
+    for one, other in itertools.combinations(stacks, 2):
+        if len(one) == len(other) > 1 and set(one.shape[1:]) & set(other.shape[1:]):
+            return True
+    return False
 
 
 def _register() -> None:

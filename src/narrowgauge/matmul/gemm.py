@@ -55,27 +55,31 @@ def multiply(
     kernel = _kernel(lhs, rhs, product)
     if kernel is not None:
         # Add the bias before the result is rounded: in the kernel, or to float32 sums.
-        inside = (
-            bias if bias is not None and native.adds_bias(kernel, product, bias, dtype) else None
-        )
-        after = bias if inside is None else None
-        result_dtype = dtype if after is None else torch.float32
+        inside = None
+        result_dtype = dtype
+        if bias is not None and native.adds_bias(kernel, product, bias, dtype):
+            inside = bias
+            bias = None
+        elif bias is not None:
+            result_dtype = torch.float32
         fast = product.accumulation == "fast"
         return _scaled(
             *native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, inside, fast=fast),
-            after,
+            bias,
             dtype,
         )
     a = _widened(lhs, dims[0])
     b = _widened(rhs, dims[1])
-    a = a if dims[0] == 1 else a.t()
-    b = b.t() if dims[1] == 1 else b
+    if dims[0] == 0:
+        a = a.t()
+    if dims[1] == 1:
+        b = b.t()
     if a.dtype != b.dtype:  # only one is narrow, and perhaps padded
         size = min(a.shape[1], b.shape[0])
         a = a[:, :size].float()
         b = b[:size].float()
-    by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)
-    by_column = None if rhs.outer is None else rhs.outer.reshape(1, -1)
+    by_row = lhs.by_row()
+    by_column = rhs.by_column()
     if a.dtype == torch.int8:
         return _multiply_integers(a, b, by_row, by_column, bias, dtype)
     if is_widened(a.dtype, a.device.type):
@@ -94,11 +98,9 @@ def _kernel(lhs: Operand, rhs: Operand, product: Product) -> Kernel | None:
 
 
 def is_opaque(lhs: Operand, rhs: Operand, product: Product) -> bool:
-    """Return whether the product is opaque to compilers: a kernel that they do not know, or the
-    CPU's products by tiles.
-    """
-    if (kernel := _kernel(lhs, rhs, product)) is not None:
-        return kernel.name not in native.SCALED_MM
+    """Return whether the product is opaque to compilers: the CPU's products by tiles."""
+    if _kernel(lhs, rhs, product) is not None:
+        return False
     return lhs.data.is_cpu and (
         lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu")
     )
@@ -207,17 +209,15 @@ def _multiply_widened(
     result = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     for (rows, columns), values in float32_tiles(a, b):
         scales = _part(by_row, rows, 0), _part(by_column, columns, 1)
-        _scale_into(result[rows, columns], values, *scales, None if bias is None else bias[columns])
+        _scale_into(result[rows, columns], values, *scales, _part(bias, columns, 0))
     return result
 
 
 def _part(scale: Tensor | None, span: slice, dim: int) -> Tensor | None:
     """Return the scales of some rows or columns. A single scale applies to all."""
-    return (
-        scale
-        if scale is None or scale.shape[dim] == 1
-        else scale.narrow(dim, span.start, span.stop - span.start)
-    )
+    if scale is None or scale.shape[dim] == 1:
+        return scale
+    return scale.narrow(dim, span.start, span.stop - span.start)
 
 
 def _multiply_integers(
@@ -312,7 +312,9 @@ def _scale(
     bias: Tensor | None,
     out: Tensor,
 ) -> None:
-    values = values.float() if by_row is None else values * by_row
+    values = values.float()
+    if by_row is not None:
+        values = values * by_row
     if by_column is not None:
         values = values * by_column
     if bias is not None:

@@ -7,8 +7,8 @@ functions.
 
 ``torch.compile`` sees through a layer: the casts of inputs and gradients are operations of the
 model's graph, and fuse with their neighbours. Three operators are opaque: casts of weights that are
-cached or gathered as codes (looked up while the graph runs), products on kernels that compilers do
-not know, and outlier columns (their number varies).
+cached or gathered as codes (looked up while the graph runs), a CPU's products by tiles, and outlier
+columns (their number varies).
 
 *Outlier features* are the few input columns that are hundreds of times larger than the rest, in
 every token. A scale per row that covers them leaves few codes for the others. Without those columns
@@ -112,7 +112,9 @@ def cast_to_slot(x: Tensor, call: Call, slot: str, fold: Tensor | None = None) -
     cast = call.compute.casts[slot]
     drawn = None
     if call.keys is not None and cast.needs_bits:
-        length = None if slot_row.tensor == "weight" else call.sequence_length
+        length: int | None = call.sequence_length
+        if slot_row.tensor == "weight":
+            length = None
         drawn = draw(cast, x, call.keys, slot_row.random_key, length)
     if cast.outliers:
         x = without_outliers(x, cast.outliers)
@@ -178,13 +180,13 @@ def cast_weight_to_slot(weight: Tensor, call: Call, slot: str) -> Operand:
         data, outer, inner = _cast_weight(
             weight, call.name, slot, *(call.keys or (None, None)), call.unit
         )
-        return Operand(data, outer if outer.numel() else None, inner if inner.numel() else None)
+        return Operand(data, _or_none(outer), _or_none(inner))
     slot = call.compute.cast_slots[slot]
 
     def make() -> Operand:
-        return cast_to_slot(
-            weight if call.unit is None else weight.detach() / call.unit, call, slot
-        )
+        if call.unit is None:
+            return cast_to_slot(weight, call, slot)
+        return cast_to_slot(weight.detach() / call.unit, call, slot)
 
     return cast_cache.cast_weight(weight, (call.compute.casts[slot], SLOTS[slot].dim), make)
 
@@ -201,17 +203,25 @@ def _cast_weight(
     keys = None if clock is None or layer is None else Keys(clock, layer)
     operand = cast_weight_to_slot(weight, Call(name, keys, unit=unit), slot)
     # An operator may return neither None nor memory that is in use elsewhere.
-    missing = weight.new_empty(0, dtype=torch.float32)
-    data, outer, inner = (missing if part is None else part.clone() for part in operand)
-    return data, outer, inner
+    return _without_none(operand.mapped(torch.clone))
 
 
 @_cast_weight.register_fake
 def _(weight: Tensor, name: str, slot: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     operand = cast_to_slot(weight, Call(name), REGISTERED[name].cast_slots[slot])
-    missing = weight.new_empty(0, dtype=torch.float32)
-    data, outer, inner = (missing if part is None else torch.empty_like(part) for part in operand)
-    return data, outer, inner
+    return _without_none(operand.mapped(torch.empty_like))
+
+
+def _without_none(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the parts of an operand, and empty tensors for those that it lacks."""
+    missing = operand.data.new_empty(0, dtype=torch.float32)
+    outer = missing if operand.outer is None else operand.outer
+    inner = torch.empty_like(missing) if operand.inner is None else operand.inner
+    return operand.data, outer, inner
+
+
+def _or_none(part: Tensor) -> Tensor | None:
+    return part if part.numel() else None
 
 
 # ── outliers ──────────────────────────────────────────────────────────────────────────────────────
@@ -330,7 +340,7 @@ def gradients(
     compute = call.compute
     slots = compute.cast_slots
     grad = grad.contiguous()
-    grad_input = grad_weight = lhs = None
+    grad_input = grad_weight = grad_bias = lhs = None
 
     def cast_grad(slot: str, rhs: Operand) -> Operand:
         return cast_to_slot(
@@ -351,10 +361,12 @@ def gradients(
             lhs = cast_grad("grad_weight.left", rhs)
         shape = weight.shape[0], weight.shape[1]
         grad_weight = multiply_slots(lhs, rhs, call.name, "grad_weight", shape, weight.dtype)
-    return grad_input, grad_weight, bias_gradient(grad) if needs[2] else None
+    if needs[2]:
+        grad_bias = bias_gradient(grad)
+    return grad_input, grad_weight, grad_bias
 
 
-class _FirstOrder(torch.autograd.Function):
+class FirstOrder(torch.autograd.Function):
     """A function without rules for ``vmap``, forward mode and second derivatives."""
 
     @staticmethod
@@ -369,7 +381,7 @@ class _FirstOrder(torch.autograd.Function):
     vmap = jvp = backward
 
 
-class _Product(_FirstOrder):
+class _Product(FirstOrder):
     """Compute ``x · wᵀ + b`` and its gradients, in a compute's casts."""
 
     @staticmethod
@@ -383,7 +395,10 @@ class _Product(_FirstOrder):
         arguments: Any = (grads[0], *_restored(ctx))
         # With create_graph=True. Casts are detached, so a second derivative would lack terms: it is
         # refused.
-        results = _Gradients.apply(*arguments) if torch.is_grad_enabled() else gradients(*arguments)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            results = _Gradients.apply(*arguments)  # type: ignore[no-untyped-call]
+        else:
+            results = gradients(*arguments)
         return *results, None
 
 
@@ -402,7 +417,7 @@ class _TransformedProduct(_Product):
         ctx.set_materialize_grads(False)
 
 
-class _Gradients(_FirstOrder):
+class _Gradients(FirstOrder):
     forward = staticmethod(gradients)
     setup_context = staticmethod(lambda ctx, inputs, output: None)
 

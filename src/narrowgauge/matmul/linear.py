@@ -244,7 +244,6 @@ def keep_from_fused_kernels(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
 
 
-@functools.cache
 def _narrow_class(plain: type[Any]) -> type[Linear]:
     """Return :class:`Linear` for a layer of that class.
 
@@ -254,21 +253,31 @@ def _narrow_class(plain: type[Any]) -> type[Linear]:
         return plain
     if plain is nn.Linear or not issubclass(plain, nn.Linear):
         return Linear
-    return type(plain.__name__, (Linear, plain), {"__reduce_ex__": _reduced, "_plain_class": plain})
+    return cast(type[Linear], extended_class(Linear, cast(Any, plain)))
 
 
-def _reduced(layer: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickle or copy a layer of such a class.
+@functools.cache
+def extended_class(base: type[Any], plain: type[Any]) -> type[Any]:
+    """Return a class that adds ``base`` to a user's class, and keeps its name."""
+    additions = {"__reduce_ex__": _reduced, "_made_of": (base, plain)}
+    bases: Any = (base, plain)
+    metaclass: Any = type
+    made: type[Any] = metaclass(plain.__name__, bases, additions)
+    return made
+
+
+def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:
+    """Pickle or copy a module of such a class.
 
     The class is in no module, so it is made again from the plain one.
     """
-    reduced = cast(tuple[Any, ...], object.__reduce_ex__(layer, max(2, protocol)))
-    return (_empty_layer, (layer._plain_class,), *reduced[2:])
+    reduced = cast(tuple[Any, ...], object.__reduce_ex__(module, max(2, protocol)))
+    return (_empty_module, module._made_of, *reduced[2:])
 
 
-def _empty_layer(plain: Any) -> Linear:
-    narrow = _narrow_class(plain)
-    return narrow.__new__(narrow)
+def _empty_module(base: Any, plain: Any) -> Any:
+    extended: Any = extended_class(base, plain)
+    return extended.__new__(extended)
 
 
 def made_narrow(name: str, module: nn.Module, compute: Compute) -> Linear:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,15 +36,19 @@ from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.spec.kernels import Kernel, kernel_for
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.compile import fused
+from narrowgauge.torch_support.torch_names import is_traced
 
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
 SCALED_MM = ("float8", "float8-fnuz")
-"""Kernels that are ``torch._scaled_mm``, an operator that compilers know: it is traced, and adds a
-bias.
-"""
+"""Kernels that are ``torch._scaled_mm``, which adds a bias."""
 _NAN = -128
 _MAGNITUDE = 127
+_FNUZ = {
+    torch.float8_e4m3fn: (0x7E, torch.float8_e4m3fnuz),
+    torch.float8_e5m2: (0x7B, torch.float8_e5m2fnuz),
+}
+"""The code of the largest finite magnitude, and the dtype in which it means half as much."""
 
 
 class Sums(NamedTuple):
@@ -117,9 +121,10 @@ def _turned(operand: Operand, dim: int) -> Operand:
     """Return the operand as ``[side, contraction]``."""
     if dim == 1:
         return operand
-    return operand._replace(
-        data=operand.data.t(), inner=None if operand.inner is None else operand.inner.t()
-    )
+    inner = operand.inner
+    if inner is not None:
+        inner = inner.t()
+    return operand._replace(data=operand.data.t(), inner=inner)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -130,8 +135,9 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     extra = columns - x.shape[1], rows - x.shape[0]
     if not any(extra):
         return x
-    values = x.view(torch.int8) if x.element_size() == 1 else x
-    return F.pad(values, (0, extra[0], 0, extra[1])).view(x.dtype)
+    if x.element_size() == 1:
+        return F.pad(x.view(torch.int8), (0, extra[0], 0, extra[1])).view(x.dtype)
+    return F.pad(x, (0, extra[0], 0, extra[1]))
 
 
 def _filled(x: Tensor, least_rows: int = 0, side: int = _SIDE) -> Tensor:
@@ -150,23 +156,24 @@ def _float8(
     (rows, _), (columns, _) = lhs.data.shape, rhs.data.shape
     a = _filled(lhs.data).contiguous()
     b = _filled(rhs.data).contiguous()
-    by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)
-    by_column = None if rhs.outer is None else rhs.outer.reshape(1, -1)
+    by_row = lhs.by_row()
+    by_column = rhs.by_column()
     is_whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
     # With scales of rows, older libraries' kernel writes only bfloat16.
     if dtype == torch.float32 or (dtype != torch.bfloat16 and not is_whole):
         unit = _one(a.device)
         sums = torch._scaled_mm(a, b.t(), unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
         return Sums(sums, by_row, by_column)
-    first = _one(a.device) if by_row is None else by_row
-    second = _one(a.device) if by_column is None else by_column
+    first = _or_one(by_row, a.device)
+    second = _or_one(by_column, a.device)
     if is_whole:
         first = first.reshape(())
         second = second.reshape(())
     else:
         first = _padded(first.expand(rows, 1), len(a), 1).contiguous()
         second = _padded(second.expand(1, columns), 1, len(b)).contiguous()
-    bias = None if bias is None else _padded(bias[None], 1, len(b))[0]
+    if bias is not None:
+        bias = _padded(bias[None], 1, len(b))[0]
     return Sums(
         torch._scaled_mm(a, b.t(), first, second, bias, out_dtype=dtype, use_fast_accum=fast)
     )
@@ -174,6 +181,10 @@ def _float8(
 
 def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _or_one(scale: Tensor | None, device: torch.device) -> Tensor:
+    return _one(device) if scale is None else scale
 
 
 def _as_fnuz(operand: Operand) -> Operand:
@@ -185,12 +196,11 @@ def _as_fnuz(operand: Operand) -> Operand:
     """
     bits = operand.data.view(torch.int8)
     two = torch.full((1, 1), 2.0, dtype=torch.float32, device=operand.data.device)
-    is_e5m2 = operand.data.dtype == torch.float8_e5m2
-    # Magnitudes above these are infinities and NaN.
-    bad = (bits & _MAGNITUDE) > (0x7B if is_e5m2 else 0x7E)
+    # Magnitudes above the largest are infinities and NaN.
+    largest, dtype = _FNUZ[operand.data.dtype]
+    bad = (bits & _MAGNITUDE) > largest
     bits = torch.where(bad, _NAN, torch.where(bits == _NAN, 0, bits)).to(torch.int8)
-    data = bits.view(torch.float8_e5m2fnuz if is_e5m2 else torch.float8_e4m3fnuz)
-    return Operand(data, two if operand.outer is None else operand.outer * 2)
+    return Operand(bits.view(dtype), two if operand.outer is None else operand.outer * 2)
 
 
 def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
@@ -200,23 +210,21 @@ def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> S
     """
     a = _filled(lhs.data).contiguous()
     b = _filled(rhs.data).contiguous()
-    (first, of_first), (second, of_second) = _scales_of_128(lhs), _scales_of_128(rhs)
-    return Sums(F.scaled_mm(a, b.t(), first, of_first, second, of_second, output_dtype=dtype))
+    first, by_first = _scales_of_128(lhs)
+    second, by_second = _scales_of_128(rhs)
+    return Sums(_scaled_product(a, b, [first], [second], by_first, by_second, dtype))
 
 
-def _scales_of_128(operand: Operand) -> tuple[Tensor, F.ScalingType]:
+def _scales_of_128(operand: Operand) -> tuple[Tensor, str]:
     assert operand.inner is not None
     inner = operand.inner.float()
     if len(inner) < len(operand.data):
-        return square_scales_in_columns(inner), F.ScalingType.BlockWise128x128
-    return scales_in_columns(
-        F.pad(inner, (0, 0, 0, -len(inner) % _SIDE))
-    ), F.ScalingType.BlockWise1x128
+        return square_scales_in_columns(inner), "BlockWise128x128"
+    rows = len(inner) + -len(inner) % _SIDE
+    return scales_in_columns(_padded(inner, rows, inner.shape[1])), "BlockWise1x128"
 
 
-def _micro_scaled(
-    lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, scale: torch.dtype
-) -> Sums:
+def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, block: str) -> Sums:
     """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if
     they have any.
 
@@ -224,38 +232,83 @@ def _micro_scaled(
     libraries fail their trial).
     """
     is_amd = (architecture_of(lhs.data.device) or "").startswith("gfx")
-    a, b = (_filled(x.data, side=32 if is_amd else _SIDE).contiguous() for x in (lhs, rhs))
-    blocks_per_side = 2 if a.dtype == PAIRS else 1  # of 32 values, in 32 bytes of codes
-    if a.dtype == PAIRS:
-        a = a.view(torch.float4_e2m1fn_x2)
-        b = b.view(torch.float4_e2m1fn_x2)
-    block = (
-        F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
-    )
-    recipe = [block]
-    swizzle = [F.SwizzleType.SWIZZLE_32_4_4]
+    side = _SIDE
+    lay_out: Callable[[Tensor], Tensor] = tiled_scales
+    if is_amd:
+        side = 32
+        # Blocks of 32 values in 32 bytes of codes.
+        lay_out = bound(_in_rows, 2 if lhs.data.dtype == PAIRS else 1)
+        dtype = torch.bfloat16
+        block = f"{block} in rows"
+    a = _filled(lhs.data, side=side).contiguous()
+    b = _filled(rhs.data, side=side).contiguous()
     assert lhs.inner is not None and rhs.inner is not None
     inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
     # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here
     # depends on the number of tokens, so one compiled function lays out all of them.
     times = len(lhs.data) // len(inner[0]), len(rhs.data) // len(inner[1])
-    lay_out = bound(_in_rows, blocks_per_side) if is_amd else tiled_scales
     both = bound(_lay_out_both, lay_out, *times)
     laid_out = fused(inner[0].numel() + inner[1].numel(), both, *inner)
     scales = []
     for operand, codes in zip((lhs, rhs), laid_out, strict=True):
-        outer = [] if operand.outer is None else [operand.outer.reshape(1)]
-        scales.append([codes.view(scale), *outer])
-    if is_amd:
-        swizzle = [F.SwizzleType.NO_SWIZZLE]
-        dtype = torch.bfloat16
-    if lhs.outer is not None:
-        recipe = [*recipe, F.ScalingType.TensorWise]
-        swizzle = [*swizzle, F.SwizzleType.NO_SWIZZLE]
-    first, second = scales
-    return Sums(
-        F.scaled_mm(a, b.t(), first, recipe, second, recipe, swizzle, swizzle, output_dtype=dtype)
+        scales.append([codes])
+        if operand.outer is not None:
+            scales[-1].append(operand.outer.reshape(1))
+    return Sums(_scaled_product(a, b, scales[0], scales[1], block, block, dtype))
+
+
+def _scaled_product(
+    a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], first_block: str, second_block: str, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Multiply codes ``[side, contraction]`` by ``scaled_mm``.
+
+    ``first`` and ``second`` are their scales: of blocks, and then of the tensor if there is one.
+    """
+    if is_traced():
+        return cast(Tensor, _traced_product(a, b, first, second, first_block, second_block, dtype))
+    return _call_scaled_mm(a, b, first, second, first_block, second_block, dtype)
+
+
+def _call_scaled_mm(
+    a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], first_block: str, second_block: str, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    if a.dtype == PAIRS:
+        a = a.view(torch.float4_e2m1fn_x2)
+        b = b.view(torch.float4_e2m1fn_x2)
+    recipes = []
+    scales = []
+    for block, own in ((first_block, first), (second_block, second)):
+        name = block.partition(" ")[0]
+        recipes.append([getattr(F.ScalingType, name), F.ScalingType.TensorWise][: len(own)])
+        scales.append([own[0].view(_SCALES.get(name, torch.float32)), *own[1:]])
+    orders: list[Any] = []
+    if first_block in _SCALES:
+        orders = [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
+    elif first_block.endswith("in rows"):
+        orders = [[F.SwizzleType.NO_SWIZZLE] * len(first)] * 2
+    product: Any = F.scaled_mm
+    result: Tensor = product(
+        a, b.t(), scales[0], recipes[0], scales[1], recipes[1], *orders, output_dtype=dtype
     )
+    return result
+
+
+_SCALES = {"BlockWise1x32": torch.float8_e8m0fnu, "BlockWise1x16": torch.float8_e4m3fn}
+"""The dtype of scales that come as uint8."""
+
+
+# PyTorch 2.13's compiler refuses scales in tiles. So the kernel's call alone is an operator of ours:
+# casts, tiles and padding around it are traced, and fuse.
+@torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
+def _traced_product(
+    a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], first_block: str, second_block: str, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    return _call_scaled_mm(a, b, first, second, first_block, second_block, dtype)
+
+
+@_traced_product.register_fake
+def _(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
 
 
 def _lay_out_both(
@@ -268,10 +321,11 @@ def _lay_out_both(
     """Lay out the scales of both operands, uint8 ``[rows, blocks]`` each, every row repeated so
     many times.
     """
-    return (
-        lay_out(scales.repeat_interleave(times, 0) if times > 1 else scales),
-        lay_out(others.repeat_interleave(other_times, 0) if other_times > 1 else others),
-    )
+    if times > 1:
+        scales = scales.repeat_interleave(times, 0)
+    if other_times > 1:
+        others = others.repeat_interleave(other_times, 0)
+    return lay_out(scales), lay_out(others)
 
 
 def _in_rows(blocks_per_side: int, scales: Tensor) -> Tensor:
@@ -290,9 +344,12 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     columns = b.shape[1]
     a = _filled(a, least_rows=17)
     b = _filled(b)
-    parts = zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True)
-    sums = [torch._int_mm(lhs.contiguous(), rhs) for lhs, rhs in parts]
-    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+    sums = []
+    for lhs, rhs in zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True):
+        sums.append(torch._int_mm(lhs.contiguous(), rhs))
+    total = sums[0]
+    if len(sums) > 1:
+        total = torch.stack(sums).sum(0)
     return total[:rows, :columns]
 
 
@@ -300,11 +357,9 @@ _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool, Tensor | No
     "float8": _float8,
     "float8-fnuz": lambda lhs, rhs, *rest: _float8(_as_fnuz(lhs), _as_fnuz(rhs), *rest),
     "float8-blocks": _float8_blocks,
-    "mxfp8": partial(_micro_scaled, scale=torch.float8_e8m0fnu),
-    "mxfp4": lambda lhs, rhs, *_: _micro_scaled(
-        lhs, rhs, torch.bfloat16, scale=torch.float8_e8m0fnu
-    ),
-    "nvfp4": partial(_micro_scaled, scale=torch.float8_e4m3fn),
+    "mxfp8": partial(_micro_scaled, block="BlockWise1x32"),
+    "mxfp4": lambda lhs, rhs, *_: _micro_scaled(lhs, rhs, torch.bfloat16, block="BlockWise1x32"),
+    "nvfp4": partial(_micro_scaled, block="BlockWise1x16"),
 }
 
 
@@ -327,25 +382,23 @@ def _works(
     """
     with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
         a, b = (specimen(cast, rows, _TERMS) for cast, rows in zip((lhs, rhs), _ROWS, strict=True))
-        exactly = _values(a) @ _values(b).t()
+        exactly = values_of(a) @ values_of(b).t()
         bias = None
         if with_bias:
             bias = _scattered(1, len(b.data))[0].bfloat16()
             exactly = exactly + bias.double()
             bias = bias.to(device)
-        there = []
-        for operand in (a, b):
-            parts = [None if part is None else part.to(device) for part in operand]
-            there.append(Operand(*parts))  # type: ignore[arg-type]
+        there = [operand.mapped(lambda part: part.to(device)) for operand in (a, b)]
+        dtypes = [torch.bfloat16]
+        if not with_bias:
+            dtypes.append(torch.float32)
         try:
-            dtypes = [torch.bfloat16] if with_bias else [torch.float32, torch.bfloat16]
-            results = [
-                multiply_codes(kernel, there[0], there[1], (1, 1), dtype, bias) for dtype in dtypes
-            ]
-            # Read here: a device error is raised when its result is read.
-            return all(
-                torch.equal(_finished(sums), exactly.to(sums.values.dtype)) for sums in results
-            )
+            for dtype in dtypes:
+                sums = multiply_codes(kernel, there[0], there[1], (1, 1), dtype, bias)
+                # Read here: a device error is raised when its result is read.
+                if not torch.equal(_finished(sums), exactly.to(sums.values.dtype)):
+                    return False
+            return True
         except torch.OutOfMemoryError:
             raise  # not the kernel's fault
         except (
@@ -389,13 +442,17 @@ def _scattered(rows: int, columns: int) -> Tensor:
     return (row[:, None] * 37 + column * 101 + row[:, None] * column * 7) % 251
 
 
-def _values(operand: Operand) -> Tensor:
-    values = (operand.data if operand.inner is None else block_values(operand, 1)).double()
-    return values if operand.outer is None else values * operand.outer.double()
+def values_of(operand: Operand) -> Tensor:
+    """Return the values of a specimen, float64."""
+    values = operand.data if operand.inner is None else block_values(operand, 1)
+    if operand.outer is None:
+        return values.double()
+    return values.double() * operand.outer.double()
 
 
 def _finished(sums: Sums) -> Tensor:
     values = sums.values.cpu().double()
     for scale in (sums.by_row, sums.by_column):
-        values = values if scale is None else values * scale.cpu().double()
+        if scale is not None:
+            values = values * scale.cpu().double()
     return values.to(sums.values.dtype)

@@ -60,6 +60,19 @@ class Operand(NamedTuple):
     outer: Tensor | None = None
     inner: Tensor | None = None
 
+    def by_row(self) -> Tensor | None:
+        """Return the outer scales of a left operand, which multiply the rows of a product."""
+        return None if self.outer is None else self.outer.reshape(-1, 1)
+
+    def by_column(self) -> Tensor | None:
+        """Return the outer scales of a right operand, which multiply the columns of a product."""
+        return None if self.outer is None else self.outer.reshape(1, -1)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Operand:
+        """Return the operand with a function applied to each tensor that it has."""
+        parts = [None if part is None else function(part) for part in self]
+        return Operand(*parts)  # type: ignore[arg-type]
+
 
 def cast_matrix(
     x: Tensor,
@@ -83,28 +96,26 @@ def cast_matrix(
         fold: float32, broadcastable: multiplied into ``x`` first.
         amax: float32 ``[1, 1]``: scale by this instead of the tensor's own amax.
     """
+    x = x.detach()
     if cast.is_wide:
-        x = x.detach() if fold is None else x.detach() * fold
-        return Operand(
-            (x if cast.rotation == "none" else _rotate(dim, padded(x, cast, dim))).to(dtype)
-        )
-    x = padded(x.detach(), cast, dim)
+        if fold is not None:
+            x = x * fold
+        if cast.rotation != "none":
+            x = _rotate(dim, padded(x, cast, dim))
+        return Operand(x.to(dtype))
+    x = padded(x, cast, dim)
     size = x.numel()
     if cast.block is None:
-        data, *scale = fused(
-            size, bound(_cast_whole, cast, dim, dtype), x, *(draw or (None, None)), fold, amax
-        )
-        return Operand(data, scale[0] if scale else None)
+        cast_whole = bound(_cast_whole, cast, dim, dtype)
+        return Operand(*fused(size, cast_whole, x, *(draw or (None, None)), fold, amax))
     if fold is not None:
         x = x.float() * fold
     if cast.rotation != "none":
         x = fused(size, bound(_rotate, dim), x)
     sides = sides_of(cast, dim)
     cast_blocks = bound(_cast_blocks, cast, dim, dtype)
-    data, scales, _, _, *scale = fused(
-        size, cast_blocks, blocked(x, sides), *(draw or (None, None)), amax
-    )
-    outer = scale[0] if scale else None
+    results = fused(size, cast_blocks, blocked(x, sides), *(draw or (None, None)), amax)
+    data, scales, _, _, outer = (*results, None)[:5]
     if dtype not in CODES:
         return Operand(data.view(x.shape), outer)
     return Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))

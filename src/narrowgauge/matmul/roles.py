@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from narrowgauge.matmul.experts import is_experts
+from narrowgauge.matmul.experts import is_experts, stacks_of
+from narrowgauge.torch_support.torch_names import outermost_lists
 
 
 def roles_of(model: nn.Module, keep_last: float = 0.0) -> dict[str, str]:
@@ -49,15 +50,22 @@ def roles_of(model: nn.Module, keep_last: float = 0.0) -> dict[str, str]:
 
 
 def _heads(model: Any) -> set[nn.Module]:
-    embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
-    shared = {id(embedding.weight) for embedding in embeddings}
-    # A table of positions or of token types may have as many rows as a layer has outputs: only the
-    # largest is the vocabulary.
-    counts = {max((embedding.num_embeddings for embedding in embeddings), default=0)}
-    counts.add(getattr(getattr(model, "config", None), "num_labels", 0))
-    in_blocks = {part for blocks in _lists(model) for part in blocks.modules()}
-    named = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    heads = set() if named is None else {named}
+    shared = set()
+    vocabulary = 0
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            shared.add(id(module.weight))
+            # A table of positions or of token types may have as many rows as a layer has outputs:
+            # only the largest is the vocabulary.
+            vocabulary = max(vocabulary, module.num_embeddings)
+    counts = {vocabulary, getattr(getattr(model, "config", None), "num_labels", 0)}
+    in_blocks: set[nn.Module] = set()
+    for blocks in outermost_lists(model):
+        in_blocks.update(blocks.modules())
+    heads = set()
+    if hasattr(model, "get_output_embeddings"):
+        heads.add(model.get_output_embeddings())
+        heads.discard(None)
     for module in model.modules():
         if isinstance(module, nn.Linear):
             is_outside = module not in in_blocks and module.out_features in counts
@@ -73,33 +81,24 @@ def _routers_in(parent: nn.Module) -> list[nn.Module]:
         if isinstance(child, nn.ModuleList) and len({type(member) for member in child}) == 1:
             counts.add(len(child))
         elif is_experts(child):
-            weights = [p for p in child.parameters(recurse=False) if p.ndim == 3]
-            counts.add(weights[0].shape[0])
+            counts.update(len(weights) for weights in stacks_of(child).values())
     if counts == {1}:
         return []
-    return [
-        child
-        for child in parent.children()
-        if isinstance(child, nn.Linear) and child.out_features in counts
-    ]
-
-
-def _lists(model: nn.Module) -> list[nn.ModuleList]:
-    """Return the outermost lists of a model: its blocks."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    nested = {inner for outer in lists for inner in outer.modules() if inner is not outer}
-    return [blocks for blocks in lists if blocks not in nested]
+    routers: list[nn.Module] = []
+    for child in parent.children():
+        if isinstance(child, nn.Linear) and child.out_features in counts:
+            routers.append(child)
+    return routers
 
 
 def _last_blocks(model: nn.Module, share: float) -> list[nn.Module]:
-    if not share:
-        return []
     blocks: list[nn.Module] = []
-    for members in _lists(model):
+    for members in outermost_lists(model):
         if len(members) > max(1, len(blocks)):
             blocks = list(members)
-    count = max(1, round(share * len(blocks))) if blocks else 0
-    return blocks[len(blocks) - count :]
+    if not share or not blocks:
+        return []
+    return blocks[-max(1, round(share * len(blocks))) :]
 
 
 def role_of(name: str, roles: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from narrowgauge.matmul.experts import NARROW
+from narrowgauge.matmul.own_code import NARROW
 from narrowgauge.matmul.swapping import Layer
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_support.torch_names import map_tensors
@@ -38,19 +38,17 @@ def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
     every call.
     """
     for module in model.modules():
-        if isinstance(
-            before := module.__dict__.get("forward"), _Forward
-        ):  # from an earlier prepare
+        before = module.__dict__.get("forward")
+        if isinstance(before, _Forward):  # from an earlier prepare
             del module.forward
             if before.replaced is not None:
                 module.forward = before.replaced
     if recipe.storage.visible not in ("float32", recipe.dtype):
-        dtype, visible = (getattr(torch, name) for name in (recipe.dtype, recipe.storage.visible))
+        dtype = getattr(torch, recipe.dtype)
+        visible = getattr(torch, recipe.storage.visible)
         for module in model.modules():
-            parameters = [] if _casts_itself(module) else list(module._parameters.values())
-            if module is model or any(
-                parameter is not None and parameter.dtype is visible for parameter in parameters
-            ):
+            dtypes = {parameter.dtype for parameter in module.parameters(recurse=False)}
+            if module is model or (visible in dtypes and not _casts_itself(module)):
                 module.forward = _Cast(module, dtype)
     if isinstance(compute_scope(recipe, next(model.parameters()).device), torch.autocast):
         model.forward = _Scoped(model, recipe)
@@ -62,25 +60,17 @@ def _casts_itself(module: nn.Module) -> bool:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Return the same structure with every floating-point tensor in ``dtype``."""
-    return map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
-    )
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(cast, value)
 
 
 # Not __func__ and __wrapped__: a caller would use them to bypass the wrapper.
-_OF_FUNCTIONS = frozenset(
-    f"__{name}__"
-    for name in (
-        "annotations",
-        "closure",
-        "code",
-        "defaults",
-        "globals",
-        "kwdefaults",
-        "name",
-        "qualname",
-    )
-)
+_OF_FUNCTIONS = (
+    "__annotations__", "__closure__", "__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__", "__qualname__"
+)  # fmt: skip
 
 
 class _Forward:
@@ -131,19 +121,16 @@ class _Cast(_Forward):
         super().__init__(module)
         self.dtype = dtype
         # nn.MultiheadAttention reads the parameters of its output layer and never calls it.
-        read = (
-            child
-            for child in module.children()
-            if isinstance(child, NonDynamicallyQuantizableLinear)
-        )
-        self.owners = [module, *read]
+        self.owners = [module]
+        for child in module.children():
+            if isinstance(child, NonDynamicallyQuantizableLinear):
+                self.owners.append(child)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = _cast(args, self.dtype)
-        kwargs = {
-            name: value if "label" in name else _cast(value, self.dtype)
-            for name, value in kwargs.items()
-        }
+        for name, value in kwargs.items():
+            if "label" not in name:
+                kwargs[name] = _cast(value, self.dtype)
         if _casts_itself(self.module):
             return self._call(*args, **kwargs)
         before = [owner._parameters for owner in self.owners]

@@ -112,8 +112,11 @@ class NarrowLayers:
                 continue
             layer = self.layers.get(owner_name) or self.layers.get(name)
             is_choice = owner_name in self.kept or is_linear(owner) or experts.is_experts(owner)
-            is_narrow = layer is not None and not layer.compute.is_wide
-            readers[name] = "narrow" if is_narrow else "kept" if is_choice else type(owner).__name__
+            readers[name] = type(owner).__name__
+            if layer is not None and not layer.compute.is_wide:
+                readers[name] = "narrow"
+            elif is_choice:
+                readers[name] = "kept"
         return readers
 
     def __str__(self) -> str:
@@ -219,10 +222,8 @@ def swap_linears(
                 "straight into the loss.",
                 stacklevel=2,
             )
-    if "narrow" in (readers := set(linears.matrices().values())) and not readers <= {
-        "narrow",
-        "kept",
-    }:
+    readers = set(linears.matrices().values())
+    if "narrow" in readers and not readers <= {"narrow", "kept"}:
         warnings.warn(
             f"{linears}. linears.matrices() lists all. Only layers of nn.Linear's own forward are "
             "swapped.",
@@ -241,12 +242,12 @@ def keep_ranks_apart(model: nn.Module) -> None:
     Call it before wrapping, for the module that is wrapped: :func:`swap_linears` and ``prepare`` do
     it for their model.
     """
-    layers = {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, NarrowLayer)
-    }
-    if layers:
-        buffers = ("key", "clock_words")
-        leave_out_of_ddp(model, [f"{name}.{buffer}" for name in layers for buffer in buffers])
+    buffers = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, NarrowLayer):
+            buffers += [f"{name}.key", f"{name}.clock_words"]
+    if buffers:
+        leave_out_of_ddp(model, buffers)
 
 
 def linears_of(model: nn.Module) -> NarrowLayers | None:
@@ -260,11 +261,14 @@ def linears_of(model: nn.Module) -> NarrowLayers | None:
         >>> linears_of(nn.Linear(2, 2)) is None
         True
     """
-    layers: dict[str, Layer] = {
-        name: module for name, module in model.named_modules() if isinstance(module, Linear)
-    }
+    layers: dict[str, Layer] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            layers[name] = module
     layers |= experts.grouped_layers_of(model)
-    return NarrowLayers(model, layers, next(iter(layers.values())).clock) if layers else None
+    if not layers:
+        return None
+    return NarrowLayers(model, layers, next(iter(layers.values())).clock)
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -301,14 +305,11 @@ def chooser(
 
 def _swap_slow_layers(model: nn.Module) -> list[Linear]:
     """Swap the remaining plain layers if PyTorch's own matmul of their format is slow."""
-    slow = {
-        name: module
-        for name, module in model.named_modules()
-        if is_linear(module)
-        and not isinstance(module, Linear)
-        and module.weight.dtype is torch.bfloat16
-        and is_widened(torch.bfloat16, module.weight.device.type)
-    }
-    return [
-        made_narrow(plain_name(name), module, COMPUTES["bfloat16"]) for name, module in slow.items()
-    ]
+    slow = []
+    for name, module in list(model.named_modules()):
+        if not is_linear(module) or isinstance(module, Linear):
+            continue
+        weight = module.weight
+        if weight.dtype is torch.bfloat16 and is_widened(torch.bfloat16, weight.device.type):
+            slow.append(made_narrow(plain_name(name), module, COMPUTES["bfloat16"]))
+    return slow

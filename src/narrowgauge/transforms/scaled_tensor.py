@@ -131,7 +131,8 @@ FUNCTIONS: dict[Any, Rule] = {}
 def unknown(reason: str) -> RecipeError:
     return RecipeError(
         f"Cannot scalify {reason} because it has no rule.",
-        "Use a Llama or GPT-2 of transformers with sdpa attention and without dropout.",
+        "Use a model of the kinds of Llama or GPT-2 of transformers, with sdpa attention and without "
+        "dropout.",
     )
 
 

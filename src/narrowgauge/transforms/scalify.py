@@ -78,16 +78,15 @@ class _Enter(torch.autograd.Function):
         ctx: Any, units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        divisors = [_divisor(x, unit) for x, unit in zip(operands, units, strict=True)]
-        ctx.save_for_backward(*divisors)
+        ctx.save_for_backward(*map(_divisor, operands, units))
         ctx.sizes = sizes
-        ctx.scaled = [x.dtype if isinstance(x, Scaled) else None for x in operands]
-        entered = [_in_unit(x, unit) for x, unit in zip(operands, units, strict=True)]
-        # An operand without a gradient costs no matmul in the backward pass.
-        needs_grad = ctx.needs_input_grad[2:]
-        ctx.mark_non_differentiable(
-            *(x for x, needs in zip(entered, needs_grad, strict=True) if not needs)
-        )
+        ctx.scaled = [isinstance(x, Scaled) and x.dtype for x in operands]
+        entered = tuple(map(_in_unit, operands, units))
+        constants = []
+        for x, needs_grad in zip(entered, ctx.needs_input_grad[2:], strict=True):
+            if not needs_grad:  # it then costs no matmul in the backward pass
+                constants.append(x)
+        ctx.mark_non_differentiable(*constants)
         return _unit(operands[0]), *entered
 
     @staticmethod
@@ -96,13 +95,20 @@ class _Enter(torch.autograd.Function):
         for vjp, divisor, size, dtype in zip(
             vjps, ctx.saved_tensors, ctx.sizes, ctx.scaled, strict=True
         ):
-            scale = token if divisor is None else token / divisor
-            if vjp is None or dtype is None:
-                gradients.append(None if vjp is None else times(vjp, scale))
+            if vjp is None:
+                gradients.append(None)
                 continue
-            power = power_of_rms(vjp) if size is None else size
+            scale = token if divisor is None else token / divisor
+            if not dtype:
+                gradients.append(times(vjp, scale))
+                continue
+            power = _size_of(vjp, size)
             gradients.append(Scaled((vjp / power).to(dtype), scale * power))
         return None, None, *gradients
+
+
+def _size_of(x: Tensor, size: Size) -> Any:
+    return power_of_rms(x) if size is None else size
 
 
 def _unit(like: Tensor) -> Tensor:
@@ -110,8 +116,10 @@ def _unit(like: Tensor) -> Tensor:
 
 
 def _divisor(x: Tensor, unit: Unit) -> Tensor | None:
-    if isinstance(unit, (Tensor, Held)):
-        return unit if isinstance(unit, Tensor) else unit.power
+    if isinstance(unit, Held):
+        return unit.power
+    if isinstance(unit, Tensor):
+        return unit
     return x._scale if unit == OWN and isinstance(x, Scaled) else None
 
 
@@ -120,7 +128,10 @@ def _in_unit(x: Tensor, unit: Unit) -> Tensor:
     if isinstance(x, Scaled):
         if unit == OWN:
             return x._data.detach()
-        x = _widened(x._data) * x._scale if unit == WIDE else times(x._data, x._scale)
+        if unit == WIDE:
+            x = _widened(x._data) * x._scale
+        else:
+            x = times(x._data, x._scale)
     return x / unit if isinstance(unit, Tensor) else x.detach()
 
 
@@ -133,14 +144,15 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
         ctx.save_for_backward(scale)
-        power = power_of_rms(raw) if size is None else size
+        power = _size_of(raw, size)
         return Scaled(raw / power, scale * power)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = ctx.saved_tensors
-        g = gradient if isinstance(gradient, Scaled) else rescaled(gradient)
-        return g._data, g._scale * scale, None, None
+        if not isinstance(gradient, Scaled):
+            gradient = rescaled(gradient)
+        return gradient._data, gradient._scale * scale, None, None
 
 
 class _Value(torch.autograd.Function):
@@ -226,14 +238,14 @@ def linear(
     size = power_of_rms(weight)
     scale = scale_of(x) * size
     sizes = (root_below(outputs), None, None)
-    weight_unit, also = (Held(size), (size,)) if takes_unit else (size, ())
+    weight_unit: Unit = Held(size) if takes_unit else size
+    also = [size] * takes_unit
     if bias is None:
         token, data, unit_weight = enter((OWN, weight_unit), sizes[:2], x, weight)
         raw = multiply(data, unit_weight, None, *also)
     else:
-        token, data, unit_weight, unit_bias = enter(
-            (OWN, weight_unit, scale), sizes, x, weight, bias
-        )
+        units: tuple[Unit, ...] = (OWN, weight_unit, scale)
+        token, data, unit_weight, unit_bias = enter(units, sizes, x, weight, bias)
         raw = multiply(data, unit_weight, unit_bias, *also)
     return leave(raw, token, scale, root_below(inputs))
 
@@ -285,16 +297,14 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         >>> torch.equal(model(x), plain)
         True
     """
-    head = (
-        cast(Any, model).get_output_embeddings()
-        if hasattr(model, "get_output_embeddings")
-        else None
-    )
-    # A plain head has plain inputs and outputs. A rule would only measure it.
-    modules = [
-        (name, m) for name, m in model.named_modules() if not (m is head and type(m) is nn.Linear)
-    ]
-    classes = {module: _class_for(name, module) for name, module in modules}
+    head = None
+    if hasattr(model, "get_output_embeddings"):
+        head = cast(Any, model).get_output_embeddings()
+    classes = {}
+    for name, module in model.named_modules():
+        # A plain head has plain inputs and outputs. A rule would only measure it.
+        if module is not head or type(module) is not nn.Linear:
+            classes[module] = _class_for(name, module)
     for module, ruled in classes.items():
         module.__class__ = ruled
         if isinstance(module, _Ruled):
@@ -328,11 +338,12 @@ class _Ruled:
     computes_in: torch.dtype | None = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _revived, (self.origin,), *cast(tuple[Any, ...], super().__reduce_ex__(protocol))[2:]
+        reduced = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
+        return _revived, (self.origin, getattr(self, "gain", "")), *reduced[2:]
 
 
-def _revived(origin: Any) -> nn.Module:
-    ruled: Any = _ruled_class(origin)
+def _revived(origin: Any, gain: str) -> nn.Module:
+    ruled: Any = _ruled_class(origin, gain)
     return cast(nn.Module, ruled.__new__(ruled))
 
 
@@ -386,16 +397,17 @@ class _Norm(_Ruled):
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        vectors = [v for v in (self.weight, getattr(self, "bias", None)) if v is not None]
-        units: tuple[Unit, ...] = tuple(WIDE for _ in (x, *vectors))
-        token, real, *vectors_in = enter(units, (None,) * len(units), x, *vectors)
-        vectors_in = [
-            v.to(real.dtype) if v.dtype.itemsize <= real.dtype.itemsize else v for v in vectors_in
-        ]
-        raw = self._normalized(real, *vectors_in)
-        return leave(
-            raw.half() if x.dtype is torch.float16 else raw, token, torch.ones_like(token), 1.0
-        )
+        operands = [x, *self.parameters(recurse=False)]
+        units: tuple[Unit, ...] = tuple(WIDE for _ in operands)
+        token, real, *entered = enter(units, (None,) * len(operands), *operands)
+        vectors: list[Any] = list(entered)
+        for place, vector in enumerate(vectors):
+            if vector.dtype.itemsize <= real.dtype.itemsize:
+                vectors[place] = vector.to(real.dtype)
+        raw = self._normalized(real, *vectors)
+        if x.dtype is torch.float16:
+            raw = raw.half()
+        return leave(raw, token, torch.ones_like(token), 1.0)
 
 
 class _LayerNorm(_Norm):
@@ -410,13 +422,60 @@ class _RMSNorm(_Norm):
         return F.rms_norm(real, self.normalized_shape, weight, self.eps)
 
 
-class _LlamaRMSNorm(_Norm):
-    """As in transformers: computed in float32."""
+class _RMSNormLike(_Norm):
+    """A norm by the root mean square that a model defines itself: computed in float32.
+
+    ``gain`` says how it applies its weight, see :data:`GAINS`.
+    """
+
+    gain: ClassVar[str]
 
     def _normalized(self: Any, real: Tensor, weight: Tensor) -> Tensor:
-        wide = real.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return weight * wide.to(real.dtype)
+        return GAINS[self.gain](_unit_rms(real, _epsilon_of(self)), weight, real.dtype)
+
+
+def _unit_rms(x: Tensor, epsilon: float) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+GAINS: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {
+    "weight, rounded": lambda x, weight, dtype: weight * x.to(dtype),
+    "weight, in float32": lambda x, weight, dtype: (weight * x).to(dtype),
+    "1 + weight": lambda x, weight, dtype: (x * (1.0 + weight.float())).to(dtype),
+}
+"""How models apply the weight of such a norm: Llama, Mistral, Qwen and SmolLM; OLMo 2; Gemma."""
+
+
+def _epsilon_of(module: Any) -> float:
+    return float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
+
+
+@torch.no_grad()
+def _gain_of(module: nn.Module) -> str:
+    """Return the gain of a norm with one vector of weights; empty if it computes something else.
+
+    Its own forward is compared with each of :data:`GAINS`, bit for bit, on drawn values.
+    """
+    parameters = dict(module.named_parameters())
+    if list(parameters) != ["weight"] or parameters["weight"].ndim != 1 or any(module.children()):
+        return ""
+    generator = torch.Generator().manual_seed(0)
+    size = len(parameters["weight"])
+    for gain, apply in GAINS.items():
+        is_same = True
+        for dtype in (torch.float32, torch.bfloat16):
+            weight = torch.randn(size, generator=generator).to(dtype)
+            x = torch.randn(4, size, generator=generator).to(dtype)
+            expected = apply(_unit_rms(x, _epsilon_of(module)), weight, dtype)
+            try:
+                y = torch.func.functional_call(module, {"weight": weight}, (x,))
+            except (RuntimeError, TypeError):
+                return ""
+            is_same = is_same and isinstance(y, Tensor) and torch.equal(y, expected)
+        if is_same:
+            return gain
+    return ""
 
 
 # By full name: a model of another library must not need transformers.
@@ -426,35 +485,42 @@ _BY_CLASS: dict[str, type[_Ruled]] = {
     "torch.nn.modules.sparse.Embedding": _Embedding,
     "torch.nn.modules.normalization.LayerNorm": _LayerNorm,
     "torch.nn.modules.normalization.RMSNorm": _RMSNorm,
-    "transformers.models.llama.modeling_llama.LlamaRMSNorm": _LlamaRMSNorm,
     **{f"torch.nn.modules.activation.{name}": _Activation for name in ("GELU", "ReLU", "SiLU")},
     "transformers.activations.GELUActivation": _Activation,
+    "transformers.activations.GELUTanh": _Activation,
     "transformers.activations.NewGELUActivation": _Activation,
     "transformers.activations.SiLUActivation": _Activation,
 }
 
 
 @cache
-def _ruled_class(origin: Any) -> Any:
-    """Return a subclass with the rule's forward, or ``origin`` itself if there is no rule."""
+def _ruled_class(origin: Any, gain: str = "") -> Any:
+    """Return a subclass with the rule's forward, or ``origin`` itself if there is no rule.
+
+    A class with a ``gain`` is a norm, see :data:`GAINS`.
+    """
+    found: type[_Ruled] | None = _RMSNormLike if gain else None
     for kind in origin.__mro__:
         rule = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
         # A subclass may compute anything, unless its `multiply` shows that only its product
         # differs.
         if rule is not None and (kind is origin or hasattr(origin, "multiply")):
-            return type(
-                f"Scaled{origin.__name__}",
-                (rule, origin),
-                {"origin": origin, "__module__": __name__},
-            )
-    return origin
+            found = rule
+            break
+    if found is None:
+        return origin
+    names = {"origin": origin, "__module__": __name__, "gain": gain}
+    return type(f"Scaled{origin.__name__}", (found, origin), names)
 
 
 def _class_for(name: str, module: nn.Module) -> Any:
     if isinstance(module, _Ruled):
         return type(module)
-    ruled = _ruled_class(cast(Any, type(module)))
-    if ruled is type(module) and next(module.parameters(recurse=False), None) is not None:
+    kind = cast(Any, type(module))
+    ruled = _ruled_class(kind)
+    if ruled is kind and next(module.parameters(recurse=False), None) is not None:
+        ruled = _ruled_class(kind, _gain_of(module))
+    if ruled is kind and next(module.parameters(recurse=False), None) is not None:
         raise unknown(f"the module '{name}' of class {type(module).__name__}")
     if isinstance(module, nn.Embedding) and (
         module.max_norm or module.scale_grad_by_freq or module.sparse
