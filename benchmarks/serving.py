@@ -57,7 +57,7 @@ def measured(start: Start, row: str, lr: float, steps: int) -> tuple[float, floa
         changes = ng.delta(seen)
         ng.apply_delta(server, changes)
         if step >= steps // 2:
-            shares.append(sum(len(values) for _, values in changes.values()) / total)
+            shares.append(sum(len(change[1]) for change in changes.values()) / total)
             sizes.append(delta_bytes(changes) / (2 * total))
     pairs = zip(server.parameters(), seen.parameters(), strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)

@@ -8,7 +8,7 @@ import pytest
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.notation import ALIASES, AMBIGUOUS, full_names, parse
+from narrowgauge.spec.notation import ALIASES, AMBIGUOUS, METHODS, full_names, parse
 from narrowgauge.spec.recipes import Override, Recipe
 from narrowgauge.spec.storages import STORAGES
 
@@ -75,6 +75,15 @@ def test_names_that_leave_something_open_are_refused_with_the_recipes_that_are_n
         for recipe in recipes:
             assert f"'{recipe}'" in caught.value.advice
             assert parse(recipe).name == (recipe if "/" in recipe else f"{recipe}/word")
+
+
+def test_published_methods_are_refused_with_what_they_keep_and_the_nearest_recipe() -> None:
+    assert not set(METHODS) & {*ALIASES, *AMBIGUOUS, *COMPUTES}
+    for name, method in METHODS.items():
+        with pytest.raises(RecipeError, match=f"(?i){name}") as caught:
+            parse(name.upper())
+        assert method["theirs"] in str(caught.value)
+        assert parse(method["recipe"]).name in caught.value.advice
 
 
 def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> None:

@@ -37,6 +37,10 @@ AMBIGUOUS: dict[str, tuple[str, ...]] = {
 """Names of other libraries that say too little of a recipe, or mean none, and the recipes that come
 nearest.
 """
+METHODS: dict[str, dict[str, str]] = _NAMES["methods"]
+"""Published methods that are no recipe: ``recipe`` is the nearest, ``theirs`` what they keep that
+it does not.
+"""
 _COMPUTES = {name: row["recipe"] for name, row in ALIASES.items() if "/" not in row["recipe"]}
 _KEYS = ("recipe", "name", "override")
 _SEE = "(narrowgauge show recipes lists all.)"
@@ -162,6 +166,12 @@ def _from_name(text: str) -> Recipe:
     name = "/".join([compute_name(compute), *map(spelled, rest)])
     if name in AMBIGUOUS:
         _refuse_ambiguous(text, AMBIGUOUS[name])
+    method = METHODS.get(text.strip().lower())
+    if method is not None:
+        raise RecipeError(
+            f"'{text}' is a published method and no recipe: {method['theirs']}.",
+            f"Nearest here: '{method['recipe']}'. (narrowgauge show recipe {method['recipe']})",
+        )
     if name in ALIASES:
         name = ALIASES[name]["recipe"]
     compute, *rest = name.split("/")

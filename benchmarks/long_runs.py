@@ -1,0 +1,364 @@
+"""Measure what lasts of a fine-tune in bfloat16: random low bits, one draw a weight, or stochastic
+rounding, one draw a step.
+
+Claim: after the first hundred steps all ways that lose nothing fall alike; plain bfloat16 does not
+follow. All rows begin with the same bfloat16 values, see the same batches, and multiply in float32,
+so only the optimizer and the way a weight becomes visible part them. A run is a line of
+``benchmarks/long_runs.jsonl``.
+
+Model: a Llama of 2.4 million weights, trained here on one half of the standard library's source as
+bytes, then fine-tuned on the other half. Batches are 1 × 128 bytes; AdamW, betas 0.9 and 0.999, no
+decay; the rate rises for 10 steps, then stays, or falls linearly to 0.
+
+Baseline: ``master``: a float32 copy of each bfloat16 weight with zero low bits, float32 moments.
+
+Run: ``./dev bench long_runs [--row ROW ...] [--lr 1e-5] [--steps 1000] [--seeds 0 1 2] [--falls]``
+trains what has no record. ``--table`` prints the records. Rows:
+
+- a storage of ours, alone (low bits zero) or with `` random``;
+- ``autocast`` or ``autocast random``: torch AdamW on float32 weights, seen in bfloat16;
+- ``masters seen stochastically``: the same, rounded at random at each step (llm.c, SimpleTuner);
+- a peer of ``peers.py``; a published formula with random low bits (``published/flashoptim``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import fcntl
+import itertools
+import json
+import math
+import random
+import statistics
+import sysconfig
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _others_training import FORMULAS, cut, formula_bytes
+from board import table
+from peers import PEERS, bytes_held
+from torch import Tensor, nn
+
+import narrowgauge as ng
+
+FILE = Path(__file__).with_name("long_runs.jsonl")
+PRETRAINED = Path("runs/long_runs/pretrained.pt")
+MASTER = "master"
+STOCHASTICALLY = "masters seen stochastically"
+ROWS = (
+    MASTER,
+    "autocast random",
+    STOCHASTICALLY,
+    "word",
+    "word random",
+    "compact random",
+    "states8 random",
+    "stochastic",
+    "torchao AdamW8bit stochastic",
+    "optimi AdamW Kahan",
+    "published/flashoptim random",
+    "torchao AdamW8bit",
+    "torch AdamW bfloat16",
+)
+LENGTH = 128
+HELD_OUT = 64
+EVALUATIONS = (25, 50, 100, 200, 400, 600, 800, 1000, 1500, 2000, 2500, 3000)
+BETAS = (0.9, 0.999)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Args:
+        losses: validation loss, nats per byte, before the first step and after some others.
+        distance: of the visible weights from ``master``'s at the end of the same seed, over how far
+            ``master``'s moved (root mean squares); ``None`` without such a run.
+        changed: part of the visible weights that the last step changed.
+        bytes_per_param: weight, gradient and states.
+    """
+
+    row: str
+    lr: float
+    steps: int
+    seed: int
+    falls: bool
+    losses: dict[str, float]
+    distance: float | None
+    changed: float
+    bytes_per_param: float
+
+    @property
+    def key(self) -> tuple[str, float, int, int, bool]:
+        return self.row, self.lr, self.steps, self.seed, self.falls
+
+
+def records() -> dict[tuple[str, float, int, int, bool], Run]:
+    """Return the runs of the file."""
+    lines = FILE.read_text().splitlines() if FILE.is_file() else []
+    found = [Run(**json.loads(line)) for line in lines]
+    return {run.key: run for run in found}
+
+
+# ── the model and its text ────────────────────────────────────────────────────────────────────────
+
+
+def new_model() -> nn.Module:
+    """Return the model with its first weights, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=5,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+    )
+    return LlamaForCausalLM(config)
+
+
+def text_halves() -> tuple[Tensor, Tensor]:
+    """Return blocks of bytes of two halves of the standard library, ``[blocks, LENGTH]``."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    random.Random(0).shuffle(files)
+    halves = []
+    for part in (files[::2], files[1::2]):
+        text = b"".join(file.read_bytes() for file in part)
+        text = text[: len(text) // LENGTH * LENGTH]
+        blocks = torch.frombuffer(bytearray(text), dtype=torch.uint8).view(-1, LENGTH).long()
+        order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))
+        halves.append(blocks[order])
+    return halves[0], halves[1]
+
+
+def loss_of(model: nn.Module, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """Return the loss of the model with these weights."""
+    named = {"input_ids": tokens, "labels": tokens}
+    result = torch.func.functional_call(model, weights, args=(), kwargs=named, tie_weights=False)
+    loss: Tensor = result.loss
+    return loss
+
+
+def pretrained(blocks: Tensor, steps: int = 1500) -> nn.Module:
+    """Return the trained model with bfloat16 values in float32; train it where it is missing."""
+    model = new_model()
+    if not PRETRAINED.is_file():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
+        falling = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+        for step in range(steps):
+            first = step * 16 % (len(blocks) - 16)
+            tokens = blocks[first : first + 16]
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            falling.step()
+            optimizer.zero_grad()
+            if step % 100 == 0:
+                print("pretraining", step, round(loss.item(), 4), flush=True)
+        PRETRAINED.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), PRETRAINED)
+    model.load_state_dict(torch.load(PRETRAINED))
+    ng.cast_parameters(model, torch.bfloat16)
+    return ng.cast_parameters(model, torch.float32)
+
+
+# ── a run ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Seen(torch.autograd.Function):
+    """Round to bfloat16, to the nearest value or at random, and the gradient to the nearest."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, generator: torch.Generator | None) -> Tensor:
+        if generator is None:
+            return weight.bfloat16().float()
+        words = weight.view(torch.int32)
+        noise = torch.randint(0, 1 << 16, words.shape, dtype=torch.int32, generator=generator)
+        return ((words + noise) & ~0xFFFF).view(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].bfloat16().float(), None
+
+
+class Trained:
+    """A copy of the model, its optimizer, and what its forward pass sees."""
+
+    def __init__(self, row: str, model: nn.Module, lr: float, seed: int) -> None:
+        self.formula = FORMULAS.get(row.removesuffix(" random"))
+        self.generator = None
+        if row == STOCHASTICALLY:
+            self.generator = torch.Generator().manual_seed(seed)
+        name = row.removesuffix(" random")
+        self.is_wide = row == STOCHASTICALLY or name == "autocast"
+        self.is_random = row.endswith(" random")
+        self.model = copy.deepcopy(model)
+        if not self.is_wide:
+            ng.cast_parameters(self.model, torch.bfloat16)
+        elif self.is_random:
+            ng.fill_low_bits(self.model, seed=seed)
+        options: dict[str, Any] = {"lr": lr, "betas": BETAS, "weight_decay": 0.0}
+        peers = {peer.name: peer for peer in PEERS}
+        if self.is_wide:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **options, fused=True)
+        elif row in peers:
+            self.optimizer = peers[row].make(self.model.parameters(), **options, eps=1e-8)
+        else:
+            self.optimizer = ng.AdamW(
+                self.model.named_parameters(),
+                storage=MASTER if self.formula else name,
+                low_bits="random" if self.is_random else "zero",
+                seed=seed,
+                **options,
+            )
+
+    def visible(self) -> dict[str, Tensor]:
+        """Return what the forward pass multiplies by, in float32, with its graph."""
+        if not self.is_wide:
+            return {name: p.float() for name, p in self.model.named_parameters()}
+        named = self.model.named_parameters()
+        return {name: _Seen.apply(p, self.generator) for name, p in named}
+
+    def step(self, rate: float, tokens: Tensor) -> None:
+        """Take one step."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):  # torchao
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        loss_of(self.model, self.visible(), tokens).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.formula is not None:
+            cut(self.formula, self.optimizer)
+
+    def bytes_per_param(self) -> float:
+        """Return the bytes of weight, gradient and states."""
+        if self.formula is not None:
+            return formula_bytes(self.formula, self.optimizer)
+        if self.is_wide:
+            return 16.0
+        if isinstance(self.optimizer, ng.AdamW):
+            return float(self.optimizer.bytes_per_param())
+        return bytes_held(self.optimizer)
+
+
+@torch.no_grad()
+def validation_loss(trained: Trained, blocks: Tensor) -> float:
+    """Return the loss of what the forward pass sees."""
+    weights = trained.visible()
+    losses = [loss_of(trained.model, weights, part).item() for part in blocks.split(16)]
+    return statistics.fmean(losses)
+
+
+@torch.no_grad()
+def flat(trained: Trained) -> Tensor:
+    """Return the visible weights in one vector."""
+    return torch.cat([p.flatten() for p in trained.visible().values()])
+
+
+def master_file(lr: float, steps: int, seed: int, falls: bool) -> Path:
+    """Return where ``master``'s last visible weights are kept, for the distance."""
+    return PRETRAINED.with_name(f"master-{lr:g}-{steps}-{seed}-{falls}.pt")
+
+
+def fine_tuned(job: tuple[str, float, int, int, bool], model: nn.Module, blocks: Tensor) -> Run:
+    """Fine-tune once and return the record."""
+    row, lr, steps, seed, falls = job
+    trained = Trained(row, model, lr, seed)
+    held_out = blocks[-HELD_OUT:]
+    train = blocks[:-HELD_OUT]
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed + 1))
+    losses = {"0": validation_loss(trained, held_out)}
+    changed = math.nan
+    for step in range(steps):
+        rate = lr * min(1.0, (step + 1) / 10)
+        if falls:
+            rate *= 1 - step / steps
+        before = flat(trained) if step + 1 == steps else None
+        place = int(order[step % len(order)])
+        trained.step(rate, train[place : place + 1])
+        if before is not None:
+            changed = (flat(trained) != before).double().mean().item()
+        if step + 1 in (*EVALUATIONS, steps):
+            losses[str(step + 1)] = validation_loss(trained, held_out)
+    last = flat(trained)
+    kept = master_file(lr, steps, seed, falls)
+    if row == MASTER:
+        torch.save(last, kept)
+    distance = None
+    if kept.is_file():
+        master = torch.load(kept)
+        first = torch.cat([p.detach().flatten() for p in model.parameters()])
+        distance = ((last - master).norm() / (master - first).norm()).item()
+    size = trained.bytes_per_param()
+    return Run(row, lr, steps, seed, falls, losses, distance, changed, size)
+
+
+# ── the table ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def shown(lr: float, steps: int, falls: bool) -> str:
+    """Return the table of one setting: how far the loss fell less ``master``'s, in 0.001 nats."""
+    runs = [r for r in records().values() if (r.lr, r.steps, r.falls) == (lr, steps, falls)]
+    masters = {run.seed: run for run in runs if run.row == MASTER}
+    marks = [str(mark) for mark in (25, 100, 400, 1000, 2000, 3000) if mark <= steps]
+    lines = []
+    for row in ROWS:
+        mine = [run for run in runs if run.row == row and run.seed in masters]
+        if not mine:
+            continue
+        cells = [f"`{row}`", f"{mine[0].bytes_per_param:.1f}"]
+        for mark in marks:
+            ahead = [1e3 * (masters[run.seed].losses[mark] - run.losses[mark]) for run in mine]
+            cells.append(f"{statistics.fmean(ahead):+.2f}")
+        final = [1e3 * (masters[r.seed].losses[str(steps)] - r.losses[str(steps)]) for r in mine]
+        cells.append(f"{min(final):+.2f} to {max(final):+.2f}")
+        distances = [run.distance for run in mine if run.distance is not None]
+        cells.append(f"{statistics.fmean(distances):.3f}" if distances else "–")
+        cells.append(f"{100 * statistics.fmean(run.changed for run in mine):.2f} %")
+        cells.append(str(len(mine)))
+        lines.append(cells)
+    fallen = {
+        mark: statistics.fmean(run.losses["0"] - run.losses[mark] for run in masters.values())
+        for mark in marks
+    }
+    words = ", ".join(f"{value:.4f} after {mark}" for mark, value in fallen.items())
+    header = ["row", "bytes", *marks, "range at the end", "distance", "changed a step", "seeds"]
+    return f"`{MASTER}` fell by {words} steps.\n\n{table(header, lines)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--row", nargs="+", default=ROWS)
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-5])
+    parser.add_argument("--steps", type=int, nargs="+", default=[1000])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--falls", action="store_true", help="let the rate fall to 0")
+    parser.add_argument("--table", action="store_true", help="print the records")
+    args = parser.parse_args()
+    if args.table:
+        for lr, steps in itertools.product(args.lr, args.steps):
+            print(shown(lr, steps, args.falls))
+        return
+    torch.set_num_threads(1)
+    first, second = text_halves()
+    model = pretrained(first)
+    for steps, seed, lr, row in itertools.product(args.steps, args.seeds, args.lr, args.row):
+        job = (row, lr, steps, seed, args.falls)
+        if job in records():
+            continue
+        run = fine_tuned(job, model, second)
+        with FILE.open("a") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            stream.write(json.dumps(asdict(run)) + "\n")
+        print(row, lr, steps, seed, run.losses, flush=True)
+
+
+if __name__ == "__main__":
+    main()
