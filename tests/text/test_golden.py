@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -21,6 +22,7 @@ from analysis.diagnosis.records import AT, healthy_run
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.cli.main import main
 from narrowgauge.report.runs_page import render
+from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text"
@@ -83,11 +85,16 @@ def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float)
 
 
 def compared() -> list[Run]:
+    message = "'norm.weight' loses 70% of its update: storage 'naive' rounds it away"
+    alarm = Event(
+        "lost_updates", 10, message, "norm.weight", 0.3, detector="audit", stage="storage"
+    )
+    lost: dict[str, Any] = {"edq": (1.0, 0.4, 0.3, 0.3), "events": [alarm.row()]}
     return [
         *with_validation("bfloat16/master", (4.0, 4.1, 4.2), 0.5),
         *with_validation("bfloat16/word", (4.01, 4.09, 4.2), 0.25),
         *seeds("bfloat16/compact", (4.013, 4.1, 4.197), noise=5.0),
-        *seeds("bfloat16/naive", (4.1, 4.2, 4.31), edq=(1.0, 0.4, 0.3, 0.3), skipped=1),
+        *seeds("bfloat16/naive", (4.1, 4.2, 4.31), skipped=1, **lost),
         *seeds("float8-row/word", (4.02, 4.121, 4.22)),
     ]
 

@@ -20,30 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from narrowgauge.analysis.thresholds import MAX_NEAREST_NOISE, MIN_SQNR_DB
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.analysis.thresholds import MIN_SQNR_DB
 from narrowgauge.spec.toml import load_data
 
 Metrics = Mapping[str, float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Hold the facts about a run that detectors need before it begins.
-
-    Args:
-        recipe: of the run; ``None`` if unknown.
-        scales_loss: the loss scale is dynamic. Then gradients overflow now and then.
-        is_audited: the optimizer's audit raises ``lost_updates``, with a confidence bound.
-    """
-
-    recipe: Recipe | None
-    scales_loss: bool
-    is_audited: bool
-
-    def rounding(self, part: str) -> str:
-        """Return how the storage rounds ``weight`` or ``exp_avg_sq``; empty if unknown."""
-        return "" if self.recipe is None else getattr(self.recipe.storage, part).rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +80,9 @@ class Detector:
     def field(self) -> str:
         return self.metric.partition(".")[2]
 
-    def applies(self, metrics: Metrics, facts: Facts) -> bool:
+    def applies(self, metrics: Metrics) -> bool:
         """Return whether the condition holds, or there is none."""
-        return not self.condition or CONDITIONS[self.condition](metrics, facts)
+        return not self.condition or CONDITIONS[self.condition](metrics)
 
     def limit(self, baseline: float | None) -> float | None:
         """Return the limit.
@@ -111,8 +91,9 @@ class Detector:
         """
         if not self.relative:
             return self.threshold
-        least = 0.0 if baseline is None else max(baseline, self.floor)
-        return self.threshold * least if baseline is not None and least > 0 else None
+        if baseline is None or max(baseline, self.floor) <= 0:
+            return None
+        return self.threshold * max(baseline, self.floor)
 
     def trips(self, value: float, limit: float) -> bool:
         """Return whether a value is beyond the limit."""
@@ -128,28 +109,24 @@ class Detector:
 
         At least 1 if it trips.
         """
-        over, under = (value, limit) if self.side == "above" else (limit, value)
-        return math.inf if not math.isfinite(over) or under <= 0 else over / under
+        if self.side == "below":
+            value, limit = limit, value
+        return value / limit if math.isfinite(value) and limit > 0 else math.inf
 
 
-CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
-    # Updates are rounded to nearest (noise at most 1), and the optimizer's audit does not raise the
-    # event. With stochastic rounding the EDQ of a small tensor is uncertain. The audit knows its
-    # error.
-    "rounded": lambda metrics, facts: (
-        (metrics.get("noise") or 0.0) <= MAX_NEAREST_NOISE
-        and facts.rounding("weight") != "stochastic"
-        and not facts.is_audited
-    ),
-    # Rounding error dominates the operand.
-    "drowned": lambda metrics, facts: (sqnr := metrics.get("sqnr_db")) is not None
-    and sqnr < MIN_SQNR_DB,
-    # A low-precision cast feeds this tensor to its matmul.
-    "cast": lambda metrics, facts: metrics.get("sqnr_db") is not None,
-    # Under dynamic loss scaling, gradients overflow now and then.
-    "unscaled": lambda metrics, facts: not facts.scales_loss,
-}
-"""Conditions on the other metrics of a tensor, and on the run."""
+def _is_drowned(metrics: Metrics) -> bool:
+    """Return whether rounding error dominates the operand."""
+    sqnr = metrics.get("sqnr_db")
+    return sqnr is not None and sqnr < MIN_SQNR_DB
+
+
+def _is_cast(metrics: Metrics) -> bool:
+    """Return whether a low-precision cast feeds this tensor to its matmul."""
+    return metrics.get("sqnr_db") is not None
+
+
+CONDITIONS: dict[str, Callable[[Metrics], bool]] = {"drowned": _is_drowned, "cast": _is_cast}
+"""Conditions on the other metrics of a tensor."""
 
 
 # ── the table ─────────────────────────────────────────────────────────────────────────────────────
@@ -164,5 +141,5 @@ DETECTORS: dict[str, Detector] = {
 Their threshold is its z.
 """
 
-KINDS_OF_ALARMS = frozenset(detector.kind for detector in DETECTORS.values())
-"""Kinds of events that detectors raise."""
+KINDS_OF_ALARMS = {"lost_updates", *(detector.kind for detector in DETECTORS.values())}
+"""Kinds of events that the optimizer's audit and detectors raise."""

@@ -9,7 +9,6 @@ looked at, and the areas that this record cannot show.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -31,7 +30,6 @@ from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, number, step_of
-from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.toml import load_data
 
@@ -75,32 +73,32 @@ class Diagnosis(Readings):
         self.name = run.path.name or run.path.resolve().name
         self.notes = list(_notes(run, skipped))
         self.num_rows = len(run.steps)
-        self.num_applied = None if skipped is None else self.num_rows - len(skipped)
+        self.num_applied: int | None = None
+        if skipped is not None:
+            self.num_applied = self.num_rows - len(skipped)
         self._rows = counted(self.num_rows, "row" if run.is_foreign else "step")
         self.lines = [f"{self.name}: {self.verdict}"]
 
     @property
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
-        number = len(self.readings)
-        if number:
-            skipped = next(
-                (reading for reading in self.readings if reading.what == "skipped-steps"), None
-            )
-            first = f"{skipped.value:,} of {self._rows} were skipped; " if skipped else ""
-            readings = (
-                "1 reading is beyond its" if number == 1 else f"{number} readings are beyond their"
-            )
-            since = (
-                f"at step {self.readings[0].step}"
-                if number == 1
-                else f"from step {self.readings[0].step} on"
-            )
-            return f"{first}{readings} bound, {since}."
-        if not self.areas:
+        if not self.readings and not self.areas:
             return f"Nothing was looked at: {self._rows} without a value that is read."
-        applied = "" if self.num_applied is None else f", {self.num_applied:,} applied"
-        return f"Nothing found: {self._rows} watched{applied}; looked at {', '.join(self.areas)}."
+        if not self.readings:
+            applied = "" if self.num_applied is None else f", {self.num_applied:,} applied"
+            return (
+                f"Nothing found: {self._rows} watched{applied}; looked at {', '.join(self.areas)}."
+            )
+        since = self.readings[0].step
+        sentence = f"1 reading is beyond its bound, at step {since}."
+        if len(self.readings) > 1:
+            sentence = (
+                f"{len(self.readings)} readings are beyond their bound, from step {since} on."
+            )
+        for reading in self.readings:
+            if reading.what == "skipped-steps":
+                return f"{reading.value:,} of {self._rows} were skipped; {sentence}"
+        return sentence
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as values for JSON."""
@@ -156,10 +154,10 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
         [(60, 'loss', 'loss-spike')]
     """
-    runs = [
-        one if isinstance(one, Run) else read_run(one) for one in (run, other) if one is not None
-    ]
-    return Diagnosis(*runs) if other is None else TwoRuns(*runs)
+    first = run if isinstance(run, Run) else read_run(run)
+    if other is None:
+        return Diagnosis(first)
+    return TwoRuns(first, other if isinstance(other, Run) else read_run(other))
 
 
 def _notes(run: Run, skipped: list[int] | None) -> Iterator[str]:
@@ -169,16 +167,21 @@ def _notes(run: Run, skipped: list[int] | None) -> Iterator[str]:
         except RecordError as error:
             yield f"the {name}: {error.message.rstrip('.')}"
     steps = [step_of(row) for row in run.steps]
+    total = len(steps)
     if any(later <= before for before, later in pairwise(steps)):
         yield "the order of steps, some of which stand twice or after a later one"
-    done = 0 if run.is_foreign or not steps else int((run.summary or {}).get("steps") or 0)
-    if (lost := done - len({*steps})) > 0:
-        yield f"{lost} of the {counted(done, 'step')} of its summary"
-    if (number := rows_per_step(run, skipped or [])) > 1:
-        yield f"a step in most rows: one in {number} has one, as where recorder.step() follows each micro-batch"
-    missing = len(run.steps) - len(column(run, "steps", "loss"))
+    if steps and not run.is_foreign:
+        done = int((run.summary or {}).get("steps") or 0)
+        lost = done - len({*steps})
+        if lost > 0:
+            yield f"{lost} of the {counted(done, 'step')} of its summary"
+    number = rows_per_step(run, skipped or [])
+    if number > 1:
+        reason = "as where recorder.step() follows each micro-batch"
+        yield f"a step in most rows: one in {number} has one, {reason}"
+    missing = total - len(column(run, "steps", "loss"))
     if missing:
-        yield f"the loss of {missing} of the {counted(len(run.steps), 'step')}"
+        yield f"the loss of {missing} of the {counted(total, 'step')}"
 
 
 # ── what was looked at ────────────────────────────────────────────────────────────────────────────
@@ -194,29 +197,41 @@ def areas_of(run: Run, skipped: list[int] | None) -> tuple[list[str], dict[str, 
     """Return the areas that the record shows, and the others with a way to record each; empty text
     if there is none.
     """
-    shown = [name for name, area in AREAS.items() if _is_shown(run, area)]
-    unseen = {name: area[loop_of(run)] for name, area in AREAS.items() if name not in shown}
+    loop = loop_of(run)
+    shown = []
+    unseen = {}
+    for name, area in AREAS.items():
+        if _is_shown(run, area):
+            shown.append(name)
+        else:
+            unseen[name] = area[loop]
     if "lost updates" in unseen and run.steps and len(skipped or ()) == len(run.steps):
         unseen["lost updates"] = "no step was applied"
-    compared = [row["recomputed"] for row in run.steps if isinstance(row.get("recomputed"), dict)]
-    reasons = (compared[-1].get("unseen") if compared else None) or {}
-    watched = [e for e in run.events if e.get("detector") == "watch"]
-    for event in watched[-1:]:
-        _, _, missing = str(event.get("message") or "").partition("; not: ")
-        if missing:
-            unseen |= {f"by the watch: {missing}": ""}
-    return shown, unseen | {f"{part} of the compared steps": why for part, why in reasons.items()}
+    for event in reversed(run.events):
+        if event.get("detector") == "watch":
+            missing = str(event.get("message") or "").partition("; not: ")[2]
+            if missing:
+                unseen[f"by the watch: {missing}"] = ""
+            break
+    for row in reversed(run.steps):
+        compared = row.get("recomputed")
+        if isinstance(compared, dict):
+            for part, reason in (compared.get("unseen") or {}).items():
+                unseen[f"{part} of the compared steps"] = reason
+            break
+    return shown, unseen
 
 
 def _is_shown(run: Run, area: Row) -> bool:
-    places = (place.split(".") for place in area["reads"])
-    for table, name in places:
+    for place in area["reads"]:
+        table, _, name = place.partition(".")
         for row in rows_of(run, table):
             values = [row.get(name)]
             if name.endswith("*"):
                 values = [value for key, value in row.items() if key.startswith(name[:-1])]
             for value in values:
-                if value is not None and (not isinstance(value, dict) or value.get("compared", 1)):
+                is_compared = not isinstance(value, dict) or value.get("compared", 1)
+                if value is not None and is_compared:
                     return True
     return False
 
@@ -229,25 +244,23 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
 
     Keep the first step of each tensor and ``what``.
     """
-    recipe = recipe_of(run)
-    groups: dict[tuple[str, str], list[Reading]] = {}
     out = skipped or []
-    counts = (_steps(run, skipped), _losses(run, out), _scale(run, out), _ranks(run), _resumes(run), _audits(run, recipe),
-              _slower(run), _batches(run), _rates(run, out))  # fmt: skip
-    for reading in (
-        *(reading for group in counts for reading in group),
-        *map(_of_event, alarms_of(run, recipe)),
-    ):
+    readings = [*_steps(run, skipped), *_losses(run, out), *_scale(run, out), *_ranks(run)]
+    readings += [*_resumes(run), *_audits(run), *_slower(run)]
+    readings += [*_batches(run), *_rates(run, out)]
+    readings += map(_of_event, alarms_of(run))
+    groups: dict[tuple[str, str], list[Reading]] = {}
+    for reading in readings:
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
     readings = [_first(group) for group in groups.values()]
     # One value that is not finite makes all later ones so. The first in the order of a step tells
     # the origin.
     bad = [r for r in readings if "nonfinite" in r.what]
-    bad.sort(key=lambda r: (r.step, STAGES.index(r.stage), not r.tensor))
     if len(bad) > 1:
+        origin = min(bad, key=lambda r: (r.step, STAGES.index(r.stage), not r.tensor))
         readings = [r for r in readings if r not in bad]
         more = f" Later readings that follow from it: {len(bad) - 1}."
-        readings.append(replace(bad[0], advice=bad[0].advice + more))
+        readings.append(replace(origin, advice=origin.advice + more))
     return in_order(readings)
 
 
@@ -256,7 +269,8 @@ def _first(readings: list[Reading]) -> Reading:
 
     Add their number, and the last value, to its advice.
     """
-    first, last = (pick(readings, key=lambda r: r.step) for pick in (min, max))
+    first = min(readings, key=lambda r: r.step)
+    last = max(readings, key=lambda r: r.step)
     if first.step == last.step:
         return first
     value = "" if last.value in (first.value, None) else f": {last.value:.3g}"
@@ -264,48 +278,40 @@ def _first(readings: list[Reading]) -> Reading:
     return replace(first, advice=f"{times} times, last at step {last.step}{value}. {first.advice}")
 
 
-def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
+def alarms_of(run: Run) -> list[Row]:
     """Return the recorded alarms of a run. If no detector ran, compute the alarms from the rows."""
-    recorded = [
-        e
-        for e in run.events
-        if e.get("detector") in CHANGES or e.get("kind") not in (*NOT_ALARMS, None)
-    ]
+    recorded = []
+    for event in run.events:
+        if event.get("detector") in CHANGES or event.get("kind") not in (*NOT_ALARMS, None):
+            recorded.append(event)
     had_detectors = "recorder" in run.run or isinstance(run.run.get("data"), dict)
     if had_detectors and run.events:
         return recorded
-    alarms = Alarms(recipe, is_audited=any(row.get("edq") is not None for row in run.steps))
     kinds = {event.get("kind") for event in recorded}
-    raised = alarms.read(run.steps, rows_of(run, "gauges"))
-    return recorded + [event.row() for event in raised if event.kind not in kinds]
+    for alarm in Alarms(recipe_of(run)).read(run.steps, rows_of(run, "gauges")):
+        if alarm.kind not in kinds:
+            recorded.append(alarm.row())
+    return recorded
 
 
 def _of_event(event: Row) -> Reading:
-    kind = str(event.get("kind") or "")
     detector = str(event.get("detector") or "")
     step = step_of(event)
-    reading_name = "lost-updates" if detector == "audit" else detector or kind
-    value, expected, bound = (
-        number(event.get(name)) for name in ("value", "expected", "threshold")
-    )
-    if reading_name == "lost-updates":
+    what = detector or str(event.get("kind") or "")
+    expected = number(event.get("expected"))
+    bound = number(event.get("threshold"))
+    advice = str(event.get("advice") or "")
+    if detector == "audit":
+        what = "lost-updates"
         expected = 1.0
         bound = 1.0 - MIN_EDQ
-    # The audit's message names the storage already.
-    advice = sentences(
-        str(event.get("message") or ""),
-        "" if detector == "audit" else str(event.get("advice") or ""),
-    )
-    stage = (
-        str(event["stage"])
-        if event.get("stage") in STAGES
-        else "between steps"
-        if step
-        else "start"
-    )
-    return Reading(
-        step, stage, str(event.get("tensor") or ""), reading_name, value, expected, bound, advice
-    )
+        advice = ""  # the message names the storage
+    advice = sentences(str(event.get("message") or ""), advice)
+    stage = str(event.get("stage"))
+    if stage not in STAGES:
+        stage = "between steps" if step else "start"
+    tensor = str(event.get("tensor") or "")
+    return Reading(step, stage, tensor, what, number(event.get("value")), expected, bound, advice)
 
 
 # ── counts ────────────────────────────────────────────────────────────────────────────────────────
@@ -316,92 +322,99 @@ def skipped_steps(run: Run) -> list[int] | None:
     has it.
     """
     flags = column(run, "steps", "skipped")
-    return (
-        [int(step) for step, flag in zip(flags.x, flags.y, strict=True) if flag > 0]
-        if len(flags)
-        else None
-    )
+    if not len(flags):
+        return None
+    return [int(step) for step in flags.x[flags.y > 0]]
 
 
 def rows_per_step(run: Run, skipped: list[int]) -> int:
     """Return the number of rows for each step, as of micro-batches: 1 unless steps come evenly and
     no loss is scaled.
     """
-    applied = list[int]()
+    applied = []
     out = set(skipped)
     for place, row in enumerate(run.steps):
         if row.get("loss_scale") is not None or row.get("spike") is not None:
             return 1
-        applied += [place] * (step_of(row) not in out)
+        if step_of(row) not in out:
+            applied.append(place)
     gaps = {after - before for before, after in pairwise(applied)}
-    has_reasons = any(event.get("kind") == "skip" for event in run.events)
-    return gaps.pop() if len(gaps) == 1 and len(applied) > 2 and not has_reasons else 1
+    if len(gaps) != 1 or len(applied) <= 2 or _events(run, "skip"):
+        return 1
+    return gaps.pop()
+
+
+def _events(run: Run, kind: str) -> list[Row]:
+    return [event for event in run.events if event.get("kind") == kind]
 
 
 def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
     """Yield the skipped steps, and the steps that are not finite."""
-    total = len(run.steps)
     out = set(skipped or ())
     if out and rows_per_step(run, skipped or []) == 1:
-        kind = KINDS["skipped-steps"]
-        steps = list(map(step_of, run.steps))
-        leading = next((place for place, step in enumerate(steps) if step not in out), total)
-        bound = (
-            0
-            if leading == total
-            else min(leading, int(kind.bound)) + _SKIPPED + int(MAX_SKIPPED * total)
-        )
-        if len(out) > bound:
-            words = (
-                str(event.get("message")).rstrip(".")
-                for event in run.events
-                if event.get("kind") == "skip"
-            )
-            more = f": {next(words, 'no weight changed in them')}"
-            yield kind.reading("", len(out), 0, bound, min(out), count=total, more=more)
-    losses, norms = (
-        set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm")
-    )
-    if failed := losses | norms:
-        unit = "rows" if run.is_foreign else "steps"
-        since = min(failed)
-        before = max(
-            (step for row in run.steps if (step := step_of(row)) < since), default=since - 1
-        )
-        began = (
-            f" They began after step {before}, at the latest at {since}."
-            if before < since - 1
-            else ""
-        )
-        unknown = (
-            ""
-            if skipped is not None
-            else " The log does not tell whether their steps were skipped."
-        )
-        advice = f"{len(failed)} of {total} {unit} have a loss or a gradient norm that is not finite.{began}{unknown} {_ORIGIN}"
+        yield from _skips(run, out)
+    bad_losses = set(map(int, column(run, "steps", "loss").gaps)) - out
+    failed = bad_losses | (set(map(int, column(run, "steps", "grad_norm").gaps)) - out)
+    if not failed:
+        return
+    unit = "rows" if run.is_foreign else "steps"
+    since = min(failed)
+    before = -1
+    for step in map(step_of, run.steps):
+        if before < step < since:
+            before = step
+    if before < 0:
+        before = since - 1
+    advice = f"{len(failed)} of {len(run.steps)} {unit} have a loss or a gradient norm that is not"
+    advice += " finite."
+    if before < since - 1:
+        advice += f" They began after step {before}, at the latest at {since}."
+    severity = "error"
+    if skipped is None:
+        advice += " The log does not tell whether their steps were skipped."
         # A loss scaler skips such norms, as long as they pass.
-        severity = (
-            "note" if unknown and not losses and step_of(run.steps[-1]) not in failed else "error"
-        )
-        stage = "loss" if since in losses else "gradient"
-        yield Reading(since, stage, "", "nonfinite-step", len(failed), 0, 0, advice, severity)
+        if not bad_losses and step_of(run.steps[-1]) not in failed:
+            severity = "note"
+    stage = "loss" if since in bad_losses else "gradient"
+    advice = f"{advice} {_ORIGIN}"
+    yield Reading(since, stage, "", "nonfinite-step", len(failed), 0, 0, advice, severity)
+
+
+def _skips(run: Run, skipped: set[int]) -> Iterator[Reading]:
+    kind = KINDS["skipped-steps"]
+    total = len(run.steps)
+    leading = 0  # skipped steps before the first that was applied
+    while leading < total and step_of(run.steps[leading]) in skipped:
+        leading += 1
+    bound = 0
+    if leading < total:
+        bound = min(leading, int(kind.bound)) + _SKIPPED + int(MAX_SKIPPED * total)
+    if len(skipped) > bound:
+        reasons = [event.get("message") for event in _events(run, "skip")]
+        reason = str([*reasons, "no weight changed in them"][0])
+        words = {"count": total, "more": f": {reason.rstrip('.')}"}
+        yield kind.reading("", len(skipped), 0, bound, min(skipped), **words)
 
 
 def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """Yield a divergence that no event tells, or a loss that does not fall."""
-    is_recorded = any(event.get("kind") == "divergence" for event in run.events)
-    if len(skipped) == len(run.steps) or is_recorded:
+    if len(skipped) == len(run.steps) or _events(run, "divergence"):
         return
     values = column(run, "steps", "loss").finite
     end = max(map(step_of, run.steps))
     if not has_zero(values.tolist()):
         return
-    if reason := divergence(run):
+    reason = divergence(run)
+    if reason:
         yield Reading(end, "loss", "", "divergence", advice=f"The run diverged: {reason}.")
     elif len(values) >= FEWEST_STEPS:
-        first, last = (float(np.median(part)) for part in np.array_split(values, 4)[::3])
-        if last >= (least := first * KINDS["flat-loss"].bound):
-            yield KINDS["flat-loss"].reading("", last, None, least, end, first=first)
+        kind = KINDS["flat-loss"]
+        quarters = np.array_split(values, 4)
+        first = float(np.median(quarters[0]))
+        last = float(np.median(quarters[-1]))
+        least = first * kind.bound
+        if last >= least:
+            yield kind.reading("", last, None, least, end, first=first)
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
@@ -409,15 +422,13 @@ def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
     forgets it.
     """
     scales = column(run, "steps", "loss_scale")
-    for (before, low), (step, high) in pairwise(
-        zip(map(int, scales.x), scales.y.tolist(), strict=True)
-    ):
+    rows = zip(map(int, scales.x), scales.y.tolist(), strict=True)
+    for (before, low), (step, high) in pairwise(rows):
         if step > before and low > 0 and high > low * 2.0 ** min(step - before, 60):
-            after = [s for s in skipped if step <= s < step + 20]
-            more = f"; then steps {', '.join(map(str, after))} were skipped" if after else ""
-            yield KINDS["loss-scale-anew"].reading(
-                "", high, low, low, step, before=before, more=more
-            )
+            after = [str(s) for s in skipped if step <= s < step + 20]
+            more = f"; then steps {', '.join(after)} were skipped" if after else ""
+            words = {"before": before, "more": more}
+            yield KINDS["loss-scale-anew"].reading("", high, low, low, step, **words)
 
 
 def _ranks(run: Run) -> Iterator[Reading]:
@@ -432,27 +443,29 @@ def _resumes(run: Run) -> Iterator[Reading]:
     """Compare hashes around a resume: it hashes the loaded state, which must equal the saved state
     bit for bit.
     """
+    kind = KINDS["changed-by-resume"]
     for before, row in pairwise(rows_of(run, "fingerprints")):
-        first = before.get("tensors") or {}
-        second = row.get("tensors") or {}
-        key = next(
-            (key for key in first if key in second and first[key][0] != second[key][0]), None
-        )
-        if key is not None and step_of(row) == step_of(before):
-            norms = number(second[key][1]), number(first[key][1])
-            yield KINDS["changed-by-resume"].reading(key, *norms, step=step_of(row) + 1)
+        step = step_of(row)
+        if step != step_of(before):
+            continue
+        saved = before.get("tensors") or {}
+        loaded = row.get("tensors") or {}
+        for key, entry in saved.items():
+            if key in loaded and loaded[key][0] != entry[0]:
+                yield kind.reading(key, number(loaded[key][1]), number(entry[1]), step=step + 1)
+                break
 
 
-def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
-    """Yield readings of the audit over all parameters: what detectors read of one tensor, of the
-    whole model.
-    """
-    alarms = Alarms(recipe)
+def _audits(run: Run) -> Iterator[Reading]:
+    """Yield what detectors find in the audit over all parameters, as of one tensor."""
+    alarms = Alarms(recipe_of(run))
     names = METRICS["updates"]
-    for row in (row for row in run.steps if not names.keys().isdisjoint(row)):
+    for row in run.steps:
+        if names.keys().isdisjoint(row):
+            continue
         values = [row.get(name) for name in names]
-        for event in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}):
-            yield replace(_of_event(event.row()), tensor="")
+        for alarm in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}):
+            yield replace(_of_event(alarm.row()), tensor="")
 
 
 def _slower(run: Run) -> Iterator[Reading]:
@@ -464,76 +477,86 @@ def _slower(run: Run) -> Iterator[Reading]:
     """
     kind = KINDS["slower-steps"]
     rate = column(run, "steps", "tokens_per_second")
-    seconds = column(run, "steps", "seconds")
     steps = rate.x[rate.y > 0]
     rates = rate.y[rate.y > 0]
     size = min(_LASTING, len(rates) // 2)
     if size < 2:
         return
-    medians = np.median(rates[len(rates) % size :].reshape(-1, size), 1)
+    start = len(rates) % size
+    medians = np.median(rates[start:].reshape(-1, size), 1)
     for place in range(1, len(medians)):
-        usual = max(float(np.median(medians[:place])), float(np.median(medians[: -(-place // 4)])))
-        is_slow = medians[place:] < usual * (1 - kind.bound)
-        if is_slow[0]:
-            first = len(rates) % size + place * size
-            end = first + size * int(np.argmin([*is_slow, False]))
-            while rates[first - 1] < usual * (1 - kind.bound):
-                first -= 1
-            value = float(np.median(rates[first:end]))
-            begun = int(steps[first])
-            last = int(steps[end - 1])
-            lost = seconds.y[(seconds.x >= begun) & (seconds.x <= last)].sum() * (1 - value / usual)
-            if lost >= _LEAST_SECONDS or not len(seconds):
-                words = {
-                    "last": last,
-                    "factor": usual / value,
-                    "more": "".join(_changes(run, begun, last)),
-                }
-                yield kind.reading(
-                    "", value, usual, kind.bound * usual, begun, first=begun, **words
-                )
-                return
+        quarter = medians[: -(-place // 4)]
+        usual = max(float(np.median(medians[:place])), float(np.median(quarter)))
+        least = usual * (1 - kind.bound)
+        if medians[place] >= least:
+            continue
+        end = place
+        while end < len(medians) and medians[end] < least:
+            end += 1
+        first = start + place * size
+        while rates[first - 1] < least:
+            first -= 1
+        last = start + end * size - 1
+        value = float(np.median(rates[first : last + 1]))
+        begun = int(steps[first])
+        ended = int(steps[last])
+        seconds = column(run, "steps", "seconds")
+        within = seconds.y[(seconds.x >= begun) & (seconds.x <= ended)]
+        lost = within.sum() * (1 - value / usual)
+        if lost >= _LEAST_SECONDS or not len(seconds):
+            more = "".join(_changes(run, begun, ended))
+            words = {"first": begun, "last": ended, "factor": usual / value, "more": more}
+            yield kind.reading("", value, usual, kind.bound * usual, begun, **words)
+            return
 
 
 def _batches(run: Run) -> Iterator[Reading]:
     """Compare the checksums of the batches: one batch for ever, or the rows of an earlier stretch
     in the same order.
     """
-    rows = [(step_of(row), str(row["batch_crc"])) for row in run.steps if row.get("batch_crc")]
-    if len(rows) < FEWEST_BATCHES:
+    steps = []
+    checksums = []
+    for row in run.steps:
+        if row.get("batch_crc"):
+            steps.append(step_of(row))
+            checksums.append(str(row["batch_crc"]))
+    total = len(steps)
+    if total < FEWEST_BATCHES:
         return
-    checksums = [checksum for _, checksum in rows]
     if len({*checksums}) == 1:
-        yield KINDS["same-batch"].reading("", len(rows), 1, step=rows[1][0])
+        yield KINDS["same-batch"].reading("", total, 1, step=steps[1])
         return
-    first = {checksum: place for place, checksum in reversed([*enumerate(checksums)])}
-    resumes = {int(e["step"]) for e in run.events if e.get("kind") == "resume" and e.get("step")}
-    for place in range(1, len(rows) - FEWEST_BATCHES + 1):
+    first: dict[str, int] = {}
+    for place, checksum in enumerate(checksums):
+        first.setdefault(checksum, place)
+    for place in range(1, total - FEWEST_BATCHES + 1):
         start = first[checksums[place]]
         length = 0
-        while place + length < len(rows) and checksums[place + length] == checksums[start + length]:
+        while place + length < total and checksums[place + length] == checksums[start + length]:
             length += 1
         if start < place and length >= FEWEST_BATCHES:
-            begun, _ = rows[place]
-            end, _ = rows[place + length - 1]
-            words = {
-                "begun": begun,
-                "end": end,
-                "first": rows[start][0],
-                "last": rows[start + length - 1][0],
-            }
+            begun = steps[place]
+            words = {"begun": begun, "end": steps[place + length - 1]}
+            words |= {"first": steps[start], "last": steps[start + length - 1]}
             reading = KINDS["repeated-batches"].reading("", length, 0, step=begun, **words)
-            yield replace(reading, severity="warning") if begun - 1 in resumes else reading
+            resumes = [event.get("step") for event in _events(run, "resume")]
+            if begun > 1 and begun - 1 in resumes:
+                reading = replace(reading, severity="warning")
+            yield reading
             return
 
 
 def _rates(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """Yield the rows at a rate of zero after others."""
-    rates = [(step_of(row), row["lr"]) for row in run.steps if number(row.get("lr")) is not None]
-    moving = [place for place, (_, rate) in enumerate(rates) if rate]
-    if not moving:
-        return
-    still = [step for step, _ in rates[moving[-1] + 1 :] if step not in {*skipped}]
+    still: list[int] = []
+    has_moved = False
+    for row in run.steps:
+        rate = number(row.get("lr"))
+        if rate:
+            has_moved = True
+            still = []
+        elif rate is not None and has_moved and step_of(row) not in skipped:
+            still.append(step_of(row))
     if len(still) >= FEWEST_BATCHES:
         yield KINDS["zero-rate"].reading("", len(still), 0, step=still[0])
 
@@ -542,7 +565,9 @@ def _changes(run: Run, first: int, last: int) -> Iterator[str]:
     """Yield the columns of time that changed with the throughput: their medians before and then."""
     for name in ("loader_seconds", "communication_seconds", "wait_seconds", "utilization"):
         values = column(run, "steps", name)
-        parts = values.y[values.x < first], values.y[(values.x >= first) & (values.x <= last)]
-        before, then = (float(np.median(part)) if len(part) else math.nan for part in parts)
-        if max(before, then) > 1.5 * min(before, then):
-            yield f"; {name} went from {before:.3g} to {then:.3g}"
+        before = values.y[values.x < first]
+        then = values.y[(values.x >= first) & (values.x <= last)]
+        if len(before) and len(then):
+            medians = [float(np.median(before)), float(np.median(then))]
+            if max(medians) > 1.5 * min(medians):
+                yield f"; {name} went from {medians[0]:.3g} to {medians[1]:.3g}"

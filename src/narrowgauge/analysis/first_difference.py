@@ -114,103 +114,121 @@ def _roundoff(run: Run) -> float:
     else bfloat16's.
     """
     recipe = recipe_of(run)
-    model = run.run.get("model")
-    recorded = str(model.get("formats", "")).split(", ") if isinstance(model, dict) else []
-    names = recorded if recipe is None else [recipe.compute.dtype, recipe.storage.visible]
-    return max(
-        (FORMATS[name].epsilon / 2 for name in names if name in FORMATS),
-        default=FORMATS["bfloat16"].epsilon / 2,
-    )
+    if recipe is not None:
+        names = [recipe.compute.dtype, recipe.storage.visible]
+    else:
+        model = run.run.get("model")
+        names = str(model.get("formats", "")).split(", ") if isinstance(model, dict) else []
+    known = [FORMATS[name].epsilon / 2 for name in names if name in FORMATS]
+    return max(known, default=FORMATS["bfloat16"].epsilon / 2)
 
 
 # ── the search ────────────────────────────────────────────────────────────────────────────────────
 
 
+class _Records(NamedTuple):
+    """Rows of one run by step: of steps and evaluations in one, and of fingerprints."""
+
+    rows: dict[int, Row]
+    prints: dict[int, Row]
+
+
+def _records(run: Run) -> _Records:
+    rows = _by_step(run.evals)
+    for step, row in _by_step(run.steps).items():
+        rows[step] = rows.get(step, {}) | row
+    return _Records(rows, _by_step(rows_of(run, "fingerprints")))
+
+
 def find_parting(first_run: Run, second_run: Run) -> Parting:
     """Find the first difference of two runs, and the first difference beyond rounding."""
-    runs = first_run, second_run
-    tables = [(_by_step(run.steps), _by_step(run.evals)) for run in runs]
-    rows = [
-        {n: {**evals.get(n, {}), **steps.get(n, {})} for n in steps.keys() | evals.keys()}
-        for steps, evals in tables
-    ]
-    prints = [_by_step(rows_of(run, "fingerprints")) for run in runs]
-    common = rows[0].keys() & rows[1].keys()
-    hashed = prints[0].keys() & prints[1].keys()
-    num_common = len(
-        {step_of(row) for row in first_run.steps} & {step_of(row) for row in second_run.steps}
-    )
-    u = max(map(_roundoff, runs))
-    first = None
-    first_bound = 0.0
-    levels: dict[bool, tuple[int, float]] = {}
+    records = [_records(first_run), _records(second_run)]
+    common = records[0].rows.keys() & records[1].rows.keys()
+    hashed = records[0].prints.keys() & records[1].prints.keys()
+    steps = {step_of(row) for row in first_run.steps}
+    num_common = len(steps & {step_of(row) for row in second_run.steps})
+    search = _Search(max(_roundoff(first_run), _roundoff(second_run)))
     for step in sorted(common | hashed):
-        differences = _columns(step, rows, prints) if step in common else []
-        differences += (
-            _without_clip(_tensors(step, rows, prints), prints[0][step], u)
-            if step in hashed
-            else []
-        )
-        named = {difference.stage for difference in differences if difference.tensor}
+        differences = _columns(step, records) if step in common else []
+        if step in hashed:
+            prints = records[0].prints[step]
+            differences += _without_clip(_tensors(step, records), prints, search.u)
+        beyond = search.add(step, differences, step in common, step in hashed)
+        if beyond is not None:
+            return Parting(search.first, *beyond, num_common, step in hashed)
+    first = search.first
+    if first is None:
+        ends = [(run.summary or {}).get("weights_fingerprint") for run in (first_run, second_run)]
+        if None not in ends and ends[0] != ends[1]:
+            first = Difference(max(common, default=0), "weight", "weights_fingerprint")
+            return Parting(first, first, 0.0, num_common, False)
+    is_hashed = first is not None and first.step in hashed
+    return Parting(first, None, search.first_bound, num_common, is_hashed)
+
+
+class _Search:
+    """Go through the differences step by step, until one is beyond its bound.
+
+    Args:
+        u: the unit roundoff between two matmuls.
+    """
+
+    def __init__(self, u: float) -> None:
+        self.u = u
+        self.first: Difference | None = None
+        self.first_bound = 0.0
+        # The last recorded step and its largest difference, of tensors and of columns.
+        self._levels: dict[bool, tuple[int, float]] = {}
+
+    def add(
+        self, step: int, differences: list[Difference], has_columns: bool, has_tensors: bool
+    ) -> tuple[Difference, float] | None:
+        """Add the differences of a step. Return one that is beyond its bound, with the bound."""
+        named = {row.stage for row in differences if row.tensor}
         differences = [
             row for row in differences if row.tensor or not row.ranks or row.stage not in named
         ]
-        differences.sort(
-            key=lambda row: (
-                _KINDS.index(row.kind),
-                row.relative <= _rounding(row, u),
-                not row.tensor,
-            )
-        )
-        if not differences and first is None:
-            continue
-        bounds = [_bound(difference, u, levels, first is not None) for difference in differences]
-        pairs = zip(differences, bounds, strict=True)
-        beyond = [(difference, bound) for difference, bound in pairs if difference.relative > bound]
-        if first is None:
-            first = differences[0]
-            first_bound = bounds[0]
+        differences.sort(key=self._place)
+        if not differences and self.first is None:
+            return None
+        bounds = [self._bound(row) for row in differences]
+        pairs = [*zip(differences, bounds, strict=True)]
+        beyond = [(row, bound) for row, bound in pairs if row.relative > bound]
+        if self.first is None:
+            self.first, self.first_bound = pairs[0]
         if beyond:
-            at, bound = beyond[0]
-            if at is not first:  # rounding came before, so the order within the step means little
-                alike = [pair for pair in beyond if pair[0].stage == at.stage]
-                at, bound = max(
-                    alike, key=lambda pair: pair[0].relative / pair[1] if pair[1] else math.inf
-                )
-            return Parting(first, at, bound, num_common, step in hashed)
-        for source, is_read in ((True, step in hashed), (False, step in common)):
+            at = beyond[0][0]
+            if at is self.first:
+                return beyond[0]
+            # Rounding came before, so the order within the step means little.
+            alike = [pair for pair in beyond if pair[0].stage == at.stage]
+            return max(alike, key=lambda p: p[0].relative / p[1] if p[1] else math.inf)
+        for is_tensor, is_read in ((True, has_tensors), (False, has_columns)):
             if is_read:
-                levels[source] = (
-                    step,
-                    max((d.relative for d in differences if bool(d.tensor) is source), default=0.0),
-                )
-    ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
-    if first is None and None not in ends and ends[0] != ends[1]:
-        first = Difference(max(common, default=0), "weight", "weights_fingerprint")
-        return Parting(first, first, 0.0, num_common, False)
-    return Parting(first, None, first_bound, num_common, first is not None and first.step in hashed)
+                sizes = [row.relative for row in differences if bool(row.tensor) is is_tensor]
+                self._levels[is_tensor] = step, max(sizes, default=0.0)
+        return None
 
+    def _place(self, row: Difference) -> tuple[int, bool, bool]:
+        return _KINDS.index(row.kind), row.relative <= _rounding(row, self.u), not row.tensor
 
-def _bound(
-    difference: Difference, u: float, levels: Mapping[bool, tuple[int, float]], is_later: bool
-) -> float:
-    """Return the relative difference that rounding explains, including growth since the last
-    recorded step.
-
-    ``levels`` hold that step and its largest difference, for tensors and for columns.
-    """
-    if difference.kind in EXACT:
-        return 0.0
-    rounding = _rounding(difference, u)
-    if not is_later:
-        return rounding
-    step, level = levels.get(bool(difference.tensor), (-1, 0.0))
-    if step < 0 or (difference.tensor and step != difference.step - 1):
-        return (
-            math.inf if math.isfinite(difference.relative) else rounding
-        )  # the growth of rounding is unknown
-    gap = difference.step - step
-    return max(rounding, math.inf if gap * math.log(GROWTH) > 700 else GROWTH**gap * level)
+    def _bound(self, row: Difference) -> float:
+        """Return the relative difference that rounding explains, including growth since the last
+        recorded step.
+        """
+        if row.kind in EXACT:
+            return 0.0
+        rounding = _rounding(row, self.u)
+        if self.first is None:
+            return rounding
+        step, level = self._levels.get(bool(row.tensor), (-1, 0.0))
+        if step < 0 or (row.tensor and step != row.step - 1):
+            # The growth of rounding is unknown.
+            return math.inf if math.isfinite(row.relative) else rounding
+        gap = row.step - step
+        if gap * math.log(GROWTH) > 700:
+            return math.inf
+        return max(rounding, GROWTH**gap * level)
 
 
 def _rounding(difference: Difference, u: float) -> float:
@@ -222,20 +240,20 @@ def _without_clip(differences: list[Difference], prints: Row, u: float) -> list[
     """Set the common factor of all gradients aside if some depart from it: a clip spreads one fault
     over all of them.
     """
-    grads = [
-        row
-        for row in differences
-        if row.kind == "grad" and math.isfinite(row.relative) and all(row.values)
-    ]
-    if len(grads) < max(3, sum(key.startswith("grad:") for key in prints["tensors"])):
+    ratios = {}
+    for place, row in enumerate(differences):
+        if row.kind == "grad" and math.isfinite(row.relative) and all(row.values):
+            ratios[place] = row.values[1] / row.values[0]
+    num_grads = sum(key.startswith("grad:") for key in prints["tensors"])
+    if len(ratios) < max(3, num_grads):
         return differences
-    common = median(row.values[1] / row.values[0] for row in grads)
-    aside = [replace(row, common=common) if row in grads else row for row in differences]
-    return (
-        aside
-        if any(row.kind == "grad" and row.relative > _rounding(row, u) for row in aside)
-        else differences
-    )
+    common = median(ratios.values())
+    aside = list(differences)
+    departs = False
+    for place in ratios:
+        aside[place] = replace(differences[place], common=common)
+        departs = departs or aside[place].relative > _rounding(aside[place], u)
+    return aside if departs else differences
 
 
 def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
@@ -243,59 +261,54 @@ def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
     return {step_of(row): row for row in reversed(rows)}
 
 
-def _columns(
-    step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]
-) -> list[Difference]:
-    first = rows[0][step]
-    second = rows[1][step]
-    prints_of = prints[0].get(step, {}).get("tensors", {})
+def _columns(step: int, records: Sequence[_Records]) -> list[Difference]:
+    first = records[0].rows[step]
+    second = records[1].rows[step]
     tokens = int((number(first.get("tokens")) or 0) // max(1, step))
-    tokens = tokens or sum(
-        int(entry[2]) for key, entry in prints_of.items() if key.startswith("tokens:")
-    )
+    if not tokens:
+        for key, entry in records[0].prints.get(step, {}).get("tensors", {}).items():
+            if key.startswith("tokens:"):
+                tokens += int(entry[2])
     differences = []
     for column in COLUMNS:
-        first_value = first.get(column)
-        second_value = second.get(column)
-        are_nan = first_value != first_value and second_value != second_value
-        if (
-            first_value is not None
-            and second_value is not None
-            and first_value != second_value
-            and not are_nan
-        ):
-            values = (
-                (math.nan, math.nan)
-                if isinstance(first_value, str)
-                else (float(first_value), float(second_value))
-            )
-            differences.append(Difference(step, column, column, values=values, numel=tokens))
+        here = first.get(column)
+        there = second.get(column)
+        are_nan = here != here and there != there
+        if here is None or there is None or here == there or are_nan:
+            continue
+        values = math.nan, math.nan
+        if not isinstance(here, str):
+            values = float(here), float(there)
+        differences.append(Difference(step, column, column, values=values, numel=tokens))
     return differences
 
 
-def _tensors(
-    step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]
-) -> list[Difference]:
+def _tensors(step: int, records: Sequence[_Records]) -> list[Difference]:
     """Compare the norms of tensors whose hashes differ, those of gradients at loss scale 1."""
-    first, second = (prints[run][step]["tensors"] for run in (0, 1))
-    ranks = [*_ranks(step, prints[0][step], prints[1][step])]
+    first = records[0].prints[step]
+    second = records[1].prints[step]["tensors"]
+    ranks = [*_ranks(step, first, records[1].prints[step])]
     odd = {row.stage: row.ranks for row in reversed(ranks) if row.ranks}
-    differences = [*_lacking(step, first, second), *ranks]
-    # A row holds the loss scale after its step.
-    known = [
-        [number(table.get(at, {}).get("loss_scale")) for at in (step - 1, step)] for table in rows
-    ]
-    scales = [next(filter(None, values), 1.0) for values in known]
-    for key, entry in first.items():
-        if key in second and entry[0] != second[key][0]:
-            kind = key.partition(":")[0]
-            if kind == "tokens":  # integers have no norm
-                differences.append(Difference(step, kind, "bits", key))
-            else:
-                by = scales if kind in ("sent", "grad") else (1.0, 1.0)
-                norms = entry[1] / by[0], second[key][1] / by[1]
-                differences.append(Difference(step, kind, "norm", key, norms, int(entry[2])))
+    differences = [*_lacking(step, first["tensors"], second), *ranks]
+    scales = [_loss_scale(record, step) for record in records]
+    for key, entry in first["tensors"].items():
+        if key not in second or entry[0] == second[key][0]:
+            continue
+        kind = key.partition(":")[0]
+        if kind == "tokens":  # integers have no norm
+            differences.append(Difference(step, kind, "bits", key))
+            continue
+        norms = entry[1], second[key][1]
+        if kind in ("sent", "grad"):
+            norms = norms[0] / scales[0], norms[1] / scales[1]
+        differences.append(Difference(step, kind, "norm", key, norms, int(entry[2])))
     return [replace(row, ranks=row.ranks or odd.get(row.stage, ())) for row in differences]
+
+
+def _loss_scale(record: _Records, step: int) -> float:
+    """Return the scale of a step. A row holds the loss scale after its step."""
+    before = number(record.rows.get(step - 1, {}).get("loss_scale"))
+    return before or number(record.rows.get(step, {}).get("loss_scale")) or 1.0
 
 
 def _lacking(
@@ -305,41 +318,35 @@ def _lacking(
     kind.
     """
     for kind in _KINDS:
-        names = [
-            [key for key in tensors if key.startswith(f"{kind}:")] for tensors in (first, second)
-        ]
-        shared = set(names[0]) & set(names[1])
-        lacking = [key for key in dict.fromkeys([*names[0], *names[1]]) if key not in shared]
-        if lacking and (kind == "held" or len(shared) >= SHARED * (len(shared) + len(lacking))):
+        keys = [key for key in {**first, **second} if key.startswith(f"{kind}:")]
+        lacking = [key for key in keys if key not in first or key not in second]
+        is_shared = len(keys) - len(lacking) >= SHARED * len(keys)
+        if lacking and (kind == "held" or is_shared):
             label = "changed" if kind == "held" else "only-in-one-run"
-            yield Difference(step, kind, label, lacking[0], only_in=0 if lacking[0] in first else 1)
+            only_in = 0 if lacking[0] in first else 1
+            yield Difference(step, kind, label, lacking[0], only_in=only_in)
 
 
 def _ranks(step: int, first_row: Row, second_row: Row) -> Iterator[Difference]:
     """Compare the hashes of each rank, and the disagreements among the ranks of one run."""
     first = first_row.get("ranks") or {}
     second = second_row.get("ranks") or {}
-    for kind in STAGE_OF:
-        mine = first.get(kind)
-        its = second.get(kind)
-        if mine is None or its is None or len(mine) != len(its):
+    for kind in _KINDS:
+        here = first.get(kind)
+        there = second.get(kind)
+        if here is None or there is None or len(here) != len(there):
             continue
-        odd = tuple(
-            rank for rank, (here, there) in enumerate(zip(mine, its, strict=True)) if here != there
-        )
+        odd = tuple(rank for rank, hashes in enumerate(here) if hashes != there[rank])
+        # If all ranks differ, the layouts may differ too. Then ranks hold other shards.
+        if odd and len(odd) < len(here):
+            if kind == "clip":
+                values = float(here[odd[0]]), float(there[odd[0]])
+                yield Difference(step, kind, "factor", values=values, ranks=odd)
+            else:
+                yield Difference(step, kind, "bits", ranks=odd)
         if odd:
-            # If all ranks differ, the layouts may differ too. Then ranks hold other shards.
-            if len(odd) < len(mine):
-                values = (
-                    (float(mine[odd[0]]), float(its[odd[0]]))
-                    if kind == "clip"
-                    else (math.nan, math.nan)
-                )
-                yield Difference(
-                    step, kind, "factor" if kind == "clip" else "bits", values=values, ranks=odd
-                )
             break
-    parted = [parted_in(row) for row in (first_row, second_row)]
+    parted = [parted_in(first_row), parted_in(second_row)]
     if bool(parted[0][0]) != bool(parted[1][0]):
         key, odd, _ = parted[0] if parted[0][0] else parted[1]
         if key != "clip:factor" or not (first.get("clip") and second.get("clip")):

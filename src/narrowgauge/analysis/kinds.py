@@ -69,20 +69,19 @@ KINDS: dict[str, Kind] = {
 
 def kind_rows() -> list[Row]:
     """Return the table with the detectors' rows."""
-    names = ("name", "by", "value", "bound", "source")
-    rows: list[Row] = [{name: getattr(kind, name) for name in names} for kind in KINDS.values()]
-    calls = {"updates": "ng.audit", "steps": "recorder.step"}
-    for d in DETECTORS.values():
-        value = d.metric + (
-            " over its lowest" if d.lowest else " over its median" if d.relative else ""
-        )
-        row = {
-            "name": d.name,
-            "by": calls.get(d.table, "gauges_every"),
-            "value": value,
-            "bound": d.threshold,
-        }
-        rows.append(row | {"source": d.source})
+    rows: list[Row] = []
+    for kind in KINDS.values():
+        row = {"name": kind.name, "by": kind.by, "value": kind.value}
+        rows.append(row | {"bound": kind.bound, "source": kind.source})
+    for detector in DETECTORS.values():
+        value = detector.metric
+        if detector.lowest:
+            value += " over its lowest"
+        elif detector.relative:
+            value += " over its median"
+        by = "recorder.step" if detector.table == "steps" else "gauges_every"
+        row = {"name": detector.name, "by": by, "value": value}
+        rows.append(row | {"bound": detector.threshold, "source": detector.source})
     return rows
 
 

@@ -191,9 +191,7 @@ class Readings(Sequence[Reading]):
         """
         serious = [reading for reading in self.readings if reading.severity != "note"]
         if serious:
-            words = " ".join(
-                f"{reading.what} ({reading.tensor}): {reading.advice}" for reading in serious
-            )
+            words = " ".join(f"{r.what} ({r.tensor}): {r.advice}" for r in serious)
             raise RecipeError(
                 f"Cannot train as set up because {len(serious)} readings are beyond their bound. "
                 f"{words}"
@@ -223,17 +221,22 @@ class Readings(Sequence[Reading]):
 
     def __str__(self) -> str:
         lines = list(self.lines)
-        more = len(self.readings) - MAX_ROWS
         if self.readings:
             lines += reading_table(self.readings[:MAX_ROWS]).plain().splitlines()
-            lines += [f"and {more} more readings (--json)"] if more > 0 else []
+            more = len(self.readings) - MAX_ROWS
+            if more > 0:
+                lines.append(f"and {more} more readings (--json)")
             advice: dict[str, str] = {}
             for reading in self.readings:
+                kind = reading.what
+                if reading.severity == "note":
+                    kind += " (note)"
                 if reading.advice:
-                    kind = f"{reading.what} (note)" if reading.severity == "note" else reading.what
                     advice.setdefault(kind, f"{kind}: {reading.advice}")
             lines += list(advice.values())[:MAX_ADVICE]
         elif self.looked_at:
             lines.append(f"Nothing found: {self.looked_at}.")
-        areas = [f"{area} ({flag})" if flag else area for area, flag in self.unseen.items()]
-        return "\n".join(lines + ([f"Not looked at: {', '.join(areas)}."] if areas else []))
+        if self.unseen:
+            areas = [f"{area} ({flag})" if flag else area for area, flag in self.unseen.items()]
+            lines.append(f"Not looked at: {', '.join(areas)}.")
+        return "\n".join(lines)

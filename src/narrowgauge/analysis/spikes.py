@@ -94,27 +94,28 @@ class SpikeJudge:
             return None
         middle, scale = self._scale("gradient", math.log(value))
         limit = math.exp(min(middle + Z * scale, 700.0))
-        return (
-            Spike("gradient", value, limit, (math.log(value) - middle) / scale)
-            if value > limit
-            else None
-        )
+        if value <= limit:
+            return None
+        return Spike("gradient", value, limit, (math.log(value) - middle) / scale)
 
     def add(self, loss: float, grad_norm: float | None, *, spiked: bool) -> None:
         """Record a step.
 
         A spike enters the statistics only after :data:`PATIENCE` spikes in a row.
         """
-        self._rejected = [*self._rejected, (loss, grad_norm)] if spiked else [(loss, grad_norm)]
+        if not spiked:
+            self._rejected.clear()
+        self._rejected.append((loss, grad_norm))
         if spiked and len(self._rejected) < PATIENCE:
             return
         if spiked:
             self._losses.clear()
             self._norms.clear()
-        self._losses += [loss for loss, _ in self._rejected if math.isfinite(loss)]
-        self._norms += [
-            math.log(norm) for _, norm in self._rejected if norm is not None and 0 < norm < math.inf
-        ]
+        for value, norm in self._rejected:
+            if math.isfinite(value):
+                self._losses.append(value)
+            if norm is not None and 0 < norm < math.inf:
+                self._norms.append(math.log(norm))
         self._rejected.clear()
 
     def _scale(self, metric: Literal["loss", "gradient"], value: float) -> tuple[float, float]:
@@ -128,12 +129,10 @@ class SpikeJudge:
             highest = max(values)
             return highest, max(1.0, 0.2 * abs(highest)) / Z
         middle = median(values[-RECENT:])
-        floor = (
-            LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
-        )
+        floor = math.log(NORM_FACTOR) / Z
+        if metric == "loss":
+            floor = LOSS_FLOOR * max(1.0, abs(middle))
         if value <= middle + Z * floor:
             return middle, floor
-        deviation = _DISTANCE_TO_DEVIATION * median(
-            abs(after - before) for before, after in pairwise(values)
-        )
-        return middle, max(deviation, floor)
+        jitter = median(abs(after - before) for before, after in pairwise(values))
+        return middle, max(_DISTANCE_TO_DEVIATION * jitter, floor)

@@ -23,9 +23,6 @@ SETTLING_STEPS = (
 )
 FEWEST_VALUES = 3  # values: fewer earlier ones make no baseline
 MIN_SQNR_DB = 8.0  # dB: below, rounding error exceeds a sixth of an operand's energy; healthy casts stay above 12
-MAX_NEAREST_NOISE = (
-    1.05  # ratio: rounding to nearest has noise of at most 1, stochastic rounding has more
-)
 
 # ── spikes ────────────────────────────────────────────────────────────────────────────────────────
 WINDOW, RECENT = 100, 30  # steps: for the estimate of the noise, and for the level

@@ -40,14 +40,18 @@ class TwoRuns(Readings):
         runs = first_run, second_run
         self.parting = parting = find_parting(*runs)
         self.difference = at = parting.beyond or parting.first
-        super().__init__([] if at is None else [at.reading(parting.bound)])
+        super().__init__()
+        self.acting: tuple[SettingDifference, ...] = ()
         self.is_rounding = at is not None and parting.beyond is None
         ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
         self.is_complete = None not in ends and ends[0] == ends[1]
-        names = first_run.path.name, second_run.path.name
-        self.names = names if names[0] != names[1] else (str(first_run.path), str(second_run.path))
+        self.names = first_run.path.name, second_run.path.name
+        if self.names[0] == self.names[1]:
+            self.names = str(first_run.path), str(second_run.path)
         self.settings = tuple(settings_diff(first_run.run, second_run.run))
-        self.acting = () if at is None else acting_at(self.settings, at.stage, self.is_rounding)
+        if at is not None:
+            self.readings = [at.reading(parting.bound)]
+            self.acting = acting_at(self.settings, at.stage, self.is_rounding)
         self.notes = list(self._notes(runs))
         self.lines = [f"{' and '.join(self.names)}: {self.verdict}"]
 
@@ -62,13 +66,11 @@ class TwoRuns(Readings):
             if not self.parting.num_common:
                 return "Cannot compare the records because they have no step in common."
             return f"The same in all that both recorded ({common})."
-        size = (
-            " by rounding"
-            if self.is_rounding
-            else " beyond rounding"
-            if at is not self.parting.first
-            else ""
-        )
+        size = ""
+        if self.is_rounding:
+            size = " by rounding"
+        elif at is not self.parting.first:
+            size = " beyond rounding"
         ranks = f" of {in_words(at.ranks)}" if at.ranks else ""
         return f"The runs first differ{size} at step {at.step}, in {at.place}{ranks}."
 
@@ -76,6 +78,9 @@ class TwoRuns(Readings):
         """Return the comparison as values for JSON."""
         at = self.difference
         first = self.parting.first
+        settings = []
+        for setting in self.settings:
+            settings.append(asdict(setting) | {"acts": setting in self.acting})
         return {
             "runs": list(self.names),
             "verdict": self.verdict,
@@ -84,9 +89,7 @@ class TwoRuns(Readings):
             "ranks": list(at.ranks) if at else [],
             "is_rounding": self.is_rounding,
             "rounding_since": first.step if first is not None and first is not at else None,
-            "settings": [
-                asdict(setting) | {"acts": setting in self.acting} for setting in self.settings
-            ],
+            "settings": settings,
             "num_common": self.parting.num_common,
             "notes": self.notes,
         }
@@ -107,22 +110,21 @@ class TwoRuns(Readings):
         if at.only_in is not None:
             yield f"Only {self.names[at.only_in]} has {at.tensor}."
         if math.isfinite(at.relative) and at.values[0] != at.values[1]:
-            reach = (
-                f"rounding reaches {bound:.2g}"
-                if math.isfinite(bound)
-                else "the step before was not hashed"
-            )
-            shared = (
-                "" if at.common == 1 else f", beside the factor {at.common:.6g} of all gradients"
-            )
-            yield f"The relative difference is {at.relative:.2g}{shared}; {reach}."
+            sentence = f"The relative difference is {at.relative:.2g}"
+            if at.common != 1:
+                sentence += f", beside the factor {at.common:.6g} of all gradients"
+            if math.isfinite(bound):
+                yield f"{sentence}; rounding reaches {bound:.2g}."
+            else:
+                yield f"{sentence}; the step before was not hashed."
         if first is not None and first is not at:
             yield f"By rounding they differ since step {first.step}, first in {first.place}."
         if self.acting:
             yield f"Recorded settings that differ and can act there: {_listed(self.acting)}."
         else:
             yield f"No recorded setting that differs can act there. {_REPEAT}"
-        if inactive := [setting for setting in self.settings if setting not in self.acting]:
+        inactive = [setting for setting in self.settings if setting not in self.acting]
+        if inactive:
             yield f"They differ too, and cannot act there: {_listed(inactive)}."
 
     def _notes(self, runs: Sequence[Run]) -> Iterator[str]:
@@ -133,13 +135,14 @@ class TwoRuns(Readings):
         if not all(run.run.get("config") or run.run.get("versions") for run in runs):
             yield "one of them has neither settings nor versions in its record"
         if at is not None and at.what in ("loss", "grad_norm") and not self.parting.is_hashed:
-            is_ours = all(loop_of(run) == "trainer" for run in runs)
-            flag = (
-                "--fingerprints-every 1" if is_ours else "ng.RunRecorder(…, fingerprints_every=1)"
-            )
+            flag = "ng.RunRecorder(…, fingerprints_every=1)"
+            if all(loop_of(run) == "trainer" for run in runs):
+                flag = "--fingerprints-every 1"
             yield f"the tensor is not recorded: repeat both up to step {at.step} with {flag}"
 
 
 def _listed(settings: Sequence[SettingDifference]) -> str:
-    more = len(settings) - _NAMED
-    return ", ".join(map(str, settings[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+    names = [str(setting) for setting in settings[:_NAMED]]
+    if len(settings) > _NAMED:
+        names[-1] += f" and {len(settings) - _NAMED} more"
+    return ", ".join(names)

@@ -1,3 +1,3 @@
 from .attach import GaugeNotice as GaugeNotice
 from .attach import Gauges as Gauges
-from .recording.watch import RunNotice as RunNotice
+from .hub import RunNotice as RunNotice

@@ -111,7 +111,8 @@ class Gauges:
     def _record(self, is_sampled: bool) -> None:
         self.recorder.clear()
         self.recorder.is_recording = is_sampled
-        SAMPLING.is_on = any(r.is_recording for weak in RECORDERS if (r := weak()) is not None)
+        recorders = [reference() for reference in RECORDERS]
+        SAMPLING.is_on = any(r is not None and r.is_recording for r in recorders)
 
     def restart(self, step: int) -> None:
         """Continue after ``step`` steps from a loaded state."""
@@ -129,45 +130,40 @@ class Gauges:
         inductor.heed_hooks()
         modules = hooks.named_modules(self.model)
         for name, module in modules.items():
-            # Entries of a copied module have no gauges.
-            if not any(
-                e is not None and recorder_of(e) is not None
-                for e in getattr(module, "gauge_entries", ())
-            ):
-                continue
-            raise NarrowgaugeError(
-                f"gauges were requested for '{name}', which already has gauges.",
-                "Call detach() of those first.",
-            )
-        entries = dict[Any, list[Tensor | None]]()
+            for entry in getattr(module, "gauge_entries", ()):
+                # Entries of a copied module have no gauges.
+                if entry is not None and recorder_of(entry) is not None:
+                    raise NarrowgaugeError(
+                        f"gauges were requested for '{name}', which already has gauges.",
+                        "Call detach() of those first.",
+                    )
+        entries: dict[Any, list[Tensor | None]] = {}
         for name, module in modules.items():
             if hooks.multiplies(module):
                 self._layers[name] = module
                 # Layers with the same input are measured once.
                 first = first_of_input(name)
-                input_entry = (
-                    None
-                    if first != name and first in self._layers
-                    else self.recorder.watch("input", name)
-                )
-                entries.setdefault(module, [None, None])[:2] = (
-                    input_entry,
-                    self.recorder.watch("output_grad", name),
-                )
-            elif (heads := heads_of(module)) is not None:
-                for kind, child in zip(("query", "key"), heads[:2], strict=True):
+                is_first = first == name or first not in self._layers
+                places = entries.setdefault(module, [None, None])
+                places[0] = self.recorder.watch("input", name) if is_first else None
+                places[1] = self.recorder.watch("output_grad", name)
+                continue
+            heads = heads_of(module)
+            if heads is not None:
+                for kind, child in (("query", heads.query), ("key", heads.key)):
                     entries.setdefault(child, [None, None]).append(self.recorder.watch(kind, name))
                     self.recorder.heads[kind, name] = heads
-        for module, of_module in entries.items():
-            module.gauge_entries = tuple(
-                of_module
-            )  # an attribute, not a closure, so that equal layers share code
+        for module, places in entries.items():
+            # An attribute, not a closure, so that equal layers share code.
+            module.gauge_entries = tuple(places)
             self._undo.callback(module.__dict__.pop, "gauge_entries", None)
-            self._undo.callback(
-                module.register_forward_hook(hooks.record_module, with_kwargs=True).remove
-            )
+            hook = module.register_forward_hook(hooks.record_module, with_kwargs=True)
+            self._undo.callback(hook.remove)
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        self._head = next((name for name, layer in self._layers.items() if layer is head), "")
+        self._head = ""
+        for name, layer in self._layers.items():
+            if layer is head and not self._head:
+                self._head = name
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
 

@@ -59,26 +59,23 @@ def heads_of(module: Any) -> Heads | None:
     children = dict(module.named_children())
     pairs = [(children[q], children[k]) for q, k in PAIRS if q in children and k in children]
     pairs += [(children[name], children[name]) for name in FUSED if name in children]
-    width = next(
-        (
-            n
-            for name in ("head_dim", "attention_head_size")
-            if isinstance(n := getattr(module, name, None), int)
-        ),
-        0,
-    )
-    heads = next(
-        (
-            n
-            for name in ("num_heads", "n_head")
-            if isinstance(n := getattr(module, name, None), int)
-        ),
-        0,
-    )
-    if pairs and not width and heads and hasattr(pairs[0][0], "out_features"):
-        query, key = pairs[0]
-        width = query.out_features // heads // (3 if query is key else 1)
-    if not pairs or not width:
+    if not pairs:
+        return None
+    query, key = pairs[0]
+    width = _whole_number(module, "head_dim", "attention_head_size")
+    count = _whole_number(module, "num_heads", "n_head")
+    if not width and count and hasattr(query, "out_features"):
+        width = query.out_features // count // (3 if query is key else 1)
+    if not width:
         return None
     scale = getattr(module, "scaling", None)
-    return Heads(*pairs[0], width, scale if isinstance(scale, float) else width**-0.5)
+    return Heads(query, key, width, scale if isinstance(scale, float) else width**-0.5)
+
+
+def _whole_number(module: Any, *names: str) -> int:
+    """Return the first attribute that is a whole number, else 0."""
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int):
+            return value
+    return 0

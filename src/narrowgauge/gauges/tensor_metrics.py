@@ -23,7 +23,7 @@ from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
-from narrowgauge.runs.schema import FIRST_EXPONENT, METRICS, NUM_EXPONENTS, TENSOR_KINDS, Row
+from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS, TENSOR_KINDS, Row
 from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.formats import dtype_name
 
@@ -40,30 +40,36 @@ def join_shards(recorder: Recorder, parameters: Mapping[str, Any]) -> None:
     """
     names = {p: name for name, p in parameters.items()}
     for groups, members in by_group(parameters.values()):
-        if not groups:
-            continue
-        entries = [((kind, names[p]), p) for p in members for kind in SHARED]
-        device = members[0].device_mesh.device_type
-        nothing = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float32, device=device)
-        here = torch.stack(
-            [
-                torch.stack(recorder.stats[key]).to(device) if key in recorder.stats else nothing
-                for key, _ in entries
-            ]
-        )
-        # Magnitudes in the order of their bits: NaN is above all, and -1 (nothing recorded) below.
-        bits = torch.where(here[:, 0].isnan(), torch.nan, here[:, 0]).view(torch.int32)
-        largest = add_up(bits, groups, "max").view(torch.float32)
-        counts = here.new_tensor([local_of(p).numel() for _, p in entries], dtype=torch.float64)
-        sums = add_up(
-            torch.stack([here[:, 1].double().square() * counts, here[:, 2].double()], 1),
-            groups,
-            "sum",
-        )
-        rms = (sums[:, 0] / here.new_tensor([p.numel() for _, p in entries])).sqrt().float()
-        for place, (key, _) in enumerate(entries):
-            if key in recorder.stats or largest[place] != -1:
-                recorder.stats[key] = largest[place], rms[place], sums[place, 1].float()
+        if groups:
+            _join_group(recorder, groups, members, names)
+
+
+def _join_group(
+    recorder: Recorder, groups: Any, members: list[Any], names: Mapping[Any, str]
+) -> None:
+    device = members[0].device_mesh.device_type
+    nothing = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float32, device=device)
+    keys = []
+    here = []
+    numels = []
+    for p in members:
+        for kind in SHARED:
+            key = kind, names[p]
+            stats = recorder.stats.get(key)
+            keys.append(key)
+            here.append(nothing if stats is None else torch.stack(stats).to(device))
+            numels.append((local_of(p).numel(), p.numel()))
+    table = torch.stack(here)
+    counts = table.new_tensor(numels, dtype=torch.float64)
+    # Magnitudes in the order of their bits: NaN is above all, and -1 (nothing recorded) below.
+    bits = torch.where(table[:, 0].isnan(), torch.nan, table[:, 0]).view(torch.int32)
+    largest = add_up(bits, groups, "max").view(torch.float32)
+    squares = table[:, 1].double().square() * counts[:, 0]
+    sums = add_up(torch.stack([squares, table[:, 2].double()], 1), groups, "sum")
+    rms = (sums[:, 0] / counts[:, 1]).sqrt().float()
+    for place, key in enumerate(keys):
+        if key in recorder.stats or largest[place] != -1:
+            recorder.stats[key] = largest[place], rms[place], sums[place, 1].float()
 
 
 def measure(recorder: Recorder, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -72,15 +78,18 @@ def measure(recorder: Recorder, layers: Mapping[str, nn.Module]) -> dict[str, Te
     Args:
         layers: the watched linear layers by name, at any precision.
     """
-    if not (keys := recorder.recorded):
+    keys = recorder.recorded
+    if not keys:
         return {}
     table = torch.stack([torch.stack(recorder.stats[key]) for key in keys]).double()
     table = F.pad(table, (0, 1 + len(metrics.CAST_SUMS)))
     table[:, 3] = torch.nan
     place_of = {key: place for place, key in enumerate(keys)}
     groups: dict[tuple[torch.Size, Cast | None], list[Key]] = defaultdict(list)
+    pools: dict[str, list[Tensor]] = defaultdict(list)
     for key, sample in recorder.samples.items():
         groups[sample.shape, cast_of(key, layers)].append(key)
+        pools[key[0]].append(sample.reshape(-1)[::COUNTED])
     for (_, cast), members in groups.items():
         samples = torch.stack([recorder.samples[key] for key in members])
         places = [place_of[key] for key in members]
@@ -92,10 +101,8 @@ def measure(recorder: Recorder, layers: Mapping[str, nn.Module]) -> dict[str, Te
             table[places, 4:] = cast_stats(finite, cast, amax).double()
     parts = {"tensors": table}
     for kind in TENSOR_KINDS:
-        if sampled := [
-            x.reshape(-1)[::COUNTED] for key, x in recorder.samples.items() if key[0] == kind
-        ]:
-            parts[f"histogram {kind}"] = exponents(torch.cat(sampled))
+        if kind in pools:
+            parts[f"histogram {kind}"] = exponents(torch.cat(pools[kind]))
     return parts
 
 
@@ -104,11 +111,13 @@ def fetch(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not parts:
         return {}
     vector = torch.cat([part.detach().double().reshape(-1) for part in parts.values()]).cpu()
-    pieces = vector.split([part.numel() for part in parts.values()])
-    return {
-        name: piece.view(part.shape)
-        for (name, part), piece in zip(parts.items(), pieces, strict=True)
-    }
+    fetched = {}
+    start = 0
+    for name, part in parts.items():
+        end = start + part.numel()
+        fetched[name] = vector[start:end].view(part.shape)
+        start = end
+    return fetched
 
 
 def exponents(values: Tensor) -> Tensor:
@@ -120,36 +129,36 @@ def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
     """Return the tables of a record from the result of :func:`fetch`."""
     tensors: Row = {}
     norms: dict[str, list[float]] = defaultdict(list)
-    for (kind, name), row in zip(recorder.recorded, fetched.get("tensors", ()), strict=True):
-        amax, rms, bad, outlier = row[:4].tolist()
+    for (kind, name), values in zip(recorder.recorded, fetched.get("tensors", ()), strict=True):
+        amax, rms, bad, outlier = values[:4].tolist()
         if kind in ("query", "key"):
             norms[name].append(amax)
         else:
-            lost = list[float | None]([None] * 3)
-            if row[-1]:  # without a cast all of its sums are zero
-                loss = metrics.cast_loss(row[4:])
-                has_values = bool(row[4 + metrics.CAST_SUMS.index("nonzero")])
-                lost = [
-                    loss.underflow if has_values else None,
-                    loss.overflow,
-                    loss.sqnr_db if has_values else None,
-                ]
-            tensors[f"{kind}:{name}"] = [
-                rounded(value) for value in (amax, rms, int(bad), *lost, outlier)
-            ]
-    assert all(len(values) == len(METRICS["tensors"]) for values in tensors.values())
-    histograms = {
-        name.removeprefix("histogram "): values.long().tolist()
-        for name, values in fetched.items()
-        if name.startswith("histogram ") and values.any()
-    }
-    attention = {
-        n: [rounded(recorder.heads["query", n].scale * math.prod(pair), keep_nan=True)]
-        for n, pair in norms.items()
-        if len(pair) == 2
-    }
-    tables_of_row = {"tensors": tensors, "attention": attention, "histograms": histograms}
-    return {name: table for name, table in tables_of_row.items() if table}
+            numbers = (amax, rms, int(bad), *_lost(values[4:]), outlier)
+            tensors[f"{kind}:{name}"] = list(map(rounded, numbers))
+    histograms = {}
+    for name, counts in fetched.items():
+        if name.startswith("histogram ") and counts.any():
+            histograms[name.removeprefix("histogram ")] = counts.long().tolist()
+    attention = {}
+    for name, pair in norms.items():
+        if len(pair) == 2:
+            largest = recorder.heads["query", name].scale * math.prod(pair)
+            attention[name] = [rounded(largest, keep_nan=True)]
+    row: Row = {"tensors": tensors, "attention": attention, "histograms": histograms}
+    return {name: table for name, table in row.items() if table}
+
+
+def _lost(sums: Tensor) -> list[float | None]:
+    """Return the underflow, overflow and SQNR of a cast; ``None`` without a cast, whose sums are
+    zero.
+    """
+    if not sums[-1]:
+        return [None, None, None]
+    loss = metrics.cast_loss(sums)
+    if not sums[metrics.CAST_SUMS.index("nonzero")]:
+        return [None, loss.overflow, None]
+    return [loss.underflow, loss.overflow, loss.sqnr_db]
 
 
 def rounded(value: float | int | None, keep_nan: bool = False) -> float | int | None:
@@ -194,14 +203,14 @@ def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     """Return ``[samples, 6]``, as :data:`narrowgauge.numerics.metrics.CAST_SUMS`."""
     # Blocks of several rows, and channels, must not reach into the next tensor.
     if cast.block is not None:
-        scales = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
-        sums = [
-            metrics.cast_sums(x, cast, amax=scale).sum(0)
-            for x, scale in zip(samples, scales, strict=True)
-        ]
+        sums = []
+        for place, x in enumerate(samples):
+            scale = amax[place].view(1, 1) if cast.scale == "float8_e4m3fn" else None
+            sums.append(metrics.cast_sums(x, cast, amax=scale).sum(0))
         return torch.stack(sums)
     count, rows, columns = samples.shape
-    scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
-    return (
-        metrics.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
-    )
+    scale = None
+    if cast.granularity == "tensor":
+        scale = amax.view(-1, 1).repeat_interleave(rows, 0)
+    sums_of_rows = metrics.cast_sums(samples.view(-1, columns), cast, amax=scale)
+    return sums_of_rows.view(count, rows, -1).sum(1)

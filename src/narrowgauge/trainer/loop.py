@@ -177,7 +177,7 @@ def _run(session: Session, record: Record, console: Console) -> None:
         source = f"read from {weights}" if weights else f"drawn from seed {config.seed}"
         console.say(f"initial weights: {source}")
     with _signals() as signals, _ended(session, record, console):
-        session.fingerprints.before_first(session.step)
+        session.fingerprints.start(session.step)
         record.fingerprint(session.fingerprints)
         while end is None:
             record.reader.begin()

@@ -30,6 +30,7 @@ from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import DataError, RecordError
+from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
 from narrowgauge.gauges.recording.step_row import batch_checksum
@@ -132,10 +133,8 @@ class Session:
         self.saver = Saver(self.folder, self.here.apart())
         self.linears = linears_of(self.model)
         self.fingerprints = Fingerprints(
-            self.model,
-            self.optimizer,
+            Hub(self.model, [self.optimizer], here=self.here),
             self.config.fingerprints_every,
-            self.here,
             sees_outputs=not self.config.compile,
         )
 

@@ -39,10 +39,7 @@ def train_step(session: Session) -> Row:
     if config.verify_every and (session.step + 1) % config.verify_every == 0:
         session.verify_replicas()
 
-    session.fingerprints.begin(session.step + 1)
-    with session.fingerprints.sending(session.reduction):
-        total = differentiate(session)
-    session.fingerprints.gradients()
+    total = differentiate(session)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record
@@ -50,8 +47,6 @@ def train_step(session: Session) -> Row:
     optimizer.settle()
     session.step += 1
     session.sequences += config.batch_size
-    session.fingerprints.states(session.step)
-
     row: Row = {
         "loss": float(total),
         "grad_norm": optimizer.grad_norm,

@@ -132,7 +132,7 @@ def test_the_verdict_says_when_nothing_is_smaller() -> None:
     (first, *_) = compare_runs([*wide, *fast]).verdict
     assert (
         first.startswith("bfloat16/master is the cheapest")
-        and "16.00 bytes per parameter, as float32/float32" in first
+        and "16.00 bytes per parameter, where float32/float32 takes 16.00." in first
     )
 
 

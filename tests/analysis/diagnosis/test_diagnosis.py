@@ -96,8 +96,7 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     "a loss scale that began anew": (
         "float16/split", both(steps(1, loss_scale=1024.0), steps(AT, loss_scale=65536.0)), AT, "gradient", "", "loss-scale-anew",
     ),
-    # the storage, of all parameters and of one
-    "lost updates by the audit": ("bfloat16/naive", steps(edq=0.3, noise=0.5), AT + 2, "storage", "", "lost-updates"),
+    # the storage, of all parameters
     "lost decay by the audit": ("bfloat16/naive", steps(lost_decay=0.9), AT + 2, "storage", "", "lost-decay"),
     # tensors of layers
     "a cast that drowns a gradient": (

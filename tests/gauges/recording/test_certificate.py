@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.gauges.recording.run_recorder import RunNotice
+from narrowgauge.gauges import RunNotice
 
 
 class Loop:

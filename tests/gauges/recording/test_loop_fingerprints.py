@@ -150,7 +150,7 @@ def test_an_error_while_hashing_ends_no_run(
     run = recorded(tmp_path, after_step=break_hashes)
     assert len(run.steps) == STEPS and [row["step"] for row in run.fingerprints] == [0, 1]
     said = [event["message"] for event in run.events if event["kind"] == "note"]
-    assert said.count("no more fingerprints are recorded: ValueError: no bits") == 1
+    assert said.count("the record of fingerprints ended: ValueError: no bits") == 1
 
 
 def test_a_module_with_parameters_may_return_its_loss(tmp_path: Path) -> None:

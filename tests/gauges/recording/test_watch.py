@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
 from narrowgauge.analysis.reading import Reading
-from narrowgauge.gauges.recording.watch import RunNotice, Watch
+from narrowgauge.gauges import RunNotice
+from narrowgauge.gauges.recording.watch import Watch
 from ranks import run_ranks
 
 VOCABULARY = 16

@@ -58,18 +58,22 @@ def divergence(run: Run) -> str:
         if event.get("kind") == "divergence":
             return f"at step {event.get('step')}: {event.get('message', '')}"
     losses = [float(row["loss"]) for row in run.steps if row.get("loss") is not None]
-    summary = {"val_loss": losses[-1] if losses else None} if run.summary is None else run.summary
-    end = number(summary.get("val_loss"))
+    name = "loss"
+    end = losses[-1] if losses else None
+    if run.summary is not None:
+        name = "validation loss"
+        end = number(run.summary.get("val_loss"))
     if end is not None and not math.isfinite(end):
-        return f"its {'loss' if run.summary is None else 'validation loss'} is {end}"
-    if len(run.steps) >= 10 and has_zero(losses):
-        first = statistics.median(losses[:5])
-        last = statistics.median(losses[-5:])
-        quarter = losses[: max(5, len(losses) // 4)]
-        middle = statistics.median(quarter)
-        noise = statistics.median(abs(x - middle) for x in quarter)
-        if last - first > max(MAX_LOSS_RISE * first, NOISE * noise):
-            return f"its loss began at {first:.2f} and ended at {last:.2f}"
+        return f"its {name} is {end}"
+    if len(run.steps) < 10 or not has_zero(losses):
+        return ""
+    first = statistics.median(losses[:5])
+    last = statistics.median(losses[-5:])
+    quarter = losses[: max(5, len(losses) // 4)]
+    middle = statistics.median(quarter)
+    noise = statistics.median(abs(x - middle) for x in quarter)
+    if last - first > max(MAX_LOSS_RISE * first, NOISE * noise):
+        return f"its loss began at {first:.2f} and ended at {last:.2f}"
     return ""
 
 
@@ -104,8 +108,9 @@ class RunStats:
     @classmethod
     def of(cls, run: Run, label: str) -> RunStats:
         values = column(run, "steps", "edq").finite
-        late = float(np.median(values[-max(3, len(values) // 10) :])) if len(values) else None
-        late = finite_number((run.summary or {}).get("edq")) if late is None else late
+        late = finite_number((run.summary or {}).get("edq"))
+        if len(values):
+            late = float(np.median(values[-max(3, len(values) // 10) :]))
         return cls(label, seed_of(run), run, divergence(run), late)
 
     @property
@@ -188,30 +193,21 @@ def classify(
     loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
     classes = {}
     for label, group in groups.items():
-        difference = (
-            None
-            if baseline in (None, label)
-            else _paired_difference(label, group, groups[baseline])
-        )
+        difference = None
+        if baseline is not None and label != baseline:
+            difference = _paired_difference(label, group, groups[baseline])
+        ranked = rank(difference, loss)
+        if label == baseline:
+            ranked = Rank.BASELINE
+        elif not rows[label]["num_seeds"]:
+            ranked = Rank.NO_LOSS
         faults = run_faults(group)
-        is_ranked = rows[label]["num_seeds"] > 0
-        ranked = (
-            Rank.BASELINE
-            if label == baseline
-            else rank(difference, loss)
-            if is_ranked
-            else Rank.NO_LOSS
-        )
-        if (
-            difference is not None
-            and ranked is Rank.WORSE
-            and difference.mean > ACCEPTABLE * abs(loss)
-        ):
+        limit = ACCEPTABLE * abs(loss)
+        if difference is not None and ranked is Rank.WORSE and difference.mean > limit:
             share = f" ({difference.mean / abs(loss):+.1%})" if loss else ""
             faults.append(f"ends worse than {baseline} by {difference.text}{share}")
-        edq = _late_edq(group)
         classes[label] = Classification(
-            label, tuple(group), rows[label], ranked, difference, tuple(faults), edq
+            label, tuple(group), rows[label], ranked, difference, tuple(faults), _late_edq(group)
         )
     return classes, baseline
 
@@ -224,13 +220,9 @@ def _widest(groups: Mapping[str, Sequence[RunStats]], rows: Mapping[str, Row]) -
 
     def width(label: str) -> tuple[bool, bool, float, int]:
         recipe = recipe_of(groups[label][0].run)
-        bits = _WIDTHS.get(recipe.compute.name, 0) if recipe is not None else 0
-        return (
-            not run_faults(groups[label]),
-            bits > 0,
-            round(rows[label]["bytes_per_param"] or 0.0, 1),
-            bits,
-        )
+        bits = 0 if recipe is None else _WIDTHS.get(recipe.compute.name, 0)
+        size = round(rows[label]["bytes_per_param"] or 0.0, 1)
+        return not run_faults(groups[label]), bits > 0, size, bits
 
     usable = [label for label in rows if rows[label]["num_seeds"]]
     return max(usable, key=width, default=None)
@@ -257,12 +249,13 @@ def _paired_difference(
     without any.
     """
     base = {run.seed: run for run in baseline if run.counts}
-    paired = [(run, base[run.seed]) for run in group if run.counts and run.seed in base]
-    pairs = [
-        run.loss - other.loss
-        for run, other in paired
-        if None in (run.data, other.data) or run.data == other.data
-    ]
+    pairs = []
+    for run in group:
+        other = base.get(run.seed)
+        if other is None or not run.counts:
+            continue
+        if run.data == other.data or run.data is None or other.data is None:
+            pairs.append(run.loss - other.loss)
     return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
 
 
@@ -278,20 +271,20 @@ def run_faults(group: Sequence[RunStats]) -> list[str]:
     Each continues a sentence after the recipe's label.
     """
     faults = []
-    if diverged := [run for run in group if run.divergence]:
+    diverged = [run for run in group if run.divergence]
+    if diverged:
         words = diverged[0].divergence.strip().rstrip(".")
         of_runs = f"{len(diverged)} of {counted(len(group), 'run')}"
         faults.append(f"diverged in {of_runs} (seed {diverged[0].seed}, {words})")
     edq = _late_edq(group)
     if edq is not None and edq < MIN_EDQ:
         faults.append(f"loses its updates (a late EDQ of {edq:.2f}, where 1 loses nothing)")
-    ended = [
-        (run.run.summary, len(run.run.steps))
-        for run in group
-        if run.counts and run.run.summary is not None
-    ]
-    taken = sum(int(summary.get("steps") or length) for summary, length in ended)
-    skipped = sum(int(summary.get("num_skipped") or 0) for summary, _ in ended)
+    taken = 0
+    skipped = 0
+    for run in group:
+        if run.counts and run.run.summary is not None:
+            taken += int(run.run.summary.get("steps") or len(run.run.steps))
+            skipped += int(run.run.summary.get("num_skipped") or 0)
     if taken and skipped > MAX_SKIPPED * taken:
         faults.append(f"skipped {skipped:,} of its {taken:,} steps")
     return faults

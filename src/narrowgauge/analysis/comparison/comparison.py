@@ -71,9 +71,8 @@ class Comparison:
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """Return at most six sentences, the most important first."""
-        runs = [run for recipe in self.classes.values() for run in recipe.runs]
-        return _cheapest(self), *_of_recipes(self), *_of_runs(runs)
+        """Return at most eight sentences of :data:`SENTENCES`, the most important first."""
+        return tuple(SENTENCES[key].format(**values) for key, values in sentences_of(self))
 
     @property
     def differences(self) -> tuple[PairedDifference, ...]:
@@ -99,44 +98,40 @@ class Comparison:
 
         With one seed each, all compared ones without faults are.
         """
-        sized = [
-            recipe for recipe in self.classes.values() if recipe.row["bytes_per_param"] is not None
-        ]
-        is_single = not self.has_intervals
-        usable = [
-            r
-            for r in sized
-            if r.is_fit or (is_single and r.difference and r.usable_rank is Rank.NO_INTERVAL)
-        ]
-        return min(usable, key=lambda recipe: recipe.cost, default=None)
+        best = None
+        for recipe in self.classes.values():
+            is_fit = recipe.is_fit
+            if not self.has_intervals and recipe.difference is not None:
+                is_fit = is_fit or recipe.usable_rank is Rank.NO_INTERVAL
+            is_sized = recipe.row["bytes_per_param"] is not None
+            if is_sized and is_fit and (best is None or recipe.cost < best.cost):
+                best = recipe
+        return best
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
         minus = {difference.recipe: difference.text for difference in self.differences}
-        classes = self.classes
-        difference = Column(
-            f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True
-        )
-        columns = (
-            Column("recipe", "recipe", code=True),
-            Column(
-                "val. loss", lambda row: _shown_loss(row, classes[row["recipe"]].runs), right=True
-            ),
-            *([difference] if minus else []),
-            *(
-                Column(SUMMARY[k].label, SUMMARY[k].cell, right=True)
-                for k in ("bytes_per_param", "tokens_per_second")
-            ),
+
+        def loss(row: Row) -> str:
+            return _shown_loss(row, self.classes[row["recipe"]].runs)
+
+        def late_edq(row: Row) -> str:
+            edq = self.classes[row["recipe"]].late_edq
+            return "–" if edq is None else f"{edq:.3f}"
+
+        columns = [Column("recipe", "recipe", code=True), Column("val. loss", loss, right=True)]
+        if minus:
+            title = f"minus {self.baseline}"
+            columns.append(Column(title, lambda row: minus.get(row["recipe"], "–"), right=True))
+        for name in ("bytes_per_param", "tokens_per_second"):
+            columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
+        columns += [
             Column("MiB a step", SUMMARY["step_memory_bytes"].cell, right=True),
-            Column(
-                "late EDQ",
-                lambda r: "–" if (x := classes[r["recipe"]].late_edq) is None else f"{x:.3f}",
-                right=True,
-            ),
+            Column("late EDQ", late_edq, right=True),
             Column("seeds", "num_seeds", right=True),
-            Column("verdict", lambda row: classes[row["recipe"]].verdict),
-        )
-        return Table(columns, list(self.rows))
+            Column("verdict", lambda row: self.classes[row["recipe"]].verdict),
+        ]
+        return Table(tuple(columns), list(self.rows))
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""
@@ -151,25 +146,22 @@ class Comparison:
         rows = []
         for recipe in self.classes.values():
             minus = recipe.difference
-            ends = [minus.low, minus.high] if minus is not None and minus.num_pairs > 1 else None
-            judged = {
-                "late_edq": recipe.late_edq,
-                "difference": minus and minus.mean,
-                "difference_interval": ends,
-            }
-            rows.append(
-                {**recipe.row, **judged, "verdict": recipe.verdict, "faults": recipe.faults}
-            )
-        return (
-            json.dumps(json_value(rows), indent=1, allow_nan=False, ensure_ascii=False).encode()
-            + b"\n"
-        )
+            row = {**recipe.row, "late_edq": recipe.late_edq}
+            row["difference"] = None if minus is None else minus.mean
+            row["difference_interval"] = None
+            if minus is not None and minus.num_pairs > 1:
+                row["difference_interval"] = [minus.low, minus.high]
+            rows.append(row | {"verdict": recipe.verdict, "faults": recipe.faults})
+        text = json.dumps(json_value(rows), indent=1, allow_nan=False, ensure_ascii=False)
+        return f"{text}\n".encode()
 
 
 def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
     if row["val_loss"] is not None:
-        spread = "" if row["val_loss_std"] is None else f" (std {shown_loss(row['val_loss_std'])})"
-        return f"{shown_loss(row['val_loss'])}{spread}{', diverged' if row['diverged'] else ''}"
+        text = shown_loss(row["val_loss"])
+        if row["val_loss_std"] is not None:
+            text += f" (std {shown_loss(row['val_loss_std'])})"
+        return f"{text}, diverged" if row["diverged"] else text
     if row["diverged"]:
         return "diverged"
     return "unfinished" if any(run.run.summary is None for run in runs) else "not recorded"
@@ -200,7 +192,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         >>> sizes = {"bfloat16/master": 16.0, "bfloat16/word": 8.0}
         >>> comparison = compare_runs([run(name, seed, loss, sizes[name]) for (name, seed), loss in losses.items()])
         >>> print(comparison.verdict[0])
-        bfloat16/word is the cheapest within the noise: 8.00 bytes per parameter instead of the 16.00 of bfloat16/master. ...
+        bfloat16/word is the cheapest within the noise: 8.00 bytes per parameter, where bfloat16/master takes 16.00.
     """
     if not runs:
         raise RecordError("no run was named.", "Name run folders, or the folder of a comparison.")
@@ -212,129 +204,179 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
 
 
 def _row(label: str, group: Sequence[RunStats]) -> Row:
-    counted = [run.run.summary for run in group if run.counts and run.run.summary is not None]
     # Diverged runs also have a known speed and size.
-    ended = counted or [run.run.summary for run in group if run.run.summary is not None]
-
-    def over(
-        summaries: Sequence[Row], key: str, reduce: Callable[[list[float]], float]
-    ) -> float | None:
-        values = [s[key] for s in summaries if s.get(key) is not None and math.isfinite(s[key])]
-        return reduce(values) if values else None
-
-    losses = [float(s["val_loss"]) for s in counted]
-    timed = [
-        column(run.run, "steps", "seconds").finite for run in group if run.run.summary is not None
-    ]
-    durations = [statistics.median(seconds.tolist()) for seconds in timed if len(seconds)]
+    ended = []
+    counting = []
+    durations = []
+    for run in group:
+        summary = run.run.summary
+        if summary is None:
+            continue
+        ended.append(summary)
+        if run.counts:
+            counting.append(summary)
+        seconds = column(run.run, "steps", "seconds").finite
+        if len(seconds):
+            durations.append(statistics.median(seconds.tolist()))
+    known = counting or ended
+    losses = [float(summary["val_loss"]) for summary in counting]
     return {
         "recipe": label,
-        "val_loss": statistics.fmean(losses) if losses else None,
+        "val_loss": _reduced(losses, statistics.fmean),
         "val_loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
-        "tokens_per_second": over(ended, "tokens_per_second", statistics.median),
-        "bytes_per_param": over(ended, "bytes_per_param", statistics.median),
+        "tokens_per_second": _over(known, "tokens_per_second", statistics.median),
+        "bytes_per_param": _over(known, "bytes_per_param", statistics.median),
         # Few steps compile, so they do not move a median.
-        "step_seconds": statistics.median(durations) if durations else None,
-        "step_memory_bytes": over(ended, "step_memory_bytes", max),
-        **{key: over(counted, key, statistics.fmean) for key in ("edq", "noise", "lost_fraction")},
+        "step_seconds": _reduced(durations, statistics.median),
+        "step_memory_bytes": _over(known, "step_memory_bytes", max),
+        "edq": _over(counting, "edq", statistics.fmean),
+        "noise": _over(counting, "noise", statistics.fmean),
+        "lost_fraction": _over(counting, "lost_fraction", statistics.fmean),
         "diverged": any(run.divergence for run in group),
         "num_seeds": len(losses),
     }
 
 
+def _over(
+    summaries: Sequence[Row], key: str, reduce: Callable[[list[float]], float]
+) -> float | None:
+    values = []
+    for summary in summaries:
+        value = summary.get(key)
+        if value is not None and math.isfinite(value):
+            values.append(value)
+    return _reduced(values, reduce)
+
+
+def _reduced(values: list[float], reduce: Callable[[list[float]], float]) -> float | None:
+    return reduce(values) if values else None
+
+
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────
 
+SENTENCES = {
+    "one-seed": "One seed each, so a difference may be chance: take 3.",
+    "alone": "{base} alone was run: validation loss {loss}.",
+    "nothing": (
+        "No two recipes have finished runs of one seed on the same data, so nothing can be "
+        "compared."
+    ),
+    "untrained": (
+        "No recipe is named: {base} learned no more than token frequencies, at {level:.4f}. "
+        "Take more steps."
+    ),
+    "unsized": "No recipe is named the cheapest: no record holds bytes per parameter.",
+    "unfit": "No recipe is named the cheapest: none of known bytes per parameter is fit for use.",
+    "smallest": "No recipe takes fewer bytes than {base}: {base_size} bytes per parameter.",
+    "baseline": (
+        "No smaller recipe is known to be as good as {base}: {base_size} bytes per parameter."
+    ),
+    "least": "{best} costs least: {size} bytes per parameter, where {base} takes {base_size}.",
+    "cheapest": (
+        "{best} is the cheapest within the noise: {size} bytes per parameter, where {base} "
+        "takes {base_size}."
+    ),
+    "ranked": (
+        "{best} is the cheapest of those that these seeds can rank: {size} bytes per "
+        "parameter, where {base} takes {base_size}."
+    ),
+    "unresolved": (
+        "Not resolved, worse than {base} by more than 1 % of the loss or not: {recipes}. "
+        "{seeds} seeds tell it in four of five such comparisons."
+    ),
+    "long": (
+        "Not resolved, worse than {base} by more than 1 % of the loss or not: {recipes}. "
+        "More than {seeds} seeds would tell: take longer runs."
+    ),
+    "worse": "Worse by less than 1 %, by their 95 % intervals: {recipes}.",
+    "faulty": "Not to be used: {recipes}.",
+    "unaudited": "Not audited, so lost updates would not be seen: {recipes}.",
+    "unfinished": "Left out of every number, not finished or without a validation loss: {runs}.",
+    "unlike": "The runs differ in more than recipe and seed ({settings}).",
+}
+"""The sentences of a verdict, by name."""
+Sentence = tuple[str, Mapping[str, object]]
 
-def _cheapest(comparison: Comparison) -> str:
+
+def sentences_of(comparison: Comparison) -> Iterator[Sentence]:
+    """Yield the names of the sentences of a verdict, and the values in them."""
+    yield from _cheapest(comparison)
+    yield from _of_recipes(comparison)
+    yield from _of_runs([run for recipe in comparison.classes.values() for run in recipe.runs])
+
+
+def _cheapest(comparison: Comparison) -> Iterator[Sentence]:
     base = comparison.baseline
+    recipes = comparison.classes.values()
     if base is None or not comparison.differences:
-        if base is not None and len(comparison.classes) == 1:
-            return f"{base} alone was run: validation loss {shown_loss(comparison.rows[0]['val_loss'])}."
-        return "No two recipes have finished runs of one seed on the same data, so nothing can be compared."
-    tables = [run.run.run.get("data") or {} for run in comparison.classes[base].runs]
-    levels = [table["unigram_loss"] for table in tables if "unigram_loss" in table]
-    if levels and not comparison.classes[base].row["val_loss"] < min(levels):
-        level = f"{min(levels):.4f}"
-        return f"No recipe is named: {base} learned no more than token frequencies, at {level}. Take more steps."
+        if base is not None and len(recipes) == 1:
+            yield "alone", {"base": base, "loss": shown_loss(comparison.rows[0]["val_loss"])}
+        else:
+            yield "nothing", {}
+        return
+    reference = comparison.classes[base]
+    levels = []
+    for run in reference.runs:
+        level = (run.run.run.get("data") or {}).get("unigram_loss")
+        if level is not None:
+            levels.append(level)
+    if levels and not reference.row["val_loss"] < min(levels):
+        yield "untrained", {"base": base, "level": min(levels)}
+        return
     best = comparison.cheapest
     if best is None:
-        has_bytes = any(
-            recipe.row["bytes_per_param"] is not None for recipe in comparison.classes.values()
-        )
-        reason = "no record holds bytes per parameter"
-        if has_bytes:
-            reason = "none of known bytes per parameter is fit for use"
-        return f"No recipe is named the cheapest: {reason}."
-    reference = comparison.classes[base]
-    size = f"{best.row['bytes_per_param']:.2f} bytes per parameter"
-    hint = (
-        "" if comparison.has_intervals else "One seed each, so a difference may be chance: take 3. "
-    )
-    if best.label == base:
-        is_least = all(recipe.cost[0] >= best.cost[0] for recipe in comparison.classes.values())
-        words = (
-            "No recipe takes fewer bytes than"
-            if is_least
-            else "No smaller recipe is known to be as good as"
-        )
-        return f"{hint}{words} {base}: {size}."
-    if best.cost[0] == reference.cost[0]:
-        size += f", as {base}, and more tokens per second"
-    elif reference.row["bytes_per_param"] is not None:
-        size += f" instead of the {reference.row['bytes_per_param']:.2f} of {base}"
-    loss = ""
-    difference = best.difference
-    if difference is not None:
-        seeds = (
-            f" (95 % interval over {difference.num_pairs} seeds)"
-            if difference.num_pairs > 1
-            else ""
-        )
-        loss = f" Its loss differs from that of {base} by {difference.text}{seeds}."
-    if hint:
-        return f"{hint}{best.label} costs least: {size}.{loss}"
-    is_cheaper = [
-        r.usable_rank is Rank.INCONCLUSIVE and r.cost < best.cost
-        for r in comparison.classes.values()
-    ]
-    place = "of those that these seeds can rank" if any(is_cheaper) else "within the noise"
-    return f"{best.label} is the cheapest {place}: {size}.{loss}"
+        is_sized = any(recipe.row["bytes_per_param"] is not None for recipe in recipes)
+        yield "unfit" if is_sized else "unsized", {}
+        return
+    if not comparison.has_intervals:
+        yield "one-seed", {}
+    if best is reference:
+        is_least = all(recipe.cost[0] >= best.cost[0] for recipe in recipes)
+        key = "smallest" if is_least else "baseline"
+    elif not comparison.has_intervals:
+        key = "least"
+    else:
+        unsure = [recipe for recipe in recipes if recipe.usable_rank is Rank.INCONCLUSIVE]
+        key = "ranked" if any(recipe.cost < best.cost for recipe in unsure) else "cheapest"
+    words = {"best": best.label, "base": base, "size": _size(best), "base_size": _size(reference)}
+    yield key, words
 
 
-def _of_recipes(comparison: Comparison) -> Iterator[str]:
-    """Say what these seeds do not resolve, what is worse, not to be used, and not audited."""
-    recipes = comparison.classes.values()
-    base = comparison.baseline
-    named: dict[Rank | None, list[PairedDifference]] = {}
-    for recipe in recipes:
-        if recipe.difference is not None:
-            named.setdefault(recipe.usable_rank, []).append(recipe.difference)
-    texts = {
-        rank: listed(f"{d.recipe} ({d.text})" for d in differences)
-        for rank, differences in named.items()
-    }
-    if unsure := named.get(Rank.INCONCLUSIVE):
-        needed = [
-            seeds_needed(difference.spread, comparison.acceptable) or MOST_SEEDS + 1
-            for difference in unsure
-        ]
-        most = max(*needed, *(difference.num_pairs + 1 for difference in unsure))
-        advice = f"{most} seeds tell it in four of five such comparisons."
-        if most > MOST_SEEDS:
-            advice = f"More than {MOST_SEEDS} seeds would tell: take longer runs."
-        question = f"worse than {base} by more than 1 % of the loss or not"
-        yield f"Not resolved, {question}: {texts[Rank.INCONCLUSIVE]}. {advice}"
-    if Rank.WORSE in texts:
-        yield f"Worse by less than 1 %, by their 95 % intervals: {texts[Rank.WORSE]}."
-    if faulty := [
-        f"{recipe.label} {', '.join(recipe.faults)}" for recipe in recipes if recipe.faults
-    ]:
-        yield f"Not to be used: {'; '.join(faulty)}."
-    unseen = [
-        r.label for r in recipes if not r.faults and r.row["num_seeds"] and r.late_edq is None
-    ]
-    if unseen and len(recipes) > 1:
-        yield f"Not audited, so lost updates would not be seen: {listed(unseen)}."
+def _size(recipe: Classification) -> str:
+    size = recipe.row["bytes_per_param"]
+    return "an unknown number" if size is None else f"{size:.2f}"
+
+
+def _of_recipes(comparison: Comparison) -> Iterator[Sentence]:
+    """Yield what these seeds do not resolve, what is worse, not to be used, and not audited."""
+    unsure = []
+    seeds = 0
+    worse = []
+    faulty = []
+    unaudited = []
+    for recipe in comparison.classes.values():
+        difference = recipe.difference
+        if recipe.faults:
+            faulty.append(f"{recipe.label} {', '.join(recipe.faults)}")
+            continue
+        if recipe.row["num_seeds"] and recipe.late_edq is None:
+            unaudited.append(recipe.label)
+        if difference is not None and recipe.rank is Rank.WORSE:
+            worse.append(f"{recipe.label} ({difference.text})")
+        elif difference is not None and recipe.rank is Rank.INCONCLUSIVE:
+            unsure.append(f"{recipe.label} ({difference.text})")
+            needed = seeds_needed(difference.spread, comparison.acceptable) or MOST_SEEDS + 1
+            seeds = max(seeds, needed, difference.num_pairs + 1)
+    if unsure:
+        key = "unresolved" if seeds <= MOST_SEEDS else "long"
+        words = {"base": comparison.baseline, "recipes": listed(unsure)}
+        yield key, words | {"seeds": min(seeds, MOST_SEEDS)}
+    if worse:
+        yield "worse", {"recipes": listed(worse)}
+    if faulty:
+        yield "faulty", {"recipes": "; ".join(faulty)}
+    if unaudited and len(comparison.classes) > 1:
+        yield "unaudited", {"recipes": listed(unaudited)}
 
 
 _FREE = ("recipe", "seed", "warmup_steps")
@@ -343,34 +385,38 @@ _ALIKE = (("data", "fingerprint"), ("machine", "device"), ("machine", "num_threa
 """Entries of other tables of ``run.toml`` that may not."""
 
 
-def _of_runs(runs: Sequence[RunStats]) -> Iterator[str]:
+def _of_runs(runs: Sequence[RunStats]) -> Iterator[Sentence]:
     """Name the runs left out, and the settings that differ between runs of one seed.
 
     Skip settings that one run lacks.
     """
     unfinished = []
+    logs: dict[str, None] = {}
     for run in runs:
+        if run.run.is_foreign:
+            logs[run.label] = None
         if not run.counts and not run.divergence:
-            steps = int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0
+            done = int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0
             planned = run.run.config.get("steps")
-            unfinished.append(
-                f"{run.label}, seed {run.seed} ({steps}{f' of {planned}' if planned else ''} steps)"
-            )
+            steps = f"{done} of {planned}" if planned else str(done)
+            unfinished.append(f"{run.label}, seed {run.seed} ({steps} steps)")
     if unfinished:
-        yield f"Left out of every number, not finished or without a validation loss: {listed(unfinished)}."
+        yield "unfinished", {"runs": listed(unfinished)}
     values: dict[str, dict[str, None]] = {}
     for first, second in combinations(runs, 2):
-        for setting in (
-            settings_diff(first.run.run, second.run.run) if first.seed == second.seed else ()
-        ):
+        if first.seed != second.seed:
+            continue
+        for setting in settings_diff(first.run.run, second.run.run):
             is_config = setting.table == "config" and setting.name not in _FREE
             if is_config or (setting.table, setting.name) in _ALIKE:
                 values.setdefault(setting.name, {}).update(dict.fromkeys(setting.values))
-    items = ["data, so those losses are not compared"] if values.pop("fingerprint", None) else []
-    items += [f"{name} {', '.join(texts)}" for name, texts in values.items()]
-    if logs := dict.fromkeys(run.label for run in runs if run.run.is_foreign):
-        items.append(
-            f"logs of other frameworks, without recipe, audit or seed (0 is taken): {listed(logs)}"
-        )
+    items = []
+    if values.pop("fingerprint", None):
+        items.append("data, so those losses are not compared")
+    for name, texts in values.items():
+        items.append(f"{name} {', '.join(texts)}")
+    if logs:
+        kinds = "logs of other frameworks, without recipe, audit or seed (0 is taken)"
+        items.append(f"{kinds}: {listed(logs)}")
     if items:
-        yield f"The runs differ in more than recipe and seed ({'; '.join(items)})."
+        yield "unlike", {"settings": "; ".join(items)}

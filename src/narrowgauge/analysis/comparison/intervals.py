@@ -112,10 +112,13 @@ def shown_difference(mean: float, half: float) -> str:
         >>> shown_difference(-0.00002, math.inf), shown_difference(3e30, math.inf), shown_difference(-0.0, math.inf)
         ('−2.0e-05', '+3.0e+30', '0.0000')
     """
-    largest = max([abs(size) for size in (mean, half) if math.isfinite(size)], default=0.0)
+    sizes = [abs(size) for size in (mean, half) if math.isfinite(size)]
+    largest = max(sizes, default=0.0)
     form = ".4f" if largest == 0 or 1e-3 <= largest < 1e5 else ".1e"
-    size = f"{abs(mean):{form}}"
-    margin = f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{half:{form}}"
+    text = f"{abs(mean):{form}}"
     # Zero after rounding has no sign.
-    sign = "" if math.isfinite(mean) and not float(size) else MINUS if mean < 0 else "+"
-    return f"{sign}{size}{margin if math.isfinite(half) else ''}"
+    if not math.isfinite(mean) or float(text):
+        text = f"{MINUS if mean < 0 else '+'}{text}"
+    if math.isfinite(half):
+        text += f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{half:{form}}"
+    return text

@@ -8,7 +8,7 @@ code parses it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
@@ -16,15 +16,17 @@ from narrowgauge.runs.record import Run
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
+_NOT_NAMED = ("recipe", "seed", "out")
 MOST_SETTINGS = 4
 """Maximum number of settings in a label. Runs that differ in more show their folders."""
 
 
 def run_name(recipe: str, seed: int) -> str:
     """Return the folder name of a run within its comparison's folder."""
-    plain = recipe.removesuffix(")").replace(" (", " ")
-    letters = "".join(letter if letter.isalnum() or letter in "-_.+" else "-" for letter in plain)
-    return f"{letters.strip('.') or 'recipe'}-seed{seed}"
+    name = ""
+    for letter in recipe.removesuffix(")").replace(" (", " "):
+        name += letter if letter.isalnum() or letter in "-_.+" else "-"
+    return f"{name.strip('.') or 'recipe'}-seed{seed}"
 
 
 def parsed_recipe(recipe: Any) -> Recipe | None:
@@ -56,45 +58,44 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         >>> run_labels([Run(Path("a"), {"config": {"recipe": "bf16/word", "lr": lr}}) for lr in (1e-3, 1e-4)])
         ['bfloat16/word, lr 0.001', 'bfloat16/word, lr 0.0001']
     """
-    # A folder may carry the name of another recipe.
-    labels = [
-        recipe_name(run.config["recipe"]) if "recipe" in run.config else run.path.name
-        for run in runs
-    ]
-    for distinguish in (_by_settings, _by_folder):
-        pairs = [(label, seed_of(run)) for label, run in zip(labels, runs, strict=True)]
-        for label in sorted({label for label, seed in pairs if pairs.count((label, seed)) > 1}):
-            places = [place for place, name in enumerate(labels) if name == label]
-            for place, suffix in zip(
-                places, distinguish([runs[place] for place in places]), strict=True
-            ):
-                labels[place] = label + suffix
+    labels = []
+    for run in runs:
+        # A folder may carry the name of another recipe.
+        recipe = run.config.get("recipe")
+        labels.append(run.path.name if recipe is None else recipe_name(recipe))
+    for suffixes_of in (_settings, _folders):
+        groups: dict[str, list[int]] = {}
+        for place, label in enumerate(labels):
+            groups.setdefault(label, []).append(place)
+        for places in groups.values():
+            group = [runs[place] for place in places]
+            if not _is_distinct(map(seed_of, group)):
+                for place, suffix in zip(places, suffixes_of(group), strict=True):
+                    labels[place] += suffix
     return labels
 
 
-def _by_settings(runs: Sequence[Run]) -> list[str]:
+def _is_distinct(values: Iterable[Any]) -> bool:
+    texts = [repr(value) for value in values]
+    return len({*texts}) == len(texts)
+
+
+def _settings(runs: Sequence[Run]) -> list[str]:
     """Return the differing settings that all runs record, as one text per run; empty texts if too
     many differ.
     """
-    shared = {key for key in runs[0].config if all(key in run.config for run in runs)} - {
-        "recipe",
-        "seed",
-        "out",
-    }
-    differing = [
-        k for k in runs[0].config if k in shared and len({repr(run.config[k]) for run in runs}) > 1
-    ]
-    named = differing if len(differing) <= MOST_SETTINGS else []
-    return ["".join(f", {key} {run.config[key]}" for key in named) for run in runs]
+    differing = []
+    for key, value in runs[0].config.items():
+        is_shared = key not in _NOT_NAMED and all(key in run.config for run in runs)
+        if is_shared and any(repr(run.config[key]) != repr(value) for run in runs):
+            differing.append(key)
+    if len(differing) > MOST_SETTINGS:
+        differing = []
+    return ["".join(f", {key} {run.config[key]}" for key in differing) for run in runs]
 
 
-def _by_folder(runs: Sequence[Run]) -> list[str]:
+def _folders(runs: Sequence[Run]) -> list[str]:
     """Return the comparison's folder if it distinguishes runs of one seed, else the run's path."""
-    folders = [run.path.parent.name for run in runs]
-    is_distinct = len(
-        {(folder, seed_of(run)) for folder, run in zip(folders, runs, strict=True)}
-    ) == len(runs)
-    return [
-        f" ({folder if is_distinct else run.path})"
-        for folder, run in zip(folders, runs, strict=True)
-    ]
+    if _is_distinct((run.path.parent.name, seed_of(run)) for run in runs):
+        return [f" ({run.path.parent.name})" for run in runs]
+    return [f" ({run.path})" for run in runs]

@@ -13,180 +13,270 @@ that ranks must share are compared at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge.analysis.reading import words_of
 from narrowgauge.checks.step_samples import stored_by
-from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.distributed.reduction import GradientReduction
+from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
-from narrowgauge.gauges import hooks
+from narrowgauge.gauges.hub import Hub, Listener
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.hashing import GOLDEN, combine, fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.schema import Row
-from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_hooks import members_of
-from narrowgauge.torch_support.torch_names import plain_name
+from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = "state"
 """The kind of every other state of an optimizer, as ``state:NAME:PARAMETER``."""
+_SHOWN = 8
+"""Tensors that are named where ranks differ; in the next step all do."""
 
 
-@dataclass(eq=False)
-class Fingerprints:
-    """Record the fingerprints of a run's steps. All ranks make all calls.
+class Fingerprints(Listener):
+    """Record the fingerprints of a loop's steps: of the start, of the first step, and of every
+    ``every``-th.
+
+    A forward pass with gradients is a micro-batch. A loop whose hub hooks no forward pass names
+    each by :meth:`micro_batch`. The optimizer's step has the gradients before it and the states
+    after it. All ranks make all calls.
 
     Args:
-        optimizer: ours, or any other. Another optimizer's states are the plain tensors in
-            ``optimizer.state``.
+        hub: of the loop. Its last optimizer is ours, or any other. Another optimizer's states are
+            the plain tensors in ``optimizer.state``.
         every: steps between two records; 0 never.
         sees_outputs: the model runs eagerly, so that its modules' outputs exist. A compiled model
             is not hooked, since hooks would change the compiled code.
-        first: another step to record; 0 for none.
 
     Attributes:
         is_on: whether the current step is recorded.
-        last: the newest row, until it is taken.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    every: int
-    here: Ranks
-    sees_outputs: bool = True
-    first: int = 0
-    is_on: bool = False
-    last: Row | None = None
-    _entries: dict[str, list[float]] = field(default_factory=dict)
-    _changed: dict[str, list[float]] = field(default_factory=dict)
-    _recorded: Row = field(default_factory=dict)
-    # Of this rank alone: a hash of its part of each kind, and hashes of tensors that other ranks
-    # hold alike.
-    _own: dict[str, int] = field(default_factory=dict)
-    _alike: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
-    _num_sent: int = 0
-    _clip: float | None = None
+    title = "the record of fingerprints"
 
-    def begin(self, step: int) -> None:
+    def __init__(self, hub: Hub, every: int, *, sees_outputs: bool = True) -> None:
+        self.hub = hub
+        self.model = hub.model
+        self.optimizer = hub.optimizers[-1]
+        self.every = every
+        self.here = hub.here
+        self.is_on = False
+        self._sees_outputs = sees_outputs
+        self._last: Row | None = None
+        # The stored tensors of the last recorded step.
+        self._recorded_step = -2
+        self._recorded: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._pass = ExitStack()
+        self._backward = ExitStack()
+        self._step = 0
+        self._has_begun = True
+        self._is_past_backward = False
+        self._num_sequences = 0
+        self._first_sequence = 0
+        self._clear()
+        hub.listeners.append(self)
+
+    def _clear(self) -> None:
+        self._entries: dict[str, list[float]] = {}
+        self._changed: dict[str, list[float]] = {}
+        # Of this rank alone: a hash of its part of each kind, and hashes of tensors that other
+        # ranks hold alike.
+        self._own: dict[str, int] = {}
+        self._alike: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._num_sent = 0
+        self._clip: float | None = None
+
+    # ── the loop calls these ──────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def start(self, step: int) -> None:
+        """Record the state after ``step`` steps: of a fresh process, or from a checkpoint."""
+        self._begin(0)
+        if self.is_on:
+            self._end_row(step)
+
+    def take(self, step: int) -> Row | None:
+        """Return the newest row, if there is one, and expect the step after ``step``.
+
+        Changes of weights before its first pass count as between steps.
+        """
+        self.end()
+        row = self._last
+        self._last = None
+        self._step = step + 1
+        self._num_sequences = 0
+        self._is_past_backward = False
+        self._has_begun = False
+        return row
+
+    @contextmanager
+    def micro_batch(
+        self, tokens: Tensor, first_sequence: int, *, is_absent: bool = False
+    ) -> Iterator[None]:
+        """Record the forward pass of one micro-batch in this context.
+
+        Args:
+            tokens: int64 ``[sequences, tokens]``.
+            first_sequence: its place in the step.
+            is_absent: another rank computes the same micro-batch, so this one does not count.
+        """
+        with torch.no_grad():
+            self.hub.guard(self, self._begin_once)
+            if self.is_on and not is_absent:
+                self.hub.guard(self, self._begin_pass, tokens, first_sequence)
+        with self._pass:
+            yield
+
+    # ── the hub calls these ───────────────────────────────────────────────────────────────────────
+
+    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Begin a micro-batch.
+
+        Later computations than the backward pass are not part of the step.
+        """
+        if self._is_past_backward:
+            return
+        self._begin_once()
+        if not self.is_on:
+            return
+        tokens = None
+        for x in inputs:
+            # The tokens are the first integer input with two dims: batch, sequence.
+            is_integer = isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
+            if tokens is None and is_integer:
+                tokens = x
+        self._begin_pass(tokens, self._num_sequences)
+        if tokens is not None:
+            self._num_sequences += len(tokens)
+
+    def after_pass(self, output: Any) -> None:
+        """End the micro-batch."""
+        self._pass.close()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the gradients of the step, before our optimizer clips them."""
+        if optimizer is not self.optimizer:
+            return
+        self._begin_once()
+        self._pass.close()
+        self._backward.close()
+        self._is_past_backward = True
+        if not self.is_on:
+            return
+        self._join_outputs()
+        gradients: dict[str, Tensor] = {}
+        for name, p in reversed([*self.model.named_parameters()]):
+            gradient = gradient_of(p)
+            if is_plain(gradient):
+                gradients[f"grad:{plain_name(name)}"] = gradient
+        self._record(gradients)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the weights and the states, and close the row."""
+        if not self.is_on or optimizer is not self.optimizer:
+            return
+        if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
+            # The factor by which the update multiplied the gradients.
+            factor = optimizer.last_control[:1]
+            self._clip = float(factor)
+            sizes = [x[2] for key, x in self._entries.items() if key.startswith("grad:")]
+            self._entries["clip:factor"] = [fingerprint(factor), self._clip, sum(sizes)]
+        self._end_row(self._step)
+
+    def end(self) -> None:
+        """Remove the hooks of a pass and of a backward pass."""
+        self._pass.close()
+        self._backward.close()
+        if self not in self.hub.listeners:
+            self.every = 0
+            self.is_on = False
+
+    # ── one step ──────────────────────────────────────────────────────────────────────────────────
+
+    def _begin_once(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._begin(self._step)
+        if not self.is_on or self.here.size == 1:
+            return
+        reduction = reduction_of(self.model)
+        if reduction is not None:
+            self._backward.enter_context(reduction.shown_to(self._add_sent))
+        else:
+            self.hub.follow_gradients(
+                self, self._add_sent, self._backward, *self.model.parameters()
+            )
+
+    def _begin(self, step: int) -> None:
         """Begin the step that ends as number ``step``.
 
         If the last step was recorded, the first entries are weights and moments that changed since
         without an update.
         """
-        self.is_on = self.every > 0 and (step % self.every == 0 or step == self.first)
-        self._entries = {}
-        self._changed = {}
-        self._own = {}
-        self._alike = {}
-        self._num_sent = 0
-        self._clip = None
-        if not self.is_on or self._recorded.get("step") != step - 1:
+        self.is_on = self.every > 0 and (step % self.every == 0 or step == 1)
+        self._clear()
+        if not self.is_on or self._recorded_step != step - 1:
             return
         stored = self._stored(is_stepped=step > 1)
-        numbers, local = fingerprints_whole_and_own(stored)
-        before = self._recorded["whole"]
-        local_before = self._recorded["own"]
-        for key in dict.fromkeys([*numbers, *before]):
+        numbers, own = fingerprints_whole_and_own(stored)
+        before, own_before = self._recorded
+        for key, number in numbers.items():
+            if number != before.get(key):
+                self._changed[_held_key(key)] = _entry(number, stored[key])
+        for key in before:
             if key not in numbers:  # a state that was lost
                 self._changed[_held_key(key)] = [0, 0.0, 0]
-            elif numbers[key] != before.get(key):
-                self._changed[_held_key(key)] = _entry(numbers[key], stored[key])
-        changed = {key: number for key, number in local.items() if number != local_before.get(key)}
+        changed = {key: number for key, number in own.items() if number != own_before.get(key)}
         self._own["held"] = _digest(changed) if changed else 0
 
-    def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
-        """Return a context that records this rank's addend to the sum of the gradients."""
-        return (
-            reduction.shown_to(self.sent) if self.is_on and reduction is not None else nullcontext()
-        )
-
-    def sent(self, gradient: Tensor) -> None:
-        """Record a gradient that this rank adds to the sum.
-
-        Equal runs have them in the same order.
-        """
-        self._num_sent += 1
-        number = fingerprint(gradient, offset=self._num_sent * GOLDEN % (1 << 62))
-        self._own["sent"] = combine([self._own.get("sent", 0), number])
-
-    @contextmanager
-    def micro_batch(
-        self, tokens: Tensor | None, first_sequence: int, *, is_absent: bool = False
-    ) -> Iterator[None]:
-        """Record the forward pass of one micro-batch in this context.
-
-        Args:
-            tokens: int64 ``[sequences, tokens]``; ``None`` if the model takes none.
-            first_sequence: its place in the step.
-            is_absent: another rank computes the same micro-batch, so this one does not count.
-        """
-        if is_absent or not self.is_on:
-            yield
-            return
+    def _begin_pass(self, tokens: Tensor | None, first_sequence: int) -> None:
+        self._pass.close()  # of a pass that raised
+        self._first_sequence = first_sequence
         if tokens is not None:
-            self._add("tokens:batch", tokens, first_sequence)
-        with ExitStack() as undo:
-            if self.sees_outputs:
-                hooks.follow_outputs(
-                    undo, self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence)
-                )
-            yield
+            self._add("tokens:batch", tokens)
+        if self._sees_outputs and not is_compiled_model(self.model):
+            self.hub.follow_outputs(self, self._add_output, self._pass)
 
-    def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
+    def _add_output(self, name: str, x: Tensor) -> None:
+        self._add(f"output:{name}", x)
+
+    def _add(self, key: str, x: Tensor) -> None:
         entry = self._entries.setdefault(key, [0, 0.0, 0])
         num_rows = max(1, x.shape[0] if x.ndim else 1)
-        place = first_sequence * (x.numel() // num_rows)
+        place = self._first_sequence * (x.numel() // num_rows)
         entry[0] = combine([int(entry[0]), fingerprint(x, offset=place)])
         entry[1] += _sum_of_squares(x)
         entry[2] += x.numel()
 
-    def before_first(self, step: int) -> None:
-        """Record the initial state of a process, fresh or from a checkpoint."""
-        self.begin(0)
-        self.states(step)
+    def _add_sent(self, gradient: Tensor) -> None:
+        """Record a gradient that this rank adds to the sum.
 
-    def gradients(self) -> None:
-        """Record the step's gradients, before they are clipped."""
-        if not self.is_on:
-            return
-        self._join_outputs()
-        grads = [(plain_name(name), gradient_of(p)) for name, p in self.model.named_parameters()]
-        self._record({f"grad:{name}": grad for name, grad in reversed(grads) if is_plain(grad)})
+        Equal runs have them in the same order.
+        """
+        if is_plain(gradient):
+            self._num_sent += 1
+            number = fingerprint(gradient, offset=self._num_sent * GOLDEN % (1 << 62))
+            self._own["sent"] = combine([self._own.get("sent", 0), number])
 
-    def states(self, step: int) -> None:
-        """Record the stored weights and moments after a step, and close its row."""
-        if not self.is_on:
-            return
-        control = (
-            self.optimizer.last_control if step and isinstance(self.optimizer, Optimizer) else None
-        )
-        if control is not None:  # the factor by which the update multiplied the gradients
-            numel = sum(
-                int(entry[2]) for key, entry in self._entries.items() if key.startswith("grad:")
-            )
-            self._clip = float(control[0])
-            self._entries["clip:factor"] = [fingerprint(control[:1]), self._clip, numel]
-        numbers, local = self._record(self._stored(is_stepped=step > 0))
-        self._recorded = {"step": step, "whole": numbers, "own": local}
-        changed = {
-            key: entry
-            for entries in self.here.gather(self._changed)
-            for key, entry in entries.items()
-        }
-        self.last = {"step": step, "tensors": {**changed, **self._entries}, **self._of_ranks()}
-        self._entries = {}
+    def _end_row(self, step: int) -> None:
+        """Record the stored tensors after a step, and make its row."""
+        self._recorded = self._record(self._stored(is_stepped=step > 0))
+        self._recorded_step = step
+        tensors: dict[str, list[float]] = {}
+        for changed in self.here.gather(self._changed):
+            tensors |= changed
+        self._last = {"step": step, "tensors": tensors | self._entries, **self._of_ranks()}
+        self._clear()
         self.is_on = False
 
     def _of_ranks(self) -> Row:
@@ -196,15 +286,17 @@ class Fingerprints:
         """
         if self.here.size == 1:
             return {}
-        of_all = self.here.gather((self._own, self._alike, self._clip))
-        kinds = dict.fromkeys(kind for digests, _, _ in of_all for kind in digests)
-        row: Row = {
-            "ranks": {kind: [digests.get(kind) for digests, _, _ in of_all] for kind in kinds}
-        }
-        if any(factor is not None for _, _, factor in of_all):
-            row["ranks"]["clip"] = [factor for _, _, factor in of_all]
-        parted = _parted([numbers for _, numbers, _ in of_all])
-        return row | ({"parted": parted} if parted else {})
+        digests, alike, factors = zip(
+            *self.here.gather((self._own, self._alike, self._clip)), strict=True
+        )
+        ranks: Row = {}
+        for of_rank in digests:
+            for kind in of_rank:
+                ranks[kind] = [digest.get(kind) for digest in digests]
+        if any(factor is not None for factor in factors):
+            ranks["clip"] = list(factors)
+        parted = _parted(alike)
+        return {"ranks": ranks, "parted": parted} if parted else {"ranks": ranks}
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
         """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped,
@@ -220,37 +312,42 @@ class Fingerprints:
                 if is_plain(tensor) and (state == "weight" or (is_stepped and tensor.ndim)):
                     kind = state if state in ("weight", *MOMENTS) else f"{STATE}:{state}"
                     by_kind.setdefault(kind, {})[f"{kind}:{plain_name(name)}"] = tensor
-        return {key: tensor for named in by_kind.values() for key, tensor in named.items()}
+        tensors: dict[str, Tensor] = {}
+        for named in by_kind.values():
+            tensors |= named
+        return tensors
 
     def _record(self, named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
-        numbers, local = fingerprints_whole_and_own(named)
+        numbers, own = fingerprints_whole_and_own(named)
         for key, number in numbers.items():
             self._entries[key] = _entry(number, named[key])
         if self.here.size > 1:
             for key, tensor in named.items():
-                for group in replica_groups(
-                    tensor
-                ):  # a DTensor knows which other ranks hold the same shard
-                    self._alike[key, tuple(dist.get_process_group_ranks(group))] = local[key]
-            self._digest_kinds({key: local[key] for key in named})
-        return numbers, local
+                # A DTensor knows which other ranks hold the same shard.
+                for group in replica_groups(tensor):
+                    self._alike[key, tuple(dist.get_process_group_ranks(group))] = own[key]
+            self._digest_kinds(own)
+        return numbers, own
 
     def _digest_kinds(self, numbers: Mapping[str, int]) -> None:
-        for kind in dict.fromkeys(key.partition(":")[0] for key in numbers):
-            self._own[kind] = _digest(
-                {key: n for key, n in numbers.items() if key.startswith(f"{kind}:")}
-            )
+        of_kinds: dict[str, dict[str, int]] = {}
+        for key, number in numbers.items():
+            of_kinds.setdefault(key.partition(":")[0], {})[key] = number
+        for kind, of_kind in of_kinds.items():
+            self._own[kind] = _digest(of_kind)
 
     def _join_outputs(self) -> None:
         """Join the entries of all ranks' micro-batches."""
         if self.here.size > 1:
             self._digest_kinds({key: int(entry[0]) for key, entry in self._entries.items()})
-            of_ranks = self.here.gather(self._entries)
-            keys = list(dict.fromkeys(key for entries in of_ranks for key in entries))
-            self._entries = {
-                key: _joined([entries[key] for entries in of_ranks if key in entries])
-                for key in keys
-            }
+            joined: dict[str, list[float]] = {}
+            for entries in self.here.gather(self._entries):
+                for key, (number, square, numel) in entries.items():
+                    entry = joined.setdefault(key, [0, 0.0, 0])
+                    entry[0] = combine([int(entry[0]), int(number)])
+                    entry[1] += square
+                    entry[2] += numel
+            self._entries = joined
         for entry in self._entries.values():
             entry[1] = entry[1] ** 0.5
 
@@ -265,18 +362,13 @@ def is_plain(x: object) -> TypeGuard[Tensor]:
 
 
 def _held_key(key: str) -> str:
-    """``held:NAME`` of a weight, ``held:exp_avg:NAME`` of a moment."""
-    return key.replace("weight:", "held:", 1) if key.startswith("weight:") else f"held:{key}"
+    """Return ``held:NAME`` of a weight, ``held:exp_avg:NAME`` of a moment."""
+    return f"held:{key.removeprefix('weight:')}"
 
 
 def _entry(number: int, x: Tensor) -> list[float]:
     """Return the entry of a tensor in a row: its fingerprint, norm and number of elements."""
     return [number, _sum_of_squares(x) ** 0.5, x.numel()]
-
-
-def _joined(entries: list[list[float]]) -> list[float]:
-    prints, squares, counts = zip(*entries, strict=True)
-    return [combine(int(number) for number in prints), sum(squares), sum(counts)]
 
 
 def _sum_of_squares(x: Tensor) -> float:
@@ -291,146 +383,25 @@ def _sum_of_squares(x: Tensor) -> float:
     return float(torch.stack(chunks).sum()) if chunks else 0.0
 
 
-# ── by rank ───────────────────────────────────────────────────────────────────────────────────────
-
-_SHOWN = 8
-"""Tensors that are named where ranks differ; in the next step all do."""
-
-
 def _parted(of_all: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> Row:
     """Return the first tensors with different replicas, with each rank's number.
 
     ``None`` for a rank without it.
     """
+    places: dict[tuple[str, tuple[int, ...]], None] = {}
+    for numbers in of_all:
+        places |= dict.fromkeys(numbers)
     parted: Row = {}
-    for key, ranks in dict.fromkeys(place for numbers in of_all for place in numbers):
-        if len({of_all[rank].get((key, ranks)) for rank in ranks}) > 1:
+    for key, ranks in places:
+        row: list[int | None] = [None] * len(of_all)
+        for rank in ranks:
+            row[rank] = of_all[rank].get((key, ranks))
+        if len(parted) < _SHOWN and len({row[rank] for rank in ranks}) > 1:
             # Shards have separate groups. Their numbers may differ between groups.
             name = f"{key} of {in_words(ranks)}" if key in parted else key
-            parted[name] = [
-                numbers.get((key, ranks)) if rank in ranks else None
-                for rank, numbers in enumerate(of_all)
-            ]
-    return dict(list(parted.items())[:_SHOWN])
+            parted[name] = row
+    return parted
 
 
 def _digest(numbers: Mapping[str, int]) -> int:
     return int(fingerprint_all(numbers), 16)
-
-
-# ── a loop of the user's ──────────────────────────────────────────────────────────────────────────
-
-
-class LoopFingerprints(Fingerprints):
-    """Fingerprints of a user's loop, where the recorder's hooks make the calls that the trainer
-    makes itself.
-
-    A forward pass with gradients is a micro-batch. The optimizer's step has the gradients before it
-    and the states after it. On several ranks, hooks on the parameters read this rank's gradients
-    before ``DistributedDataParallel`` sums them.
-
-    Args:
-        model: its tensors are recorded.
-        optimizer: the model's, without wrappers.
-        every: steps between fingerprints. The start and the first step have fingerprints too. 0 for
-            none.
-        here: the ranks. All ranks make all calls.
-        on_failure: called with a sentence if recording must end. On several ranks, which wait for
-            each other, the error is raised instead.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        every: int,
-        here: Ranks,
-        on_failure: Callable[[str], object],
-    ) -> None:
-        super().__init__(model, optimizer, every, here, first=1)
-        self._on_failure = on_failure
-        self._has_begun = True
-        self._is_past_backward = False
-        self._num_sequences = self._step = 0
-        self._pass = ExitStack()
-        self._backward = ExitStack()
-
-    def expect(self, step: int) -> None:
-        """Expect the step that ends as number ``step``.
-
-        Changes before its first pass count as between steps.
-        """
-        self.close()
-        self._step = step
-        self._num_sequences = 0
-        self._is_past_backward = False
-        self._has_begun = False
-
-    def close(self) -> None:
-        """Remove the hooks of a pass and of a backward pass."""
-        self._pass.close()
-        self._backward.close()
-
-    def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
-        if self.is_on:
-            self.guarded(super()._add, key, x, first_sequence)
-
-    def _begin_once(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self.begin(self._step)
-            if self.is_on and self.here.size > 1:
-                hooks.follow_gradients(self._backward, self.model, self._see_gradient)
-
-    def _see_gradient(self, gradient: Tensor) -> None:
-        if is_plain(gradient.detach()):
-            self.guarded(self.sent, gradient.detach())
-
-    def before_pass(self, inputs: tuple[Any, ...]) -> None:
-        """Begin a micro-batch.
-
-        Later computations than the backward pass are not part of the step.
-        """
-        if self._is_past_backward:
-            return
-        self._begin_once()
-        if not self.is_on:
-            return
-        self.after_pass()  # one that raised
-        # The tokens are the first integer input with two dims: batch, sequence.
-        tensors = (
-            x for x in inputs if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
-        )
-        tokens = next(tensors, None)
-        self.sees_outputs = not torch_names.is_compiled_model(self.model)
-        self._pass.enter_context(self.micro_batch(tokens, self._num_sequences))
-        self._num_sequences += 0 if tokens is None else len(tokens)
-
-    def after_pass(self) -> None:
-        """End the micro-batch."""
-        self._pass.close()
-
-    def before_step(self) -> None:
-        """Record the gradients."""
-        self._begin_once()
-        self.close()
-        self._is_past_backward = True
-        self.gradients()
-
-    def after_step(self) -> None:
-        """Record the weights and the states."""
-        self.states(self._step)
-
-    def guarded(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function. An error ends the fingerprints, and not the loop."""
-        try:
-            with torch.no_grad():
-                function(*args)
-        except Exception as error:
-            if self.here.size > 1:
-                raise
-            self._pass.close()
-            self.every = 0
-            self.is_on = False
-            self.last = None
-            self._on_failure(f"no more fingerprints are recorded: {words_of(error)}")

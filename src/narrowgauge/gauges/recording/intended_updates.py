@@ -45,19 +45,16 @@ class IntendedStep:
         self._is_stochastic = False
         if self.why_not:
             return
-        members = [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if (gradient := gradient_of(p)) is not None
-            and gradient.layout is torch.strided
-            and p.numel()
-            and _keeps_visible(optimizer, group, p)
-        ]
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                gradient = gradient_of(p)
+                is_dense = gradient is not None and gradient.layout is torch.strided
+                if is_dense and p.numel() and _keeps_visible(optimizer, group, p):
+                    self._before[p] = _part(p, p).double()
+        members = list(self._before)
         if not members:
             self.why_not = "no tensor is whole on this rank and kept in its weight alone"
             return
-        self._before = {p: _part(p, p).double() for p in members}
         try:
             devices = {p.device for p in members if p.is_cuda}
             with torch.random.fork_rng(list(devices)):
@@ -76,9 +73,11 @@ class IntendedStep:
 
         Call it after the step.
         """
-        rows = list[Tensor]()
-        for p, before in self._before.items() if self._twins else ():
-            stored, exact = self._twins
+        if not self._twins:
+            return {}, []
+        stored, exact = self._twins
+        rows = []
+        for p, before in self._before.items():
             now = _part(p, p)
             intended = exact[p] - before
             change = now.double() - before
@@ -86,21 +85,22 @@ class IntendedStep:
             if self._is_stochastic:
                 # The variance of ⟨D,E⟩: an element that is rounded up or down by chance has |d| ·
                 # ulp.
-                ulp = torch.finfo(p.dtype).eps * torch.exp2(
-                    before.abs().clamp(min=1e-30).log2().floor()
-                )
+                exponents = before.abs().clamp(min=1e-30).log2().floor()
+                ulp = torch.finfo(p.dtype).eps * torch.exp2(exponents)
                 noise = (intended.abs() ** 3 * ulp).sum()
             share = local_of(p).numel() / now.numel()
-            sums = (
-                share * intended.square().sum(),
-                share * (intended * change).sum(),
-                share**2 * noise,
-                share * (now.double() - stored[p]).square().sum(),
-            )
-            rows.append(torch.stack(sums))
-        table = dict(zip(self._before, on_host(rows), strict=False))
-        sums_of = {p: row[:3] for p, row in table.items() if row[3] <= REPEATED**2 * row[0]}
-        return sums_of, [p for p in table if p not in sums_of]
+            energy = share * intended.square().sum()
+            product = share * (intended * change).sum()
+            error = share * (now.double() - stored[p]).square().sum()
+            rows.append(torch.stack([energy, product, share**2 * noise, error]))
+        sums: dict[Tensor, list[float]] = {}
+        unrepeated = []
+        for p, row in zip(self._before, on_host(rows), strict=True):
+            if row[3] <= REPEATED**2 * row[0]:
+                sums[p] = row[:3]
+            else:
+                unrepeated.append(p)
+        return sums, unrepeated
 
 
 def _random_states(devices: set[torch.device]) -> list[bytes]:
@@ -122,17 +122,11 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
         return ""
     if dist.is_initialized() and dist.get_world_size() > 1:
         return "its step may talk to other ranks"
-    known = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys() | {
-        "step",
-        "found_inf",
-        "grad_scale",
-    }
-    others = [
-        name
-        for name, value in vars(optimizer).items()
-        if name not in known and not isinstance(value, _PLAIN)
-    ]
-    return f"its attribute {others[0]} may be shared with the run" if others else ""
+    known = {"step", "found_inf", "grad_scale", *vars(torch.optim.Optimizer([torch.zeros(1)], {}))}
+    for name, value in vars(optimizer).items():
+        if name not in known and not isinstance(value, _PLAIN):
+            return f"its attribute {name} may be shared with the run"
+    return ""
 
 
 def _keeps_visible(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> bool:
@@ -182,10 +176,8 @@ def _stepped(
     """
 
     def cast(x: Tensor) -> Tensor:
-        is_cast = (
-            dtype is not None and x.is_floating_point() and type(x) in (Tensor, torch.nn.Parameter)
-        )
-        return x.to(dtype) if is_cast else x
+        is_plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_floating_point()
+        return x.to(dtype) if is_plain and dtype is not None else x
 
     def state_part(value: Any, p: Tensor) -> Any:
         if not isinstance(value, Tensor):
@@ -194,23 +186,26 @@ def _stepped(
         is_state = value.ndim > 0 or (value.shape == p.shape and value.dtype == p.dtype)
         return cast(_part(value, p)) if is_state else value.clone()
 
-    parts = {p: torch.nn.Parameter(cast(_part(p, p))) for p in members}
     twin = object.__new__(type(optimizer))
-    vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    twin.param_groups = [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-        | {"params": [parts[p] for p in group["params"] if p in parts]}
-        for group in optimizer.param_groups
-    ]
-    state = copy.copy(optimizer.state)
-    state.clear()
-    for p, part in parts.items():
+    vars(twin).update(vars(optimizer))
+    vars(twin).pop("step", None)  # a schedule wraps it
+    twin.state = copy.copy(optimizer.state)
+    twin.state.clear()
+    parts: dict[Tensor, Tensor] = {}
+    for p in members:
+        part = torch.nn.Parameter(cast(_part(p, p)))
         gradient = gradient_of(p)
         assert gradient is not None
         part.grad = cast(_part(gradient, p))
         if p in optimizer.state:
-            state[part] = {name: state_part(value, p) for name, value in optimizer.state[p].items()}
-    twin.state = state
+            state = optimizer.state[p].items()
+            twin.state[part] = {name: state_part(value, p) for name, value in state}
+        parts[p] = part
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+        settings["params"] = [parts[p] for p in group["params"] if p in parts]
+        twin.param_groups.append(settings)
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(twin)
     return {p: part.detach() for p, part in parts.items()}

@@ -5,10 +5,19 @@ an average of its weights.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
+from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.analysis.thresholds import SETTLED
+from narrowgauge.checks.step_samples import evenly_spread
+from narrowgauge.gauges.recording.intended_updates import on_host
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.put_back import objects_of
 
 
@@ -28,17 +37,80 @@ def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
     names and shapes.
     """
     tensors = dict(model.named_parameters())
-    copies = list[dict[str, Tensor]]()
+    shapes = {name: p.shape for name, p in tensors.items()}
+    copies = []
     for other in gc.get_objects():
+        kind = type(other)
         # Code of other libraries is not called.
-        if (
-            issubclass(type(other), nn.Module)
-            and type(other).named_parameters is nn.Module.named_parameters
-        ):
-            parameters = dict(other.named_parameters()) if "_modules" in vars(other) else {}
-            is_alike = parameters.keys() == tensors.keys() and all(
-                p.shape == tensors[n].shape for n, p in parameters.items()
-            )
-            if is_alike and {*parameters.values()}.isdisjoint(tensors.values()):
-                copies.append(parameters)
+        if not issubclass(kind, nn.Module) or "_modules" not in vars(other):
+            continue
+        if kind.named_parameters is not nn.Module.named_parameters:
+            continue
+        parameters = dict(other.named_parameters())
+        is_other = {*parameters.values()}.isdisjoint(tensors.values())
+        if is_other and shapes == {name: p.shape for name, p in parameters.items()}:
+            copies.append(parameters)
     return copies
+
+
+class Averages:
+    """Copies of the model's weights that the loop writes in every step, as an average of them.
+
+    A copy of the best weights is not written in every step, and another model has an optimizer.
+
+    Args:
+        copies: the parameters of other models of the same shapes.
+        trained: the watched weights.
+        step: the present one.
+    """
+
+    def __init__(
+        self, copies: Iterable[Mapping[str, Tensor]], trained: Mapping[str, Tensor], step: int
+    ) -> None:
+        self._step = step
+        self._copies: list[tuple[str, weakref.ref[Tensor], int, Tensor]] = []
+        for copy in copies:
+            for name, p in copy.items():
+                if name in trained and not p.is_meta:
+                    start = evenly_spread(p).clone()
+                    self._copies.append((name, weakref.ref(p), p._version, start))
+        self.names = {row[0] for row in self._copies}
+
+    def readings(
+        self,
+        step: int,
+        start: Mapping[str, Tensor],
+        now: Mapping[str, Tensor],
+        stepped: Iterable[Tensor],
+    ) -> Iterator[Reading]:
+        """Yield an average that ran away, and the averages that do not move.
+
+        Args:
+            start, now: elements of the weights that moved, when the watch began and at present.
+            stepped: parameters with an optimizer.
+        """
+        others = {*stepped}
+        written = []
+        norms = []
+        for name, reference, version, first in self._copies:
+            p = reference()
+            if p is None or p in others or p._version - version < SETTLED or name not in now:
+                continue
+            values = evenly_spread(p)
+            written.append((name, dtype_name(p.dtype)))
+            # An average may be on the CPU.
+            tensors = (values - first, values, start[name], now[name])
+            norms.append(torch.stack([x.double().norm().to(values.device) for x in tensors]))
+        kind = KINDS["average-apart"]
+        still = {}
+        apart = []
+        for (name, format), (change, size, *sizes) in zip(written, on_host(norms), strict=True):
+            largest = max(sizes)
+            if largest < math.inf and not size <= kind.bound * largest:
+                apart.append((name, size, largest))
+            if change == 0 and step >= self._step + SETTLED:
+                still[name] = format
+        for name, size, largest in apart[:1]:
+            yield kind.reading(name, size / largest, step=step, size=size, largest=largest)
+        formats = of_all(dict.fromkeys(still.values()))
+        yield from KINDS["average-unmoved"].of(still, step, formats=formats)

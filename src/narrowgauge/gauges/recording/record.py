@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,6 @@ class Record(AbstractContextManager["Record"]):
             if self.here.size > 1:
                 ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
             self._hear(ours)
-            self._rebuild()  # the audit raises lost_updates, so no detector does
         if every:
             self.gauges = attach_gauges(model, optimizer, every=every, on_row=self.gauge)
             self.undo.callback(self.gauges.detach)
@@ -134,19 +132,17 @@ class Record(AbstractContextManager["Record"]):
         def alarmed(alarms: list[Alarm]) -> None:
             before(alarms)
             for alarm in alarms:
-                advice = f"storage '{alarm.fallback}'"
-                value = alarm.reading.edq
-                step = self.num_steps + 1
                 event = Event(
                     "lost_updates",
-                    step,
+                    self.num_steps + 1,
                     alarm.message,
                     alarm.tensor,
-                    value,
-                    advice=advice,
+                    alarm.reading.edq,
+                    advice=f"storage '{alarm.fallback}'",
+                    detector="audit",
                     stage="storage",
                 )
-                self.event(replace(event, detector="audit"))
+                self.event(event)
 
         optimizer.on_alarm = alarmed
         self.undo.callback(setattr, optimizer, "on_alarm", before)
@@ -154,7 +150,7 @@ class Record(AbstractContextManager["Record"]):
     def _rebuild(self) -> Run:
         """Restore the detectors from the run folder, which rank 0 reads. Return its content."""
         run = self.here.of_first(lambda: read_run(self.folder))
-        self.alarms = Alarms(self.recipe, is_audited=self.reader.ours is not None)
+        self.alarms = Alarms(self.recipe)
         self.alarms.read(run.steps, run.gauges)
         return run
 
@@ -220,16 +216,15 @@ class Record(AbstractContextManager["Record"]):
     def gauge(self, row: Row) -> None:
         """Write a row of ``gauges.jsonl``, and let the detectors read it."""
         self._append("gauges", row)
-        # torch's GradScaler passes its scale this way. A scaled gradient overflows now and then.
-        if getattr(self.reader.optimizer, "grad_scale", None) is not None:
-            self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for event in self.alarms.on_gauges(row):
             self.event(event, shown=True)
 
     def fingerprint(self, prints: Fingerprints) -> None:
-        """Write the newest row of ``fingerprints.jsonl``, if the step has one."""
-        row = prints.last
-        prints.last = None
+        """Write the newest row of ``fingerprints.jsonl``, if the step has one.
+
+        Expect the next step.
+        """
+        row = prints.take(self.num_steps)
         if row is not None and self.writer is not None:
             self.writer.append("fingerprints", row)
 
@@ -269,10 +264,11 @@ class Record(AbstractContextManager["Record"]):
         self.num_steps = step
         self._num_failed = 0
         self.evaluated = run.evals[-1]["step"] if run.evals else -1
-        self.tokens = next(
-            (row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0
-        )
-        self.seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
+        self.tokens = 0
+        self.seconds = 0.0
+        for row in run.steps:
+            self.tokens = row.get("tokens") or self.tokens
+            self.seconds += row.get("seconds") or 0.0
         if self.gauges is not None:
             self.gauges.restart(step)
         self._seconds_before = self.seconds
@@ -286,35 +282,31 @@ class Record(AbstractContextManager["Record"]):
         """
         run = self.here.of_first(lambda: read_run(self.folder))
         total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
+        rates = []
+        memory = 0
+        num_skipped = 0
         for row in run.steps:
-            if sums := row.get("audit_sums"):
-                total += torch.tensor(
-                    [sums.get(name, math.nan) for name in UPDATE_SUMS],
-                    dtype=torch.float64,
-                    device="cpu",
-                )
-        rates = [
-            row["tokens_per_second"]
-            for row in run.steps
-            if row.get("tokens_per_second") is not None
-        ]
-        memory = [row.get("peak_memory_bytes") or 0 for row in run.steps]
+            sums = row.get("audit_sums")
+            if sums:
+                total += total.new_tensor([sums.get(name, math.nan) for name in UPDATE_SUMS])
+            if row.get("tokens_per_second") is not None:
+                rates.append(row["tokens_per_second"])
+            memory = max(memory, row.get("peak_memory_bytes") or 0)
+            num_skipped += bool(row.get("skipped"))
         losses = [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
         values = {
             "val_loss": losses[-1] if losses else None,
             "steps": self.num_steps,
             "tokens": self.tokens or None,
             "bytes_per_param": self.reader.bytes_per_param(),
-            "step_memory_bytes": max(memory, default=0) or None,
-            "num_skipped": sum(bool(row.get("skipped")) for row in run.steps),
+            "step_memory_bytes": memory or None,
+            "num_skipped": num_skipped,
             "wall_seconds": self._seconds_before + time.perf_counter() - self._began,
             **columns,
         }
-        measured = {
-            "tokens_per_second": statistics.median_high(rates) if rates else None,
-            **figures_of(total),
-        }
-        return {name: value for name, value in values.items() if value is not None} | measured
+        summary = {name: value for name, value in values.items() if value is not None}
+        summary["tokens_per_second"] = statistics.median_high(rates) if rates else None
+        return summary | figures_of(total)
 
     def finish(self, summary: Row) -> None:
         """Write the last event and ``summary.json``."""
@@ -350,11 +342,11 @@ def numbers(row: Any, caller: str) -> Row:
         raise NarrowgaugeError(
             f"{caller} was given {row!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.'
         )
+    plain: Row = {}
     try:
-        return {
-            str(key): value.item() if hasattr(value, "item") else value
-            for key, value in row.items()
-        }
+        for key, value in row.items():
+            plain[str(key)] = value.item() if hasattr(value, "item") else value
+        return plain
     except (ValueError, RuntimeError) as error:
         raise NarrowgaugeError(
             f"{caller} was given a value that is not one number: {error}.", "Give numbers."

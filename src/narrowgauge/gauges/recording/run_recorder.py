@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,9 @@ from narrowgauge.checks.step_samples import weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
+from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.certificate import SAVED, Certificate
-from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
+from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import (
     describe_model,
     describe_process,
@@ -42,20 +42,19 @@ from narrowgauge.gauges.recording.provenance import (
 )
 from narrowgauge.gauges.recording.record import OnRow, Record
 from narrowgauge.gauges.recording.step_row import batch_checksum
-from narrowgauge.gauges.recording.watch import RunNotice, Watch
+from narrowgauge.gauges.recording.watch import Watch
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import is_run, read_run
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import Row, number
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.torch_hooks import members_of
-from narrowgauge.torch_support.torch_names import unwrapped_model
 
 _OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
 atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))
@@ -172,17 +171,12 @@ class RunRecorder(Watch):
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(self._record.close)
             earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
-            self._prints = LoopFingerprints(
-                unwrapped_model(model),
-                self.optimizer,
-                fingerprints_every,
-                here,
-                partial(self.event, "note"),
-            )
-            self._record.undo.callback(self._prints.close)
             self._has_formats = False
             super().__init__(model, self.optimizer, every=every, called=called)
             self._record.undo.callback(self.remove)
+            self.hub.say = self._note
+            self._prints = Fingerprints(self.hub, fingerprints_every)
+            self._record.undo.callback(self._prints.end)
             self._columns = Row()
             self._num_taken = 0
             self.gauges = self._record.watch(model, optimizer, every=gauges_every)
@@ -250,31 +244,28 @@ class RunRecorder(Watch):
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or "
                 "0.",
             )
-        if batch is not None:  # of floats, the bits
-            batch = batch.detach().cpu()
-            batch = batch.float().view(torch.int32) if batch.is_floating_point() else batch
-        entries: Row = {
-            "loss": loss,
-            "tokens": None if tokens is None else self._record.tokens + tokens,
-            "batch_crc": None if batch is None else batch_checksum(batch.numpy()),
-            "recomputed": self._recomputed or None,
-            "skipped": self._was_skipped(),
-            **self._columns,
-            **columns,
-        }
+        entries: Row = {"loss": loss, "skipped": self._was_skipped()}
+        if tokens is not None:
+            entries["tokens"] = self._record.tokens + tokens
+        if batch is not None:
+            values = batch.detach().cpu()
+            if values.is_floating_point():
+                values = values.float().view(torch.int32)  # the bits
+            entries["batch_crc"] = batch_checksum(values.numpy())
+        entries["recomputed"] = self._recomputed or None
+        entries |= self._columns
+        entries |= columns
         self._check_clip(entries)
         self._recomputed = {}
         self._columns = {}
-        row = self._record.step(
-            {name: value for name, value in entries.items() if value is not None}
-        )
+        known = {name: value for name, value in entries.items() if value is not None}
+        row = self._record.step(known)
         super().step(row.get("loss"))
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
             for line in coarse_loss(loss):
                 self.event("note", line)
         self._record.fingerprint(self._prints)
-        self._prints.expect(self.num_steps + 1)
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
         """Record an evaluation at the current step.
@@ -327,28 +318,25 @@ class RunRecorder(Watch):
         goes_on = self._must_go_back or step > 0
         # The first row may be of a later step, if the loop continued another run's checkpoint.
         run = self._record.here.of_first(lambda: read_run(self.folder))
-        rows = run.steps
-        paths = [
-            e["message"] for e in run.events if e["kind"] == "checkpoint" and e["step"] == step
-        ]
-        self._record.go_back(step, first=rows[0]["step"] if rows else step + 1)
-        if (
-            not began
-        ):  # a rollback keeps the samples of the start, which a new process does not know
+        path = ""
+        for event in run.events:
+            if event["kind"] == "checkpoint" and event["step"] == step:
+                path = event["message"].removeprefix(SAVED)
+        self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
+        if not began:
+            # A rollback keeps the samples of the start, which a new process does not know.
             self._start_samples()
         self._step = step
         if self._audited is not None:
             self._audited.go_on_from_checkpoint()
         self._must_go_back = False
-        for reading in (
-            self._certificate.differences(paths[-1].removeprefix(SAVED), objects) if paths else ()
-        ):
-            self._record.event(event_of(reading, step), shown=True)
+        if path:
+            for reading in self._certificate.differences(path, objects):
+                self._record.event(event_of(reading, step), shown=True)
         self._begin_at(step)
         if goes_on or began:
-            self.event(
-                "resume", f"from step {step}" + (f", after {began} were done" if began else "")
-            )
+            done = f", after {began} were done" if began else ""
+            self.event("resume", f"from step {step}{done}")
 
     def close(self, finished: bool = True) -> None:
         """End the record.
@@ -407,25 +395,24 @@ class RunRecorder(Watch):
         except Exception as error:  # states of another library
             self.event("note", f"the set-up was not checked: {words_of(error)}")
             return
-        readings = {r.what: r for r in reversed(in_order(found))}
         silent = {"missing-parameters", "no-gradient"}
-        self._record_new(
-            [r for r in readings.values() if r.severity != "note" and r.what not in silent],
-            step,
-            static=True,
-        )
+        first: dict[str, Reading] = {}
+        for reading in in_order(found):
+            if reading.severity != "note" and reading.what not in silent:
+                first.setdefault(reading.what, reading)
+        self._record_new(list(first.values()), step, static=True)
 
     def _check_clip(self, entries: Row) -> None:
         """Compare the norm that reached an audited step with the loop's own norm before clipping."""
         norm = self._recomputed.get("norm")
-        before = entries.get("grad_norm")
-        if norm is None or before is None or not math.isfinite(float(before)):
+        before = number(entries.get("grad_norm"))
+        if norm is None or before is None or not math.isfinite(before):
             return
-        expected = float(before) if self._limit is None else min(self._limit, float(before))
+        expected = before if self._limit is None else min(self._limit, before)
         kind = KINDS["clip-norm"]
         bound = (kind.bound + 2.0**-7) * expected
         if abs(norm - expected) > bound:
-            cause = f", of {float(before):.4g} before the clip"
+            cause = f", of {before:.4g} before the clip"
             reading = kind.reading("", norm, expected, bound, cause=cause)
             self._record_new([reading], self.num_steps + 1)
 
@@ -457,62 +444,54 @@ class RunRecorder(Watch):
     def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         yield from super()._sampled_readings(optimizer, step)
         if not isinstance(optimizer, Optimizer):  # the rows of ours have the audit's figures
-            self._columns = {
-                name: x for name, x in self.numbers().items() if name.startswith("effective_lr")
-            }
+            for name, value in self.numbers().items():
+                if name.startswith("effective_lr"):
+                    self._columns[name] = value
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
-        self._prints.guarded(self._prints.before_first, step)
+        self.hub.guard(self._prints, self._prints.start, step)
         self._record.fingerprint(self._prints)
-        self._prints.expect(step + 1)
 
-    def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        super()._before_pass(module, args, kwargs)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._prints.guarded(self._prints.before_pass, (*args, *kwargs.values()))
+    def _note(self, message: str) -> None:
+        self._record.event(Event("note", self.num_steps, message), shown=True)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._prints.guarded(self._prints.before_step)
-        super()._before_step(optimizer)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._prints.guarded(self._prints.after_step)
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step that was taken, too."""
         found_inf = getattr(optimizer, "found_inf", None)  # of torch.amp.GradScaler, if fused
-        self._num_taken += found_inf is None or not bool(found_inf)
-        super()._after_step(optimizer)
+        if found_inf is None or not bool(found_inf):
+            self._num_taken += 1
+        super().after_step(optimizer)
 
-    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after_pass(self, output: Any) -> None:
         """Record the formats of the first forward pass too.
 
         After a resume, note changed formats.
         """
-        super()._after_pass(module, args, output)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        self._prints.after_pass()
-        if self._has_formats or not (formats := formats_of(output)):
+        super().after_pass(output)
+        formats = {} if self._has_formats else formats_of(output)
+        if not formats:
             return
         self._has_formats = True
-        before = self._run["model"].get("formats")
+        model = self._run["model"]
+        before = model.get("formats")
         now = formats["formats"]
-        if before is None and self._record.writer is not None:
-            self._record.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
-        elif before not in (None, now):
-            message = (
-                f"the model computed in {before} when the run began, and now computes in {now}"
-            )
+        if before is None:
+            if self._record.writer is not None:
+                self._record.writer.amend({**self._run, "model": {**model, **formats}})
+        elif before != now:
+            began = f"the model computed in {before} when the run began"
+            message = f"{began}, and now computes in {now}"
             self.event("note", message, detector="changed-settings")
 
     def _summary(self) -> Row:
         stepped = {*members_of(self.optimizer)}
-        stored = {
-            n: weight_of(self.optimizer, p)
-            for n, p in self.model.named_parameters()
-            if p in stepped
-        }
+        stored = {}
+        for name, p in self.model.named_parameters():
+            if p in stepped:
+                stored[name] = weight_of(self.optimizer, p)
         config = self._record.here.of_first(lambda: read_run(self.folder)).config
         return self._record.summary(
             recipe=config.get("recipe"),
@@ -522,18 +501,19 @@ class RunRecorder(Watch):
 
     def _description(self, policy: Recipe | None, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the content of ``run.toml``."""
-        parameters = list(self.model.parameters())
         group = self.optimizer.param_groups[0]
-        config = {
-            **({"recipe": policy.to_value()} if policy is not None else {}),
-            "model": type(self.model).__name__,
-            "seed": group.get("seed", 0),
-        }
-        plain = {name: value for name, value in group.items() if _is_plain(value)}
+        config = {"model": type(self.model).__name__, "seed": group.get("seed", 0)}
+        if policy is not None:
+            config = {"recipe": policy.to_value(), **config}
+        optimizer = {"class": type(self.optimizer).__name__}
+        for name, value in group.items():
+            if _is_plain(value):
+                optimizer[name] = value
+        device = next(self.model.parameters()).device
         return {
             "config": {**config, **settings},
-            **describe_process(parameters[0].device, all_ranks().size),
-            "optimizer": {"class": type(self.optimizer).__name__, **plain},
+            **describe_process(device, all_ranks().size),
+            "optimizer": optimizer,
             "model": describe_model(self.model),
             "recorder": {"program": Path(sys.argv[0]).name},
         }
@@ -541,11 +521,9 @@ class RunRecorder(Watch):
 
 def _is_plain(value: object) -> bool:
     """Return whether TOML can hold a value. ``Adafactor`` has an epsilon of ``None`` in a tuple."""
-    return (
-        all(map(_is_plain, value))
-        if isinstance(value, tuple)
-        else isinstance(value, (bool, int, float, str))
-    )
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str))
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
@@ -553,16 +531,18 @@ def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe
 
     ``None`` if unknown.
     """
-    narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
-    storage = (
-        STORAGES.get(optimizer.param_groups[0]["storage"])
-        if isinstance(optimizer, Optimizer)
-        else None
-    )
+    if not isinstance(optimizer, Optimizer):
+        return None
+    storage = STORAGES.get(optimizer.param_groups[0]["storage"])
     if storage is None:
         return None
+    compute = COMPUTES["bfloat16"]
+    for module in model.modules():
+        if isinstance(module, Linear):
+            compute = module.compute
+            break
     try:
-        return Recipe(narrow.compute if narrow is not None else COMPUTES["bfloat16"], storage)
+        return Recipe(compute, storage)
     except RecipeError:
         return None
 

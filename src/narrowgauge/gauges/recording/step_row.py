@@ -82,55 +82,51 @@ class StepReader:
         """Return the last step's columns of the optimizer and the layers."""
         if self.optimizer is None:
             return {}
-        group = self.optimizer.param_groups[0]
-        row: Row = (
-            {} if group["lr"] is None else {"lr": float(group["lr"])}
-        )  # Adafactor may have none
+        row: Row = {}
+        rate = self.optimizer.param_groups[0]["lr"]
+        if rate is not None:  # Adafactor may have none
+            row["lr"] = float(rate)
         if torch.cuda.is_available():
             row["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         reduction = None if self.model is None else reduction_of(self.model)
         if reduction is not None and reduction.size > 1:
             seconds = all_ranks().gather(reduction.seconds())
-            row |= {
-                "communication_seconds": fmean(seconds),
-                "wait_seconds": fmean(seconds) - min(seconds),
-            }
-        if self.ours is None:
-            return row
-        self.ours.settle()
-        self.was_skipped = self.ours.num_skipped > self._num_skipped
-        row["skipped"] = self.was_skipped or self.ours.num_calls == self._num_calls
-        if self.ours.grad_norm is not None:
-            row["grad_norm"] = float(self.ours.grad_norm)
-        if self.ours.loss_scaler is not None:
-            row["loss_scale"] = float(self.ours.loss_scaler.scale_tensor)
-        sums = self.ours.last_audit
-        self.ours.last_audit = None
-        if sums is not None:
-            sums = sums.to("cpu", torch.float64)
-            row |= {
-                **figures_of(sums),
-                "audit_sums": dict(zip(UPDATE_SUMS, sums.tolist(), strict=True)),
-            }
+            row["communication_seconds"] = fmean(seconds)
+            row["wait_seconds"] = fmean(seconds) - min(seconds)
+        return row if self.ours is None else row | self._read_ours(self.ours)
+
+    def _read_ours(self, optimizer: Optimizer) -> Row:
+        optimizer.settle()
+        self.was_skipped = optimizer.num_skipped > self._num_skipped
+        is_taken = optimizer.num_calls > self._num_calls and not self.was_skipped
+        row: Row = {"skipped": not is_taken}
+        if optimizer.grad_norm is not None:
+            row["grad_norm"] = float(optimizer.grad_norm)
+        if optimizer.loss_scaler is not None:
+            row["loss_scale"] = float(optimizer.loss_scaler.scale_tensor)
+        if optimizer.last_audit is not None:
+            sums = optimizer.last_audit.to("cpu", torch.float64)
+            optimizer.last_audit = None
+            row |= figures_of(sums)
+            row["audit_sums"] = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
         return row
 
     def bytes_per_param(self) -> float | None:
         """Return the bytes of weights, gradients and states per parameter, as our optimizers count
         them.
         """
-        if self.optimizer is None or self.ours is not None:
-            return None if self.ours is None else self.ours.bytes_per_param()
-        parameters = members_of(self.optimizer)
-        states = [
-            t
-            for p in parameters
-            for t in self.optimizer.state.get(p, {}).values()
-            if isinstance(t, Tensor)
-        ]
-        local = [local_of(t) for t in (*parameters, *parameters, *states)]
-        total: int = sum(t.numel() * t.element_size() for t in local)
-        number: int = sum(local_of(p).numel() for p in parameters)
-        return total / max(1, number)
+        if self.ours is not None:
+            return self.ours.bytes_per_param()
+        if self.optimizer is None:
+            return None
+        size = 0
+        count = 0
+        for p in members_of(self.optimizer):
+            states = [x for x in self.optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
+            count += local_of(p).numel()
+            for x in map(local_of, (p, p, *states)):
+                size += x.numel() * x.element_size()
+        return size / max(1, count)
 
 
 def batch_checksum(batch: np.ndarray) -> str:
@@ -140,11 +136,11 @@ def batch_checksum(batch: np.ndarray) -> str:
         >>> batch_checksum(np.zeros((2, 3), dtype=np.int64)) == batch_checksum(np.ones((2, 3), dtype=np.int64))
         False
     """
-    hashes = (
-        hashlib.blake2b(row.tobytes(), digest_size=8).digest()
-        for row in np.atleast_2d(batch).astype(np.uint32)
-    )
-    return f"{sum(int.from_bytes(number, 'big') for number in hashes) % 2**64:016x}"
+    total = 0
+    for row in np.atleast_2d(batch).astype(np.uint32):
+        digest = hashlib.blake2b(row.tobytes(), digest_size=8).digest()
+        total += int.from_bytes(digest, "big")
+    return f"{total % 2**64:016x}"
 
 
 # ── messages about a step ─────────────────────────────────────────────────────────────────────────
@@ -156,24 +152,24 @@ def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
     All ranks call it.
     """
     # A rank knows of the rows that it holds.
-    names = list(
-        dict.fromkeys(
-            name for overflow in ranks.gather(optimizer.last_overflow) for name in overflow
-        )
-    )
-    scaler = optimizer.loss_scaler
-    where = (
-        f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        if names
-        else ""
-    )
-    scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
-    return f"gradients are not finite{where}; no weight changed{scale}"
+    names: dict[str, None] = {}
+    for overflow in ranks.gather(optimizer.last_overflow):
+        names |= dict.fromkeys(overflow)
+    message = "gradients are not finite"
+    if names:
+        message += f" in '{next(iter(names))}'"
+    if len(names) > 1:
+        message += f" and {len(names) - 1} more"
+    message += "; no weight changed"
+    if optimizer.loss_scaler is not None:
+        message += f"; the loss scale is now {float(optimizer.loss_scaler.scale_tensor):g}"
+    return message
 
 
 def is_finite(row: Row) -> bool:
     """Return whether a step's loss and gradient norm are finite. Unknown values count as finite."""
-    return all(row.get(name) is None or math.isfinite(row[name]) for name in ("loss", "grad_norm"))
+    values = [row.get("loss"), row.get("grad_norm")]
+    return all(value is None or math.isfinite(value) for value in values)
 
 
 def symptom(row: Row) -> str:

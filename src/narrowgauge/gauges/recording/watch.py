@@ -13,9 +13,7 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, in_order, of_all, words_of
+from narrowgauge.analysis.reading import Reading, in_order, of_all
 from narrowgauge.analysis.thresholds import (
     EVALUATIONS_APART,
     LOSS_APART,
@@ -35,24 +33,22 @@ from narrowgauge.analysis.thresholds import (
 from narrowgauge.checks.gradients import has_own_batches, vocabulary_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
-from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.gauges import hooks
+from narrowgauge.gauges.hub import Hub, Listener, RunNotice
 from narrowgauge.gauges.recording.intended_updates import IntendedStep, on_host
-from narrowgauge.gauges.recording.leaves import copies_of, names_of
+from narrowgauge.gauges.recording.leaves import Averages, copies_of, names_of
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_support.torch_hooks import Follower, OwnHook, after_every_step, members_of
+from narrowgauge.torch_support.torch_hooks import after_every_step, members_of
 from narrowgauge.torch_support.torch_names import (
     HostCopy,
     graph_nodes,
     is_compiled_model,
-    is_transformed,
     plain_name,
     unwrapped_model,
-)  # fmt: skip
+)
 
 _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these
@@ -60,13 +56,6 @@ parts.
 """
 _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """All optimizers that have stepped since the first watch of this process."""
-
-
-class RunNotice(UserWarning):
-    """Warn about a watched or recorded loop.
-
-    A recorder writes the warning to ``events.jsonl`` too.
-    """
 
 
 class _Interval(NamedTuple):
@@ -79,55 +68,64 @@ class _Interval(NamedTuple):
     gradient: tuple[int, int] = (0, 0)
 
 
-class Watch:
-    """Hold the hooks and the numbers of a watched loop; created by :func:`watch`.
+class Watch(Listener):
+    """Hold the numbers of a watched loop; created by :func:`watch`.
 
     Attributes:
+        hub: the hooks on the loop.
         unseen: what is not watched, and why.
         is_ended: the hooks are removed.
     """
 
+    title = "the watch"
     is_ended = False
 
     def __init__(
         self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None
     ) -> None:
-        set_up = set_up_of(model, optimizer)
-        self.watched_model = unwrapped_model(model)
-        self.optimizers = set_up.optimizers
+        self._set_up = set_up_of(model, optimizer)
+        inner = unwrapped_model(model)
+        self.watched_model = inner
+        self.optimizers = self._set_up.optimizers
         self.every = every
-        self._is_sharded = any(is_sharded(p) for p in self.watched_model.parameters())
-        self.unseen: dict[str, str] = {}
+        if called is None:
+            # A compiler skips hooks inside the model that it compiles.
+            called = model if is_compiled_model(model) else inner
+        self.hub = Hub(inner, self.optimizers, called)
+        self.unseen = self.hub.unseen
+        self._here = self.hub.here
+        self._is_sharded = any(is_sharded(p) for p in inner.parameters())
         if self._is_sharded:
-            parts = "tensors without an optimizer", "gradients that were not cleared"
-            self.unseen |= dict.fromkeys(parts, "parameters are sharded")
-        self._set_up = set_up
-        self._names = dict[Tensor, str]()
-        self._trained = dict[str, Tensor]()
-        self._optimizer_of = dict[Tensor, torch.optim.Optimizer]()
-        self._since = dict[str, int]()
-        self._start = dict[str, Tensor]()
-        self._moved = dict[str, Tensor]()
-        self._shares = dict[Tensor, list[float]]()
-        self._num_members = 0
+            for part in ("tensors without an optimizer", "gradients that were not cleared"):
+                self.unseen[part] = "parameters are sharded"
+        if self._here.size > 1:
+            self.unseen["losses of ranks"] = "watch.step(loss) was not called"
+        self._names: dict[Tensor, str] = {}
+        self._trained: dict[str, Tensor] = {}
+        self._optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
+        self._since: dict[str, int] = {}
+        self._start: dict[str, Tensor] = {}
+        self._moved: dict[str, Tensor] = {}
+        self._shares: dict[Tensor, list[float]] = {}
         self._step = 0
-        self._numbers = dict[str, float]()
-        self._told = dict[str, float]()
-        self._has_moved = set[str]()
+        self._numbers: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+        self._has_moved: set[str] = set()
+        self._had_gradient: set[str] = set()
         self._is_bad = False
-        self._had_gradient = set[str]()
         self._num_zero = 0
         self._num_uniform = 0
         self._num_overflows = 0
         self._take_up()
         # Of the current step:
-        self._num_passes = self._num_backward = 0
+        self._num_passes = 0
+        self._num_backward = 0
         self._intervals = dict.fromkeys(self.optimizers, _Interval())
         self._sums: dict[str, Tensor] = {}
         self._square: tuple[int, Tensor | float] = -1, 0.0
         self._flags: dict[str, Tensor] = {}
-        self._modes = set[bool]()
-        self._evaluations = set[bool]()
+        self._modes: set[bool] = set()
+        self._evaluations: set[bool] = set()
         self._was_cleared: bool | Tensor = True
         self._intended: IntendedStep | None = None
         self._frozen: dict[Tensor, Tensor] = {}
@@ -139,22 +137,17 @@ class Watch:
         self._after: Tensor | None = None
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
         self._hashes: tuple[str, str] | None = None
-        self._copies: list[tuple[str, int, weakref.ref[Tensor], int, Tensor]] | None = None
-        self._undo = ExitStack()
-        self._here = all_ranks()
-        if self._here.size > 1:
-            self.unseen["losses of ranks"] = "watch.step(loss) was not called"
-        # A compiler skips hooks inside the model that it compiles.
-        self._hook(
-            self.watched_model,
-            called or (model if is_compiled_model(model) else self.watched_model),
-        )
+        self._averages: Averages | None = None
+        self._follow()
 
     def _start_samples(self) -> None:
         """Compare with the weights of now from here on."""
-        for name, p in self._trained.items():
-            self._start[name] = self._elements(p)
-            self._moved[name] = torch.zeros_like(self._start[name], dtype=torch.bool)
+        for name in self._trained:
+            self._start_sample(name)
+
+    def _start_sample(self, name: str) -> None:
+        self._start[name] = self._elements(self._trained[name])
+        self._moved[name] = torch.zeros_like(self._start[name], dtype=torch.bool)
 
     def _take_up(self) -> None:
         """Watch what the optimizers step now: parameters may be added, or thawed, while the loop
@@ -170,8 +163,7 @@ class Watch:
             if self._trained.get(name) is not p:
                 self._trained[name] = p
                 self._since[name] = self._step
-                self._start[name] = self._elements(p)
-                self._moved[name] = torch.zeros_like(self._start[name], dtype=torch.bool)
+                self._start_sample(name)
         for name in self._trained.keys() - trained.keys():
             del self._trained[name], self._start[name], self._moved[name]
 
@@ -179,56 +171,40 @@ class Watch:
         """Copy spread elements of the stored weight, on its device."""
         return evenly_spread(weight_of(self._optimizer_of[p], p)).clone()
 
-    def _hook(self, model: nn.Module, called: nn.Module) -> None:
-        """Hook the called model, the blocks, the smallest trained parameter, and the optimizers."""
+    def _follow(self) -> None:
+        """Follow the blocks and the smallest trained parameter."""
         after_every_step(_remember)
-        self._undo.callback(
-            called.register_forward_pre_hook(OwnHook(self._before_pass), with_kwargs=True).remove
-        )
-        self._undo.callback(called.register_forward_hook(OwnHook(self._after_pass)).remove)
-        blocks = {
-            name for name, _ in model.named_modules() if name and _BLOCK.fullmatch(plain_name(name))
-        }
-        hooks.follow_outputs(self._undo, model, self._add_sum, blocks)
-        dense = [p for p in self._trained.values() if p.is_leaf and not is_sharded(p) and p.numel()]
-        self._probe = min(dense, key=lambda p: p.numel(), default=None)
+        model = self.watched_model
+        blocks: set[str] = set()
+        self._dropouts: list[nn.modules.dropout._DropoutNd] = []
+        self._modal: list[nn.Module] = []
+        for name, module in model.named_modules():
+            if name and _BLOCK.fullmatch(plain_name(name)):
+                blocks.add(name)
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+                self._dropouts.append(module)
+                self._modal.append(module)
+            elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+                self._modal.append(module)
+        self.hub.follow_outputs(self, self._add_sum, self.hub.undo, blocks)
+        self._probe: Tensor | None = None
+        for p in self._trained.values():
+            is_whole = p.is_leaf and not is_sharded(p) and p.numel()
+            if is_whole and (self._probe is None or p.numel() < self._probe.numel()):
+                self._probe = p
         if self._probe is not None:
-            self._undo.callback(self._probe.register_hook(OwnHook(self._before_gradient)).remove)
-        self._dropouts = [
-            m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0
-        ]
-        self._modal = [
-            *self._dropouts,
-            *(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)),
-        ]
+            self.hub.follow_gradients(self, self._see_gradient, self.hub.undo, self._probe)
         self._vocabulary = vocabulary_of(model)
-        for optimizer in self.optimizers:
-            follower = Follower(
-                optimizer,
-                partial(self._guarded, self._before_step),
-                partial(self._guarded, self._after_step),
-            )
-            self._undo.callback(follower.remove)
+        self.hub.listeners.append(self)
 
-    def _guarded(
-        self, function: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer
-    ) -> None:
-        """End the watch instead of the loop.
-
-        Ranks wait for each other, so there the error ends the loop.
-        """
-        try:
-            function(optimizer)
-        except Exception as error:
-            if self._here.size > 1 or isinstance(error, UserWarning):
-                raise
-            self.remove()
-            warnings.warn(f"the watch ended: {words_of(error)}", RunNotice, stacklevel=2)
+    def end(self) -> None:
+        """End the watch; other listeners go on."""
+        self.is_ended = True
 
     def remove(self) -> None:
         """Remove every hook."""
         self.is_ended = True
-        self._undo.close()
+        self.hub.undo.close()
 
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
@@ -250,145 +226,139 @@ class Watch:
         """
         if loss is not None:
             self.unseen.pop("losses of ranks", None)
-            self._report(
-                self._loss_readings(float(loss.detach() if isinstance(loss, Tensor) else loss))
-            )
+            if isinstance(loss, Tensor):
+                loss = loss.item()
+            self._report(self._loss_readings(loss))
 
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
     def _report(self, readings: Iterable[Reading]) -> None:
         """Say what is new: each kind once, and again when it is twice as far beyond its bound."""
-        fresh = [
-            r for r in readings if r.what not in self._told or r.excess > TWICE * self._told[r.what]
-        ]
-        self._told |= {r.what: r.excess for r in fresh}
+        fresh = []
+        for reading in readings:
+            told = self._told.get(reading.what)
+            if told is None or reading.excess > TWICE * told:
+                fresh.append(reading)
+        self._told |= {reading.what: reading.excess for reading in fresh}
         if fresh:
             self._say(in_order(fresh))
 
     def _say(self, readings: list[Reading]) -> None:
         """Show the readings of one step in a sentence."""
-        parts = [
-            (r.advice if r.tensor in r.advice else f"{r.tensor}: {r.advice}").rstrip(".")
-            for r in readings
-        ]
+        parts = []
+        for reading in readings:
+            words = reading.advice.rstrip(".")
+            parts.append(words if reading.tensor in words else f"{reading.tensor}: {words}")
+        step = readings[0].step
         # No line of the loop is at fault, so none is shown.
-        warnings.warn_explicit(
-            f"step {readings[0].step}: {'; '.join(parts)}",
-            RunNotice,
-            "narrowgauge.watch",
-            readings[0].step,
-        )
+        words = f"step {step}: {'; '.join(parts)}"
+        warnings.warn_explicit(words, RunNotice, "narrowgauge.watch", step)
 
     # ── forward and backward ──────────────────────────────────────────────────────────────────────
 
-    def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or is_transformed():
-            return
-        if not torch.is_grad_enabled():
-            self._evaluations.add(any(m.training for m in self._dropouts))
-            return
-        self._num_passes += 1
-        self._modes.add(module.training or any(m.training for m in self._modal))
-        if self._here.size > 1 and self._step == 1 and self._hashes is None:
-            inputs = enumerate(tree_leaves((args, kwargs)))
-            batch = {
-                str(k): x for k, x in inputs if isinstance(x, Tensor) and x.element_size() <= 8
-            }
-            device = next(module.parameters()).device
-            draws = any(m.training for m in self._dropouts)
-            state = (
-                torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-            )
-            self._hashes = (
-                fingerprint_all(batch) if batch else "",
-                fingerprint_all({"": state}) if draws else "",
-            )
+    def before_evaluation(self) -> None:
+        """Note the mode of an evaluation."""
+        self._evaluations.add(_trains(self._dropouts))
 
-    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Note the mode of a pass, and hash the first batch on several ranks."""
+        self._num_passes += 1
+        self._modes.add(module.training or _trains(self._modal))
+        if self._here.size == 1 or self._step != 1 or self._hashes is not None:
+            return
+        batch = {}
+        for place, x in enumerate(tree_leaves(inputs)):
+            if isinstance(x, Tensor) and x.element_size() <= 8:
+                batch[str(place)] = x
+        device = next(module.parameters()).device
+        state = torch.get_rng_state()
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device)
+        self._hashes = (
+            fingerprint_all(batch) if batch else "",
+            fingerprint_all({"": state}) if _trains(self._dropouts) else "",
+        )
+
+    def after_pass(self, output: Any) -> None:
         """Walk the graph of the first two steps to its leaves, and remember those that the
         optimizers do not step.
         """
-        is_seen = (
-            torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
-        )
         # The leaves of sharded parameters are gathered copies.
-        for node in (
-            graph_nodes(output) if is_seen and self._step < 2 and not self._is_sharded else ()
-        ):
+        if self._step >= 2 or self._is_sharded:
+            return
+        for node in graph_nodes(output):
             leaf = getattr(node, "variable", None)
-            if leaf is not None and leaf not in self._names:
-                reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
-                if reference is None or reference() is not leaf or values is None:
-                    values = evenly_spread(leaf).clone()
-                    steps = set()
-                self._leaves[id(leaf)] = weakref.ref(leaf), values, steps | {self._step}
+            if not isinstance(leaf, Tensor) or leaf in self._names:
+                continue
+            reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
+            if reference is None or reference() is not leaf or values is None:
+                values = evenly_spread(leaf).clone()
+                steps = set()
+            self._leaves[id(leaf)] = weakref.ref(leaf), values, steps | {self._step}
 
     def _add_sum(self, name: str, x: Tensor) -> None:
-        if torch.is_grad_enabled() and x.element_size() > 1 and not is_transformed():
+        if torch.is_grad_enabled() and x.element_size() > 1:
             total = x.sum(dtype=torch.float32)
             self._sums[name] = total if name not in self._sums else self._sums[name] + total
 
-    def _before_gradient(self, gradient: Tensor) -> None:
+    def _see_gradient(self, gradient: Tensor) -> None:
         """See one backward pass, before its gradient is added to the last one."""
-        if torch.compiler.is_compiling() or self._probe is None:
-            return
+        assert self._probe is not None
         self._num_backward += 1
         if self._num_backward == UNSTEPPED and self._step == 0:
             # Several micro-batches make one step, so another optimizer must have stepped.
-            others = of_all(type(o).__name__ for o in _STEPPED.difference(self.optimizers))
-            if others and not _STEPPED & {*self.optimizers}:
-                self._report([KINDS["never-steps"].reading("", UNSTEPPED, others=others)])
-        if self._here.size > 1 and self._is_sampled(
-            self._step + 1
-        ):  # the ranks' gradients are not summed yet
+            others = _STEPPED.difference(self.optimizers)
+            if others and len(others) == len(_STEPPED):
+                names = of_all(type(other).__name__ for other in others)
+                self._report([KINDS["never-steps"].reading("", UNSTEPPED, others=names)])
+        if self._here.size > 1 and self._is_sampled(self._step + 1):
+            # The ranks' gradients are not summed yet.
             step, square = self._square
-            self._square = (
-                self._step,
-                gradient.detach().float().square().sum() + (square if step == self._step else 0.0),
-            )
+            if step != self._step:
+                square = 0.0
+            self._square = self._step, gradient.float().square().sum() + square
         last = self._probe.grad
-        self._was_cleared |= (
-            True if last is None or last.layout is not torch.strided else ~last.any()
-        )
+        if last is None or last.layout is not torch.strided:
+            self._was_cleared = True
+        else:
+            self._was_cleared |= ~last.any()
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
-    @torch.no_grad()
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the flags of a step that has its gradients."""
         self._read()
         step = self._step + 1
-        last = self._intervals[optimizer]
-        probe = self._probe
-        if self._is_sampled(step) or len(members_of(*self.optimizers)) != self._num_members:
+        is_sampled = self._is_sampled(step)
+        if is_sampled or len(members_of(*self.optimizers)) != self._num_members:
             self._take_up()
         if optimizer is self.optimizers[0]:
             self._report(self._pass_readings(step))
         gradients = self._gradients(optimizer)
-        first = next(iter(gradients.values()), None)
-        signature = (0, 0) if first is None else (id(first), first._version)
+        last = self._intervals[optimizer]
+        signature = (0, 0)
+        for first in [*gradients.values()][:1]:
+            signature = id(first), first._version
         interval = _Interval(self._num_passes, self._num_backward, signature)
+        self._intervals[optimizer] = interval
         if last.num_backward and interval == last:
             self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
-        self._intervals[optimizer] = interval
-        # In float16 squares overflow.
-        values = list(gradients.values())
-        norms = torch._foreach_norm(values, 2, dtype=torch.float32) if values else []
-        scale = getattr(
-            optimizer, "grad_scale", None
-        )  # of torch.amp.GradScaler, for fused optimizers
         self._flags = {f"output:{name}": x for name, x in self._sums.items()}
-        self._flags |= {
-            f"grad:{n}": x if scale is None else x / scale
-            for n, x in zip(gradients, norms, strict=True)
-        }
         self._sums = {}
+        # In float16 squares overflow.
+        norms = torch._foreach_norm([*gradients.values()], 2, torch.float32) if gradients else ()
+        # Of torch.amp.GradScaler, for fused optimizers.
+        scale = getattr(optimizer, "grad_scale", None)
+        for name, norm in zip(gradients, norms, strict=True):
+            self._flags[f"grad:{name}"] = norm if scale is None else norm / scale
+        probe = self._probe
         if probe is not None and optimizer is self._optimizer_of[probe]:
             if self._num_backward > last.num_backward and step > 1:
                 self._flags["cleared"] = torch.as_tensor(self._was_cleared, device=probe.device)
             if self._after is not None:
                 is_written = ((probe != self._after) & (self._after == self._after)).any()
                 self._flags["swapped" if self._was_evaluated else "written"] = is_written
-        if self._is_sampled(step):
+        if is_sampled:
             self._frozen = {p: evenly_spread(p).clone() for p in self._names if not p.requires_grad}
             self._intended = None if isinstance(optimizer, Optimizer) else IntendedStep(optimizer)
 
@@ -396,21 +366,23 @@ class Watch:
         """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the
         values.
         """
-        members = members_of(optimizer)
-        placed = {p: gradient_of(p) for p in members}  # the ranks' common order
-        named = {
-            self._names.get(p, "a new tensor"): local_of(g)
-            for p, g in reversed(placed.items())
-            if g is not None
-        }
-        return {
-            n: g if g.layout is torch.strided else g.coalesce().values()
-            for n, g in named.items()
-            if g.numel()
-        }
+        # All ranks ask in one order.
+        placed = [(p, gradient_of(p)) for p in dict.fromkeys(members_of(optimizer))]
+        gradients: dict[str, Tensor] = {}
+        for p, gradient in reversed(placed):
+            if gradient is None:
+                continue
+            part = local_of(gradient)
+            if part.numel():
+                is_dense = part.layout is torch.strided
+                gradients[self._name(p)] = part if is_dense else part.coalesce().values()
+        return gradients
 
-    @torch.no_grad()
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _name(self, p: Tensor) -> str:
+        return self._names.get(p, "a new tensor")
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Send the flags of a step to the host, and read a sampled step."""
         step = self._step + 1
         probe = self._probe
         skipped = getattr(optimizer, "found_inf", None)
@@ -419,18 +391,19 @@ class Watch:
         if skipped is not None:
             self._flags["skipped"] = skipped.reshape(())
         device = next(iter(self._names)).device
-        values = [  # a cast costs more than a test
-            x if x.dtype is torch.float32 and x.device == device else x.to(device, torch.float32)
-            for x in self._flags.values()
-        ]
-        vector = torch.stack(values) if values else torch.zeros(0, device=device)
+        flags = []
+        for x in self._flags.values():
+            # A cast costs more than a test.
+            is_ready = x.dtype is torch.float32 and x.device == device
+            flags.append(x if is_ready else x.to(device, torch.float32))
+        vector = torch.stack(flags) if flags else torch.zeros(0, device=device)
         self._unread.append((step, list(self._flags), HostCopy(vector)))
         if probe is not None and optimizer is self._optimizer_of[probe]:
             self._was_cleared = False
             self._after = probe.detach().clone()
         if self._is_sampled(step):
             self._report(self._sampled_readings(optimizer, step))
-        if vector.device.type == "cpu":
+        if device.type == "cpu":
             self._read()
         if optimizer is self.optimizers[-1]:
             self._step = step
@@ -449,8 +422,9 @@ class Watch:
 
     def seen(self) -> str:
         """Return what is watched, and what is not, in one line."""
-        areas = ["rate", "gradients"] + ["modes"] * bool(self._num_passes)
-        line = f"watch: {counted(len(self._trained), 'tensor')}, {', '.join(areas)}"
+        line = f"watch: {counted(len(self._trained), 'tensor')}, rate, gradients"
+        if self._num_passes:
+            line += ", modes"
         missing = [f"{area} ({why})" for area, why in self.unseen.items()]
         return f"{line}; not: {', '.join(missing)}" if missing else line
 
@@ -464,15 +438,14 @@ class Watch:
         things = of_all(f"dropout {m.p:g}" for m in self._dropouts) or "batch statistics"
         self._was_evaluated = bool(self._evaluations)
         self._num_evaluated += self._was_evaluated
+        kind = KINDS["wrong-mode"]
         if self._modal and self._modes == {False}:
             words = f"the model trains in evaluation mode, without {things}: call model.train()"
-            yield KINDS["wrong-mode"].reading("", 1, 0, step=step, words=words)
+            yield kind.reading("", 1, 0, step=step, words=words)
         # A loop with such passes in most steps means them.
         if self._evaluations == {True} and step >= EVALUATIONS_APART * self._num_evaluated:
-            words = (
-                f"the evaluation ran in training mode, with {things}: call model.eval() before it"
-            )
-            yield KINDS["wrong-mode"].reading("", 1, 0, step=step - 1, words=words)
+            words = f"the evaluation ran in training mode, with {things}: call model.eval() before"
+            yield kind.reading("", 1, 0, step=step - 1, words=f"{words} it")
         self._modes = set()
         self._evaluations = set()
         if step == 3:
@@ -483,23 +456,24 @@ class Watch:
 
         Wrappers are left out.
         """
-        groups = [group for o in self.optimizers for group in o.param_groups]
+        groups = [id(group) for o in self.optimizers for group in o.param_groups]
         for other in _STEPPED.difference(self.optimizers):
-            is_same = any(group is g for group in other.param_groups for g in groups)
-            inner = {x for x in vars(other).values() if isinstance(x, torch.optim.Optimizer)}
-            members = members_of(other)
-            names = [self._names[p] for p in members if p in self._names]
-            if names and not is_same and not inner & {*self.optimizers}:
+            is_same = any(id(group) in groups for group in other.param_groups)
+            inner = [id(value) for value in vars(other).values()]
+            is_wrapper = any(id(optimizer) in inner for optimizer in self.optimizers)
+            names = [self._names[p] for p in members_of(other) if p in self._names]
+            if names and not is_same and not is_wrapper:
                 yield names
 
     def _leaf_readings(self, step: int) -> Iterator[Reading]:
         stepped = {*members_of(*_STEPPED)}
-        leaves = [
-            leaf
-            for reference, values, steps in self._leaves.values()
-            if (leaf := reference()) is not None and steps == {0, 1} and leaf.grad is not None and leaf not in stepped
-            and torch.equal(evenly_spread(leaf), values)
-        ]  # fmt: skip
+        leaves = []
+        for reference, values, steps in self._leaves.values():
+            leaf = reference()
+            if leaf is None or leaf.grad is None or leaf in stepped or steps != {0, 1}:
+                continue
+            if torch.equal(evenly_spread(leaf), values):
+                leaves.append(leaf)
         self._leaves = {}
         self._numbers["untrained_tensors"] = len(leaves)
         yield from KINDS["missing-parameters"].of(names_of(self.watched_model, leaves), step)
@@ -519,142 +493,128 @@ class Watch:
         if not values.pop("cleared", 1.0):
             yield KINDS["gradients-kept"].reading("", 1, 0, step=step)
         is_skipped = bool(values.pop("skipped", 0.0))
-        norms = {key[5:]: x for key, x in values.items() if key.startswith("grad:")}
-        bad = [
-            key[7:]
-            for key, x in values.items()
-            if key.startswith("output:") and not math.isfinite(x)
-        ]
-        names = [n for n, x in norms.items() if not math.isfinite(x)]
-        # One value that is not finite makes all later ones so: only the first place is told.
-        was_bad = self._is_bad
-        self._is_bad = self._is_bad or bool(bad or (names and not is_skipped))
-        if was_bad:
-            bad = []
-            names = []
-        self._num_overflows = self._num_overflows + 1 if names and is_skipped else 0
-        if bad:
-            held = _nonfinite_weights(self.watched_model, bad[0])
-            words = f", at weights that are not finite ({held})" if held else ", at finite weights"
-            yield KINDS["nonfinite-output"].reading(bad[0], math.nan, step=step, words=words)
-        if self._num_overflows == KINDS["first-nonfinite"].bound:
-            words = f", in {self._num_overflows} skipped steps in a row"
-            yield KINDS["first-nonfinite"].reading(
-                names[0], self._num_overflows, step=step, words=words
-            )
-        elif names and not is_skipped and not bad:
-            words = f", of {counted(len(names), 'tensor')}, and the optimizer took the step"
-            yield KINDS["first-nonfinite"].reading(names[0], len(names), 0, 0, step, words=words)
+        norms = {}
+        outputs = []
+        for key, value in values.items():
+            kind, _, name = key.partition(":")
+            if kind == "grad":
+                norms[name] = value
+            elif not math.isfinite(value):
+                outputs.append(name)
+        names = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        yield from self._nonfinite_readings(step, outputs, names, is_skipped)
         if not is_skipped:
-            self._had_gradient |= {name for name, x in norms.items() if 0 < x < math.inf}
-        self._num_zero = 0 if any(norms.values()) else self._num_zero + 1
-        if self._num_zero == (kind := KINDS["zero-gradients"]).bound:
-            yield kind.reading("", self._num_zero, step=step)
+            self._had_gradient |= {name for name, norm in norms.items() if 0 < norm < math.inf}
+        self._num_zero += 1
+        if any(norms.values()):
+            self._num_zero = 0
+        zero = KINDS["zero-gradients"]
+        if self._num_zero == zero.bound:
+            yield zero.reading("", self._num_zero, step=step)
         self._numbers["grad_norm"] = math.hypot(*norms.values())
+
+    def _nonfinite_readings(
+        self, step: int, outputs: list[str], gradients: list[str], is_skipped: bool
+    ) -> Iterator[Reading]:
+        """Read the first place that is not finite, once: it makes all later ones so."""
+        was_bad = self._is_bad
+        self._is_bad |= bool(outputs or (gradients and not is_skipped))
+        kind = KINDS["first-nonfinite"]
+        self._num_overflows += 1
+        if not gradients or not is_skipped:
+            self._num_overflows = 0
+        if was_bad:
+            return
+        if outputs:
+            held = _nonfinite_weights(self.watched_model, outputs[0])
+            words = f", at weights that are not finite ({held})" if held else ", at finite weights"
+            output = KINDS["nonfinite-output"]
+            yield output.reading(outputs[0], math.nan, step=step, words=words)
+        if self._num_overflows == kind.bound:
+            words = f", in {self._num_overflows} skipped steps in a row"
+            yield kind.reading(gradients[0], self._num_overflows, step=step, words=words)
+        elif gradients and not is_skipped and not outputs:
+            words = f", of {counted(len(gradients), 'tensor')}, and the optimizer took the step"
+            yield kind.reading(gradients[0], len(gradients), 0, 0, step, words=words)
 
     # ── sampled steps ─────────────────────────────────────────────────────────────────────────────
 
     def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
-        first = sum(
-            len(o.param_groups) for o in self.optimizers[: self.optimizers.index(optimizer)]
-        )
+        index = 0
+        for earlier in self.optimizers[: self.optimizers.index(optimizer)]:
+            index += len(earlier.param_groups)
         sums = self._sums_of(optimizer)
-        for index, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             members = [p for p in group["params"] if p in sums and sums[p][0] > 0]
             if group["lr"] is None:
                 self.unseen["effective learning rate"] = "a group has no lr"
-                continue
-            if not members:
-                continue
-            rate = float(group["lr"])
-            edqs = {p: sums[p][1] / sums[p][0] for p in members}
-            intended, stored, variance = (sum(sums[p][k] for p in members) for k in range(3))
-            edq = stored / intended
-            worst = min(edqs, key=lambda p: edqs[p])
-            error = 3 * math.sqrt(variance) / intended
-            self._numbers |= {
-                f"lr/group{first + index}": rate,
-                f"effective_lr/group{first + index}": rate * edq,
-            }
-            kind = KINDS["effective-rate"]
-            # Our audit has alarms of its own.
-            if edq + error < kind.bound and not isinstance(optimizer, Optimizer):
-                yield kind.reading(
-                    "", rate * edq, None, kind.bound * rate, step, rate=rate, format=dtype_name(worst.dtype), share=edq,
-                    worst=self._names.get(worst, "a new tensor"), least=edqs[worst],
-                )  # fmt: skip
+            elif members:
+                yield from self._rate_readings(optimizer, step, index, group, members, sums)
+            index += 1
         yield from self._moved_readings(optimizer, step)
         if optimizer is self.optimizers[-1]:
-            yield from self._copy_readings(step)
+            if self._averages is None:
+                copies = copies_of(self.watched_model)
+                self._averages = Averages(copies, self._trained, step)
+            names = self._averages.names & self._has_moved
+            now = {name: self._elements(self._trained[name]) for name in names}
+            stepped = members_of(*_STEPPED)
+            yield from self._averages.readings(step, self._start, now, stepped)
 
-    def _copy_readings(self, step: int) -> Iterator[Reading]:
-        """Read copies of the model that the loop writes, such as an average of its weights."""
-        stepped = {*members_of(*_STEPPED)}
-        if self._copies is None:
-            tensors = [
-                (n, p)
-                for copy in copies_of(self.watched_model)
-                for n, p in copy.items()
-                if n in self._trained
-            ]
-            self._copies = [
-                (n, step, weakref.ref(p), p._version, evenly_spread(p).clone())
-                for n, p in tensors
-                if not p.is_meta and p not in stepped
-            ]
-        written = list[tuple[str, int, Tensor]]()
-        norms = list[Tensor]()
-        for name, first, reference, version, start in self._copies:
-            # An average is written in every step. A copy of the best weights is not, and another
-            # model has an optimizer.
-            if (
-                (p := reference()) is not None
-                and p._version - version >= SETTLED
-                and p not in stepped
-            ):
-                now = evenly_spread(p)
-                values = now - start, now, self._start[name], self._elements(self._trained[name])
-                device = start.device  # an average may be on the CPU
-                norms.append(torch.stack([x.double().norm().to(device) for x in values]))
-                written.append((name, first, p))
-        rows = [*zip(written, on_host(norms), strict=True)]
-        kind = KINDS["average-apart"]
-        for (name, _, _), (_, size, *sizes) in rows:
-            if max(sizes) < math.inf and not size <= kind.bound * max(sizes):
-                yield kind.reading(
-                    name, size / max(sizes), step=step, size=size, largest=max(sizes)
-                )
-                break
-        still = {
-            name: dtype_name(p.dtype)
-            for (name, first, p), (change, *_) in rows
-            if change == 0 and name in self._has_moved and step >= first + SETTLED
-        }
-        formats = of_all(dict.fromkeys(still.values()))
-        yield from KINDS["average-unmoved"].of(still, step, formats=formats)
+    def _rate_readings(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        index: int,
+        group: dict[str, Any],
+        members: list[Tensor],
+        sums: dict[Tensor, list[float]],
+    ) -> Iterator[Reading]:
+        """Read the rate at which a group really trains: lr times the stored share of its update."""
+        rate = float(group["lr"])
+        total = [0.0, 0.0, 0.0]
+        for p in members:
+            total = [a + b for a, b in zip(total, sums[p], strict=True)]
+        intended, stored, variance = total
+        share = stored / intended
+        error = 3 * math.sqrt(variance) / intended
+        worst = min(members, key=lambda p: sums[p][1] / sums[p][0])
+        self._numbers[f"lr/group{index}"] = rate
+        self._numbers[f"effective_lr/group{index}"] = rate * share
+        kind = KINDS["effective-rate"]
+        # Our audit has alarms of its own.
+        if share + error < kind.bound and not isinstance(optimizer, Optimizer):
+            yield kind.reading(
+                "", rate * share, None, kind.bound * rate, step, rate=rate, share=share,
+                format=dtype_name(worst.dtype), worst=self._name(worst), least=sums[worst][1] / sums[worst][0],
+            )  # fmt: skip
 
     def _sums_of(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, list[float]]:
-        """Return ⟨D,D⟩ and ⟨D,E⟩ of each tensor, from our audit or from the repeated step."""
+        """Return ⟨D,D⟩, ⟨D,E⟩ and its variance of each tensor, from our audit or from the repeated
+        step.
+        """
+        area = "effective learning rate"
+        sums: dict[Tensor, list[float]] = {}
         if isinstance(optimizer, Optimizer):
             optimizer.settle()
             if not optimizer.audit_every:
-                self.unseen["effective learning rate"] = "audit_every is 0"
-            windows = optimizer.auditor.windows
-            return {p: [*rows[:, :2].sum(0).tolist(), 0.0] for p, rows in windows.items()}
+                self.unseen[area] = "audit_every is 0"
+            for p, rows in optimizer.auditor.windows.items():
+                sums[p] = [*rows[:, :2].sum(0).tolist(), 0.0]
+            return sums
         assert self._intended is not None
         sums, unrepeated = self._intended.sums()
         if self._intended.why_not:
-            self.unseen["effective learning rate"] = self._intended.why_not
+            self.unseen[area] = self._intended.why_not
         elif unrepeated:
-            names = of_all(self._names.get(p, "a new tensor") for p in unrepeated)
-            self.unseen["effective learning rate"] = (
-                f"the step of {names} is not repeated by a copy"
-            )
+            names = of_all(map(self._name, unrepeated))
+            self.unseen[area] = f"the step of {names} is not repeated by a copy"
         for p, values in sums.items():
             if values[2]:  # one sample of stochastic rounding is noise: take all
                 before = self._shares.get(p, [0.0, 0.0, 0.0])
                 self._shares[p] = [a + b for a, b in zip(before, values, strict=True)]
-        return sums | {p: self._shares[p] for p in sums if p in self._shares}
+            sums[p] = self._shares.get(p, values)
+        return sums
 
     def _moved_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         for name, p in self._trained.items():
@@ -662,74 +622,78 @@ class Watch:
                 now = self._elements(p)
                 if now.shape == self._start[name].shape:
                     self._moved[name] |= now != self._start[name]
-        changes = {
-            self._names[p]: evenly_spread(p) != values
-            for p, values in self._frozen.items()
-            if not p.requires_grad
-        }
+        changes = {}
+        for p, values in self._frozen.items():
+            if not p.requires_grad:
+                changes[self._names[p]] = evenly_spread(p) != values
         tensors = self._moved | changes
         flags = dict(zip(tensors, on_host([x.any() for x in tensors.values()]), strict=True))
-        yield from KINDS["frozen-moves"].of([n for n in changes if flags[n]], step)
-        still = [n for n, x in self._moved.items() if x.numel() and not flags[n]]
+        yield from KINDS["frozen-moves"].of([name for name in changes if flags[name]], step)
+        still = [name for name, x in self._moved.items() if x.numel() and not flags[name]]
         without = [name for name in self._trained if name not in self._had_gradient]
         self._has_moved = self._trained.keys() - {*still}
-        self._numbers |= {"frozen_tensors": len(still), "tensors_without_gradient": len(without)}
-        if optimizer is not self.optimizers[-1]:
-            return
-        settled = {name for name, since in self._since.items() if step - since >= SETTLED}
-        idle = [name for name in without if name in self._has_moved and name in settled]
-        without = [name for name in without if name in settled and name not in idle]
-        still = [name for name in still if name in settled]
-        yield from KINDS["idle-moves"].of(idle, step)
+        self._numbers["frozen_tensors"] = len(still)
+        self._numbers["tensors_without_gradient"] = len(without)
+        if optimizer is self.optimizers[-1]:
+            yield from self._still_readings(step, still, without)
+
+    def _still_readings(self, step: int, still: list[str], without: list[str]) -> Iterator[Reading]:
+        """Read the tensors without a change, and those without a gradient."""
         count = len(self._trained)
+        settled = {name for name, since in self._since.items() if step - since >= SETTLED}
+        without = [name for name in without if name in settled]
+        idle = [name for name in without if name in self._has_moved]
+        without = [name for name in without if name not in self._has_moved]
+        yield from KINDS["idle-moves"].of(idle, step)
         if self._num_passes and len(without) < count:
-            yield from KINDS["no-gradient"].of(
-                without, step, count=count, words=f" in {step} steps"
-            )
-        still = [name for name in still if name not in without]
-        groups = [group for o in self.optimizers for group in o.param_groups if group["lr"] == 0]
-        unmoving = {p for group in groups for p in group["params"]}
+            words = f" in {step} steps"
+            yield from KINDS["no-gradient"].of(without, step, count=count, words=words)
+        unmoving: set[Tensor] = set()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if group["lr"] == 0:
+                    unmoving |= {*group["params"]}
+        still = [name for name in still if name in settled and name not in without]
         at_zero = [name for name in still if self._trained[name] in unmoving]
-        cause = "the learning rate of the group is 0"
-        yield from KINDS["never-moved"].of(at_zero, step, count=count, cause=cause)
         rounded = [name for name in still if name not in at_zero]
+        kind = KINDS["never-moved"]
+        cause = "the learning rate of the group is 0"
+        yield from kind.of(at_zero, step, count=count, cause=cause)
         formats = of_all(dtype_name(self._trained[name].dtype) for name in rounded)
         cause = f"{formats} rounds the updates away"
-        yield from KINDS["never-moved"].of(rounded, step, count=count, cause=cause)
+        yield from kind.of(rounded, step, count=count, cause=cause)
 
     # ── losses and ranks ──────────────────────────────────────────────────────────────────────────
 
     def _loss_readings(self, loss: float) -> Iterator[Reading]:
-        expected = math.log(self._vocabulary) if self._vocabulary > 1 else math.nan
+        step = self._step
+        count = self._vocabulary
+        expected = math.log(count) if count > 1 else math.nan
         kind = KINDS["uniform-loss"]
-        self._num_uniform = self._num_uniform + 1 if abs(loss / expected - 1) < kind.bound else 0
+        self._num_uniform += 1
+        if not abs(loss / expected - 1) < kind.bound:
+            self._num_uniform = 0
         if self._num_uniform == UNIFORM_STEPS:
-            yield kind.reading(
-                "",
-                loss,
-                expected,
-                kind.bound * expected,
-                self._step,
-                vocabulary=self._vocabulary,
-                steps=UNIFORM_STEPS,
-            )
-        if self._here.size == 1 or not self._is_sampled(self._step):
+            bound = kind.bound * expected
+            words = {"vocabulary": count, "steps": UNIFORM_STEPS}
+            yield kind.reading("", loss, expected, bound, step, **words)
+        if self._here.size == 1 or not self._is_sampled(step):
             return
-        norm = math.sqrt(float(self._square[1])) if self._probe is not None else math.nan
+        norm = math.nan if self._probe is None else math.sqrt(float(self._square[1]))
         losses, norms = zip(*self._here.gather((loss, norm)), strict=True)
         for name, values in (("rank_loss", losses), ("rank_grad_norm", norms)):
-            if not any(
-                map(math.isnan, values)
-            ):  # sharded gradients are not measured before their sum
-                self._numbers |= {f"{name}/min": min(values), f"{name}/max": max(values)}
+            # Sharded gradients are not measured before their sum.
+            if not any(map(math.isnan, values)):
+                self._numbers[f"{name}/min"] = min(values)
+                self._numbers[f"{name}/max"] = max(values)
         if len({*losses}) == len({*norms}) == 1 and 0 < norm < math.inf:
-            yield from self._same_batch(self._step)
+            yield from self._same_batch(step)
         worst = max(losses, key=lambda x: (not math.isfinite(x), x))
         middle = sorted(losses)[(len(losses) - 1) // 2]
-        bound = KINDS["rank-loss"].bound * max(middle, 0.0) + LOSS_APART
+        kind = KINDS["rank-loss"]
+        bound = kind.bound * max(middle, 0.0) + LOSS_APART
         if not math.isfinite(worst) or worst > middle + bound:
-            rank = losses.index(worst)
-            yield KINDS["rank-loss"].reading("", worst, middle, bound, self._step, rank=rank)
+            yield kind.reading("", worst, middle, bound, step, rank=losses.index(worst))
 
     def _rank_readings(self, step: int) -> Iterator[Reading]:
         """Compare the batches and the random generators of the ranks, where each trains on its own
@@ -744,7 +708,8 @@ class Watch:
 
     def _same_batch(self, step: int) -> Iterator[Reading]:
         if self._has_own_data():
-            words = "trained on the same batch: give each rank its share of the data (DistributedSampler)"
+            cure = "give each rank its share of the data (DistributedSampler)"
+            words = f"trained on the same batch: {cure}"
             yield KINDS["equal-ranks"].reading("", self._here.size, 1, 0, step, words=words)
 
     def _has_own_data(self) -> bool:
@@ -752,6 +717,10 @@ class Watch:
         if not is_own:
             self.unseen["batches of ranks"] = "parameters are sharded, not by FSDP"
         return is_own
+
+
+def _trains(modules: Sequence[nn.Module]) -> bool:
+    return any(module.training for module in modules)
 
 
 def _nonfinite_weights(model: nn.Module, name: str) -> str:
