@@ -258,6 +258,29 @@ def test_padding_that_is_seen_has_a_place() -> None:
     assert {r.what for r in result} == {"other-output", "other-logprobs"}
 
 
+class Masked(nn.Module):
+    """Scores beside a mask of infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Linear(8, 8)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.values(x)
+        mask = torch.full((4, 4), -torch.inf).triu(1)
+        return (self.scale * (y @ y.mT) + mask).softmax(-1) @ y
+
+
+def test_a_place_behind_a_mask_of_infinities_has_a_bound() -> None:
+    torch.manual_seed(0)
+    trainer = Masked()
+    server = copy.deepcopy(trainer)
+    server.scale = 1.5
+    (reading,) = ng.same(trainer, server, torch.randn(2, 4, 8))
+    assert (reading.what, reading.tensor) == ("other-output", "the model")
+
+
 def test_a_narrower_server_is_of_rounding_and_a_fault_in_it_is_not() -> None:
     trainer = model_of()
     server = model_of(torch.bfloat16)

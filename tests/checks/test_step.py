@@ -334,6 +334,52 @@ def test_what_is_written_after_a_compared_step_is_read(name: str) -> None:
     assert all(words in r.advice and r.stage == "between steps" for r in between)
 
 
+def test_a_state_that_no_rule_reads_is_compared_between_two_steps() -> None:
+    loop = Loop(every=4, amsgrad=True).run(4)
+    for state in loop.optimizer.state.values():
+        state["max_exp_avg_sq"].mul_(2)
+    (reading,) = loop.run(1).readings
+    assert reading.what == "states-written" and "max_exp_avg_sq were changed" in reading.advice
+
+
+def scaled_rows(loop: Loop, last: int) -> Callable[[], None]:
+    """After each step to the last, rows of matrices get a norm of 1, as nGPT's do."""
+
+    def after_update() -> None:
+        loop.optimizer.zero_grad()
+        if loop.watcher.num_steps <= last:
+            for p in loop.model.parameters():
+                if p.ndim == 2:
+                    p.data.div_(p.data.norm(dim=1, keepdim=True))
+
+    return after_update
+
+
+def test_what_a_loop_writes_after_each_of_its_first_steps_is_a_note() -> None:
+    loop = Loop(every=1)
+    loop.after_update = scaled_rows(loop, 99)  # type: ignore[method-assign]
+    readings = loop.run(5).readings
+    assert {(r.what, r.severity) for r in readings} == {("weights-written", "note")}
+    loop = Loop(every=1)
+    loop.after_update = scaled_rows(loop, 1)  # type: ignore[method-assign]
+    (reading,) = loop.run(5).readings
+    assert (reading.severity, reading.step) == ("warning", 1)
+
+
+@pytest.mark.parametrize("is_stepped", [True, False])
+def test_a_new_parameter_that_no_optimizer_steps_is_read(is_stepped: bool) -> None:
+    loop = Loop(every=1).run(3)
+    head = nn.Parameter(loop.model.head.weight.detach().clone())
+    loop.model.head.weight = head
+    other = torch.optim.SGD([head], lr=0.1)
+    update = loop.update
+    if is_stepped:
+        loop.update = lambda: (update(), other.step())  # type: ignore[method-assign,func-returns-value]
+    readings = loop.run(3).readings
+    assert {r.what for r in readings} == (set() if is_stepped else {"missing-parameters"})
+    assert all(r.tensor == "head.weight" for r in readings)
+
+
 def test_a_step_that_is_taken_back_is_read() -> None:
     loop = Loop(every=4).run(3)
     weights = copy.deepcopy(loop.model.state_dict())

@@ -90,7 +90,7 @@ def apply_delta(model: nn.Module, changes: Mapping[str, Change]) -> None:
         True
     """
     parameters = {name: (values, shape) for name, values, shape in _parameters(model)}
-    writes = list[tuple[Tensor, Tensor, Tensor]]()
+    writes = []
     for name, (gaps, new, shape) in changes.items():
         places = gaps.to(torch.int64).cumsum(0)
         values, own_shape = parameters.get(name, (None, None))
@@ -107,8 +107,11 @@ def apply_delta(model: nn.Module, changes: Mapping[str, Change]) -> None:
 def delta_bytes(changes: Mapping[str, Change]) -> int:
     """Return the bytes of a delta, those of tied parameters once."""
     total = 0
-    for gaps, values in {id(gaps): (gaps, values) for gaps, values, _ in changes.values()}.values():
-        total += gaps.nbytes + values.nbytes
+    counted = set[int]()
+    for gaps, values, _ in changes.values():
+        if id(gaps) not in counted:
+            total += gaps.nbytes + values.nbytes
+        counted.add(id(gaps))
     return total
 
 
@@ -131,4 +134,6 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
 
 def _gaps(places: Tensor) -> Tensor:
     gaps = places.diff(prepend=places.new_zeros(1))
-    return gaps.to(torch.int16) if int(gaps.max()) < 2**15 else gaps.to(torch.int32)
+    if int(gaps.max()) < 2**15:
+        return gaps.to(torch.int16)
+    return gaps.to(torch.int32)

@@ -40,26 +40,28 @@ def float32_copy(model: nn.Module, *, widens: bool = True) -> nn.Module:
     """
     model = unwrapped_model(model)
     memo = dict[int, Any]()
-    classes = dict[nn.Module, type]()
-    dtypes = {} if widens else _gathered_dtypes(model)
+    classes = {}
+    gathered = {}
+    if not widens:
+        gathered = _gathered_dtypes(model)
     for _, x in objects_of(model):
         if isinstance(x, Tensor) and x.is_floating_point():
             values = whole(x.detach()).clone()
-            if isinstance(x, nn.Parameter):
-                values = values.float() if widens else values.to(dtypes.get(x, x.dtype))
+            is_parameter = isinstance(x, nn.Parameter)
+            if not widens:
+                values = values.to(gathered.get(x, x.dtype))
+            elif is_parameter or x.dtype in NARROW:
+                values = values.float()
+            if is_parameter:
                 memo[id(x)] = nn.Parameter(values, x.requires_grad)
             else:  # results of an earlier pass, such as an auxiliary loss, become constants
-                values = values.float() if widens and x.dtype in NARROW else values
                 memo[id(x)] = values.requires_grad_(x.is_leaf and x.requires_grad)
     for module in model.modules():
         if type(module).__name__.startswith("FSDP") and len(type(module).__mro__) > 2:
             classes[module] = type(module)
-            names = [
-                name
-                for name in vars(module)
-                if "_hooks" in name or name.startswith("__composable_api_state")
-            ]
-            memo |= {id(vars(module)[name]): OrderedDict() for name in names}
+            for name, value in vars(module).items():
+                if "_hooks" in name or name.startswith("__composable_api_state"):
+                    memo[id(value)] = OrderedDict()
     try:
         for module, kind in classes.items():
             module.__class__ = kind.__mro__[2]
@@ -87,11 +89,21 @@ def _gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Return values with their tensors of narrower formats cast to float32 or float64."""
-    return tree_map(
-        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.dtype in _NARROWER[dtype] else x,
-        values,
-    )
+    """Return values with their tensors of narrower formats cast to float32 or float64, and these
+    formats' names replaced.
+    """
+    narrower = _NARROWER[dtype]
+
+    def widened(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if x.dtype in narrower:
+                return x.to(dtype)
+            return x
+        if isinstance(x, torch.dtype) and x in narrower:
+            return dtype
+        return x
+
+    return tree_map(widened, values)
 
 
 class Widened(TorchDispatchMode):
@@ -139,7 +151,7 @@ def gradients_of(
     with put_back(model, leaves.values()), mode:
         value = scalar(loss(model, batch))
         value.backward()
-        gradients = dict[str, Tensor]()
+        gradients = {}
         for name, p in leaves.items():
             gradient = gradient_of(p)
             if gradient is None:
@@ -152,14 +164,11 @@ def gradients_of(
 def scalar(result: Any) -> Tensor:
     """Return what the user's ``loss`` returned, if a backward pass can begin there."""
     if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
-        kind = (
-            f"shape {tuple(result.shape)}"
-            if isinstance(result, Tensor)
-            else f"a {type(result).__name__}"
-        )
-        kind += (
-            ", without a graph" if isinstance(result, Tensor) and not result.requires_grad else ""
-        )
+        kind = f"a {type(result).__name__}"
+        if isinstance(result, Tensor):
+            kind = f"shape {tuple(result.shape)}"
+            if not result.requires_grad:
+                kind += ", without a graph"
         raise RecipeError(
             f"Cannot compare gradients because loss(model, batch) returned {kind}.",
             "Return the mean loss over the batch, a tensor of one element.",

@@ -21,10 +21,12 @@ import copy
 import gc
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -122,12 +124,13 @@ def gradient_readings(
     """
     ranks = all_ranks()
     model = set_up.model
-    if any(p.is_complex() for p in model.parameters()):
-        unseen["the gradient"] = "complex parameters"
-        return [], [], []
-    if any(isinstance(getattr(p, "main_grad", None), Tensor) for p in model.parameters()):
-        unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
-        return [], [], []
+    for p in model.parameters():
+        if p.is_complex():
+            unseen["the gradient"] = "complex parameters"
+            return [], [], []
+        if isinstance(getattr(p, "main_grad", None), Tensor):
+            unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
+            return [], [], []
     outside = set_up.outside
     reference = float32_copy(model)
     versions = [p._version for p in model.parameters()]
@@ -146,19 +149,19 @@ def gradient_readings(
         return [*KINDS["step-in-backward"].of(stepped)], [], []
     ranked = _ranked(run, first) if follows else None
     draws = bool(ranks.largest(int(configured.draws)))
-    samples = list[_Configured]()
+    samples = []
     if draws:
         configured = run(False)
         if ranks.largest(int(configured.draws)):
             samples = [run(False, seed=seed) for seed in range(_DRAWS)]
     differing = _apart(configured.gradients, ranks)
     of_ranks = ranks.gather(parts)
-    all_parts = [part for of_rank in of_ranks for part in of_rank]
+    all_parts = list(chain.from_iterable(of_ranks))
     twin = None if follows else float32_copy(model, widens=False)
 
     def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
-        lines = list[str]()
-        done = list[str]()
+        lines = []
+        done = []
         reasons = dict[str, str]()
         readings = list(_equal_batches(model, of_ranks))
         whole_batch = concatenated(all_parts)
@@ -183,12 +186,11 @@ def gradient_readings(
             exact.set_bounds(configured, rounding, samples)
             more, words = _compared(exact, configured, differing, rounding, reasons)
             readings += more
-            bad = [name for name, g in reversed(first.gradients.items()) if not is_finite(g)]
+            bad = first_not_finite(first.gradients)
             if bad and configured is not first:
                 wide = "in evaluation mode they were compared"
-                more.append(_not_finite(bad[0], first, rounding, wide))
-                readings.append(more[-1])
-            if not any(reading.what == "nonfinite-gradient" for reading in more):
+                readings.append(_not_finite(bad, first, rounding, wide))
+            if not bad:
                 readings += rounding.readings()
             lines += words
             if not configured.is_training:
@@ -238,7 +240,7 @@ def _of_the_copy(model: nn.Module) -> Iterator[None]:
 
 def _ranked(run: Callable[..., _Configured], first: _Configured) -> Ranked:
     """Rank the roundings of a configured step, or name the first value that is not finite."""
-    if not all(map(is_finite, first.gradients.values())):
+    if first_not_finite(first.gradients):
         return not_finite(run(True, traces=True).causes)
     assert first.mode is not None
     if first.gradients and not first.shadows:
@@ -315,15 +317,11 @@ def configured_step(
     model = set_up.model
     mode = Shadow(**asks, model=model) if follows else None
     ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
-    requests = [
-        (scaler, scaler.request)
-        for optimizer in ours
-        if (scaler := optimizer.loss_scaler) is not None
-    ]
+    requests = [(x.loss_scaler, x.loss_scaler.request) for x in ours if x.loss_scaler is not None]
     parameters = _trainable(model) | dict(outside)
     with ExitStack() as undo:
         unrestored = undo.enter_context(put_back(model, parameters.values(), set_up.optimizers))
-        calls = undo.enter_context(_scalers_put_back())
+        scales = undo.enter_context(_scalers_put_back())
         _set_training(model, is_training)
         if not is_training:
             for module in model.modules():  # many a loop's backward= begins with model.train()
@@ -335,28 +333,29 @@ def configured_step(
         with eager() if mode is not None else nullcontext(), mode or nullcontext():
             value = _passes(model, batch, parts, loss, backward, ours)
         draws = generators() != states
-        # A scaler's step would still divide gradients that were scaled last.
-        scale: Any = calls[-1][1].get_scale() if calls and calls[-1][0] == "scale" else 1.0
-        scaled = [scaler for name, scaler in calls if name == "scale"]
+        scale: Any = scales.left
+        loss_scale = scales.applied
         for scaler, request in requests:
-            if (
-                scaler.request is not request
-            ):  # this pass scaled its loss; the optimizer would divide
+            if scaler.request is not request:
+                # This pass scaled its loss; the optimizer would divide.
                 scale = scaler.scale_tensor
+                loss_scale = float(scale)
                 scaler.request = request
-        loss_scale = float(scaled[-1].get_scale()) if scaled else float(scale)
-        raw = {name: gradient.detach() for name, gradient in named_gradients(parameters).items()}
-        gradients = {name: _unscaled(whole(x).to_dense().clone(), scale) for name, x in raw.items()}
+        raw = named_gradients(parameters)
+        gradients = Gradients()
+        for name, x in raw.items():
+            gradients[name] = _unscaled(whole(x.detach()).to_dense().clone(), scale)
         shadows = Gradients()
-        causes = list[Any]()
+        causes = []
         if mode is not None:
-            shadows = {name: _unscaled(x, scale) for name, x in followed(mode, raw)[1].items()}
+            for name, x in followed(mode, raw).items():
+                shadows[name] = _unscaled(x, scale)
             causes = [mode.first_bad(x) for x in (value, *raw.values()) if x is not None]
-        known = {id(p) for p in (*model.parameters(), *outside.values())}
-        leaves = [(name, x) for name, x in objects_of(model) if isinstance(x, Tensor) and x.is_leaf]
-        unstepped = [
-            inner_name(name) for name, x in leaves if x.grad is not None and id(x) not in known
-        ]
+        unstepped = []
+        known = set(map(id, (*model.parameters(), *outside.values())))
+        for name, x in objects_of(model):
+            if isinstance(x, Tensor) and x.is_leaf and x.grad is not None and id(x) not in known:
+                unstepped.append(inner_name(name))
     unseen |= unrestored
     return _Configured(
         gradients, shadows, mode, causes, value, is_training, draws, unstepped, loss_scale
@@ -375,12 +374,14 @@ def _passes(
         return None
     value: Tensor | None = None
     reduction = next((optimizer.reduction for optimizer in ours), None)
-    for place, part in enumerate(parts):
-        last = place == len(parts) - 1
-        waits: AbstractContextManager[Any] = (
-            nullcontext() if last else getattr(model, "no_sync", nullcontext)()
-        )
-        with waits if reduction is None else reduction.micro_batch(is_last=last):
+    for place, part in enumerate(parts, 1):
+        is_last = place == len(parts)
+        waits: AbstractContextManager[Any] = nullcontext()
+        if reduction is not None:
+            waits = reduction.micro_batch(is_last=is_last)
+        elif not is_last:
+            waits = getattr(model, "no_sync", nullcontext)()
+        with waits:
             value = scalar(loss(model, part))
             (value / len(parts)).backward()
     return value
@@ -393,25 +394,34 @@ def _unscaled(gradient: Tensor, scale: Any) -> Tensor:
     return gradient
 
 
-@contextmanager
-def _scalers_put_back() -> Iterator[list[tuple[str, GradScaler]]]:
-    """Restore torch's loss scalers at the end.
+class _Scales:
+    """The loss scale of the last losses, and what is left of it in the gradients.
 
-    Return the calls of ``scale`` and ``unscale_`` meanwhile.
+    A scaler's step would still divide gradients that were scaled last.
     """
-    calls = list[tuple[str, GradScaler]]()
+
+    applied = 1.0
+    left = 1.0
+
+    def note(self, scaler: GradScaler, name: str, method: Callable[[Any], Any], value: Any) -> Any:
+        result = method(value)
+        self.left = 1.0
+        if name == "scale":
+            self.applied = self.left = scaler.get_scale()
+        return result
+
+
+@contextmanager
+def _scalers_put_back() -> Iterator[_Scales]:
+    """Note the calls of torch's loss scalers, and restore them at the end."""
+    scales = _Scales()
     scalers = [x for x in gc.get_objects() if issubclass(type(x), GradScaler)]
-    before = [copy.deepcopy(vars(scaler)) for scaler in scalers]
-
-    def noted(name: str, scaler: GradScaler, method: Callable[[Any], Any], value: Any) -> Any:
-        calls.append((name, scaler))
-        return method(value)
-
+    before = copy.deepcopy(list(map(vars, scalers)))
     for scaler in scalers:
         for name in ("scale", "unscale_"):  # attributes of the object, which go with the rest
-            vars(scaler)[name] = partial(noted, name, scaler, getattr(scaler, name))
+            vars(scaler)[name] = partial(scales.note, scaler, name, getattr(scaler, name))
     try:
-        yield calls
+        yield scales
     finally:
         for scaler, attributes in zip(scalers, before, strict=True):
             vars(scaler).clear()
@@ -422,13 +432,12 @@ def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
     """Return the number of ranks whose gradient has other bits than rank 0's, by tensor, without
     equal tensors.
     """
-    first, *hashes = ranks.gather(
-        {name: fingerprint(gradient) for name, gradient in gradients.items()}
-    )
-    counts = {
-        name: sum(prints.get(name) != bits for prints in hashes) for name, bits in first.items()
-    }
-    return {name: count for name, count in counts.items() if count}
+    own = {name: fingerprint(gradient) for name, gradient in gradients.items()}
+    first, *others = ranks.gather(own)
+    counts = Counter[str]()
+    for prints in others:
+        counts.update(name for name, bits in first.items() if prints.get(name) != bits)
+    return counts
 
 
 def vocabulary_of(model: nn.Module) -> int:
@@ -442,16 +451,13 @@ def vocabulary_of(model: nn.Module) -> int:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Linear):
         return head.out_features
-    sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    sizes = {
-        size for size in sizes if size >= LEAST_VOCABULARY
-    }  # two token types are no vocabulary
-    outputs = [
-        m.out_features
-        for m in model.modules()
-        if isinstance(m, nn.Linear) and m.out_features in sizes
-    ]
-    return outputs[-1] if outputs else 0
+    modules = list(model.modules())
+    sizes = {m.num_embeddings for m in modules if isinstance(m, nn.Embedding)}
+    for m in reversed(modules):
+        size = m.out_features if isinstance(m, nn.Linear) else 0
+        if size in sizes and size >= LEAST_VOCABULARY:  # two token types are no vocabulary
+            return size
+    return 0
 
 
 def has_own_batches(model: nn.Module) -> bool:
@@ -464,10 +470,10 @@ def has_own_batches(model: nn.Module) -> bool:
 
 
 def _equal_batches(model: nn.Module, of_ranks: Sequence[Any]) -> Iterator[Reading]:
-    hashes = [
-        [fingerprint(x) for x in tree_leaves(parts) if isinstance(x, Tensor)] for parts in of_ranks
-    ]
-    is_equal = len(hashes) > 1 and all(of_rank == hashes[0] != [] for of_rank in hashes)
+    hashes = []
+    for parts in of_ranks:
+        hashes.append([fingerprint(x) for x in tree_leaves(parts) if isinstance(x, Tensor)])
+    is_equal = bool(hashes[0]) and hashes.count(hashes[0]) == len(hashes) > 1
     if is_equal and has_own_batches(model):
         words = "hold the same batch: give each rank its share of the data (DistributedSampler)"
         yield KINDS["equal-ranks"].reading("", len(hashes), 1, words=words)
@@ -481,14 +487,19 @@ def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Rea
     uniform = math.log(size)
     kind = KINDS["loss-at-start"]
     off = abs(value / uniform - 1)
-    low = 1e-3 * uniform
-    high = kind.bound * uniform
-    words = f" beside ln {size:,} = {uniform:.4g}" if off > 0.01 else f" = ln {size:,}"
-    lines.append(f"loss {value:.4g}{words}{', so the logits are equal' if off < 1e-5 else ''}")
-    too_low = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
-    too_high = "more than equal probabilities give: look at the initial weights, or is it a sum?"
-    ends = [(low, too_low)] * (value < low) + [(high, too_high)] * (value > high)
-    return [kind.reading("", value, None, bound, words=words) for bound, words in ends]
+    words = f" = ln {size:,}"
+    if off > 0.01:
+        words = f" beside ln {size:,} = {uniform:.4g}"
+    elif off < 1e-5:
+        words += ", so the logits are equal"
+    lines.append(f"loss {value:.4g}{words}")
+    if value < 1e-3 * uniform:
+        words = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
+        return [kind.reading("", value, None, 1e-3 * uniform, words=words)]
+    if value > kind.bound * uniform:
+        words = "more than equal probabilities give: look at the initial weights, or is it a sum?"
+        return [kind.reading("", value, None, kind.bound * uniform, words=words)]
+    return []
 
 
 def coarse_loss(loss: Any) -> list[str]:
@@ -500,13 +511,11 @@ def coarse_loss(loss: Any) -> list[str]:
     """
     if not isinstance(loss, Tensor) or loss.dtype not in NARROW or not loss.isfinite():
         return []
-    spacing = torch.finfo(loss.dtype).eps * 2.0 ** math.floor(
-        math.log2(max(abs(float(loss)), 2.0**-14))
-    )
+    exponent = math.floor(math.log2(max(abs(float(loss)), 2.0**-14)))
+    spacing = torch.finfo(loss.dtype).eps * 2.0**exponent
     return [
         f"loss in {dtype_name(loss.dtype)}: near {float(loss):.3g} its values lie {spacing:.3g} "
-        "apart; take the loss of "
-        "logits.float()"
+        "apart; take the loss of logits.float()"
     ]
 
 
@@ -527,35 +536,29 @@ def concatenated(parts: Sequence[Any]) -> Any:
         return first
     if isinstance(first, Tensor):
         try:
-            return torch.cat([part.to(first.device) for part in parts]) if first.ndim else first
+            if first.ndim:
+                return torch.cat([part.to(first.device) for part in parts])
+            return first
         except RuntimeError as error:
             raise RecipeError(
                 "Cannot join the micro-batches because their shapes differ: "
-                f"{', '.join(str(tuple(p.shape)) for p in parts)}.",
+                f"{', '.join(str(tuple(part.shape)) for part in parts)}.",
                 "Pad them to one length.",
             ) from error
     if isinstance(first, Mapping):
         return {key: concatenated([part[key] for part in parts]) for key in first}
     if isinstance(first, (tuple, list)):
         items = [concatenated(items) for items in zip(*parts, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        if hasattr(first, "_fields"):
+            return type(first)(*items)
+        return type(first)(items)
     if is_dataclass(first) and not isinstance(first, type):
-        return replace(
-            first,
-            **{
-                name: concatenated([getattr(part, name) for part in parts])
-                for name in _items(first)
-            },
-        )
+        names = [field.name for field in fields(first) if field.init]
+        return replace(first, **concatenated([{n: getattr(p, n) for n in names} for p in parts]))
     raise RecipeError(
         f"Cannot join micro-batches of type {type(first).__name__}.",
         "Pass tensors, in tuples, dicts or dataclasses.",
     )
-
-
-def _items(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name, those that its constructor takes."""
-    return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
 
 
 # ── the comparison ────────────────────────────────────────────────────────────────────────────────
@@ -596,9 +599,8 @@ class _Reference:
         with torch.random.fork_rng(devices=[]):
             if seed is not None:
                 torch.manual_seed(seed)
-            return gradients_of(self.model, self.leaves, batch, self.loss, Widened(torch.float32))[
-                0
-            ]
+            mode = Widened(torch.float32)
+            return gradients_of(self.model, self.leaves, batch, self.loss, mode)[0]
 
     def terms(self) -> list[Gradients]:
         """Return the gradients of each micro-batch, if there are several and not too many."""
@@ -613,25 +615,24 @@ class _Reference:
         """Allow for roundings where a gradient has no shadow, and for random numbers where each
         pass draws them.
         """
-        choices = configured.mode.indices.total() if configured.mode is not None else 0
+        chooses = configured.mode is not None and configured.mode.indices.total() > 0
         unit = rounding.unit or 2.0**-24
         for name in self.exact:
-            if choices or name not in configured.shadows:
+            if chooses or name not in configured.shadows:
                 allowed = MARGIN * (rounding.by_tensor.get(name, rounding.total.largest) + unit)
                 self.bounds[name] = max(self.bounds[name], min(allowed, 1.0))
         if not samples:
             return
         passes = [self.gradients(self.batch, seed) for seed in range(len(samples))]
-        for name in self.exact:
-            columns = [_compared_values(sample, name, self.exact[name]) for sample in samples]
-            mean, error = _mean_and_error(columns)
-            self.exact[name], own_error = _mean_and_error([one[name] for one in passes])
-            (configured.shadows if name in configured.shadows else configured.gradients)[name] = (
-                mean
-            )
-            self.bounds[name] = max(
-                self.bounds[name], MARGIN * (error + own_error) / self.scales[name]
-            )
+        for name, r in self.exact.items():
+            mean, error = _mean_and_error([_compared_values(x, name, r) for x in samples])
+            self.exact[name], own_error = _mean_and_error([x[name] for x in passes])
+            compared = configured.gradients
+            if name in configured.shadows:
+                compared = configured.shadows
+            compared[name] = mean
+            allowed = MARGIN * (error + own_error) / self.scales[name]
+            self.bounds[name] = max(self.bounds[name], allowed)
 
     def judge(self, name: str, g: Tensor, r: Tensor) -> Reading | float:
         """Return a reading of a gradient, or its relative distance from the exact one if that is
@@ -659,9 +660,8 @@ class _Reference:
                 self.is_sum = False
                 return self.judge(name, g, columns.mean(1).view_as(r))
             if rest <= 2 * bound and min(map(abs, right)) >= 1e-6:
-                times = ", ".join(
-                    f"{round(a / b, 4) + 0.0:.3g}" for a, b in zip(weights, right, strict=True)
-                )
+                ratios = torch.tensor(weights) / torch.tensor(right)
+                times = ", ".join(f"{round(ratio, 4) + 0.0:.3g}" for ratio in ratios.tolist())
                 words = f"Micro-batches count {times} times, rank after rank."
         return KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words)
 
@@ -675,7 +675,9 @@ def _mean_and_error(columns: Sequence[Tensor]) -> tuple[Tensor, float]:
 def _compared_values(configured: _Configured, name: str, r: Tensor) -> Tensor:
     """Return the shadow of a gradient, or the gradient where it is not followed; zeros without one."""
     x = configured.shadows.get(name, configured.gradients.get(name))
-    return torch.zeros_like(r) if x is None else x.to(r.device).double()
+    if x is None:
+        return torch.zeros_like(r)
+    return x.to(r.device).double()
 
 
 def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
@@ -685,13 +687,20 @@ def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
     columns = columns.cpu()
     target = target.flatten().cpu()
     weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-    return weights.tolist(), float((target - columns @ weights).norm()) / (
-        float(target.norm()) or 1.0
-    )
+    left = float((target - columns @ weights).norm())
+    return weights.tolist(), left / (float(target.norm()) or 1.0)
+
+
+def first_not_finite(gradients: Mapping[str, Tensor]) -> str:
+    """Return the first gradient in backward that is not finite; empty without one."""
+    for name in reversed(list(gradients)):
+        if not is_finite(gradients[name]):
+            return name
+    return ""
 
 
 def _not_finite(name: str, configured: _Configured, rounding: Ranked, wide: str) -> Reading:
-    """Return a reading of the first gradient in backward that is not finite."""
+    """Return a reading of a gradient that is not finite."""
     number = int((~configured.gradients[name].isfinite()).sum())
     place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
     return KINDS["nonfinite-gradient"].reading(name, number, 0, wide=wide, place=place)
@@ -705,67 +714,69 @@ def _compared(
     reasons: dict[str, str],
 ) -> tuple[list[Reading], list[str]]:
     """Return the readings and lines. What is not finite comes first."""
-    readings = dict[str, Reading]()
-    results = dict[str, Reading | float]()
-    gone = list[str]()
-    zero = list[str]()
-    bad = list[str]()
+    readings = []
+    judged = []
+    near = []
+    gone = []
+    zero = []
+    bad = ""
+    has_slope = False
     for name in reversed(reference.exact):  # in the order of backward
         r = reference.exact[name]
         g = configured.gradients.get(name)
+        is_zero = not bool(r.any())
+        has_slope = has_slope or not is_zero
         if name in differing:
-            readings[name] = KINDS["not-reduced"].reading(name, differing[name], 0)
-        elif g is not None and not is_finite(g):
-            bad.append(name)
+            readings.append(KINDS["not-reduced"].reading(name, differing[name], 0))
         elif g is None or not bool(g.any()):
-            if bool(r.any()):
+            if not is_zero:
                 gone.append(name)
             elif g is None:
                 zero.append(name)
+        elif not is_finite(g):
+            bad = bad or name
         else:
-            results[name] = reference.judge(name, _compared_values(configured, name, r), r)
+            judged.append(name)
+            result = reference.judge(name, _compared_values(configured, name, r), r)
+            if isinstance(result, Reading):
+                readings.append(result)
+            else:
+                near.append(result)
     count = len(reference.exact)
     if bad:
-        is_wide = bool(reference.exact[bad[0]].isfinite().all())
-        wide = (
-            "float32's are" if is_wide else "nor are float32's, so look at weights, data and loss"
-        )
-        readings["nonfinite"] = _not_finite(bad[0], configured, rounding, wide)
-    readings |= {name: result for name, result in results.items() if isinstance(result, Reading)}
-    if not bad and not any(bool(r.any()) for r in reference.exact.values()) and not results:
-        readings["zero"] = KINDS["zero-gradients"].reading("", 1, 0, 0)
-        gone = zero = []
-    for names, words in (
-        (gone, "; float32's are not zero"),
-        (zero, ", nor in a float32 copy: the loss does not depend on them"),
-    ):
-        for reading in KINDS["no-gradient"].of(names, count=count, words=words):
-            readings[words] = reading
+        wide = "float32's are"
+        if not is_finite(reference.exact[bad]):
+            wide = "nor are float32's, so look at weights, data and loss"
+        readings.append(_not_finite(bad, configured, rounding, wide))
+    if not (bad or has_slope or judged):
+        readings.append(KINDS["zero-gradients"].reading("", 1, 0, 0))
+        zero = []
+    words = "; float32's are not zero"
+    readings += KINDS["no-gradient"].of(gone, count=count, words=words)
+    words = ", nor in a float32 copy: the loss does not depend on them"
+    readings += KINDS["no-gradient"].of(zero, count=count, words=words)
     if not reference.is_sum:
-        reasons["the weights of micro-batches"] = (
-            "the loss over all of them is no weighted sum of their losses"
-        )
-    near = [result for result in results.values() if not isinstance(result, Reading)]
+        why_not = "the loss over all of them is no weighted sum of their losses"
+        reasons["the weights of micro-batches"] = why_not
+    mode = configured.mode
     first, *more = rounding.lines()
-    of_copy = "" if configured.mode is not None else "in a copy in one process, "
+    of_copy = "" if mode is not None else "in a copy in one process, "
     lines = [f"gradients of {counted(count, 'tensor')}: {of_copy}{first}", *more]
-    lost = [name for name in results if name not in configured.shadows]
-    if configured.mode is not None:
-        if lost:
-            lines.append(not_followed(configured.mode, lost))
-        for (site, name), number in configured.mode.indices.most_common(1):
-            if number:
-                lines.append(
-                    f"  {number} indices of {name} in {site} are others in float32, so bounds are "
-                    "wider"
-                )
-    if near:
+    lost = [name for name in judged if name not in configured.shadows]
+    if mode is not None and lost:
+        lines.append(not_followed(mode, lost))
+    if mode is not None and mode.indices.total():
+        ((site, name), number) = mode.indices.most_common(1)[0]
         lines.append(
-            f"  {'with' if lost else 'without'} their roundings {counted(len(near), 'tensor')} "
-            "within "
-            f"{max(near):.1g} of float32's in one process"
+            f"  {number} indices of {name} in {site} are others in float32, so bounds are wider"
         )
-    return joined(readings.values(), count), lines
+    if near:
+        without = "with" if lost else "without"
+        lines.append(
+            f"  {without} their roundings {counted(len(near), 'tensor')} within {max(near):.1g} of "
+            "float32's in one process"
+        )
+    return joined(readings, count), lines
 
 
 def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
@@ -778,11 +789,16 @@ def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
     counts = {"the number of ranks": num_ranks, "the number of micro-batches": num_parts}
     if min(num_parts, num_ranks) > 1:
         counts["micro-batches times ranks"] = num_parts * num_ranks
-    numbers = [(n, name) for name, n in counts.items()] + [
-        (1 / n, f"1 / {name}") for name, n in counts.items()
-    ]
-    names = [name for number, name in numbers if number != 1 and abs(factor / number - 1) < _NEAR]
+    names = []
+    for name, number in counts.items():
+        if number != 1 and abs(factor / number - 1) < _NEAR:
+            names.append(name)
+        if number != 1 and abs(factor * number - 1) < _NEAR:
+            names.append(f"1 / {name}")
     power = round(math.log2(abs(factor)))
     if not names and power and abs(factor / 2.0**power - 1) < _NEAR:
-        names = [f"2^{power}" + ", the loss scale that torch begins with" * (power == 16)]
-    return f", which is {' and '.join(names)}" if names else ""
+        torchs = ", the loss scale that torch begins with" if power == 16 else ""
+        names.append(f"2^{power}{torchs}")
+    if names:
+        return f", which is {' and '.join(names)}"
+    return ""

@@ -6,7 +6,9 @@ No code of a model runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from narrowgauge.checks.set_up import inner_name
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
 
 Weights = str | Path | nn.Module | Mapping[str, Any]
@@ -39,35 +42,44 @@ class Moved(Readings):
     """
 
     def __init__(self, rows: list[Row], readings: list[Reading]) -> None:
-        self.rows, total, differ = (
-            rows,
-            *(sum(row[key] for row in rows) for key in ("values", "differ")),
-        )
-        line = f"{differ / max(1, total):.2%} of {counted(total, 'value')} in {counted(len(rows), 'tensor')} differ"
-        super().__init__(readings, [line, *(self.table().plain().splitlines() if rows else ())])
+        self.rows = rows
+        values = counted(sum(row["values"] for row in rows), "value")
+        tensors = counted(len(rows), "tensor")
+        lines = [f"{share_of(rows):.2%} of {values} in {tensors} differ"]
+        if rows:
+            lines += self.table().plain().splitlines()
+        super().__init__(readings, lines)
 
     def table(self) -> Table:
         """Return a table with a row for each kind of tensor: the part of its name that layers
         share.
         """
-        groups: dict[str, list[Row]] = {}
+        kinds = dict[str, Counter[str]]()
+        dtypes = dict[str, dict[str, None]]()
+        changes = dict[str, float]()
         for row in self.rows:
-            groups.setdefault(row["group"], []).append(row)
-        columns = (
-            *name_columns(weights=lambda rows: rows[0]["group"]),
-            *number_columns(
-                tensors=len,
-                values=lambda rows: sum(row["values"] for row in rows),
-                differ=lambda rows: f"{sum(r['differ'] for r in rows) / max(1, sum(r['values'] for r in rows)):.2%}",
-                equal=lambda rows: sum(not row["differ"] for row in rows),
-                all_1=lambda rows: sum(row["constant"] == 1 for row in rows),
-                all_0=lambda rows: sum(row["constant"] == 0 for row in rows),
-                nonfinite=lambda rows: sum(row["nonfinite"] for row in rows),
-                change_up_to=lambda rows: f"{max(row['change'] for row in rows):.2g}",
-            ),
-            *text_columns(dtype=lambda rows: list(dict.fromkeys(row["dtype"] for row in rows))),
-        )
-        return Table(columns, list(groups.values()))
+            kind = row["group"]
+            counts = kinds.setdefault(kind, Counter())
+            for name in ("values", "differ", "nonfinite"):
+                counts[name] += row[name]
+            counts["tensors"] += 1
+            counts["equal"] += not row["differ"]
+            counts["all 1"] += row["constant"] == 1
+            counts["all 0"] += row["constant"] == 0
+            dtypes.setdefault(kind, {})[row["dtype"]] = None
+            changes[kind] = max(changes.get(kind, 0.0), row["change"])
+        rows = []
+        for kind, counts in kinds.items():
+            share = f"{counts['differ'] / max(1, counts['values']):.2%}"
+            change = f"{changes[kind]:.2g}"
+            texts = {"weights": kind, "share": share, "change": change, "dtype": [*dtypes[kind]]}
+            rows.append({**counts, **texts})
+        numbers = number_columns(
+            tensors="tensors", values="values", differ="share", equal="equal", all_1="all 1",
+            all_0="all 0", nonfinite="nonfinite", change_up_to="change",
+        )  # fmt: skip
+        columns = (*name_columns(weights="weights"), *numbers, *text_columns(dtype="dtype"))
+        return Table(columns, rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the readings and the rows as values for JSON."""
@@ -98,32 +110,50 @@ def moved(before: Weights, after: Weights) -> Moved:
     """
     first = tensors_of(before)
     second = tensors_of(after)
-    rows = list[Row]()
-    other = list[str]()
-    for name in (name for name in second if name in first):
+    rows = []
+    other: list[str] = []
+    only_after: list[str] = []
+    equal: list[str] = []
+    ones: list[str] = []
+    nonfinite: list[str] = []
+    for name, read in second.items():
+        if name not in first:
+            only_after.append(name)
+            continue
         a = first[name]()
-        b = second[name]()
-        rows.append(_compared(name, a, b)) if a.shape == b.shape else other.append(name)
-    lacking = [
-        [name for name in one if name not in two] for one, two in ((first, second), (second, first))
-    ]
-    equal = [row["name"] for row in rows if not row["differ"]]
-    has_moved = len(equal) < len(rows)
-    sides = f"{len(lacking[0])} only before, {len(lacking[1])} only after"
-    names_of = {
-        "nothing-moved": [] if has_moved else equal,
-        "equal-tensors": equal if has_moved else [],
-        "exactly-one": [
-            r["name"] for r in rows if has_moved and r["constant"] == 1 and len(r["shape"]) == 1
-        ],
-        "nonfinite-values": [row["name"] for row in rows if row["nonfinite"]],
-        "other-shapes": other,
-        "other-tensors": lacking[0] + lacking[1],
-    }
-    return Moved(
-        rows,
-        [r for kind, names in names_of.items() for r in KINDS[kind].of(names, sides=sides)],
-    )
+        b = read()
+        if a.shape != b.shape:
+            other.append(name)
+            continue
+        row = _compared(name, a, b)
+        rows.append(row)
+        if not row["differ"]:
+            equal.append(name)
+        if row["constant"] == 1 and b.ndim == 1:
+            ones.append(name)
+        if row["nonfinite"]:
+            nonfinite.append(name)
+    only_before = [name for name in first if name not in second]
+    kinds = {"nothing-moved": equal}
+    if len(equal) < len(rows):
+        kinds = {"equal-tensors": equal, "exactly-one": ones}
+    lacking = only_before + only_after
+    kinds |= {"nonfinite-values": nonfinite, "other-shapes": other, "other-tensors": lacking}
+    sides = f"{len(only_before)} only before, {len(only_after)} only after"
+    readings = list[Reading]()
+    for kind, names in kinds.items():
+        readings += KINDS[kind].of(names, sides=sides)
+    return Moved(rows, readings)
+
+
+def share_of(rows: Sequence[Row]) -> float:
+    """Return the share of values that differ."""
+    differ = 0
+    total = 0
+    for row in rows:
+        differ += row["differ"]
+        total += row["values"]
+    return differ / max(1, total)
 
 
 def _compared(name: str, a: Tensor, b: Tensor) -> Row:
@@ -133,26 +163,35 @@ def _compared(name: str, a: Tensor, b: Tensor) -> Row:
     length = 0.0
     constant = float(b.flatten()[0]) if b.numel() else None
     for x, y in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
-        x, y = x.to(b.device, b.dtype).double(), y.double()  # which compares values of every format
+        x = x.to(b.device, b.dtype).double()  # which compares values of every format
+        y = y.double()
         differ += int(torch.count_nonzero(x != y))
-        if bad := int(torch.count_nonzero(~y.isfinite())):
-            nonfinite = nonfinite + bad
-            differ = differ - int(torch.count_nonzero(x.isnan() & y.isnan()))
+        bad = int(torch.count_nonzero(~y.isfinite()))
+        if bad:
+            nonfinite += bad
+            differ -= int(torch.count_nonzero(x.isnan() & y.isnan()))
         distance += float(torch.linalg.vector_norm(y - x)) ** 2
         length += float(torch.linalg.vector_norm(x)) ** 2
-        constant = None if constant is None or bool((y != constant).any()) else constant
-    parts = [
-        part
-        for part in name.split(".")
-        if part not in ("weight", "bias", "default") and not part.isdigit()
-    ]
+        if constant is not None and bool((y != constant).any()):
+            constant = None
+    change = 0.0
+    if distance:
+        change = math.sqrt(distance / length) if length else math.inf
+    dtypes = dict.fromkeys((dtype_name(a.dtype), dtype_name(b.dtype)))
     return {
-        "name": name,
-        "group": (parts[-1] if parts else name) + ".bias" * (bool(parts) and name.endswith(".bias")),
-        "dtype": " → ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in (a, b))),
-        "change": (distance / length) ** 0.5 if length else float("inf") if distance else 0.0,
-        "shape": [*b.shape], "values": b.numel(), "differ": differ, "constant": constant, "nonfinite": nonfinite,
+        "name": name, "group": _group(name), "dtype": " → ".join(dtypes), "change": change,
+        "shape": [*b.shape], "values": b.numel(), "differ": differ, "constant": constant,
+        "nonfinite": nonfinite,
     }  # fmt: skip
+
+
+def _group(name: str) -> str:
+    """Return the part of a name that layers share, with ``.bias`` for a bias."""
+    bias = ".bias" if name.endswith(".bias") else ""
+    for part in reversed(name.split(".")):
+        if part not in ("weight", "bias", "default") and not part.isdigit():
+            return part + bias
+    return name
 
 
 def tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
@@ -160,24 +199,25 @@ def tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
     if isinstance(weights, nn.Module):  # a tied tensor once, as in files
         firsts = {*dict(weights.named_parameters()), *dict(weights.named_buffers())}
         weights = {name: value for name, value in weights.state_dict().items() if name in firsts}
-    if isinstance(weights, Mapping):
-        tensors = {
-            inner_name(name): value for name, value in weights.items() if isinstance(value, Tensor)
-        }
-        return {name: partial(whole, t.detach()) for name, t in tensors.items()}
-    path = Path(weights)
     functions = dict[str, Callable[[], Tensor]]()
+    if isinstance(weights, Mapping):
+        for name, value in weights.items():
+            if isinstance(value, Tensor):
+                functions[inner_name(name)] = partial(whole, value.detach())
+        return functions
+    path = Path(weights)
     try:
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        files = {path}
+        if path.is_dir():
+            files = set(path.glob("*.safetensors"))
         for index in path.glob("*.safetensors.index.json"):
-            files = sorted(
-                {path / name for name in json.loads(index.read_bytes())["weight_map"].values()}
-            )
-        for opened in (safe_open(file, "pt") for file in files):
-            names = {inner_name(name): name for name in opened.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
-            if names.keys() & functions.keys():
-                raise ValueError("two of its files hold parts of one tensor")
-            functions |= {key: partial(opened.get_tensor, name) for key, name in names.items()}
+            files = {path / name for name in json.loads(index.read_bytes())["weight_map"].values()}
+        for file in sorted(files):
+            opened = safe_open(file, "pt")
+            for name in opened.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
+                if inner_name(name) in functions:
+                    raise ValueError("two of its files hold parts of one tensor")
+                functions[inner_name(name)] = partial(opened.get_tensor, name)
         if not functions:
             raise ValueError("it holds no safetensors file")
     except (OSError, SafetensorError, ValueError, KeyError) as error:

@@ -10,6 +10,7 @@ result's own format: the roundings have other places too.
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,25 +20,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from narrowgauge.checks.adapters import name_without_adapters
-from narrowgauge.checks.shadow import NARROW, is_float
+from narrowgauge.checks.float32_copy import cast
+from narrowgauge.checks.shadow import NARROW, floats_of, is_float
 
 FINEST = 2.0**-24
 MARGIN = 4.0
 """Bounds over what random rounding gives."""
-_SUMS = ("mm", "mv", "dot", "conv", "attention", "linear")
+_SUMS = re.compile("mm|mv|dot|conv|attention|linear")
 """Parts of names of operations whose terms may cancel: their error is a part of a row's size."""
 _POWERS = (2.0, 4.0)
 """Means over rows.
 
 The second sees one wrong row of a thousand, the first small differences of all.
 """
-_ADAPTERS = (".base_layer", ".lora_")
+_ADAPTERS = re.compile(r"\.base_layer|\.lora_")
 """Parts of names of modules within an adapted layer: a merged layer is like it only as a whole."""
 Outputs = dict[str, list[list[Tensor]]]
 """The float tensors of each call at each place, in the order of the first calls."""
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 def unit_of(dtype: torch.dtype) -> float:
@@ -63,33 +66,38 @@ def recorded(names: dict[nn.Module, str], forced: Outputs | None = None) -> Iter
     """
     outputs = Outputs()
     stack = list[str]()
-    returned = dict[int, weakref.ref[Tensor]]()
+    returned = {}
 
     def keep(place: str, values: Any) -> Any:
         leaves, spec = tree_flatten(values)
-        tensors = [x.detach().clone() for x in leaves if is_float(x)]
-        if not tensors or any(part in place for part in _ADAPTERS):
+        floats = {k: x for k, x in enumerate(leaves) if is_float(x)}
+        if not floats or _ADAPTERS.search(place):
             return values
-        outputs.setdefault(place, []).append(tensors)
+        calls = outputs.setdefault(place, [])
+        calls.append([x.detach().clone() for x in floats.values()])
         if forced:
-            exact = iter(forced[place][len(outputs[place]) - 1])
-            floats = [next(exact, x).to(x.dtype, copy=True) for x in leaves if is_float(x)]
-            leaves = [floats.pop(0) if is_float(x) else x for x in leaves]
+            for k, exact in zip(floats, forced[place][len(calls) - 1], strict=False):
+                leaves[k] = exact.to(leaves[k].dtype, copy=True)
             values = tree_unflatten(leaves, spec)
-        returned.update({id(x): weakref.ref(x) for x in leaves if is_float(x)})
+        for k in floats:
+            returned[id(leaves[k])] = weakref.ref(leaves[k])
         return values
+
+    def was_returned(x: Tensor) -> bool:
+        known = returned.get(id(x))
+        return known is not None and known() is x
 
     def before(module: nn.Module, args: Any) -> Any:
         if module not in names:
             names.update(names_of(module))
-        parent = stack[-1] if stack else None
-        stack.append(names[module])
-        tensors = [x for x in args if is_float(x)]
-        is_made_here = any(returned.get(id(x), lambda: None)() is not x for x in tensors)
-        if parent is None or not is_made_here:
-            return args
-        child = names[module].removeprefix(f"{parent}.")
-        return keep(f"{parent or 'the model'}, before {child}", args)
+        name = names[module]
+        is_made_here = not all(was_returned(x) for x in args if is_float(x))
+        if stack and is_made_here:
+            parent = stack[-1]
+            child = name.removeprefix(f"{parent}.")
+            args = keep(f"{parent or 'the model'}, before {child}", args)
+        stack.append(name)
+        return args
 
     def after(module: nn.Module, args: Any, result: Any) -> Any:
         return keep(stack.pop() or "the model", result)
@@ -118,42 +126,36 @@ class RandomRounding(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._is_coarse = is_coarse
-        self._least = least
+        self._unit = max(FINEST, least)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        returns = func._schema.returns
-        name = func._schema.name.split("::")[1]
-        is_view = bool(returns) and all(
-            r.alias_info is not None and not r.alias_info.is_write for r in returns
-        )
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_view or is_random or "empty" in name:
-            return func(*args, **kwargs)
-        wide_args, wide_kwargs = tree_map(_widened, (args, kwargs))
-        result = func(*args, **kwargs)
-        floats = [x for x in tree_leaves(result) if is_float(x)]
+        name = func._schema.name
+        if func.is_view or "empty" in name:
+            return func(*args, **(kwargs or {}))
+        wide_args, wide_kwargs = cast((args, kwargs or {}), torch.float64)
+        result = func(*args, **(kwargs or {}))
+        floats = floats_of(result)
         if not floats:
             return result
         try:
-            wide = [x for x in tree_leaves(func(*wide_args, **wide_kwargs)) if is_float(x)]
+            wide = floats_of(func(*wide_args, **wide_kwargs))
         except (RuntimeError, NotImplementedError):
             wide = [x.double() for x in floats]
-        has_sums = any(word in name for word in _SUMS)
+        has_sums = _SUMS.search(name) is not None
         for x, value in zip(floats, wide, strict=False):
             if x.shape == value.shape and not torch.equal(x.double(), value):
-                # The kernel's own error stays: only what the random numbers change is added.
-                x += self._changed(value, x.dtype, has_sums).to(x.dtype) - value.to(x.dtype)
+                x += self._change(value, x.dtype, has_sums)
         return result
 
-    def _changed(self, value: Tensor, dtype: torch.dtype, has_sums: bool) -> Tensor:
+    def _change(self, value: Tensor, dtype: torch.dtype, has_sums: bool) -> Tensor:
+        """Return what random numbers change; the kernel's own error stays."""
         size = value.abs()
         if has_sums and value.ndim:
             size = size + value.square().mean(-1, keepdim=True).sqrt()
-        changed = value + max(FINEST, self._least) * size * _random(value)
+        changed = value + self._unit * size * _random(value)
         if self._is_coarse:
             changed = changed * (1 + unit_of(dtype) * _random(value))
-        return torch.where(value.isfinite(), changed, value)
+        return (changed.to(dtype) - value.to(dtype)).where(value.isfinite(), 0)
 
     def __enter__(self) -> RandomRounding:
         torch.manual_seed(self._seed)
@@ -166,22 +168,15 @@ def _random(like: Tensor) -> Tensor:
     return 2 * torch.rand_like(like) - 1
 
 
-def _widened(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().double() if is_float(value) else value
-    is_dtype = isinstance(value, torch.dtype) and value.is_floating_point
-    return torch.float64 if is_dtype else value
-
-
-def distance(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+def distance(pairs: Pairs) -> Tensor:
     """Return the largest distances of pairs of tensors, relative to their size: two means over
     rows, by :data:`_POWERS`.
     """
-    distances = [torch.zeros(len(_POWERS))]
+    largest = torch.zeros(len(_POWERS))
     for x, y in pairs:
         off, size = row_sizes(x, y)
-        distances.append(_means((off / size).cpu()))
-    return torch.stack(distances).amax(0)
+        largest = largest.maximum(_means((off / size).cpu()))
+    return largest
 
 
 def _means(values: Tensor) -> Tensor:
@@ -199,7 +194,7 @@ def row_sizes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return off.nan_to_num(nan=math.inf).norm(dim=-1), size.clamp(min=float(floor))
 
 
-def paired(first: Outputs, second: Outputs, place: str) -> list[tuple[Tensor, Tensor]]:
+def paired(first: Outputs, second: Outputs, place: str) -> Pairs:
     """Return the tensors of a place in both passes, in equal shapes; none if they cannot be
     compared.
 
@@ -208,21 +203,25 @@ def paired(first: Outputs, second: Outputs, place: str) -> list[tuple[Tensor, Te
     """
     calls = first[place]
     others = second.get(place, [])
-    if len(calls) == 1 and len(others) > 1 and all(len(o) == len(calls[0]) for o in others):
-        joined = zip(calls[0], zip(*others, strict=True), strict=True)
-        others = [[_joined(x, list(pieces)) for x, pieces in joined]]
-    pairs = list[tuple[Tensor, Tensor]]()
-    for tensors, theirs in zip(calls, others, strict=False):
-        pairs += [(x, _cropped(x, y)) for x, y in zip(tensors, theirs, strict=False) if x.numel()]
+    if len(calls) == 1 < len(others):
+        others = [[_joined(x, pieces) for x, *pieces in zip(calls[0], *others, strict=False)]]
     if len(calls) != len(others):
         return []
-    return pairs if all(x.shape == y.shape for x, y in pairs) else []
+    pairs = Pairs()
+    for tensors, theirs in zip(calls, others, strict=True):
+        for x, y in zip(tensors, theirs, strict=False):
+            y = _cropped(x, y)
+            if x.shape != y.shape:
+                return []
+            if x.numel():
+                pairs.append((x, y))
+    return pairs
 
 
 def _joined(like: Tensor, pieces: list[Tensor]) -> Tensor:
+    """Join pieces along the dimension in which they make up a tensor."""
     for dim in range(like.ndim):
-        sizes = [x.shape[dim] for x in pieces if x.ndim == like.ndim]
-        if len(sizes) == len(pieces) and sum(sizes) == like.shape[dim]:
+        if sum(x.shape[dim] for x in pieces if x.ndim == like.ndim) == like.shape[dim]:
             return torch.cat(pieces, dim)
     return pieces[0]
 
@@ -231,25 +230,32 @@ def _cropped(x: Tensor, y: Tensor) -> Tensor:
     """Return the first or last positions of ``y``, whichever are nearer to ``x``."""
     if x.ndim < 3 or x.ndim != y.ndim or y.shape[1] <= x.shape[1]:
         return y
-    ends = [y[:, : x.shape[1]], y[:, -x.shape[1] :]]
-    if ends[0].shape != x.shape:
+    start = y[:, : x.shape[1]]
+    end = y[:, -x.shape[1] :]
+    if start.shape != x.shape:
         return y
-    return min(ends, key=lambda end: float((end.double() - x.double()).abs().sum()))
+    if _off(x, start) <= _off(x, end):
+        return start
+    return end
+
+
+def _off(x: Tensor, y: Tensor) -> float:
+    return float((y.double() - x.double()).abs().sum())
 
 
 class Place(NamedTuple):
     """A place where two passes differ.
 
     Args:
+        kind: of the reading; empty within the bounds.
         value: relative distance.
-        fine, coarse: its bounds.
         words: which positions, sequences and values differ.
     """
 
     name: str
+    kind: str
     value: float
-    fine: float
-    coarse: float
+    bound: float
     words: str
 
 
@@ -274,16 +280,20 @@ def places(
         if not value.any():
             continue
         flip = torch.stack([_flip(x) for x, _ in pairs]).amax(0) + least
-        bounds = []
-        for passes in (fine, coarse):
+
+        def bound_of(passes: list[Outputs], name: str = name, flip: Tensor = flip) -> Tensor:
             noise = [distance(paired(first, other, name)) for other in passes]
-            bounds.append(MARGIN * torch.stack(noise).amax(0) + flip)
-        is_wrong = bool((value > bounds[1]).any())
-        which = int((value / bounds[is_wrong]).argmax())
+            return MARGIN * torch.stack(noise).amax(0) + flip
+
+        kind = "other-output"
+        bound = bound_of(coarse)
+        if not (value > bound).any():
+            bound = bound_of(fine)
+            kind = "other-rounding" if (value > bound).any() else ""
+        which = int((value / bound).argmax())
         farthest = max(pairs, key=lambda pair: float(distance([pair])[1]))
-        words = pattern(*farthest, float(bounds[is_wrong][1]), num_heads)
-        limits = [float(bound[which]) for bound in bounds]
-        yield Place(name, float(value[which]), limits[0], limits[1], words)
+        words = pattern(*farthest, float(bound[1]), num_heads)
+        yield Place(name, kind, float(value[which]), float(bound[which]), words)
 
 
 def _flip(x: Tensor) -> Tensor:
@@ -301,20 +311,18 @@ def pattern(x: Tensor, y: Tensor, bound: float, num_heads: int) -> str:
         return ""
     off, size = row_sizes(x, y)
     differs = off > min(bound, float((off / size).max()) / 2) * size
-    where = run_of(differs.any(0), "position")
+    words = [run_of(differs.any(0), "position")]
     rows = differs.any(1)
-    words = [where]
     if not rows.all():
         words.append(run_of(rows, "sequence"))
     width = x.shape[2]
     least = bound * size / math.sqrt(width)
-    columns = ((y.double() - x.double()).abs() > least[..., None]).flatten(0, 1).any(0).nonzero()
-    if len(columns):
-        start = int(columns[0])
-        end = int(columns[-1])
-        head = width // num_heads if num_heads and width % num_heads == 0 else 0
-        if head and start // head == end // head and head < width:
-            words.append(f"in head {start // head} of {num_heads}")
+    is_far = (y.double() - x.double()).abs() > least[..., None]
+    columns = is_far.flatten(0, 1).any(0).nonzero()
+    if len(columns) and num_heads > 1 and width % num_heads == 0:
+        head = int(columns[0]) * num_heads // width
+        if head == int(columns[-1]) * num_heads // width:
+            words.append(f"in head {head} of {num_heads}")
     return ", ".join(words)
 
 
@@ -325,17 +333,23 @@ def run_of(differs: Tensor, noun: str) -> str:
         return f"at all {noun}s"
     if len(places) == 1:
         return f"at {noun} {places[0]} alone"
-    if places and places[-1] - places[0] == len(places) - 1:
-        if places[-1] == len(differs) - 1:
-            return f"from {noun} {places[0]} on"
-        if places[0] == 0:
-            return f"up to {noun} {places[-1]}"
+    is_run = bool(places) and places[-1] - places[0] == len(places) - 1
+    if is_run and places[-1] == len(differs) - 1:
+        return f"from {noun} {places[0]} on"
+    if is_run and places[0] == 0:
+        return f"up to {noun} {places[-1]}"
     return f"at {len(places)} of {len(differs)} {noun}s"
 
 
-def shapes(outputs: Outputs) -> dict[str, list[torch.Size]]:
-    """Return the shapes of the first results of all calls.
-
-    Passes with equal ones can be compared call by call.
-    """
-    return {place: [call[0].shape for call in calls] for place, calls in outputs.items()}
+def are_alike(first: Outputs, second: Outputs) -> bool:
+    """Return whether two passes can be compared call by call: first results have equal shapes."""
+    if first.keys() != second.keys():
+        return False
+    for place, calls in first.items():
+        others = second[place]
+        if len(calls) != len(others):
+            return False
+        for call, other in zip(calls, others, strict=True):
+            if call[0].shape != other[0].shape:
+                return False
+    return True

@@ -14,13 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
-from narrowgauge.checks.shadow import SUM, Key, Shadow, Site, eager, is_finite, is_float
+from narrowgauge.checks.shadow import NARROW, SUM, Key, Shadow, Site, eager, is_finite, is_float
 from narrowgauge.numerics.dtensor import named_gradients
 from narrowgauge.runs.finding import counted
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.put_back import put_back
 from narrowgauge.torch_support.torch_names import plain_name
 
@@ -52,13 +54,6 @@ _SHORT = 0.03
 """Least length of a tensor, as a share of the mean length per element: a key's bias is zero but for
 rounding.
 """
-_NAMES = {
-    2.0**-24: "float32",
-    2.0**-8: "bfloat16",
-    2.0**-11: "float16",
-    2.0**-4: "float8_e4m3fn",
-    2.0**-3: "float8_e5m2",
-}
 
 
 class Distance(NamedTuple):
@@ -71,9 +66,13 @@ class Distance(NamedTuple):
 
 def scales(exact: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the length of each gradient, or the least length that counts for a tensor of its size."""
-    size = {n: float(x.square().sum()) for n, x in exact.items()}
-    mean = sum(size.values()) / max(1, sum(x.numel() for x in exact.values())) or 1e-300
-    return {n: math.sqrt(max(size[n], _SHORT**2 * mean * x.numel())) for n, x in exact.items()}
+    squares = {}
+    count = 0
+    for n, x in exact.items():
+        squares[n] = float(x.square().sum())
+        count += x.numel()
+    least = _SHORT**2 * (sum(squares.values()) / max(1, count) or 1e-300)
+    return {n: math.sqrt(max(squares[n], least * x.numel())) for n, x in exact.items()}
 
 
 def distances(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
@@ -84,24 +83,27 @@ def distances(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> d
 
 def distance(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Distance:
     """Return how far gradients are from exact ones, relative to their length."""
-    off = sum(float((gradients[n] - x).square().sum()) for n, x in exact.items())
-    total = sum(float(x.square().sum()) for x in exact.values()) or 1e-300
+    off = 0.0
+    total = 0.0
+    for n, x in exact.items():
+        off += float((gradients[n] - x).square().sum())
+        total += float(x.square().sum())
     by_tensor = distances(gradients, exact)
     worst = max(by_tensor, key=by_tensor.__getitem__, default="")
-    return Distance(math.sqrt(off / total), by_tensor.get(worst, 0.0), worst)
+    return Distance(math.sqrt(off / (total or 1e-300)), by_tensor.get(worst, 0.0), worst)
 
 
 class Place(NamedTuple):
     """A site, what it gives alone, and what is left without it and the places before it.
 
     Args:
-        roundings: its part, in unit roundoffs of its own format.
+        unit: unit roundoff of its own format, in which its part is counted.
     """
 
     site: Site
     operations: tuple[str, ...]
     alone: float
-    roundings: float
+    unit: float
     left: float
     is_unusual: bool
 
@@ -110,7 +112,7 @@ class Place(NamedTuple):
         kind = "unusual" if self.is_unusual else "usual"
         return (
             f"{self.alone:.2g} of {total:.2g} from {self.site}: {', '.join(self.operations)} "
-            f"({self.roundings:.3g} roundings, {kind}); {self.left:.2g} without it"
+            f"({self.alone / self.unit:.3g} roundings, {kind}); {self.left:.2g} without it"
         )
 
 
@@ -143,11 +145,16 @@ class Ranked:
 
     @property
     def format(self) -> str:
-        return _NAMES.get(self.unit, f"a format of unit roundoff {self.unit:.2g}")
+        for dtype, unit in (*NARROW.items(), (torch.float32, 2.0**-24)):
+            if unit == self.unit:
+                return dtype_name(dtype)
+        return f"a format of unit roundoff {self.unit:.2g}"
 
     @property
     def roundings(self) -> float:
-        return self.total.all / self.unit if self.unit else 0.0
+        if self.unit:
+            return self.total.all / self.unit
+        return 0.0
 
     def lines(self) -> list[str]:
         """Return the lines that are printed, without the first word."""
@@ -161,22 +168,20 @@ class Ranked:
         whole = total.largest if self.focus else total.all
         lines = [
             f"{total.all:.2g} of their length from float32's, {self.roundings:.3g} roundings of "
-            f"{self.format}; "
-            f"most in {total.tensor}, {total.largest:.2g}"
+            f"{self.format}; most in {total.tensor}, {total.largest:.2g}"
         ]
-        return lines + [f"  {place.line(whole)}" for place in self.places] + self.notes
+        for place in self.places:
+            lines.append(f"  {place.line(whole)}")
+        return lines + self.notes
 
     def readings(self) -> list[Reading]:
         """Return a reading of the first unusual place; or of many roundings without one."""
-        unusual = [place for place in self.places if place.is_unusual]
-        if unusual:
-            place = unusual[0]
-            line = place.line(self.total.largest if self.focus else self.total.all)
-            unit = place.alone / place.roundings if place.roundings else 0.0
-            kind = KINDS["rounding"]
-            return [
-                kind.reading(self.total.tensor, place.alone, 0.0, kind.bound * unit, place=line)
-            ]
+        for place in self.places:
+            if place.is_unusual:
+                line = place.line(self.total.largest if self.focus else self.total.all)
+                kind = KINDS["rounding"]
+                bound = kind.bound * place.unit
+                return [kind.reading(self.total.tensor, place.alone, 0.0, bound, place=line)]
         if self.roundings >= MANY * (FLIPPED if self.flips else 1.0):
             kind = KINDS["many-roundings"]
             bound = kind.bound * self.unit
@@ -224,13 +229,18 @@ def rank(
     def place_of(site: Site, alone: float, before: float) -> Place:
         sites.remove(site)
         left = measured(sites) if sites else 0.0
-        own = min(unit, max(u for (s, _), u in units.items() if s == site))
+        operations = []
+        own = 0.0
+        for key in units:
+            if key[0] == site:
+                operations.append(key[1])
+                own = max(own, units[key])
+        own = min(unit, own)
         is_first = not result.places and slack == 1.0
         least = SUMMED if site.line == SUM else RANKED
         is_most = is_first and alone >= max(least * own, MOST * size)
         is_unusual = alone >= slack * UNUSUAL * own or (is_most and left <= LEFT * before)
-        operations = tuple(name for s, name in units if s == site)
-        return Place(site, operations, alone, alone / own, left, is_unusual)
+        return Place(site, tuple(operations), alone, own, left, is_unusual)
 
     sums = [site for site in sites if site.line == SUM]
     if size < RANKED * unit:
@@ -269,9 +279,9 @@ def rank(
         place = place_of(group[0], alone, left)
         result.places.append(place)
         left = place.left
-    for (site, name), count in mode.others.most_common(1):
-        if count:
-            result.notes.append(f"  {count} choices of {name} in {site} are others in float32")
+    if result.flips:
+        (site, name), count = mode.others.most_common(1)[0]
+        result.notes.append(f"  {count} choices of {name} in {site} are others in float32")
     return result
 
 
@@ -309,9 +319,9 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Ranked:
             with Shadow(chosen, model=model, **asks) as mode:
                 value = step()
             named = named_gradients({plain_name(n): p for n, p in model.named_parameters()})
-            bad = [value, *named.values()]
-            gradients, shadows = followed(mode, named)
-        return gradients, shadows, mode, [mode.first_bad(x) for x in bad if is_float(x)]
+            causes = [mode.first_bad(x) for x in (value, *named.values()) if is_float(x)]
+            gradients = {name: g.detach().to_dense().double() for name, g in named.items()}
+            return gradients, followed(mode, named), mode, causes
 
     gradients, shadows, mode, _ = run(measures=True)
     if not all(map(is_finite, gradients.values())):
@@ -323,8 +333,8 @@ def not_finite(causes: Iterable[Any]) -> Ranked:
     """Return the result of a step whose gradients are not finite: the earliest of the operations
     that reached them.
     """
-    known = [cause for cause in causes if cause is not None]
-    words = min(known).words if known else "no operation of the step made it"
+    known = sorted(filter(None, causes))
+    words = known[0].words if known else "no operation of the step made it"
     return Ranked(Distance(math.inf, math.inf, ""), 0.0, not_finite=words)
 
 
@@ -336,12 +346,13 @@ def not_measured(why_not: str) -> Ranked:
     return Ranked(Distance(allowed, allowed, ""), 0.0, why_not=why_not)
 
 
-def followed(mode: Shadow, named: Mapping[str, Tensor]) -> tuple[Gradients, Gradients]:
-    """Return the gradients whose shadows are known and these shadows, float64."""
-    names = [name for name, g in named.items() if mode.follows(g)]
-    gradients = {name: named[name].detach().to_dense().double() for name in names}
-    shadows = {name: mode.of(named[name].detach()).to_dense().double() for name in names}
-    return gradients, shadows
+def followed(mode: Shadow, named: Mapping[str, Tensor]) -> Gradients:
+    """Return the shadows of the gradients that are followed, float64."""
+    shadows = Gradients()
+    for name, g in named.items():
+        if mode.follows(g):
+            shadows[name] = mode.of(g.detach()).to_dense().double()
+    return shadows
 
 
 def not_followed(mode: Shadow, names: Collection[str]) -> str:

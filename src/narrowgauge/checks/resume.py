@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import CellType, FunctionType
@@ -27,6 +29,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.torch_hooks import members_of
 
 Objects = Mapping[str, Any]
@@ -36,8 +39,8 @@ PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LONG = 16
 """A list of more plain values than this is one state, by its hash."""
 CAUSES = (
-    ("param_groups", "lr", "rate", "sched"), ("step", "epoch", "position", "iteration"), ("scale",), ("generator", "rng"),
-    ("batch", "data", "token", "loader", "sampler"), ("state.",), ("master",),
+    "param_groups|lr|rate|sched", "step|epoch|position|iteration", "scale", "generator|rng",
+    "batch|data|token|loader|sampler", r"state\.", "master",
 )  # fmt: skip
 """Words in the names of states, causes first. Others, such as weights, are last."""
 
@@ -95,10 +98,10 @@ def check_resume(
     states = generators()
     after = [snapshot(_last_of(step, steps), unseen) for _ in range(resumes)]
     # A generator that the steps do not draw from changes nothing.
-    drawn = [name for name, entry in generators().items() if entry != undrawn.get(name)]
+    drawn = differing(undrawn, generators())
     before |= {name: states[name] for name in drawn}
-    notes = list[Reading]()
-    for number, expected in enumerate(after):
+    notes = []
+    for number, expected in enumerate(after, 1):
         # The random generators of a new process differ, so a load must set them.
         torch.rand(7), np.random.rand(7), random.random()
         objects, fresh_step, *fresh_save = load(saved)
@@ -110,32 +113,34 @@ def check_resume(
             )
         there = {name for name, value in objects.items() if value is not None} | {"generators"}
         before = {name: entry for name, entry in before.items() if name.partition("|")[0] in there}
-        when = "after the load" if number == 0 else f"after load {number + 1}"
-        if readings := differences(
-            before, snapshot(objects, unseen) | generators(), when, "", lines
-        ):
+        when = "after the load" if number == 1 else f"after load {number}"
+        fresh = snapshot(objects, unseen) | generators()
+        readings = differences(before, fresh, when, "", lines)
+        if readings:
             return Readings(readings, lines, unseen=unseen)
-        if number == 0:
+        if number == 1:
             fresh = snapshot(_not_returned(fresh_step, objects), {})
             held = {name: entry for name, entry in held.items() if name in fresh}
-            notes = [
-                replace(r, severity="note")
-                for r in differences(held, fresh, when, " Return it too.", [])
-            ]
-        before = now = snapshot(_last_of(fresh_step, steps), unseen)
-        if number + 1 < len(after):
+            for reading in differences(held, fresh, when, " Return it too.", []):
+                notes.append(replace(reading, severity="note"))
+        now = snapshot(_last_of(fresh_step, steps), unseen)
+        before = now
+        if number < len(after):
             saved = fresh_save[0]()
             states = generators()
             before = now | {name: states[name] for name in drawn}
         hint = " The load restored all that is returned. Look at what is not: the next batch, a counter, a generator."
-        if readings := differences(expected, now, f"{counted(steps, 'step')} {when}", hint, lines):
+        readings = differences(expected, now, f"{counted(steps, 'step')} {when}", hint, lines)
+        if readings:
             return Readings(readings + notes, lines, unseen=unseen)
     words = f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
     return Readings(notes, lines, words, unseen)
 
 
 def _last_of(step: Step, steps: int) -> Objects:
-    return [step() for _ in range(steps)][-1]
+    for _ in range(steps - 1):
+        step()
+    return step()
 
 
 def _not_returned(step: Step, returned: Objects) -> Objects:
@@ -149,10 +154,16 @@ def _not_returned(step: Step, returned: Objects) -> Objects:
         cells = zip(step.__code__.co_freevars, step.__closure__ or (), strict=True)
         held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
     known = {id(x) for x in returned.values() if not isinstance(x, PLAIN)} | {id(None)}
-    unknown = {
-        name: x for name, x in held.items() if id(x) not in known and not isinstance(x, np.ndarray)
-    }
-    return {f"{name} (not returned)": x for name, x in unknown.items()}
+    unknown = {}
+    for name, x in held.items():
+        if id(x) not in known and not isinstance(x, np.ndarray):
+            unknown[f"{name} (not returned)"] = x
+    return unknown
+
+
+def differing(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> list[str]:
+    """Return the names of states that have other bits now, or are missing."""
+    return [name for name in before if before[name]["bits"] != now.get(name, _MISSING)["bits"]]
 
 
 def differences(
@@ -162,39 +173,33 @@ def differences(
 
     Add a line with the number of equal states.
     """
-    kinds: dict[str, list[str]] = {}
-    for name in sorted(before, key=_rank):
+    members = Counter(name.split("|")[1] for name in before)
+    kinds = dict[str, list[str]]()
+    names = differing(before, now)
+    for name in sorted(names, key=_rank):
         kinds.setdefault(name.split("|")[1], []).append(name)
     readings = []
-    number = 0
-    for kind, members in kinds.items():
-        names = [
-            name for name in members if name not in now or before[name]["bits"] != now[name]["bits"]
-        ]
-        number += len(members) - len(names)
-        if names:
-            entry = before[names[0]]
-            loaded = now.get(names[0], {"shown": "nothing", "number": None})
-            first = names[0].split("|", 2)[2]
-            label = f"{len(names)} of {len(members)}: {first}: " if first else ""
-            message = f"{label}{entry['shown']} was saved, {loaded['shown']} is there {when}."
-            message += hint
-            readings.append(
-                KINDS["not-restored"].reading(
-                    kind, loaded["number"], entry["number"], message=message
-                )
-            )
-    lines.append(f"{when}: {number} of {len(before)} states have the same bits")
+    for kind, others in kinds.items():
+        entry = before[others[0]]
+        loaded = now.get(others[0], _MISSING)
+        first = others[0].split("|", 2)[2]
+        label = f"{len(others)} of {members[kind]}: {first}: " if first else ""
+        message = f"{label}{entry['shown']} was saved, {loaded['shown']} is there {when}.{hint}"
+        readings.append(
+            KINDS["not-restored"].reading(kind, loaded["number"], entry["number"], message=message)
+        )
+    equal = len(before) - len(names)
+    lines.append(f"{when}: {equal} of {len(before)} states have the same bits")
     return readings
 
 
 def _rank(name: str) -> int:
     _, kind, state = name.lower().split("|", 2)
     text = f"{state} {kind.rpartition('.')[2]}" if "." in kind else kind
-    return next(
-        (place for place, words in enumerate(CAUSES) if any(word in text for word in words)),
-        len(CAUSES),
-    )
+    for place, words in enumerate(CAUSES):
+        if re.search(words, text):
+            return place
+    return len(CAUSES)
 
 
 # ── the state of a loop ───────────────────────────────────────────────────────────────────────────
@@ -207,43 +212,38 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
 
     Fill ``unseen`` with the kinds of states that cannot be read.
     """
-    states = {
-        f"{key}|{kind}|{name}": x
-        for key, value in objects.items()
-        for kind, name, x in _states_of(key, value)
-    }
-    of_modules = {
-        id(p)
-        for value in objects.values()
-        if isinstance(value, nn.Module)
-        for p in value.parameters()
-    }
+    states = {}
+    of_modules = set()
+    for key, value in objects.items():
+        for kind, name, x in _states_of(key, value):
+            states[f"{key}|{kind}|{name}"] = x
+        if isinstance(value, nn.Module):
+            of_modules |= set(map(id, value.parameters()))
     for key, value in objects.items():
         if isinstance(value, torch.optim.Optimizer):
-            stepped = members_of(value)
-            states[f"{key}|{key}.parameters in the modules|"] = sum(
-                id(p) in of_modules for p in stepped
-            )
-    tensors = {
-        k: x for k, x in states.items() if isinstance(x, Tensor) and x.layout is torch.strided
-    }
+            number = sum(id(p) in of_modules for p in members_of(value))
+            states[f"{key}|{key}.parameters in the modules|"] = number
+    tensors = {}
+    for key, x in states.items():
+        if isinstance(x, Tensor) and x.layout is torch.strided:
+            tensors[key] = x
     bits, _ = fingerprints_whole_and_own(tensors)
-    entries: dict[str, Entry] = {}
+    entries = {}
     for key, value in states.items():
         if key in tensors:
             norm = math.sqrt(float(whole(value.detach().double().square().sum())))
-            dtype = str(value.dtype).removeprefix("torch.")
+            dtype = dtype_name(value.dtype)
             entries[key] = _entry(f"{dtype} {bits[key]}", norm, f"{dtype} of norm {norm:.6g}")
         elif isinstance(value, list):
             digest = hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
             entries[key] = _entry(digest, None, f"{len(value)} values of hash {digest[:8]}")
-        elif not isinstance(value, (*PLAIN, Tensor)):
+        elif isinstance(value, (int, float)):  # 1 and 1.0 are equal
+            entries[key] = _entry(repr(float(value)), float(value), repr(value)[:60])
+        elif isinstance(value, (*PLAIN, Tensor)):
+            entries[key] = _entry(repr(value), None, repr(value)[:60])
+        else:
             _, kind, name = key.split("|", 2)
             unseen.setdefault(kind, f"{name} {type(value).__name__} has no state_dict()".lstrip())
-        else:
-            number = float(value) if isinstance(value, (int, float)) else None
-            text = repr(value if number is None else number)  # 1 and 1.0 are equal
-            entries[key] = _entry(text, number, repr(value)[:60])
     return entries
 
 
@@ -251,22 +251,23 @@ def _entry(bits: str, number: float | None, shown: str) -> Entry:
     return {"bits": bits, "number": number, "shown": shown}
 
 
+_MISSING = _entry("", None, "nothing")
+
+
 def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield kind, name and value of each state of an object.
 
     An optimizer's states are kinds of their own.
     """
+    is_optimizer = isinstance(value, torch.optim.Optimizer)
     for name, item in _leaves(value):
         place = name.split(".")
-        if (
-            isinstance(value, torch.optim.Optimizer) and len(place) > 2
-        ):  # state.0.exp_avg, param_groups.0.lr
+        if is_optimizer and len(place) > 2:  # state.0.exp_avg, param_groups.0.lr
             yield f"{key}.{place[2]}", ".".join((*place[:2], *place[3:])), item
         else:
             yield key, inner_name(name), item
-    if (
-        scaler := getattr(value, "loss_scaler", None)
-    ) is not None:  # of our optimizers, which do not save it
+    scaler = getattr(value, "loss_scaler", None)
+    if scaler is not None:  # of our optimizers, which do not save it
         yield f"{key}.loss scale", "", float(scaler.scale_tensor)
 
 
@@ -275,40 +276,43 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     unreadable object.
     """
     if hasattr(value, "state_dict"):
-        yield from _leaves(value.state_dict(), name)
-    elif isinstance(value, torch.Generator):
+        value = value.state_dict()
+    value = _plain(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":  # of strings or objects
+        value = value.tolist()
+    if isinstance(value, torch.Generator):
         yield name, value.get_state()
+    elif isinstance(value, np.ndarray):
+        yield name, torch.from_numpy(np.ascontiguousarray(value))
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        items = [item.item() if isinstance(item, np.generic) else item for item in items]
+        items = list(map(_plain, items))
         if len(items) > _LONG and all(isinstance(item, PLAIN) for item in items):
             yield name, items
-            return
-        for place, item in enumerate(items):
-            yield from _leaves(item, f"{name}.{place}" if name else str(place))
-    elif isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":  # of strings or objects
-        yield from _leaves(value.tolist(), name)
-    elif isinstance(value, np.ndarray):
-        yield name, torch.from_numpy(np.ascontiguousarray(value))
+        else:
+            yield from _leaves(dict(enumerate(items)), name)
     else:
-        yield name, value.item() if isinstance(value, np.generic) else value
+        yield name, value
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy as one of Python."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def generators() -> dict[str, Entry]:
     """Return entries for the random generators of this process."""
-    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     numpy_state: Any = np.random.get_state()
-    numpy_words = np.append(
-        numpy_state[1].astype(np.int64), numpy_state[2]
-    )  # the position counts, too
-    states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_words)}
-    states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in devices}
+    words = np.append(numpy_state[1].astype(np.int64), numpy_state[2])  # the position counts, too
+    states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(words)}
+    for k in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+        states[f"cuda {k}"] = torch.cuda.get_rng_state(k)
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu")
-    prints = {name: str(fingerprint(state)) for name, state in states.items()}
-    return {
-        f"generators|generators|{name}": _entry(p, None, f"state {p[:8]}")
-        for name, p in prints.items()
-    }
+    entries = {}
+    for name, state in states.items():
+        bits = str(fingerprint(state))
+        entries[f"generators|generators|{name}"] = _entry(bits, None, f"state {bits[:8]}")
+    return entries

@@ -21,11 +21,12 @@ from narrowgauge.analysis.reading import Reading, Readings, of_all
 from narrowgauge.checks.outputs import (
     MARGIN,
     Outputs,
+    Place,
     RandomRounding,
+    are_alike,
     names_of,
     places,
     recorded,
-    shapes,
     unit_of,
 )
 from narrowgauge.checks.same_weights import compare_weights, loaded
@@ -74,19 +75,19 @@ def same(trainer: nn.Module | Callable[[Any], Any], server: Side, batch: Any = N
     unseen = dict[str, str]()
     if isinstance(server, str | Path) and Path(server).suffix == ".jsonl":
         lines, readings = _served(trainer, Path(server))
-        return Readings(readings, lines, "", unseen)
+        return Readings(readings, lines)
     if isinstance(server, str | Path | Mapping):
         readings, server = loaded(trainer, server)
     if isinstance(trainer, nn.Module) and isinstance(server, nn.Module):
-        weight_readings, lines = compare_weights(trainer, server)
-        readings += weight_readings
+        more, lines = compare_weights(trainer, server)
+        readings += more
     elif batch is None:
         raise RecipeError("Cannot compare functions because there is no batch.", "Pass batch=.")
     if batch is not None:
-        output_readings, output_lines = _outputs(trainer, server, batch, unseen)
-        readings += output_readings
-        lines += output_lines
-    return Readings(readings, lines, "", unseen)
+        more, words = _outputs(trainer, server, batch, unseen)
+        readings += more
+        lines += words
+    return Readings(readings, lines, unseen=unseen)
 
 
 # ── outputs and log probabilities ─────────────────────────────────────────────────────────────────
@@ -126,27 +127,33 @@ def _outputs(
             names |= names_of(side)
     first, result = _run(trainer, batch, names)
     second, served = _run(server, batch, names)
-    units = _unit(first), _unit(second)
-    least = units[1] if units[1] > units[0] else 0.0
+    unit = _unit(first)
+    other_unit = _unit(second)
+    least = other_unit if other_unit > unit else 0.0
 
-    def rounded(is_coarse: bool, forced: Outputs | None) -> list[tuple[Outputs, Any]]:
-        modes = [RandomRounding(seed, is_coarse, least) for seed in range(_PASSES)]
-        return [_run(trainer, batch, names, mode, forced) for mode in modes]
+    def noisy(is_coarse: bool, forced: Outputs | None = None) -> tuple[list[Outputs], list[Any]]:
+        outputs = []
+        log_probs = []
+        for seed in range(_PASSES):
+            mode = RandomRounding(seed, is_coarse, least)
+            noise, noisy_result = _run(trainer, batch, names, mode, forced)
+            outputs.append(noise)
+            log_probs.append(_log_probs(noisy_result, batch))
+        return outputs, log_probs
 
-    random = rounded(True, None)
-    results = [noisy for _, noisy in random]
-    forced = first if shapes(first) == shapes(second) else None
-    if forced:
-        random = rounded(True, forced)
-    coarse = [outputs for outputs, _ in random]
+    coarse, random = noisy(True)
+    forced = None
+    if are_alike(first, second):
+        forced = first
+        coarse, _ = noisy(True, forced)
+        second, _ = _run(server, batch, names, None, forced)
     fine = coarse
-    if units[0] == units[1]:
-        fine = [outputs for outputs, _ in rounded(False, forced)]
-    if forced:
-        second = _run(server, batch, names, None, forced)[0]
+    if unit == other_unit:
+        fine, _ = noisy(False, forced)
     num_heads = getattr(getattr(trainer, "config", None), "num_attention_heads", 0)
     differ = list(places(first, second, fine, coarse, least, num_heads))
-    if missing := [name for name in first if name not in second]:
+    missing = [name for name in first if name not in second]
+    if missing:
         unseen[f"outputs of {of_all(missing)}"] = "not in the server"
     lines = [f"outputs: {len(differ)} of {counted(len(first), 'place')} of modules differ"]
     readings = list[Reading]()
@@ -156,23 +163,25 @@ def _outputs(
         unseen["log probabilities"] = "the results are not logits of tokens"
     else:
         theirs = _log_probs(served, batch)
-        words, readings = _compared(ours, theirs, [_log_probs(noisy, batch) for noisy in results])
+        words, readings = _compared(ours, theirs, random)
         is_equal = is_equal and theirs is not None and torch.equal(ours, theirs)
         lines += words
-    wrong = [place for place in differ if place.value > place.coarse]
-    elsewhere = [place for place in differ if place.fine < place.value <= place.coarse]
-    for kind, beyond in (("other-output", wrong), ("other-rounding", elsewhere)):
+    is_wrong = bool(readings)
+    wrong: Place | None = None
+    for kind in ("other-output", "other-rounding"):
+        beyond = [place for place in differ if place.kind == kind]
         if beyond:
-            value = beyond[0].value
-            bound = beyond[0].coarse if beyond is wrong else beyond[0].fine
+            place = beyond[0]
             tensor = of_all(place.name for place in beyond)
-            where = beyond[0].words
-            readings.append(KINDS[kind].reading(tensor, value, 0.0, bound, where=where))
+            reading = KINDS[kind].reading(tensor, place.value, 0.0, place.bound, where=place.words)
+            readings.append(reading)
+            if kind == "other-output":
+                wrong = place
     if is_equal:
         lines.append("The bits are equal.")
-    elif wrong:
-        lines.append(f"The difference has a place: {wrong[0].name}, {wrong[0].words}.")
-    elif readings and readings[0].what == "other-logprobs":
+    elif wrong is not None:
+        lines.append(f"The difference has a place: {wrong.name}, {wrong.words}.")
+    elif is_wrong:
         lines.append(
             "The difference is larger than rounding gives, and no module of both shows it."
         )
@@ -183,21 +192,24 @@ def _outputs(
 
 
 def _unit(outputs: Outputs) -> float:
-    return max(
-        (unit_of(x.dtype) for calls in outputs.values() for c in calls for x in c), default=0.0
-    )
+    """Return the unit roundoff of the coarsest output."""
+    largest = 0.0
+    for calls in outputs.values():
+        for call in calls:
+            largest = max(largest, *(unit_of(x.dtype) for x in call))
+    return largest
 
 
 def _log_probs(result: Any, batch: Any) -> Tensor | None:
     """Return the log probability of each token but the first of a sequence, without padding, flat."""
+    tokens = batch
+    mask = None
     if isinstance(batch, Mapping):
         tokens = batch.get("input_ids")
         mask = batch.get("attention_mask")
-    else:
-        tokens = batch
-        mask = None
     values = getattr(result, "logits", result)
-    values = values[0] if isinstance(values, tuple) else values
+    if isinstance(values, tuple):
+        values = values[0]
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
         return None
     if values.ndim == 3 and values.shape[:2] == tokens.shape:
@@ -221,30 +233,32 @@ def _compared(
             "Give both the same tokens.",
         )
     off = (theirs.double() - ours.double()).cpu()
-    noise = torch.stack([(other.double() - ours.double()).cpu() for other in random])
-    largest = float(off.abs().max())
-    mean = float(off.abs().mean())
+    noise = (torch.stack(random).double() - ours.double()).cpu()
+    mean, largest, spread = _sizes(off)
+    mean_noise, largest_noise, noise_spread = _sizes(noise)
     lines = [
-        f"log probabilities of {counted(len(off), 'token')}: mean difference {mean:.2g}, largest "
-        f"{largest:.2g}, "
-        f"spread of the ratio {float(off.exp().std()):.2g}",
-        f"rounding alone: mean {float(noise.abs().mean()):.2g}, largest "
-        f"{float(noise.abs().max()):.2g}, "
-        f"spread {float(noise.exp().std()):.2g}",
+        f"log probabilities of {counted(len(off), 'token')}: mean difference {mean:.2g}, "
+        f"largest {largest:.2g}, spread of the ratio {spread:.2g}",
+        f"rounding alone: mean {mean_noise:.2g}, largest {largest_noise:.2g}, "
+        f"spread {noise_spread:.2g}",
     ]
-    bound = MARGIN / 2 * float(noise.abs().mean())
-    peak = MARGIN * float(noise.abs().max())
-    if mean <= bound and largest <= peak:
-        return lines, []
-    value, limit = (mean, bound) if mean > bound else (largest, peak)
-    return lines, [KINDS["other-logprobs"].reading("", value, 0.0, limit)]
+    kind = KINDS["other-logprobs"]
+    if mean > MARGIN / 2 * mean_noise:
+        return lines, [kind.reading("", mean, 0.0, MARGIN / 2 * mean_noise)]
+    if largest > MARGIN * largest_noise:
+        return lines, [kind.reading("", largest, 0.0, MARGIN * largest_noise)]
+    return lines, []
+
+
+def _sizes(off: Tensor) -> tuple[float, float, float]:
+    """Return the mean and the largest difference of log probabilities, and the ratio's spread."""
+    return float(off.abs().mean()), float(off.abs().max()), float(off.exp().std())
 
 
 def _served(trainer: Any, path: Path) -> tuple[list[str], list[Reading]]:
     """Compare the trainer with the tokens and log probabilities that a server wrote."""
-    ours = list[Tensor]()
-    theirs = list[Tensor]()
-    random: list[list[Tensor]] = [[] for _ in range(_PASSES)]
+    theirs = []
+    passes: list[list[Tensor]] = [[] for _ in range(1 + _PASSES)]
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
@@ -256,8 +270,8 @@ def _served(trainer: Any, path: Path) -> tuple[list[str], list[Reading]]:
                 "Each line needs a list of tokens and of logprobs, for the last ones.",
             ) from error
         theirs.append(served)
-        modes = [None, *(RandomRounding(seed, True, 0.0) for seed in range(_PASSES))]
-        for mode, values in zip(modes, [ours, *random], strict=True):
+        for seed, values in enumerate(passes, -1):
+            mode = RandomRounding(seed, True, 0.0) if seed >= 0 else None
             result = _log_probs(_run(trainer, tokens, {}, mode)[1], tokens)
             if result is None or len(served) > len(result):
                 raise DataError(
@@ -265,6 +279,7 @@ def _served(trainer: Any, path: Path) -> tuple[list[str], list[Reading]]:
                     "Give a model that returns logits, and at most one log probability a token.",
                 )
             values.append(result[len(result) - len(served) :])
-    lines, readings = _compared(torch.cat(ours), torch.cat(theirs), [torch.cat(v) for v in random])
+    ours, *random = map(torch.cat, passes)
+    lines, readings = _compared(ours, torch.cat(theirs), random)
     words = "larger" if readings else "no larger"
     return [*lines, f"The difference is {words} than rounding gives."], readings

@@ -1,5 +1,5 @@
 """Compare the weights of a model that trains and of one that serves: values, formats, buffers,
-ties, adapters, settings.
+ties, adapters.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.adapters import is_adapted, name_without_adapters, product_of
-from narrowgauge.checks.moved import moved, tensors_of
+from narrowgauge.checks.manifest import tied_names
+from narrowgauge.checks.moved import moved, share_of, tensors_of
 from narrowgauge.checks.outputs import names_of, unit_of
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.formats import dtype_name
-
-_NAMES = ("_name_or_path", "dtype", "torch_dtype", "architectures", "transformers_version")
-"""Settings that change no output."""
+from narrowgauge.spec.tables import Row
 
 
 def loaded(trainer: Any, server: Any) -> tuple[list[Reading], nn.Module]:
@@ -46,17 +45,16 @@ def loaded(trainer: Any, server: Any) -> tuple[list[Reading], nn.Module]:
     tensors = tensors_of(server)
     twin = copy.deepcopy(trainer)
     targets = _named(twin)
-    read = set[int]()
+    read = set()
     for name in targets.keys() & tensors.keys():
         value = tensors[name]()
+        scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
         if value.is_floating_point() and value.element_size() == 1:
-            scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
             value = value.to(targets[name].dtype)
-            if scale is not None and scale().numel() in (
-                1,
-                len(value),
-            ):  # of the tensor, or of rows
-                value = value * scale().to(value.dtype).view(-1, *[1] * (value.ndim - 1))
+            if scale is not None:
+                factors = scale().to(value.dtype)
+                if factors.numel() in (1, len(value)):  # of the tensor, or of rows
+                    value = value * factors.view(-1, *[1] * (value.ndim - 1))
         if value.shape == targets[name].shape:
             targets[name].data = value.clone()
             read.add(id(targets[name]))
@@ -72,59 +70,61 @@ def compare_weights(trainer: nn.Module, server: nn.Module) -> tuple[list[Reading
     effective, readings = _adapters(trainer, server)
     formats = Counter[str]()
     beyond = Counter[str]()
-    before = dict[str, Tensor]()
-    after = dict[str, Tensor]()
-    for name in [name for name in first if name in second]:
-        x, y = effective.get(name, (whole(first[name].detach()), whole(second[name].detach())))
-        dtypes = (first[name].dtype, second[name].dtype)
-        kinds = " → ".join(dict.fromkeys(map(dtype_name, dtypes)))
+    before = {}
+    after = {}
+    for name, x in first.items():
+        if name not in second:
+            continue
+        y = second[name]
+        kinds = " → ".join(dict.fromkeys((dtype_name(x.dtype), dtype_name(y.dtype))))
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        if isinstance(x, nn.Parameter):  # the wider one is rounded
+            dtype = max(x.dtype, y.dtype, key=unit_of)
         formats[kinds] += 1
-        is_parameter = isinstance(first[name], nn.Parameter)  # the wider one is rounded
-        dtype = max(dtypes, key=unit_of) if is_parameter else torch.promote_types(*dtypes)
-        beyond[kinds] += sum(int((z.to(dtype) != z).sum()) for z in (x, y))
-        x = x.to(dtype)
-        y = y.to(dtype)
+        x, y = effective.get(name) or (whole(x.detach()), whole(y.detach()))
+        narrow_x = x.to(dtype)
+        narrow_y = y.to(dtype)
+        beyond[kinds] += int((narrow_x != x).sum()) + int((narrow_y != y).sum())
         if x.shape == y.shape:
-            before[name] = x
-            after[name] = y
+            before[name] = narrow_x
+            after[name] = narrow_y
     result = moved(before, after)
-    lines = list[str]()
+    lines = []
     for kinds, count in formats.items():
-        more = (
-            f", {counted(beyond[kinds], 'value')} beyond the narrower one" if beyond[kinds] else ""
-        )
+        more = ""
+        if beyond[kinds]:
+            more = f", {counted(beyond[kinds], 'value')} beyond the narrower one"
         lines.append(f"{counted(count, 'tensor')}: {kinds}{more}")
     if effective:
         lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
     lines.append(f"weights: {result.lines[0]}")
-    names = {"other-weights": list[Any](), "other-buffers": list[Any]()}
+    differing = {"other-weights": list[Row](), "other-buffers": list[Row]()}
     for row in sorted(result.rows, key=lambda row: -row["change"]):
         name = row["name"]
         is_merge_rounding = name in effective and row["change"] <= unit_of(after[name].dtype)
         if row["differ"] and not is_merge_rounding:
-            is_parameter = isinstance(first[name], nn.Parameter)
-            names["other-weights" if is_parameter else "other-buffers"].append(row)
-    for kind, rows in names.items():
+            kind = "other-weights" if isinstance(first[name], nn.Parameter) else "other-buffers"
+            differing[kind].append(row)
+    for kind, rows in differing.items():
         if rows:
             name = rows[0]["name"]
-            share = sum(row["differ"] for row in rows) / sum(row["values"] for row in rows)
-            words = {"share": share, "factor": _factor(before[name], after[name])}
-            tensor = of_all(row["name"] for row in rows)
-            reading = KINDS[kind].reading(
-                tensor, rows[0]["change"], 0.0, count=counted(len(rows), "tensor"), **words
-            )
-            readings.append(reading)
-    sides = (first.keys() - after.keys(), second.keys() - after.keys())
-    readings += _one_sided(*([n for n in side if ".lora_" not in n] for side in sides))
+            readings.append(
+                KINDS[kind].reading(
+                    of_all(row["name"] for row in rows), rows[0]["change"], 0.0,
+                    count=counted(len(rows), "tensor"), share=share_of(rows),
+                    factor=_factor(before[name], after[name]),
+                )
+            )  # fmt: skip
+    readings += _one_sided(first.keys() - after.keys(), second.keys() - after.keys())
     readings += _ties(first, second)
-    return readings, lines + _settings(trainer, server)
+    return readings, lines
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers, tied ones under each name, by the names that they have without
     adapters.
     """
-    named = dict[str, Tensor]()
+    named = {}
     for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers()):
         for name, x in tensors:
             named[name_without_adapters(name).replace(".base_layer.", ".")] = x
@@ -132,10 +132,10 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _one_sided(lacking: Iterable[str], more: Iterable[str]) -> Iterator[Reading]:
-    only = (sorted(lacking), sorted(more))
-    if names := [*only[0], *only[1]]:
-        sides = f"in the trainer {told(only[0]) or 'none'}; in the server {told(only[1]) or 'none'}"
-        yield KINDS["one-sided-tensors"].reading(of_all(names), len(names), 0, sides=sides)
+    ours = [name for name in sorted(lacking) if ".lora_" not in name]
+    theirs = [name for name in sorted(more) if ".lora_" not in name]
+    sides = f"in the trainer {told(ours) or 'none'}; in the server {told(theirs) or 'none'}"
+    yield from KINDS["one-sided-tensors"].of(ours + theirs, sides=sides)
 
 
 def _factor(x: Tensor, y: Tensor) -> str:
@@ -145,7 +145,9 @@ def _factor(x: Tensor, y: Tensor) -> str:
     factor = float(wide @ other / (wide @ wide))
     rest = float((other - factor * wide).norm())
     is_factor = rest < 0.05 * float(other.norm()) and abs(factor - 1) > 0.01
-    return f" It is {factor:.4g} times the trainer's." if is_factor else ""
+    if is_factor:
+        return f" It is {factor:.4g} times the trainer's."
+    return ""
 
 
 def _adapters(
@@ -154,31 +156,33 @@ def _adapters(
     """Return the weights of adapted layers with their adapters, on both sides, and a reading of how
     often they hold these.
     """
-    sides: list[dict[str, Any]] = []
-    for model in (trainer, server):
-        sides.append({name: module for module, name in names_of(model).items()})
-    effective = dict[str, tuple[Tensor, Tensor]]()
-    times = dict[str, float]()
-    for name in [name for name in sides[0] if name in sides[1]]:
-        layers = [side[name] for side in sides]
-        adapted = [layer for layer in layers if is_adapted(layer)]
-        if adapted and all(hasattr(_base_of(layer), "weight") for layer in layers):
-            product = product_of(adapted[0])
-            x, y = map(_with_adapters, layers)
-            effective[f"{name}.weight"] = (x, y)
-            times[name] = float(((y - x) * product).sum() / product.square().sum())
-    kind = KINDS["adapter-times"]
-    wrong = [name for name, number in times.items() if abs(number) > kind.bound]
-    wrong.sort(key=lambda name: -abs(times[name]))
-    readings = []
-    if wrong:
-        count = counted(len(wrong), "layer")
-        readings.append(kind.reading(of_all(wrong), times[wrong[0]], 0.0, count=count))
-    return effective, readings
+    servers = {name: module for module, name in names_of(server).items()}
+    effective = {}
+    times = {}
+    for layer, name in names_of(trainer).items():
+        other = servers.get(name)
+        adapted = next(filter(is_adapted, (layer, other)), None)
+        if adapted is None or not hasattr(_base_of(layer), "weight") or other is None:
+            continue
+        product = product_of(adapted)
+        x = _with_adapters(layer)
+        y = _with_adapters(other)
+        effective[f"{name}.weight"] = (x, y)
+        number = float(((y - x) * product).sum() / product.square().sum())
+        if abs(number) > KINDS["adapter-times"].bound:
+            times[name] = number
+    wrong = sorted(times, key=lambda name: -abs(times[name]))
+    if not wrong:
+        return effective, []
+    count = counted(len(wrong), "layer")
+    tensor = of_all(wrong)
+    return effective, [KINDS["adapter-times"].reading(tensor, times[wrong[0]], 0.0, count=count)]
 
 
 def _base_of(layer: Any) -> Any:
-    return layer.get_base_layer() if is_adapted(layer) else layer
+    if is_adapted(layer):
+        return layer.get_base_layer()
+    return layer
 
 
 def _with_adapters(layer: Any) -> Tensor:
@@ -190,26 +194,8 @@ def _with_adapters(layer: Any) -> Tensor:
 
 def _ties(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Iterator[Reading]:
     """Yield a reading if one side alone ties tensors."""
-    sides = []
-    for named in (first, second):
-        groups: dict[int, list[str]] = {}
-        for name, x in named.items():
-            groups.setdefault(id(x), []).append(name)
-        sides.append({" = ".join(names) for names in groups.values() if len(names) > 1})
-    if only := sides[0] ^ sides[1]:
-        side = "trainer" if only & sides[0] else "server"
+    ours = set(tied_names(first.items()))
+    only = ours.symmetric_difference(tied_names(second.items()))
+    if only:
+        side = "trainer" if only & ours else "server"
         yield KINDS["other-ties"].reading(of_all(sorted(only)), len(only), 0, side=side)
-
-
-def _settings(trainer: Any, server: Any) -> list[str]:
-    """Return a line of the settings that differ, of models with a configuration of transformers."""
-    tables = []
-    for model in (trainer, server):
-        config: Any = getattr(model, "config", None)
-        if not hasattr(config, "to_dict"):
-            return []
-        tables.append({**config.to_dict(), "attention": config._attn_implementation})
-    first, second = tables
-    differ = [name for name in sorted(first | second) if first.get(name) != second.get(name)]
-    words = [f"{n} {first.get(n)} → {second.get(n)}" for n in differ if n not in _NAMES]
-    return [f"settings: {'; '.join(words)}"] if words else []

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.analysis.reading import of_all
-from narrowgauge.checks.step_samples import plain, spread
+from narrowgauge.checks.step_samples import spread, stored_by
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import matrix_shape
@@ -64,10 +64,9 @@ def _orthogonal(p: SteppedParameter) -> float:
 
 def _relative(p: SteppedParameter) -> float:
     """Return the root mean square of the weights, to which the steps are relative."""
-    is_relative = p.group.get("scale_parameter", True)
-    return (
-        max(1e-3, float(spread(p.parameter).float().square().mean().sqrt())) if is_relative else 1.0
-    )
+    if not p.group.get("scale_parameter", True):
+        return 1.0
+    return max(1e-3, float(spread(p.parameter).float().square().mean().sqrt()))
 
 
 TYPICAL = 0.23
@@ -113,9 +112,11 @@ class SteppedParameter:
     @property
     def state(self) -> dict[str, Any]:
         if isinstance(self.optimizer, Optimizer):
-            return {"step": number} if (number := self.optimizer.num_steps(self.parameter)) else {}
-        state = self.optimizer.state.get(self.parameter, {})
-        return {name: plain(value) for name, value in state.items()}
+            number = self.optimizer.num_steps(self.parameter)
+            if number:
+                return {"step": number}
+            return {}
+        return stored_by(self.optimizer, self.parameter)
 
     @property
     def library(self) -> str:
@@ -129,23 +130,23 @@ class SteppedParameter:
         if isinstance(self.optimizer, Optimizer):
             name = self.optimizer.rule_in(self.group, self.parameter).name
         rows = [row for row in STEP_RULES if row in name]
-        rows = [row for row in rows if not any(row in other and row != other for other in rows)]
-        return STEP_RULES[rows[0]] if len(rows) == 1 else None
+        longest = max(rows, key=len, default="")
+        is_one = bool(rows) and all(row in longest for row in rows)
+        if is_one:
+            return STEP_RULES[longest]
+        return None
 
     @property
     def decays_alone(self) -> bool:
         """Return whether the decay is rounded on its own, before the step is added."""
-        if (
-            isinstance(self.optimizer, Optimizer)
-            or self.group.get("fused")
-            or self.group.get("triton")
-        ):
+        group = self.group
+        if isinstance(self.optimizer, Optimizer) or group.get("fused") or group.get("triton"):
             return False
-        is_decoupled = bool(self.step_rule and self.step_rule[1]) or bool(
-            self.group.get("decoupled_weight_decay")
-        )
+        is_decoupled = self.step_rule is not None and self.step_rule[1]
+        if not is_decoupled and not group.get("decoupled_weight_decay"):
+            return False
         is_alone = self.is_short and self.library in ROUNDS_DECAY_ALONE
-        return is_decoupled and (is_alone or self.storage is STORAGES["kahan"])
+        return is_alone or self.storage is STORAGES["kahan"]
 
     @property
     def size(self) -> float | None:
@@ -153,7 +154,9 @@ class SteppedParameter:
         as the gradient.
         """
         size = self.step_rule[0] if self.step_rule else None
-        return float(size(self)) if callable(size) else size
+        if callable(size):
+            return float(size(self))
+        return size
 
     @property
     def unpredicted(self) -> str:
@@ -172,7 +175,9 @@ class SteppedParameter:
         if dtype in NARROW and self.library not in KNOWN and not self.state and not row.beside:
             return f"{kind} may keep a copy of the weights from its first step on"
         is_visible = row.weight.mantissa_bits == 23 - VISIBLE[row.visible][1]
-        return "" if row.beside or is_visible else f'storage "{row.name}"'
+        if row.beside or is_visible:
+            return ""
+        return f'storage "{row.name}"'
 
     @property
     def is_short(self) -> bool:
@@ -206,29 +211,29 @@ class SetUp:
     def stepped(self) -> list[SteppedParameter]:
         """Return every parameter of every optimizer, as often as a group names it."""
         names = {id(p): name for name, p in self.parameters.items()}
-        return [
-            SteppedParameter(
-                names.get(id(p), f"group {index}, parameter {place}"), p, group, optimizer, storage_of(optimizer, group, p)
-            )
-            for optimizer in self.optimizers
-            for index, group in enumerate(optimizer.param_groups)
-            for place, p in enumerate(group["params"])
-        ]  # fmt: skip
+        stepped = []
+        for optimizer in self.optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                for place, p in enumerate(group["params"]):
+                    name = names.get(id(p), f"group {index}, parameter {place}")
+                    row = storage_of(optimizer, group, p)
+                    stepped.append(SteppedParameter(name, p, group, optimizer, row))
+        return stepped
 
     @property
     def trained(self) -> list[SteppedParameter]:
         """Return the stepped parameters that have values of a known format and are not frozen."""
-        tensors = [(stepped, stepped.parameter) for stepped in self.stepped]
-        return [
-            stepped
-            for stepped, p in tensors
-            if p.requires_grad and not p.is_meta and p.dtype in NAIVE
-        ]
+        trained = []
+        for stepped in self.stepped:
+            p = stepped.parameter
+            if p.requires_grad and not p.is_meta and p.dtype in NAIVE:
+                trained.append(stepped)
+        return trained
 
     @property
     def outside(self) -> dict[str, Any]:
         """Return the trained parameters that are none of the model's, by name."""
-        inside = {id(p) for p in self.model.parameters()}
+        inside = set(map(id, self.model.parameters()))
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
 
     @property
@@ -254,13 +259,13 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
         )
     require_float64(model.parameters())
     optimizers = []
-    for outer in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+    outer_ones = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for outer in outer_ones:
         inner = outer
-        while (
-            isinstance(deeper := getattr(inner, "optimizer", None), torch.optim.Optimizer)
-            and deeper is not inner
-        ):
+        deeper = getattr(outer, "optimizer", None)
+        while isinstance(deeper, torch.optim.Optimizer) and deeper is not inner:
             inner = deeper  # of Accelerate and Lightning
+            deeper = getattr(inner, "optimizer", None)
         if not isinstance(inner, torch.optim.Optimizer):
             raise RecipeError(
                 f"Cannot check {type(outer).__name__} as an optimizer.",
@@ -280,10 +285,8 @@ def storage_of(
         # Apex copies each weight, but steps bfloat16 weights without the copy (fused_adam.py at
         # 6424da3, lines 274 to 288).
         is_unused = hasattr(optimizer, "param_groups_master") and parameter.dtype is torch.bfloat16
-        says_master = (
-            group.get("master_weights", getattr(optimizer, "master_weights", None)) is True
-        )
-        if (says_master and not is_unused) or _has_master(optimizer, parameter):
+        says_master = group.get("master_weights", getattr(optimizer, "master_weights", None))
+        if (says_master is True and not is_unused) or _has_master(optimizer, parameter):
             return STORAGES[MASTER[parameter.dtype]]
         for option, values, name in KEEPERS:
             value = group.get(option, getattr(optimizer, option, ...))
@@ -296,12 +299,11 @@ def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     """Return whether a state is a master copy: float32, and within one rounding of the 16-bit
     weight.
     """
-    for x in map(plain, dict(optimizer.state.get(parameter, {})).values()):
+    for x in stored_by(optimizer, parameter).values():
         if isinstance(x, Tensor) and x.dtype is torch.float32 and x.shape == parameter.shape:
             weight = spread(parameter).float()
-            if weight.any() and bool(
-                ((spread(x) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30).all()
-            ):
+            is_near = (spread(x) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30
+            if weight.any() and bool(is_near.all()):
                 return True
     return False
 

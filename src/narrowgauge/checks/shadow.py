@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,17 +33,15 @@ from narrowgauge.spec.formats import FORMATS, dtype_name
 from narrowgauge.torch_support import torch_names
 
 NARROW = {
-    dtype: FORMATS[dtype_name(dtype)].epsilon / 2
-    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-}
+    torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4,
+    torch.float8_e5m2: 2.0**-3,
+}  # fmt: skip
 """Formats whose roundings count, each with its unit roundoff."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OURS = tuple(f"{_HERE}{name}" for name in ("matmul", "numerics", "compile", "torch_", "put_back"))
 _CHECKS = f"{_HERE}checks{os.sep}"
-_RANDOM = (
-    "bernoulli", "normal_", "uniform", "rand", "multinomial", "exponential", "cauchy", "geometric",
-)  # fmt: skip
+_RANDOM = re.compile("bernoulli|normal_|uniform|rand|multinomial|exponential|cauchy|geometric")
 _ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 _OPAQUE = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
 """Kernels whose weights are packed: float32 operands crash them."""
@@ -86,7 +85,9 @@ class Site(NamedTuple):
     is_backward: bool
 
     def __str__(self) -> str:
-        return f"{self.line}, backward" if self.is_backward else self.line
+        if self.is_backward:
+            return f"{self.line}, backward"
+        return self.line
 
 
 Key = tuple[Site, str]
@@ -130,8 +131,10 @@ class Shadow(TorchDispatchMode):
         model: nn.Module | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        held = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
-        self._names = {_key(x): torch_names.plain_name(n) for n, x in held if traces}
+        self._names = dict[int, str]()
+        if model is not None and traces:
+            for name, x in (*model.named_parameters(), *model.named_buffers()):
+                self._names[_key(x)] = torch_names.plain_name(name)
         self.chosen = set(chosen)
         self.measures = measures
         self.traces = traces
@@ -156,17 +159,22 @@ class Shadow(TorchDispatchMode):
             return x
         kept = self._shadows.get(_key(x))
         if kept is None or kept[2] != x.element_size():
-            return x.float() if x.dtype in NARROW else x
+            if x.dtype in NARROW:
+                return x.float()
+            return x
         return kept[1].as_strided(x.size(), x.stride(), x.storage_offset())
 
     def follows(self, x: Tensor) -> bool:
         """Return whether no operation that made a tensor cut the chain of shadows."""
-        return not self._is_in(self._lost, x)
+        weak = self._lost.get(_key(x))
+        return weak is None or weak.expired()
 
     def first_bad(self, x: Tensor) -> FirstBad | None:
         """Return the operation that made a tensor's first value that is not finite, if it is known."""
         weak, bad = self._bad.get(_key(x), (None, None))
-        return bad if weak is not None and not weak.expired() else None
+        if weak is not None and not weak.expired():
+            return bad
+        return None
 
     def _was_rounded(self, x: Tensor) -> bool:
         """Return whether the storage of a tensor holds floats that differ from their shadow."""
@@ -177,10 +185,6 @@ class Shadow(TorchDispatchMode):
         dtype = kept[3]
         values = torch.empty(0, dtype=dtype, device=x.device).set_(storage)
         return not torch.equal(values.to(kept[1].dtype), kept[1])
-
-    def _is_in(self, places: dict[int, StorageWeakRef], x: Tensor) -> bool:
-        weak = places.get(_key(x))
-        return weak is not None and not weak.expired()
 
     def _keep(self, x: Tensor, value: Tensor) -> None:
         storage = x.untyped_storage()
@@ -195,8 +199,8 @@ class Shadow(TorchDispatchMode):
         self._lost.pop(storage._cdata, None)
         self._count += 1
         if self._count % 64 == 0:
-            self._shadows = {k: kept for k, kept in self._shadows.items() if not kept[0].expired()}
-            self._sources = {k: kept for k, kept in self._sources.items() if not kept[0].expired()}
+            _drop_expired(self._shadows)
+            _drop_expired(self._sources)
 
     def _own(self, x: Tensor) -> None:
         """Keep a shadow of a whole storage that is about to be written in place."""
@@ -224,52 +228,59 @@ class Shadow(TorchDispatchMode):
         schema = func._schema
         name = schema.name.split("::")[1]
         values = _by_name(schema, args, kwargs)
-        written = [x for a in schema.arguments if _writes(a) for x in tree_leaves(values[a.name])]
-        written = [x for x in written if is_float(x)]
-        aliases = [r.alias_info is not None for r in schema.returns]
-        if (aliases and all(aliases) and not written) or name in _ALLOCATES:
+        written = []
+        outs = []
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += floats_of(values[argument.name])
+            if argument.is_out:
+                outs.append(values[argument.name])
+        is_view = bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
+        if (is_view and not written) or name in _ALLOCATES:
             return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        read = [] if name in _OVERWRITES else tensors
-        if name == "copy_":
-            read = tensors[1:]
-        outs = [values[a.name] for a in schema.arguments if a.is_out]
+        if not self.traces:
+            return self._followed(func, name, args, kwargs, tensors, written)
+        read = tensors[1:] if name == "copy_" else tensors
+        if name in _OVERWRITES:
+            read = []
         bad = self._bad_operands([x for x in read if all(x is not out for out in outs)])
         result = self._followed(func, name, args, kwargs, tensors, written)
-        if self.traces:
-            results = [x for x in tree_leaves(result) if is_float(x)]
-            self._trace(name, tensors, bad, [*written, *results], (args, kwargs))
+        self._trace(name, tensors, bad, [*written, *floats_of(result)], (args, kwargs))
         return result
 
     def _followed(
         self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], written: list[Tensor]
     ) -> Any:  # fmt: skip
         """Run an operation, and keep the shadows of its results."""
-        is_random = any(word in name for word in _RANDOM) and "backward" not in name
-        is_lost = any(self._is_in(self._lost, x) for x in tensors)
-        codes = [x for x in tensors if is_integer(x) and self._was_rounded(x)]
-        for x in written if not is_random else ():
-            self._own(x)
-        keeps_bools = name in _BY_SHAPE
-        wide = tree_map(
-            lambda x: x if keeps_bools and not is_float(x) else self.of(x), (args, kwargs)
-        )
-        alone = None
-        if self.measures:
-            alone = tree_map(lambda x: x.float() if is_float(x) else x, (args, kwargs))
-        storages = {_key(x) for x in tensors}
+        is_random = _RANDOM.search(name) is not None and "backward" not in name
+        is_lost = not all(map(self.follows, tensors))
+        has_codes = any(is_integer(x) and self._was_rounded(x) for x in tensors)
+        if not is_random:
+            for x in written:
+                self._own(x)
+
+        def wider(x: Any) -> Any:
+            if name in _BY_SHAPE and not is_float(x):
+                return x
+            return self.of(x)
+
+        wide = tree_map(wider, (args, kwargs))
+        alone = tree_map(_float32, (args, kwargs)) if self.measures else None
+        storages = set(map(_key, tensors))
         result = func(*args, **kwargs)
         results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        floats = [x for x in results if is_float(x)]
+        floats = floats_of(result)
         if is_random and name != "native_dropout":
             for x in (*written, *floats):
                 self._forget(x)
             return result
         for x in results:  # integers made of rounded floats are codes, unless they are indices
             is_code = name in _CONVERTS and any(map(self._was_rounded, tensors))
-            if is_integer(x) and (codes or is_lost or is_code):
-                self.cuts.update([name] * is_code)
+            if is_integer(x) and (has_codes or is_lost or is_code):
                 self._lose(x)
+                if is_code:
+                    self.cuts[name] += 1
         if name in _CHOICES and storages & self._shadows.keys():
             self._choose(func, name, wide, result)
         is_alias = not written and all(_key(x) in storages for x in floats)
@@ -292,28 +303,25 @@ class Shadow(TorchDispatchMode):
         for x in narrow:
             self.units[key] = max(self.units.get(key, 0.0), NARROW[x.dtype])
         if alone is not None and narrow:
-            exact = [
-                x for x in tree_leaves(self._widened(func, name, alone, result)) if is_float(x)
-            ]
-            pairs = zip(targets, exact, strict=False)
-            if any(not torch.equal(x.float(), y.float()) for x, y in pairs):
-                self.errs.add(key)
+            exact = floats_of(self._widened(func, name, alone, result))
+            for x, y in zip(targets, exact, strict=False):
+                if not torch.equal(x.float(), y.float()):
+                    self.errs.add(key)
         if name in _PRODUCTS and narrow and not site.is_backward:
             self.working = max(self.working, NARROW[narrow[0].dtype])
         if name in _UNITS:
             self.others[key] += _num_flips(tensors[0] if not written else None, shadow, floats)
         if name in _INDICES and storages & self._shadows.keys():
             self._compare_indices(func, key, wide, result)
-        for x in written:
-            if x.dtype in NARROW and key in self.chosen:
-                self.of(x).copy_(self.of(x).to(x.dtype))
         if not written:
-            wides = [x for x in tree_leaves(shadow) if is_float(x)]
-            for x, value in zip(floats, wides, strict=False):
-                is_rounded = x.dtype in NARROW and key in self.chosen
-                self._keep(x, value.to(x.dtype).float() if is_rounded else value)
-        if is_lost or codes:
-            self.cuts.update([name] * bool(codes))
+            for x, value in zip(floats, floats_of(shadow), strict=False):
+                self._keep(x, value)
+        if key in self.chosen:
+            for x in narrow:
+                self.of(x).copy_(self.of(x).to(x.dtype))
+        if has_codes:
+            self.cuts[name] += 1
+        if is_lost or has_codes:
             for x in targets:
                 self._lose(x)
         return result
@@ -323,7 +331,9 @@ class Shadow(TorchDispatchMode):
         args, kwargs = tree_map(_wide_dtype, wide)
         if name == "native_dropout":
             x, probability, trains = args
-            return x * result[1] / (1 - probability) if trains else x
+            if trains:
+                return x * result[1] / (1 - probability)
+            return x
         if name in _BY_INDEX and isinstance(result, (tuple, list)):
             x = args[0]
             indices = result[1]
@@ -404,22 +414,25 @@ class Shadow(TorchDispatchMode):
                 shadows = run(*narrow, call, needs)
             else:
                 shadows = (wide[0] @ wide[1], wide[0].t() @ source, wide[0].sum(0))
+            made = []
             for x, value in zip(results, shadows, strict=True):
                 if x is not None:
                     self._keep(x, value.float())
-            self._trace_layer(call, [grad, weight], [x for x in results if x is not None])
-        for x in results:
-            if x is not None:
-                self._lose_after(x, grad, weight)
+                    made.append(x)
+            self._trace_layer(call, [grad, weight], made)
+        for x in made:
+            self._lose_after(x, grad, weight)
         return results
 
     def _layer_rounds(self, call: Any, dtype: torch.dtype) -> bool:
         """Note a layer's casts as a site, and return whether it is chosen."""
         key = (self.site(), call.compute.name)
-        formats = [cast.format for cast in call.compute.casts.values() if cast is not None]
-        units = [_unit(name) for name in (*formats, dtype_name(dtype))]
-        self.units[key] = max(units)
-        self.working = max(self.working, *units)
+        unit = _unit(dtype_name(dtype))
+        for cast in call.compute.casts.values():
+            if cast is not None:
+                unit = max(unit, _unit(cast.format))
+        self.units[key] = unit
+        self.working = max(self.working, unit)
         self.errs.add(key)
         return key in self.chosen
 
@@ -429,14 +442,12 @@ class Shadow(TorchDispatchMode):
             self._trace(f"the product in {call.compute.name}", operands, bad, results, ())
 
     def _lose_after(self, result: Tensor, *operands: Tensor) -> None:
-        if any(self._is_in(self._lost, x) for x in operands):
+        if not all(map(self.follows, operands)):
             self._lose(result)
 
     # ── values that are not finite ──────────────────────────────────────────────────────────────
 
     def _bad_operands(self, tensors: list[Tensor]) -> list[tuple[Tensor, FirstBad | None]]:
-        if not self.traces:
-            return []
         return [(x, self.first_bad(x)) for x in tensors if is_float(x) and not is_finite(x)]
 
     def _trace(
@@ -452,17 +463,23 @@ class Shadow(TorchDispatchMode):
             if is_finite(x):
                 self._bad.pop(_key(x), None)
                 continue
-            causes = [cause for _, cause in bad if cause is not None and not cause.is_deliberate]
-            masks = [cause for _, cause in bad if cause is not None and cause.is_deliberate]
-            unknown = [tensor for tensor, cause in bad if cause is None]
+            causes = []
+            masks = []
+            unknown = []
+            for operand, cause in bad:
+                if cause is None:
+                    unknown.append(operand)
+                elif cause.is_deliberate:
+                    masks.append(cause)
+                else:
+                    causes.append(cause)
             has_nan = bool(x.isnan().any())
             if causes:
                 first = min(causes)
             elif unknown and not (_is_mask(unknown[0]) and not has_nan):
-                held = "NaN" if bool(unknown[0].isnan().any()) else "infinity"
                 holder = f"an operand of shape {list(unknown[0].shape)}"
                 holder = self._names.get(_key(unknown[0]), holder)
-                words = f"{held} in {holder} before any operation, read by {name}"
+                words = f"{_bad_value(unknown[0])} in {holder} before any operation, read by {name}"
                 first = FirstBad(self._count, f"{words} in {self.site()}", False)
             elif (masks or unknown) and not has_nan:
                 first = min(masks, default=FirstBad(self._count, "a mask", True))
@@ -471,14 +488,13 @@ class Shadow(TorchDispatchMode):
             self._bad[_key(x)] = StorageWeakRef(x.untyped_storage()), first
 
     def _described(self, name: str, tensors: list[Tensor], result: Tensor) -> str:
-        what = "NaN" if bool(result.isnan().any()) else "infinity"
         count = int((~result.isfinite()).sum())
-        sizes = [
-            f"{dtype_name(x.dtype)} {list(x.shape)} up to {_largest(x):.3g}"
-            for x in tensors
-            if is_float(x) and x.numel()
-        ]
-        made = f"{what} in {count} of {result.numel()} values ({dtype_name(result.dtype)})"
+        sizes = []
+        for x in tensors:
+            if is_float(x) and x.numel():
+                sizes.append(f"{dtype_name(x.dtype)} {list(x.shape)} up to {_largest(x):.3g}")
+        made = f"{_bad_value(result)} in {count} of {result.numel()} values"
+        made += f" ({dtype_name(result.dtype)})"
         return f"{name} in {self.site()} made {made}, from {'; '.join(sizes[:4]) or 'nothing'}"
 
     # ── places ──────────────────────────────────────────────────────────────────────────────────
@@ -511,6 +527,23 @@ def is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
+def floats_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of floats in a tree."""
+    return [x for x in tree_leaves(tree) if is_float(x)]
+
+
+def _float32(x: Any) -> Any:
+    if is_float(x):
+        return x.float()
+    return x
+
+
+def _bad_value(x: Tensor) -> str:
+    if bool(x.isnan().any()):
+        return "NaN"
+    return "infinity"
+
+
 def is_integer(x: Any) -> bool:
     if not isinstance(x, Tensor) or x.dtype is torch.bool:
         return False
@@ -519,6 +552,13 @@ def is_integer(x: Any) -> bool:
 
 def _key(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
+
+
+def _drop_expired(places: dict[int, Any]) -> None:
+    """Forget the storages that are gone."""
+    for key, (weak, *_) in list(places.items()):
+        if weak.expired():
+            del places[key]
 
 
 def _bound(follow: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
@@ -542,11 +582,9 @@ def _num_flips(x: Tensor | None, shadow: Any, results: list[Tensor]) -> int:
 
 
 def _wide_dtype(value: Any) -> Any:
-    return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
-
-
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+    if isinstance(value, torch.dtype) and value in NARROW:
+        return torch.float32
+    return value
 
 
 def _unit(name: str) -> float:

@@ -28,7 +28,9 @@ def num_columns(rows: int, tokens: Tensor) -> int:
     sequence, and otherwise.
     """
     columns, rest = divmod(rows, len(tokens))
-    return columns if rest == 0 and 1 < columns <= tokens.shape[1] else 0
+    if rest == 0 and 1 < columns <= tokens.shape[1]:
+        return columns
+    return 0
 
 
 Seen = Callable[[Tensor], Tensor]
@@ -53,7 +55,7 @@ def sight_of(
     """
 
     def seen_by(rows: Tensor) -> Tensor:
-        embedded = list[Tensor]()
+        embedded = []
 
         def begin_here(ids: Tensor, result: Tensor) -> Tensor:
             if not torch.equal(as_sequences(ids), tokens):
@@ -68,17 +70,20 @@ def sight_of(
             for module in model.modules():
                 module.training = False  # not train(False), which some modules override
             terms, _ = terms_of(loss(model, batch), trace)
-            sources = [t.source for t in terms if t.kind == kind and t.source is not None]
+            sources = []
+            for term in terms:
+                if term.kind == kind and term.source is not None:
+                    sources.append(term.source)
             if sum(map(len, sources)) < len(rows) or not embedded:
                 raise ArithmeticError("no such logits, or other tokens are looked up")
             logits = torch.cat(sources)[: len(rows)]
             noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
             weights = noise.to(logits) * rows.to(logits)[:, None]
             (logits * weights).sum().backward()
-        gradients = [x.grad for x in embedded if x.grad is not None]
-        if not gradients:
-            return torch.zeros(tokens.shape, dtype=torch.bool)
-        sizes = torch.stack([as_sequences(x.abs().amax(-1)) for x in gradients]).amax(0)
+        sizes = torch.zeros(tokens.shape, device=tokens.device)
+        for x in embedded:
+            if x.grad is not None:
+                sizes = torch.maximum(sizes, as_sequences(x.grad.abs().amax(-1)))
         return (sizes > _FAINT * sizes.max()).cpu()
 
     return seen_by
@@ -106,7 +111,9 @@ def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) ->
     offsets = (ends - middle.int().argmax(1))[is_tested].unique().tolist()
     offset = offsets[0] if len(offsets) == 1 else 0
     # The rows before it, of tokens that are no padding.
-    is_padding = torch.zeros_like(by_middle) if padding is None else tokens == padding
+    is_padding = torch.zeros_like(by_middle)
+    if padding is not None:
+        is_padding = tokens == padding
     at = (torch.arange(learned.shape[1]) + offset).clamp(0, len(places) - 1)
     by_earlier = seen_by((learned & (ranks <= half) & ~is_padding[:, at]).flatten())
     by_last = seen_by((learned & (ranks == ranks[:, -1:])).flatten())
@@ -114,13 +121,17 @@ def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) ->
     sees_later = len(offsets) > 1 or bool((earlier_ends >= ends)[is_tested].any())
     begins = by_last & ~is_padding & ((places == 0) | is_padding.roll(1, 1))
     firsts = by_last.int().argmax(1)[by_last.any(1) & ~begins.any(1)].tolist()
-    return {
-        "offset": 0 if sees_later else offset,
-        "sees_later": sees_later if by_middle.any() else None,
-        "sees_others": bool(by_middle[1::2].any()) if len(tokens) > 1 else None,
-        "sees_padding": bool((by_earlier & is_padding).any()) if is_padding.any() else None,
-        "first_seen": max(firsts, default=0),
-    }
+    facts: dict[str, Any] = {"offset": offset, "first_seen": max(firsts, default=0)}
+    facts |= {"sees_later": None, "sees_others": None, "sees_padding": None}
+    if sees_later:
+        facts["offset"] = 0
+    if by_middle.any():
+        facts["sees_later"] = sees_later
+    if len(tokens) > 1:
+        facts["sees_others"] = bool(by_middle[1::2].any())
+    if is_padding.any():
+        facts["sees_padding"] = bool((by_earlier & is_padding).any())
+    return facts
 
 
 def restart(batch: Any, tokens: Tensor) -> int | None:

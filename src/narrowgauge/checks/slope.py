@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,7 @@ from narrowgauge.checks.float32_copy import (
     is_called_from,
     scalar,
 )
-from narrowgauge.checks.shadow import user_line
+from narrowgauge.checks.shadow import is_float, user_line
 from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.torch_support.put_back import objects_of, put_back
 
@@ -62,33 +61,38 @@ def slope_readings(
         ArithmeticError: no slope exists, since the loss is not smooth or not the same in each pass.
     """
     default = torch.get_default_dtype()
-    layers = [m for m in model.modules() if isinstance(m, NarrowLayer)]
-    plain_dtypes = [layer.plain_dtype for layer in layers]
-    tensors = [x for _, x in objects_of(model) if isinstance(x, Tensor)] + list(leaves.values())
-    data = {x: x.data for x in tensors if x.is_floating_point()}
+    plain_dtypes = {m: m.plain_dtype for m in model.modules() if isinstance(m, NarrowLayer)}
+    held = [*(x for _, x in objects_of(model)), *leaves.values()]
+    data = {x: x.data for x in held if is_float(x)}
     wrong = dict[str, tuple[float, float, float]]()
     try:
         torch.set_default_dtype(torch.float64)
         for x, values in data.items():
             x.data = values.double()
-        for layer in layers:
+        for layer in plain_dtypes:
             layer.plain_dtype = torch.float64
         slope = _Slope(model, leaves, cast(batch, torch.float64), loss)
-        sets, differs = [list(leaves)[::-1]], False  # in the order of backward
+        sets = [list(leaves)[::-1]]  # in the order of backward
+        differs = False
         while sets and len(wrong) < _MOST:
             names = sets.pop()
-            # No slope of all tensors is an error. No slope of some leaves them out.
-            with suppress(ArithmeticError) if len(names) < len(leaves) else nullcontext():
-                if (difference := slope.difference(names)) and len(names) == 1:
-                    wrong[names[0]] = difference
-                elif difference:
-                    differs = True
-                    sets += [names[len(names) // 2 :], names[: len(names) // 2]]
+            try:
+                difference = slope.difference(names)
+            except ArithmeticError:  # no slope of some leaves them out
+                if len(names) == len(leaves):
+                    raise
+                continue
+            if difference and len(names) == 1:
+                wrong[names[0]] = difference
+            elif difference:
+                differs = True
+                half = len(names) // 2
+                sets += [names[half:], names[:half]]
     finally:
         torch.set_default_dtype(default)
         for x, values in data.items():
             x.data = values
-        for layer, dtype in zip(layers, plain_dtypes, strict=True):
+        for layer, dtype in plain_dtypes.items():
             layer.plain_dtype = dtype
     if differs and not wrong:
         raise ArithmeticError(
@@ -98,15 +102,13 @@ def slope_readings(
         line = f"slope: the loss changes as the gradient of {len(leaves)} tensors says, within {slope.largest:.0e}"
         return [], [f"{line}, in training mode"], slope.loss_value
     first, (product, expected, bound) = next(iter(wrong.items()))
-    stops = (
-        "An output is detached or rounded; if that is on purpose, all is well."
-        if slope.stops
-        else ""
-    )
-    reading = KINDS["slope"].reading(
-        of_all(wrong), product, expected, bound, first=first, stops=stops
-    )
-    return [replace(reading, severity="note") if slope.stops else reading], [], slope.loss_value
+    kind = KINDS["slope"]
+    stops = ""
+    if slope.stops:
+        kind = replace(kind, severity="note")
+        stops = "An output is detached or rounded; if that is on purpose, all is well."
+    reading = kind.reading(of_all(wrong), product, expected, bound, first=first, stops=stops)
+    return [reading], [], slope.loss_value
 
 
 class _Slope:
@@ -124,7 +126,7 @@ class _Slope:
         self.loss = loss
         self.largest = 0.0
         self.start = {name: p.detach().clone() for name, p in leaves.items()}
-        self.seeds = {name: seed for seed, name in enumerate(leaves)}
+        self.seeds = dict(zip(leaves, range(len(leaves)), strict=True))
         stops = _Stops()
 
         def watched(model: nn.Module, batch: Any) -> Tensor:
@@ -166,7 +168,8 @@ class _Slope:
         if not math.isfinite(product):
             bad = [name for name, x in self.squares.items() if not math.isfinite(x)]
             return f"the gradient of {of_all(bad)} is not finite in float64"
-        first, second = (self._loss_at([], 0.0) for _ in range(2))
+        first = self._loss_at([], 0.0)
+        second = self._loss_at([], 0.0)
         if first != second:
             return f"two passes at one point differ, by {abs(first - second):.2g}"
         census = _Census()
@@ -176,7 +179,9 @@ class _Slope:
             return f"the loss is rounded by {census.rounded[0]}"
         if census.narrow:
             return f"a part is computed in a narrower format by {census.narrow[0]}"
-        left, right = ((self._loss_at(list(self.leaves), h) - first) / h for h in (-1e-6, 1e-6))
+        step = 1e-6
+        right = (self._loss_at(list(self.leaves), step) - first) / step
+        left = (first - self._loss_at(list(self.leaves), -step)) / step
         if abs(right - left) > 1e-3 * max(abs(left), abs(right)):
             return f"the loss has a kink here: slopes {left:.4g} and {right:.4g}, the gradient says {product:.4g}"
         return f"steps of different lengths give different slopes; the gradient says {product:.4g}"
@@ -185,9 +190,13 @@ class _Slope:
         """Return the gradient's product with a direction, the slope along it, and the bound;
         ``None`` within the bound.
         """
-        product = sum(self.products[n] for n in names)
-        size = math.sqrt(sum(self.squares[n] for n in names))
-        slopes = list[float]()
+        product = 0.0
+        square = 0.0
+        for name in names:
+            product += self.products[name]
+            square += self.squares[name]
+        size = math.sqrt(square)
+        slopes = []
         slope = math.nan
         bound = 0.0
         for step in STEPS:
@@ -216,8 +225,7 @@ class _Census(Widened):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if name in ("round", "floor", "ceil", "trunc", "sign"):
             self.rounded.append(f"{name} in {user_line()[0]}")
-        is_float = isinstance(result, Tensor) and result.is_floating_point()
-        if is_float and result.dtype is not torch.float64 and result.numel() > 1:
+        if is_float(result) and result.dtype is not torch.float64 and result.numel() > 1:
             self.narrow.append(f"{name} in {user_line()[0]}")
         return result
 
@@ -231,8 +239,7 @@ class _Stops(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_tensor = isinstance(result, Tensor) and result.numel() > 1 and result.is_floating_point()
-        if is_tensor and not result.requires_grad:
+        if is_float(result) and result.numel() > 1 and not result.requires_grad:
             needs = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(args))
             is_rounded = func.__name__ in ("round", "sign") or result.element_size() == 1
             # A custom autograd function computes its forward pass without gradients.

@@ -115,7 +115,9 @@ class Term:
         forms = self.target.form[live].bincount(minlength=3)
         if forms[OTHER] > 0.1 * live.sum():
             return "another gradient"
-        return "a distribution" if forms[DISTRIBUTION] > 0.1 * live.sum() else "a label"
+        if forms[DISTRIBUTION] > 0.1 * live.sum():
+            return "a distribution"
+        return "a label"
 
 
 class Trace(TorchFunctionMode):
@@ -165,7 +167,9 @@ class Trace(TorchFunctionMode):
 
 def as_sequences(ids: Tensor) -> Tensor:
     """Return ids as ``[sequences, columns]``."""
-    return ids.reshape(-1, ids.shape[-1]) if ids.ndim else ids.reshape(1, 1)
+    if ids.ndim:
+        return ids.reshape(-1, ids.shape[-1])
+    return ids.reshape(1, 1)
 
 
 # ── the graph ─────────────────────────────────────────────────────────────────────────────────────
@@ -202,7 +206,7 @@ def terms_of(loss: Tensor, trace: Trace) -> tuple[list[Term], set[str]]:
 
     A backward pass that follows fills their targets.
     """
-    terms = dict[Any, Term]()
+    terms = {}
     for node, name, _ in _nodes(loss):
         if name in ("LogSoftmax", "Softmax"):
             terms[node] = _softmax(node, name, trace)
@@ -212,7 +216,7 @@ def terms_of(loss: Tensor, trace: Trace) -> tuple[list[Term], set[str]]:
                 terms[roots[-1]] = _logsumexp(roots[-1], trace.tensors[roots[-1]])
         elif isinstance(node, BackwardCFunction) and (term := _function(node, name, trace)):
             terms[node] = term
-    others = set[str]()
+    others = set()
     for node, name, term_name in _nodes(loss, terms):
         if _PRODUCTS.match(name) and node not in terms:
             others.add(term_name or "a sum")
@@ -238,16 +242,20 @@ def _softmax(node: Any, name: str, trace: Trace) -> Term:
     dim -= 2**64 if dim >= 2**63 else 0  # saved without a sign
     rows = _rows(result.detach(), dim)
     chain = _chain(node.next_functions[0][0])
-    nodes = [n for n in chain if n in trace.tensors]
-    inputs = [trace.tensors[n] for n in nodes]
-    sources = [_rows(x, dim) for x in inputs if x.shape == result.shape]
-    if (
-        not nodes and chain[-1] is not None
-    ):  # logits inside a fused function: take its hidden states
-        inputs = [trace.tensors[n] for n, _ in chain[-1].next_functions if n in trace.tensors]
-        sources = [_rows(x) for x in inputs if x.numel() == len(rows) * x.shape[-1]]
-    root = nodes[-1] if nodes else None
-    source = sources[0] if sources else None
+    root: Any = None
+    source: Tensor | None = None
+    for n in chain:
+        if n in trace.tensors:
+            root = n
+            x = trace.tensors[n]
+            if source is None and x.shape == result.shape:
+                source = _rows(x, dim)
+    if root is None and chain[-1] is not None:
+        # Logits inside a fused function: take its hidden states.
+        for n, _ in chain[-1].next_functions:
+            x = trace.tensors.get(n, rows.new_zeros(0, 1))
+            if source is None and x.numel() == len(rows) * x.shape[-1]:
+                source = _rows(x)
     term = Term(name, node._sequence_nr(), rows.shape[1], rows, source, root)
 
     def read(gradients: Any, outer: Any) -> None:
@@ -277,7 +285,7 @@ def _logsumexp(root: Any, logits: Tensor) -> Term:
 
 def _function(node: Any, name: str, trace: Trace) -> Term | None:
     """Return the term of a custom function of logits, or of hidden states and a head."""
-    tensors = dict[int, Tensor]()
+    tensors = {}
     for place, (edge, _) in enumerate(node.next_functions):
         x = trace.tensors.get(edge, getattr(edge, "variable", None))
         if x is not None and x.ndim > 1 and x.is_floating_point():
@@ -287,9 +295,12 @@ def _function(node: Any, name: str, trace: Trace) -> Term | None:
         return None
     source = _rows(tensors.pop(place))
     rows = source.detach()
-    heads = [x.detach() for x in tensors.values() if x.ndim == 2 and x.shape[1] == rows.shape[1]]
-    head = heads[0] if heads else None
-    classes = rows.shape[1] if head is None else len(head)
+    head: Tensor | None = None
+    classes = rows.shape[1]
+    for x in tensors.values():
+        if head is None and x.ndim == 2 and x.shape[1] == rows.shape[1]:
+            head = x.detach()
+            classes = len(head)
     term = Term(name, node._sequence_nr(), classes, rows, source, node)
 
     def read(gradients: Any, outer: Any) -> None:
@@ -306,8 +317,10 @@ def _function(node: Any, name: str, trace: Trace) -> Term | None:
 def _by_blocks(function: Callable[..., Target], *matrices: Tensor, size: int = 0) -> Target:
     """Call a function on blocks of rows, and join the results on the CPU."""
     num_rows = max(1, _BLOCK // (size or matrices[0].shape[1]))
-    blocks = zip(*(matrix.split(num_rows) for matrix in matrices), strict=True)
-    return joined([Target(*(column.cpu() for column in function(*block))) for block in blocks])
+    targets = []
+    for block in zip(*(matrix.split(num_rows) for matrix in matrices), strict=True):
+        targets.append(Target(*map(Tensor.cpu, function(*block))))
+    return joined(targets)
 
 
 def _exact(target: Tensor) -> Target:
@@ -329,32 +342,45 @@ def _exact(target: Tensor) -> Target:
 
 
 def _logits(rows: Tensor, head: Tensor | None) -> Tensor:
-    return rows if head is None else rows @ head.to(rows.dtype).T
+    if head is None:
+        return rows
+    return rows @ head.to(rows.dtype).T
 
 
 def _fitted(rows: Tensor, head: Tensor | None, gradient: Tensor) -> Target:
     """Fit rows g = w (p − target) W, where W is the head, or the identity for logits."""
-    tolerance = (1e-5 if head is None else 1e-4) if gradient.dtype.itemsize >= 4 else 3e-2
-    if head is not None and head.numel() <= 2**27:
-        head = head.double()
+    tolerance = 1e-5
+    size = rows.shape[1]
+    if head is not None:
+        tolerance = 1e-4
+        size = len(head)
+        if head.numel() <= 2**27:
+            head = head.double()
+    if gradient.dtype.itemsize < 4:
+        tolerance = 3e-2
 
     def fit(rows: Tensor, g: Tensor) -> Target:
         return _fitted_block(rows, head, g, tolerance)
 
-    return _by_blocks(fit, rows, gradient, size=rows.shape[1] if head is None else len(head))
+    return _by_blocks(fit, rows, gradient, size=size)
 
 
 def _fitted_block(rows: Tensor, head: Tensor | None, g: Tensor, tolerance: float) -> Target:
     def through(x: Tensor) -> Tensor:
-        return x if head is None else x @ head
+        if head is None:
+            return x
+        return x @ head
 
-    dtype = torch.float64 if head is None else head.dtype
+    dtype = torch.float64
+    squares: Any = 1.0
+    if head is not None:
+        dtype = head.dtype
+        squares = head.square().sum(-1)
     g = g.to(dtype)
     logits = _logits(rows.to(dtype), head)
     p = logits.softmax(-1)
     mean = through(p)
     # For each label y at once: the length of (p − y) W, and its product with g.
-    squares = 1.0 if head is None else head.square().sum(-1)
     lengths = mean.square().sum(-1, keepdim=True) - 2 * _logits(mean, head) + squares
     along = (mean * g).sum(-1, keepdim=True) - _logits(g, head)
     floor = (tolerance / 20) ** 2 * float(torch.as_tensor(squares).mean())
@@ -373,9 +399,8 @@ def _fitted_block(rows: Tensor, head: Tensor | None, g: Tensor, tolerance: float
     weight = torch.where(is_alone, alone, parts[:, 0])
     largest = p.amax(-1)
     smoothing = torch.where(is_alone, 0.0, parts[:, 1] / weight)
-    smoothing[largest * p.shape[1] < 1.001] = (
-        torch.nan
-    )  # equal logits: only w (1 − smoothing) is told
+    # Of equal logits only w (1 − smoothing) can be told.
+    smoothing[largest * p.shape[1] < 1.001] = torch.nan
     z_loss = torch.where(is_alone, 0.0, parts[:, 2] / weight / (2 * logits.logsumexp(-1)))
     is_sure = largest < 1 - min(10 * tolerance, 0.05)
     form = torch.where(is_sure & (misfit > 20 * tolerance), OTHER, LABEL)

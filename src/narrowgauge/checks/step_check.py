@@ -22,13 +22,21 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all, words_of
-from narrowgauge.checks.step_samples import Sample, SampledStep, complete, sampled_step
+from narrowgauge.checks.shadow import is_finite
+from narrowgauge.checks.step_samples import (
+    STATES,
+    Sample,
+    SampledStep,
+    complete,
+    sampled_step,
+    spread,
+)
 from narrowgauge.checks.stored import Rounding, Written
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import CODES
-from narrowgauge.torch_support.torch_hooks import Follower
+from narrowgauge.torch_support.torch_hooks import Follower, members_of
 from narrowgauge.torch_support.torch_names import plain_name, unwrapped_model
 
 _UNEXPLAINED_SHARE = 1e-2
@@ -37,6 +45,7 @@ _OPERATIONS = 16
 """Approximate number of roundings in a step of Adam: the arithmetic's largest error of a change, in
 its own units.
 """
+_WIDE = (torch.float32, torch.float64)
 _FORMATS = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 Report = Callable[[int, list[Reading], Row], object]
 Values = dict[str, Tensor]
@@ -56,7 +65,7 @@ class StepCheck:
             optimizer.
         optimizer: without wrappers.
         every: steps between compared steps. The second step, and the first after a checkpoint is
-            loaded, are compared too.
+            loaded, are compared too. What is written after the first two steps is read as well.
         report: called after each compared step with the step, its readings and the column
             ``recomputed``. Called again before the next step, with the readings of writes in
             between and an empty column.
@@ -86,14 +95,15 @@ class StepCheck:
         self.optimizer = optimizer
         self.every = every
         self.num_steps = 0
-        self._names = {
-            id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()
-        }
+        self._model = unwrapped_model(model)
+        self._names = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
         self._report = report
         self._limit = max_grad_norm
         self._ignored = frozenset(ignore)
-        self._step: SampledStep | None = None  # the last step, if it is compared
+        self._step: SampledStep | None = None  # the last step, if it was sampled
         self._is_loaded = False
+        self._first_writes = dict[str, Reading]()  # after the first step, until the second
+        self._projected = set[str]()
         self._follower = Follower(optimizer, self._before_step, self._after_step)
 
     def go_on_from_checkpoint(self) -> None:
@@ -109,39 +119,73 @@ class StepCheck:
         self._follower.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if (last := self._step) is not None:
-            self._send(last.step, lambda: between_readings(last), {})
+        last = self._step
+        if last is not None:
+            self._send(last.step, lambda: self._written(last), {})
         step = self.num_steps + 1
         self._step = None
-        if step == 2 or self._is_loaded or (step > 2 and step % self.every == 0):
-            self._is_loaded = False
+        if step <= 2 or self._is_loaded or step % self.every == 0:
             self._send(step, lambda: self._sample(step, optimizer), {})
 
-    def _sample(self, step: int, optimizer: torch.optim.Optimizer) -> list[Reading]:
-        self._step = sampled_step(step, optimizer, self._names)
+    def _sample(self, number: int, optimizer: torch.optim.Optimizer) -> list[Reading]:
+        step = sampled_step(number, optimizer, self._names)
+        step.is_compared = number > 1 or self._is_loaded
+        self._is_loaded = False
+        members = set(map(id, members_of(optimizer))) | self._names.keys()
+        for name, p in self._model.named_parameters():
+            if p.grad is not None and id(p) not in members:
+                step.strays[plain_name(name)] = (p, spread(p))
+        self._step = step
         return []
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.num_steps += 1
-        unseen: dict[str, str] = {}
-        if (step := self._step) is not None:
-            row = {"compared": 0, "unseen": unseen}
-            read = partial(step_readings, step, optimizer, self._limit, unseen, row)
-            self._send(step.step, read, row)
+        step = self._step
+        if step is None:
+            return
+        if not step.is_compared:
+            self._send(step.step, lambda: complete(step, optimizer), {})
+            return
+        unseen = dict[str, str]()
+        row = {"compared": 0, "unseen": unseen}
+        read = partial(step_readings, step, optimizer, self._limit, unseen, row)
+        self._send(step.step, read, row)
 
-    def _send(self, step: int, read: Callable[[], Iterable[Reading]], row: Row) -> None:
+    def _written(self, last: SampledStep) -> list[Reading]:
+        """Read what was written since a step.
+
+        A loop that writes a weight after each of its first two steps does so by its rule, as a
+        projection: this is a note.
+        """
+        readings = []
+        held = self._first_writes
+        self._first_writes = dict[str, Reading]()
+        for reading, is_plain in between_readings(last):
+            name = reading.tensor
+            if not is_plain:
+                readings.append(reading)
+            elif last.step == 1 and not last.is_compared:
+                self._first_writes[name] = replace(reading, step=1)
+            else:
+                if held.pop(name, None) is not None:
+                    self._projected.add(name)
+                is_note = name in self._projected
+                readings.append(replace(reading, severity="note") if is_note else reading)
+        return joined([*held.values(), *readings], len(last.samples))
+
+    def _send(self, step: int, read: Callable[[], Iterable[Reading] | None], row: Row) -> None:
         readings: list[Reading] = []
         try:
             with torch.no_grad():
-                readings = [
-                    replace(reading, step=step)
-                    for reading in read()
-                    if reading.what not in self._ignored
-                ]
+                for reading in read() or ():
+                    if reading.what not in self._ignored:
+                        readings.append(replace(reading, step=reading.step or step))
         except Exception as error:
             row = {**row, "compared": 0, "unseen": {"the step": words_of(error)}}
+        if row:
+            row = {**row, "beyond": len(readings)}
         if row or readings:
-            self._report(self.num_steps, readings, {**row, "beyond": len(readings)} if row else row)
+            self._report(self.num_steps, readings, row)
 
 
 def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
@@ -149,15 +193,20 @@ def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
 
     The tensor is empty if all ``number`` tensors have the reading.
     """
-    groups: list[list[Reading]] = []
+    groups = list[list[Reading]]()
     for reading in readings:
-        alike = next((members for members in groups if _are_alike(members[0], reading)), None)
-        groups.append([reading]) if alike is None else alike.append(reading)
+        for members in groups:
+            if _are_alike(members[0], reading):
+                members.append(reading)
+                break
+        else:
+            groups.append([reading])
     results = []
     for members in sorted(groups, key=len, reverse=True):
         worst = max(members, key=lambda r: r.excess)
-        names = list(dict.fromkeys(r.tensor for r in members))
-        results.append(replace(worst, tensor="" if len(names) == number > 1 else of_all(names)))
+        names = {r.tensor: None for r in members}
+        is_all = len(names) == number > 1
+        results.append(replace(worst, tensor="" if is_all else of_all(names)))
     return results
 
 
@@ -165,13 +214,10 @@ def _are_alike(first: Reading, second: Reading) -> bool:
     """Return whether two readings are of one kind, with values within 2 % or their bound where a
     value is expected.
     """
-    if (
-        first.what != second.what
-        or not first.expected
-        or first.value is None
-        or second.value is None
-    ):
-        return first.what == second.what
+    if (first.what, first.severity, first.step) != (second.what, second.severity, second.step):
+        return False
+    if not first.expected or first.value is None or second.value is None:
+        return True
     near = max(0.02 * abs(first.value), first.bound or 0.0)
     return first.expected == second.expected and abs(second.value - first.value) <= near
 
@@ -193,7 +239,8 @@ def step_readings(
     if step.grad_norm is not None and math.isfinite(step.grad_norm):
         row["norm"] = step.grad_norm * step.clip
     readings = [*clip_readings(step, limit, unseen), *update_readings(step, optimizer, unseen)]
-    row["compared"] = 0 if "the update" in unseen else len(step.samples)
+    if "the update" not in unseen:
+        row["compared"] = len(step.samples)
     return readings
 
 
@@ -204,27 +251,24 @@ def clip_readings(
     if limit is None or step.why_not:
         return
     if step.grad_norm is None or not math.isfinite(step.grad_norm):
-        is_sharded = step.grad_norm is None
-        unseen["the clip"] = (
-            "gradients are sharded over ranks" if is_sharded else "a gradient is not finite"
-        )
+        unseen["the clip"] = "a gradient is not finite"
+        if step.grad_norm is None:
+            unseen["the clip"] = "gradients are sharded over ranks"
         return
     norm = step.grad_norm * step.clip
     kind = KINDS["clip-norm"]
-    epsilons = [
-        torch.finfo(s.parameter.dtype).eps for s in step.samples.values() if s.gradient is not None
-    ]
-    bound = (kind.bound + 2 * max(epsilons, default=0.0)) * limit
+    epsilon = 0.0
+    for sample in step.samples.values():
+        if sample.gradient is not None:
+            epsilon = max(epsilon, torch.finfo(sample.parameter.dtype).eps)
+    bound = (kind.bound + 2 * epsilon) * limit
     # Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves
     # limit / 2^power.
     power = round(math.log2(limit / norm)) if norm > 0 else 0
-    is_clipped_scaled = power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5
-    if norm > limit + bound or is_clipped_scaled:
-        cause = (
-            f", 2^{power} times as large: they were clipped before they were unscaled"
-            if is_clipped_scaled
-            else ""
-        )
+    cause = ""
+    if power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5:
+        cause = f", 2^{power} times as large: they were clipped before they were unscaled"
+    if cause or norm > limit + bound:
         yield kind.reading("", norm, limit, bound, cause=cause)
 
 
@@ -232,22 +276,25 @@ def update_readings(
     step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]
 ) -> list[Reading]:
     """Recompute the update of every sampled parameter."""
-    stepped = [
-        s
-        for s in step.samples.values()
-        if s.gradient is not None and s.after and s.gradient.numel()
-    ]
-    reasons = [step.why_not, *(sample.why_not for sample in stepped)]
-    if not stepped:
-        reasons.append("no parameter had a gradient")
-    if any(not sample.rule for sample in stepped):
-        reasons.append(f"the rule of {type(optimizer).__name__} has no definition here")
-    if any(sample.settings.get("amsgrad") for sample in stepped):
-        reasons.append("amsgrad divides by the largest second moment so far, which is not kept")
-    if why_not := next(filter(None, reasons), ""):
-        unseen["the update"] = why_not
+    stepped = []
+    why_not = step.why_not
+    for sample in step.samples.values():
+        if sample.gradient is None or not sample.after or not sample.gradient.numel():
+            continue
+        stepped.append(sample)
+        if sample.why_not:
+            why_not = why_not or sample.why_not
+        elif not sample.rule:
+            why_not = f"the rule of {type(optimizer).__name__} has no definition here"
+        elif sample.settings.get("amsgrad"):
+            why_not = "amsgrad divides by the largest second moment so far, which is not kept"
+    if why_not or not stepped:
+        unseen["the update"] = why_not or "no parameter had a gradient"
         return []
-    return joined([r for sample in stepped for r in _of_parameter(sample, unseen)], len(stepped))
+    readings = list[Reading]()
+    for sample in stepped:
+        readings += _of_parameter(sample, unseen)
+    return joined(readings, len(stepped))
 
 
 def _differs(now: Tensor, before: Tensor) -> bool:
@@ -265,11 +312,11 @@ def _count_readings(sample: Sample) -> Iterator[Reading]:
         return
     if sample.count != before + 1:
         yield kind.reading(sample.name, sample.count, before + 1, more=" and one more step")
-    elif sample.count == 1 and any(
-        bool(value.any()) for name, value in sample.before.items() if name != "weight"
-    ):
+    elif sample.count == 1:
+        older = [x for name, x in sample.before.items() if name in STATES and bool(x.any())]
         more = " at least: its moments hold older gradients, and are corrected as if they had just begun"
-        yield kind.reading(sample.name, 1, 2, more=more)
+        if older:
+            yield kind.reading(sample.name, 1, 2, more=more)
 
 
 # ── the rules of SGD, Adam and AdamW, in float64 ──────────────────────────────────────────────────
@@ -278,13 +325,13 @@ def _count_readings(sample: Sample) -> Iterator[Reading]:
 def inputs_of(sample: Sample) -> Values:
     """Return the inputs of a sample's rule in float64: weight, gradient and states."""
     assert sample.gradient is not None
-    gradient = sample.gradient.double() * (-1.0 if sample.settings.get("maximize") else 1.0)
-    states = dict.fromkeys(state_factors(sample), torch.zeros_like(gradient))
-    return (
-        states
-        | {name: value.double() for name, value in sample.before.items()}
-        | {"gradient": gradient}
-    )
+    gradient = sample.gradient.double()
+    if sample.settings.get("maximize"):
+        gradient = -gradient
+    values = dict.fromkeys(state_factors(sample), torch.zeros_like(gradient))
+    for name, value in sample.before.items():
+        values[name] = value.double()
+    return values | {"gradient": gradient}
 
 
 def state_factors(sample: Sample) -> dict[str, tuple[float, float]]:
@@ -292,9 +339,12 @@ def state_factors(sample: Sample) -> dict[str, tuple[float, float]]:
     settings = sample.settings
     if sample.rule == "sgd":
         momentum = float(settings.get("momentum") or 0.0)
-        is_first = "momentum_buffer" not in sample.before
-        take = 1.0 if is_first else 1.0 - float(settings.get("dampening") or 0.0)
-        return {"momentum_buffer": (momentum, take)} if momentum else {}
+        taken = 1.0
+        if "momentum_buffer" in sample.before:
+            taken -= float(settings.get("dampening") or 0.0)
+        if momentum:
+            return {"momentum_buffer": (momentum, taken)}
+        return {}
     beta1, beta2 = map(float, settings["betas"])
     return {"exp_avg": (beta1, 1 - beta1), "exp_avg_sq": (beta2, 1 - beta2)}
 
@@ -306,7 +356,9 @@ def new_term(sample: Sample, name: str, inputs: Values) -> Tensor:
     gradient = inputs["gradient"]
     if not decouples(sample):
         gradient = gradient + decay_of(sample) * inputs["weight"]
-    return gradient.square() if name == "exp_avg_sq" else gradient
+    if name == "exp_avg_sq":
+        return gradient.square()
+    return gradient
 
 
 def decay_of(sample: Sample) -> float:
@@ -332,11 +384,9 @@ def direction(sample: Sample, values: Values) -> Tensor:
         momentum = values.get("new_momentum_buffer")
         if momentum is None:
             return gradient
-        return (
-            gradient + float(settings["momentum"]) * momentum
-            if settings.get("nesterov")
-            else momentum
-        )
+        if settings.get("nesterov"):
+            return gradient + float(settings["momentum"]) * momentum
+        return momentum
     beta1, beta2 = map(float, settings["betas"])
     count = max(1, sample.count or 0)
     first = values["new_exp_avg"]
@@ -355,13 +405,18 @@ def terms_of(sample: Sample, name: str, values: Values) -> dict[str, tuple[Tenso
         factor, taken = state_factors(sample)[name]
         return {"kept": (values[name], factor), "taken": (new_term(sample, name, values), taken)}
     rate = float(sample.settings["lr"])
-    decay = {"decay": (-rate * values["weight"], decay_of(sample))} if decouples(sample) else {}
-    return {"step": (-rate * direction(sample, values), 1.0)} | decay
+    terms = {"step": (-rate * direction(sample, values), 1.0)}
+    if decouples(sample):
+        terms["decay"] = (-rate * values["weight"], decay_of(sample))
+    return terms
 
 
 def sum_of(terms: Mapping[str, tuple[Tensor, float]]) -> Tensor:
     """Return the sum of terms, each times its number."""
-    return torch.stack([number * term for term, number in terms.values()]).sum(0)
+    total = torch.zeros(())
+    for term, number in terms.values():
+        total = total + number * term
+    return total
 
 
 # ── what a step writes ────────────────────────────────────────────────────────────────────────────
@@ -372,11 +427,11 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
     depends on them.
     """
     values = inputs_of(sample)
-    if not all(bool(t.isfinite().all()) for t in (*values.values(), sample.after["weight"])):
+    if not all(map(is_finite, (*values.values(), sample.after["weight"]))):
         return
     if sample.rule != "sgd" and _differs(sample.after["weight"], sample.before["weight"]):
         yield from _count_readings(sample)
-    errors = dict[str, Tensor]()
+    errors = {}
     readings = list[Reading]()
     if not decouples(sample):
         errors["gradient"] = _unit(sample) * (
@@ -389,10 +444,9 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
         written = _written(sample, name, values, errors)
         readings += _readings(sample, name, written)
         values[f"new_{name}"] = written.expected
-        # Optimizers of torch may compute with the rounded state.
-        errors[f"new_{name}"] = written.slack + (
-            0.0 if name in sample.roundings else written.spacing / 2
-        )
+        errors[f"new_{name}"] = written.slack
+        if name not in sample.roundings:  # optimizers of torch may compute with the rounded state
+            errors[f"new_{name}"] = written.slack + written.spacing / 2
     if not readings:  # with a wrong state the step is wrong, too
         written = _written(sample, "weight", values, errors)
         readings += _readings(sample, "weight", written)
@@ -415,26 +469,25 @@ def _written(sample: Sample, name: str, values: Values, errors: Values) -> Writt
     """
     after = sample.after[name]
     terms = terms_of(sample, name, values)
-    fixed = values["weight"] if name == "weight" else torch.zeros_like(values["weight"])
+    fixed = torch.zeros_like(values["weight"])
+    if name == "weight":
+        fixed = values["weight"]
     slack = 4 * _unit(sample) * fixed.abs()
     # A compiled step of torch rounds beta and 1 − beta^count to float32.
     count = max(1, sample.count or 0)
-    betas = map(float, sample.settings.get("betas", ()))
-    corrections = sum((1 + count * beta**count) / (1 - beta**count) for beta in betas)
+    of_step = _OPERATIONS * _unit(sample)
+    for beta in map(float, sample.settings.get("betas", ())):
+        of_step += (1 + count * beta**count) / (1 - beta**count) * 2.0**-24
     for key, (term, number) in terms.items():
-        relative = (
-            _OPERATIONS * _unit(sample) + corrections * 2.0**-24
-            if key == "step"
-            else 4 * _unit(sample)
-        )
+        relative = of_step if key == "step" else 4 * _unit(sample)
         slack += relative * (number * term).abs()
     # Errors of the inputs move the sum, for some elements without a bound.
+    computed = sum_of(terms)
     for key, error in errors.items():
-        ends = [
-            sum_of(terms_of(sample, name, values | {key: values[key] + sign * error}))
-            for sign in (1, -1)
-        ]
-        slack += (torch.stack(ends) - sum_of(terms)).abs().nan_to_num(math.inf).amax(0)
+        above = sum_of(terms_of(sample, name, values | {key: values[key] + error}))
+        below = sum_of(terms_of(sample, name, values | {key: values[key] - error}))
+        off = (above - computed).abs().maximum((below - computed).abs())
+        slack += off.nan_to_num(math.inf)
     rounding = sample.roundings.get(name) or Rounding(CODES[dtype_name(after.dtype)])
     return Written(after.double(), fixed, terms, rounding, slack)
 
@@ -460,7 +513,7 @@ def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
     rate = float(sample.settings["lr"])
     rule = written.rule
     numbers = difference.numbers
-    wrong = dict[str, float]()
+    wrong = {}
     for key, value in numbers.items():
         bound = max(difference.errors[key], KINDS[_MEANING[key][0]].bound * abs(rule[key]))
         # A wrong rate multiplies the decay too. Do not report it twice.
@@ -474,24 +527,14 @@ def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
         label, words = _MEANING[key]
         words = words.format(numbers[key], rule[key])
         yield KINDS[label].reading(
-            sample.name,
-            numbers[key],
-            rule[key],
-            bound,
-            state=name,
-            words=words,
-            rate=rate,
-            more=more,
-        )
+            sample.name, numbers[key], rule[key], bound, state=name, words=words, rate=rate, more=more
+        )  # fmt: skip
     if not wrong:
-        spacing = torch.finfo(sample.after[name].dtype).eps * written.expected.abs().clamp_min(
-            1e-30
-        )
-        share = float(((sample.after[name] - written.expected).abs() > 4 * spacing).double().mean())
-        distance, bound = (
-            x / length if length else x and math.inf
-            for x in (difference.distance, difference.bound)
-        )
+        after = sample.after[name]
+        spacing = torch.finfo(after.dtype).eps * written.expected.abs().clamp_min(1e-30)
+        share = float(((after - written.expected).abs() > 4 * spacing).double().mean())
+        distance = _relative(difference.distance, length)
+        bound = _relative(difference.bound, length)
         words = f"differs from its rule's by {distance:.2g} of its length"
         kind = KINDS["weight" if name == "weight" else "state"]
         yield kind.reading(
@@ -499,22 +542,24 @@ def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
         )
 
 
+def _relative(distance: float, length: float) -> float:
+    if not distance:
+        return 0.0
+    if length:
+        return distance / length
+    return math.inf
+
+
 def _rounded_to(values: Tensor, expected: Tensor) -> str:
     """Name the smaller format that holds all values, if rounding the expected ones gives them;
     empty otherwise.
     """
-    if (
-        values.dtype not in (torch.float32, torch.float64)
-        or values.numel() < 8
-        or not bool(values.any())
-    ):
+    if values.dtype not in _WIDE or values.numel() < 8 or not bool(values.any()):
         return ""
     for dtype in _FORMATS:
-        # A few values lie near a tie.
-        is_rounded = (
-            float((expected.float().to(dtype).to(values.dtype) == values).double().mean()) >= 0.95
-        )
-        if is_rounded and bool((values.to(dtype).to(values.dtype) == values).all()):
+        rounded = expected.float().to(dtype).to(values.dtype)
+        is_near = float((rounded == values).double().mean()) >= 0.95  # a few lie near a tie
+        if is_near and torch.equal(values.to(dtype).to(values.dtype), values):
             return f"; it was rounded to {dtype_name(dtype)}"
     return ""
 
@@ -522,37 +567,42 @@ def _rounded_to(values: Tensor, expected: Tensor) -> str:
 # ── between two steps ─────────────────────────────────────────────────────────────────────────────
 
 
-def between_readings(step: SampledStep) -> list[Reading]:
+def between_readings(step: SampledStep) -> Iterator[tuple[Reading, bool]]:
     """Compare the state after a step with the state before the next step, bit for bit at the
     sampled places.
+
+    Yield a reading of each tensor, and whether it is a weight with new values of no known kind.
     """
-    readings = list[Reading]()
     for sample in step.samples.values():
         values = sample.values()
         for key, before in sample.after.items():
             if key not in values or _differs(values[key], before):
-                readings += _written_between(sample, key, values.get(key))
-    return joined(readings, len(step.samples))
+                yield from _written_between(sample, key, values.get(key))
+    unmoved = [name for name, (p, before) in step.strays.items() if torch.equal(spread(p), before)]
+    for reading in KINDS["missing-parameters"].of(unmoved):
+        yield reading, False
 
 
-def _written_between(sample: Sample, name: str, now: Tensor | None) -> Iterator[Reading]:
+def _written_between(
+    sample: Sample, name: str, now: Tensor | None
+) -> Iterator[tuple[Reading, bool]]:
     """Read a weight or state that the loop wrote after the step."""
     before = sample.after[name]
     kind = KINDS["weights-written" if name == "weight" else "states-written"]
     if now is None:
-        yield kind.reading(sample.name, 1.0, 0.0, 0.0, state=name, share=1.0, more=": it is lost")
+        more = ": it is lost"
+        yield kind.reading(sample.name, 1.0, 0.0, 0.0, state=name, share=1.0, more=more), False
         return
     if now.shape != before.shape:  # of other shards
         return
     x = now.double()
     y = before.double()
     length = float(y.norm())
-    distance, factor = (
-        (float((x - y).norm()) / length, float(x @ y) / length**2) if length else (math.inf, 0.0)
-    )
+    distance = _relative(float((x - y).norm()), length)
+    factor = float(x @ y) / length**2 if length else 0.0
     # Averages that are swapped in and back out leave a rounding error.
     slack = 4 * torch.finfo(now.dtype).eps
-    if now.dtype in (torch.float32, torch.float64) and distance <= slack:
+    if now.dtype in _WIDE and distance <= slack:
         return
     more = _rounded_to(now, before)
     share = float((now != before).double().mean())
@@ -562,4 +612,5 @@ def _written_between(sample: Sample, name: str, now: Tensor | None) -> Iterator[
         more = ": it has the values from before the step again"
     elif not more and float((x - factor * y).norm()) <= slack * length:
         more = f": it was multiplied by {factor:.6g}"
-    yield kind.reading(sample.name, distance, 0.0, 0.0, state=name, share=share, more=more)
+    reading = kind.reading(sample.name, distance, 0.0, 0.0, state=name, share=share, more=more)
+    yield reading, name == "weight" and not more

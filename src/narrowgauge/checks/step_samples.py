@@ -100,34 +100,33 @@ class Sample:
         self.before, self.count_before = self.values(), self.num_steps()
 
     def values(self) -> dict[str, Tensor]:
-        """Return samples of the weight and of the states that rules read; no states before the
-        first step.
-        """
+        """Return samples of the weight and of the states in its shape; none before the first step."""
         stored = {"weight": self.parameter} | stored_by(self.optimizer, self.parameter)
-        tensors = {name: stored.get(name) for name in ("weight", *STATES)}
-        shape = self.parameter.shape
-        return {
-            name: spread(t)
-            for name, t in tensors.items()
-            if isinstance(t, Tensor) and t.shape == shape
-        }
+        values = {}
+        for name, x in stored.items():
+            if isinstance(x, Tensor) and x.shape == self.parameter.shape:
+                values[name] = spread(x)
+        return values
 
     def num_steps(self) -> int | None:
         """Return the optimizer's count of steps for the parameter, or ``None`` without a count."""
         if isinstance(self.optimizer, Optimizer):
             return self.optimizer.num_steps(self.parameter)
         count = self.optimizer.state.get(self.parameter, {}).get("step")
-        return None if count is None else int(count)
+        if count is None:
+            return None
+        return int(count)
 
     def complete(self, factor: float) -> None:
         """Add the results of the step, which multiplied the gradient by a factor."""
-        self.after, self.count = self.values(), self.num_steps()
+        self.after = self.values()
+        self.count = self.num_steps()
         if self.gradient is not None:
             self.gradient = _times(self.optimizer, self.gradient, factor)
-        if (
-            not isinstance(self.optimizer, Optimizer)
-            or (state := self.optimizer.state_of(self.parameter)) is None
-        ):
+        if not isinstance(self.optimizer, Optimizer):
+            return
+        state = self.optimizer.state_of(self.parameter)
+        if state is None:
             return
         for name in self.after:
             code = state.storage.weight if name == "weight" else state.code(name)
@@ -136,12 +135,10 @@ class Sample:
             elif code.mantissa_bits < 23:
                 ends = None
                 if code.scaled:
-                    back = codes.multipliers(code, state.row_bounds[name])[1].double().log2() - (
-                        code.lowest + 126
-                    )
-                    ends = spread(
-                        back.reshape(*self.parameter.shape[:-1], 1).expand(self.parameter.shape)
-                    )
+                    multiplier = codes.multipliers(code, state.row_bounds[name])[1]
+                    back = multiplier.double().log2() - (code.lowest + 126)
+                    shape = self.parameter.shape
+                    ends = spread(back.reshape(*shape[:-1], 1).expand(shape))
                 self.roundings[name] = Rounding(code, ends)
 
 
@@ -149,10 +146,16 @@ class Sample:
 class SampledStep:
     """A step: its samples by name, the norm of all gradients, the optimizer's clip factor, and why
     nothing is compared.
+
+    Args:
+        strays: parameters with a gradient that are new in the model and in no group, and samples of
+            them.
     """
 
     step: int
     samples: dict[str, Sample] = field(default_factory=dict)
+    strays: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    is_compared: bool = True
     grad_norm: float | None = None
     clip: float = 1.0
     why_not: str = ""
@@ -167,29 +170,27 @@ def rule_of(optimizer: torch.optim.Optimizer) -> str:
     """
     kinds = type(optimizer).__mro__
     for place, kind in enumerate(kinds):
-        if kind.__name__ in RULES and kind.__module__.partition(".")[0] in ("torch", "narrowgauge"):
-            is_renamed = kind.__name__ != kinds[0].__name__
-            return (
-                ""
-                if is_renamed and any(map(_replaces_step, kinds[:place]))
-                else RULES[kind.__name__]
-            )
+        name = kind.__name__
+        if name in RULES and kind.__module__.partition(".")[0] in ("torch", "narrowgauge"):
+            is_renamed = name != kinds[0].__name__
+            if is_renamed and any(map(_replaces_step, kinds[:place])):
+                return ""
+            return RULES[name]
     return ""
 
 
 def _replaces_step(kind: type) -> bool:
     """Return whether a class has a step of its own that does not call its parent's."""
-    code = (
-        getattr(inspect.unwrap(vars(kind)["step"]), "__code__", None)
-        if "step" in vars(kind)
-        else None
-    )
+    step = vars(kind).get("step")
+    code = getattr(inspect.unwrap(step), "__code__", None) if step is not None else None
     return code is not None and "super" not in code.co_names
 
 
 def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     """Return the stored weight. For our optimizers include its tail or other low bits."""
-    return optimizer.stored(parameter) if isinstance(optimizer, Optimizer) else parameter
+    if isinstance(optimizer, Optimizer):
+        return optimizer.stored(parameter)
+    return parameter
 
 
 def stored_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -222,29 +223,31 @@ def sampled_step(
     grad_scale = getattr(optimizer, "grad_scale", None)
     if found_inf is not None and bool(found_inf):
         step.why_not = "a gradient is not finite: the step is skipped"
-    loss_scale = (
-        1.0 if grad_scale is None or isinstance(optimizer, Optimizer) else float(grad_scale)
-    )
+    loss_scale = 1.0
+    if grad_scale is not None and not isinstance(optimizer, Optimizer):
+        loss_scale = float(grad_scale)
+    square = 0.0
+    is_whole = True
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key != "params"}
         for place, p in enumerate(group["params"]):
             name = names.get(id(p), f"group {index}, parameter {place}")
+            if name in step.samples:
+                continue
             gradient = gradient_of(p)
-            # The places of a sparse gradient change in each step.
-            if gradient is not None and gradient.layout is torch.strided:
-                gradient = _times(optimizer, spread(gradient), 1 / loss_scale)
-            else:
-                gradient = None
-            if name not in step.samples:
-                step.samples[name] = Sample(name, p, optimizer, settings, rule, gradient)
-    gradients = [
-        g
-        for s in step.samples.values()
-        if s.gradient is not None and (g := gradient_of(s.parameter)) is not None
-    ]
-    if not any(map(is_sharded, gradients)):
-        squares = (float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)
-        step.grad_norm = math.sqrt(sum(squares)) / loss_scale
+            sampled = None
+            if gradient is not None:
+                if is_sharded(gradient):
+                    is_whole = False
+                elif gradient.layout is torch.strided:
+                    norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+                    square += float(norm) ** 2
+                # The places of a sparse gradient change in each step.
+                if gradient.layout is torch.strided:
+                    sampled = _times(optimizer, spread(gradient), 1 / loss_scale)
+            step.samples[name] = Sample(name, p, optimizer, settings, rule, sampled)
+    if is_whole:
+        step.grad_norm = math.sqrt(square) / loss_scale
     return step
 
 
@@ -268,4 +271,6 @@ def _times(optimizer: torch.optim.Optimizer, gradient: Tensor, factor: float) ->
     """
     if isinstance(optimizer, Optimizer):
         return (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
-    return gradient if factor == 1 else (gradient.double() * factor).to(gradient.dtype)
+    if factor == 1:
+        return gradient
+    return (gradient.double() * factor).to(gradient.dtype)

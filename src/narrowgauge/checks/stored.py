@@ -47,15 +47,14 @@ class Rounding:
         does not simply round.
         """
         code = self.code
-        lowest = torch.full_like(values, float(code.lowest)) + (
-            0.0 if self.ends is None else self.ends
-        )
+        lowest = torch.full_like(values, float(code.lowest))
+        if self.ends is not None:
+            lowest += self.ends
         exponents = torch.frexp(values.abs())[1].double() - 1
         above = 2.0 ** (exponents.where(values != 0, lowest).maximum(lowest) - code.mantissa_bits)
         is_held = (values.abs() < 2.0 ** (lowest - code.mantissa_bits + 1)) & code.hold
-        is_saturated = (
-            values.abs() >= 2.0 ** (lowest + code.highest - code.lowest)
-        ) & code.is_window
+        most = 2.0 ** (lowest + code.highest - code.lowest)
+        is_saturated = (values.abs() >= most) & code.is_window
         return above.masked_fill(is_held | is_saturated, math.inf)
 
 
@@ -103,9 +102,10 @@ class Written:
 
     def value(self, numbers: Mapping[str, float]) -> Tensor:
         """Return what the rule computes with other numbers."""
-        return self.fixed + torch.stack(
-            [numbers[name] * term for name, (term, _) in self.terms.items()]
-        ).sum(0)
+        total = self.fixed
+        for name, (term, _) in self.terms.items():
+            total = total + numbers[name] * term
+        return total
 
     def difference(self, share: float = 0.0) -> Difference | None:
         """Compare the stored values with the rule; ``None`` if they agree.
@@ -114,45 +114,49 @@ class Written:
             share: numbers that leave at most this length explain the values too.
         """
         outside = self._outside(self.expected)
-        fitted = self.fitted()
-        is_off = self.is_stochastic and any(
-            abs(x - self.rule[name]) > fitted[1][name] for name, x in fitted[0].items()
-        )
+        numbers, errors = self.fitted()
+        is_off = False
+        if self.is_stochastic:
+            is_off = any(abs(x - self.rule[name]) > errors[name] for name, x in numbers.items())
         if not outside and not is_off:
             return None
         bound = float(self.reach[self.is_known].norm())
         distance = self._distance(self.expected)
-        factor, error = (fit["all"] for fit in self._fit({"all": self.expected - self.fixed}))
-        all_times = [
-            {name: x * abs(number) for name, number in self.rule.items()} for x in (factor, error)
-        ]
-        for (numbers, errors), left in ((all_times, 0.0), (fitted, share)):
-            computed = self.value(numbers)
-            if self._outside(computed) <= _FEWER * outside or self._distance(computed) <= left:
-                return Difference(distance, bound, numbers, errors)
+        all_terms = {"all": self.expected - self.fixed}
+        factors, factor_errors = self._fit(all_terms)
+        scaled = {}
+        scaled_errors = {}
+        for name, number in self.rule.items():
+            scaled[name] = factors["all"] * abs(number)
+            scaled_errors[name] = factor_errors["all"] * abs(number)
+        if self._explains(scaled, outside, 0.0):
+            return Difference(distance, bound, scaled, scaled_errors)
+        if self._explains(numbers, outside, share):
+            return Difference(distance, bound, numbers, errors)
         return Difference(distance, bound, {}, {})
+
+    def _explains(self, numbers: Mapping[str, float], outside: float, left: float) -> bool:
+        computed = self.value(numbers)
+        return self._outside(computed) <= _FEWER * outside or self._distance(computed) <= left
 
     def fitted(self) -> tuple[dict[str, float], dict[str, float]]:
         """Fit each number.
 
         Return the numbers and four of their standard errors. A zero term keeps its number.
         """
-        fit, errors = self._fit(
-            {name: term for name, (term, _) in self.terms.items() if bool(term.any())}
-        )
+        terms = {name: term for name, (term, _) in self.terms.items() if bool(term.any())}
+        fit, errors = self._fit(terms)
         return self.rule | fit, dict.fromkeys(self.rule, math.inf) | errors
 
     def _fit(self, terms: Mapping[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
         if not terms:
             return {}, {}
-        inverse = torch.linalg.pinv(
-            torch.stack(list(terms.values()), 1) / self.spacing[:, None], rtol=1e-14
-        )
+        columns = torch.stack(list(terms.values()), 1) / self.spacing[:, None]
+        inverse = torch.linalg.pinv(columns, rtol=1e-14)
         solution = inverse @ ((self.after - self.fixed) / self.spacing)
         errors = 4 * inverse.norm(dim=1)
-        return dict(zip(terms, solution.tolist(), strict=True)), dict(
-            zip(terms, errors.tolist(), strict=True)
-        )
+        numbers = dict(zip(terms, solution.tolist(), strict=True))
+        return numbers, dict(zip(terms, errors.tolist(), strict=True))
 
     def _distance(self, computed: Tensor) -> float:
         return float((self.after - computed)[self.is_known].norm())
@@ -163,4 +167,6 @@ class Written:
         """
         number = int(((self.after - computed).abs() > self.reach).sum())
         count = int(self.is_known.sum())
-        return number / count if number > max(2, _MOST_OUTSIDE * count) else 0.0
+        if number > max(2, _MOST_OUTSIDE * count):
+            return number / count
+        return 0.0

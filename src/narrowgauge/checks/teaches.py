@@ -9,7 +9,7 @@ indices of the largest embedding. A row's place is the last token that it sees
 from __future__ import annotations
 
 import math
-import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -185,7 +185,7 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
     facts |= label_facts(rows, terms[0].teaches) | weight_facts(rows)
     if has_own_batches(model):
         facts = over_ranks(facts)
-    lines = list[str]()
+    lines = []
     for columns in _COLUMNS:
         if any(facts[str(column.key)] is not None for column in columns):
             lines += Table(columns, [facts]).plain().splitlines()
@@ -204,11 +204,16 @@ class Pass(NamedTuple):
 
         Take a table of as many rows as there are classes, else the largest.
         """
-        lookups = [x for x in self.lookups if x[0] <= term.order and not _are_positions(x[1])]
-        lookups = [x for x in lookups if num_columns(len(term.rows), x[1])] or lookups
-        sizes = [size for _, _, size in lookups]
-        size = term.classes if term.classes in sizes else max(sizes, default=0)
-        return next((ids for _, ids, table in reversed(lookups) if table == size), None)
+        tables = {}
+        fitting = {}
+        for order, ids, size in self.lookups:
+            if order <= term.order and not _are_positions(ids):
+                tables[size] = ids
+                if num_columns(len(term.rows), ids):
+                    fitting[size] = ids
+        tables = fitting or tables
+        size = term.classes if term.classes in tables else max(tables, default=0)
+        return tables.get(size)
 
 
 def _are_positions(ids: Tensor) -> bool:
@@ -230,10 +235,13 @@ class Rows:
         self.target = target
         self.weight = target.weight
         self.number, self.head, self.sequence, self.column = marks
-        width = max((ids.shape[1] for ids in tokens), default=0)
-        filled = [nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1) for ids in tokens]
-        self.first_tokens = tokens[0] if tokens else None
-        self.tokens = torch.cat(filled).cpu() if filled else torch.zeros(0, 0, dtype=torch.long)
+        self.first_tokens = None
+        self.tokens = torch.zeros(0, 0, dtype=torch.long)
+        if tokens:
+            self.first_tokens = tokens[0]
+            width = max(ids.shape[1] for ids in tokens)
+            filled = [nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1) for ids in tokens]
+            self.tokens = torch.cat(filled).cpu()
         self.padding = padding_of(self.tokens)
         has_label = target.is_live & (target.form == LABEL)
         self.is_smoothed = has_label & target.is_sure & (target.smoothing > 0.95)
@@ -257,8 +265,8 @@ def rows_of(passes: Sequence[Pass], terms: Sequence[Term]) -> Rows:
     Terms over the same tokens are chunks of one softmax, unless they have more rows than there are
     tokens.
     """
-    targets = list[Target]()
-    marks = list[Tensor]()
+    targets = []
+    marks = []
     tokens = list[Tensor]()
     for number, one in enumerate(passes):
         groups = dict[int, tuple[Tensor | None, list[Term]]]()
@@ -267,18 +275,24 @@ def rows_of(passes: Sequence[Pass], terms: Sequence[Term]) -> Rows:
                 ids = one.tokens(term)
                 groups.setdefault(id(ids), (ids, []))[1].append(term)
         for ids, members in groups.values():
-            targets += [term.target for term in members if term.target is not None]
-            sizes = [len(term.rows) for term in members]
+            sizes = []
+            for term in members:
+                assert term.target is not None
+                targets.append(term.target)
+                sizes.append(len(term.rows))
             if ids is not None and len(ids) not in sizes and sum(sizes) <= ids.numel():
                 sizes = [sum(sizes)]
-            first = sum(len(x) for x in tokens)
+            first = sum(map(len, tokens))
             for head, size in enumerate(sizes):
                 length = 0 if ids is None else num_columns(size, ids)
                 place = torch.arange(size)
-                column = place % length if length else torch.full_like(place, -1)
-                sequence = place // length + first if length else column
-                columns = [torch.full_like(place, x) for x in (number, head)]
-                marks.append(torch.stack([*columns, sequence, column]))
+                mark = torch.full((4, size), -1)
+                mark[0] = number
+                mark[1] = head
+                if length:
+                    mark[2] = place // length + first
+                    mark[3] = place % length
+                marks.append(mark)
             if ids is not None:
                 tokens.append(ids)
     return Rows(joined(targets), torch.cat(marks, 1), tokens)
@@ -306,35 +320,50 @@ def main_terms(passes: Sequence[Pass]) -> tuple[list[Term], list[str]]:
     """Return the softmaxes with the most classes that teach labels, or else distributions, and
     names of the other terms.
     """
-    terms = [term for one in passes for term in one.terms if term.target is not None]
-    live = {term.name for term in terms if term.target is not None and term.target.is_live.any()}
-    # Chunks whose labels are all ignored stay: they hold the places of the others.
-    terms = [term for term in terms if term.name in live]
-    roots = {term.root for term in terms if term.name == "LogSoftmax"}
+    terms = []
+    others = set()
+    live = set()
+    roots = set()
+    for one in passes:
+        others |= one.others
+        for term in one.terms:
+            if term.target is None:
+                continue
+            terms.append(term)
+            if term.target.is_live.any():
+                live.add(term.name)
+            if term.name == "LogSoftmax":
+                roots.add(term.root)
     kinds = {}
     for term in terms:
-        is_beside = term.name == "Logsumexp" and term.root in roots
-        kinds[term] = "a term such as a z-loss" if is_beside else term.teaches
+        if term.name not in live:
+            continue  # chunks whose labels are all ignored stay: they hold the others' places
+        kinds[term] = term.teaches
+        if term.name == "Logsumexp" and term.root in roots:
+            kinds[term] = "a term such as a z-loss"
     taught = "a label" if "a label" in kinds.values() else "a distribution"
     classes = max((term.classes for term, kind in kinds.items() if kind == taught), default=0)
-    main = [term for term, kind in kinds.items() if (kind, term.classes) == (taught, classes)]
-    others = {name for one in passes for name in one.others}
-    others |= {
-        f"{kinds[term]} ({term.name} over {term.classes})" for term in terms if term not in main
-    }
+    main = []
+    for term, kind in kinds.items():
+        if kind == taught and term.classes == classes:
+            main.append(term)
+        else:
+            others.add(f"{kind} ({term.name} over {term.classes})")
     return main, sorted(others)
 
 
 def _unread(passes: Sequence[Pass], others: list[str]) -> Readings:
     """Return a line about a loss without a softmax, or with one whose target cannot be read."""
-    terms = [term for one in passes for term in one.terms if term.name != "Softmax"]
-    if terms:
-        unread = sorted({f"the target of {term.name}" for term in terms})
-        return Readings(unseen={"what the loss teaches": ", ".join(unread)})
+    unread = set()
+    for one in passes:
+        unread |= {f"the target of {term.name}" for term in one.terms if term.name != "Softmax"}
+    if unread:
+        return Readings(unseen={"what the loss teaches": ", ".join(sorted(unread))})
+    line = "not a softmax loss"
     names = ", ".join(name for name in others if name != "a sum")
-    return Readings(
-        [], ["not a softmax loss" + f": {names}" * bool(names)], "what the loss teaches"
-    )
+    if names:
+        line += f": {names}"
+    return Readings([], [line], "what the loss teaches")
 
 
 def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[Term]) -> Facts:
@@ -364,11 +393,14 @@ def over_ranks(facts: Facts) -> Facts:
     if len(of_ranks) < 2:
         return facts
     facts = dict(of_ranks[0])
-    for name in _COUNTS:
-        facts[name] = sum(of_rank[name] or 0 for of_rank in of_ranks)
+    sums = Counter[str]()
+    for of_rank in of_ranks:
+        for name in (*_COUNTS, "weight", "weight_sum"):
+            sums[name] += of_rank[name] or 0
+    facts |= sums
+    facts["weight"] = sums["weight"] / len(of_ranks) ** 2
+    facts["weight_sum"] = sums["weight_sum"] / len(of_ranks)
     weights = [of_rank["weight"] for of_rank in of_ranks]
-    facts["weight"] = statistics.fmean(weights) / len(of_ranks)
-    facts["weight_sum"] = statistics.fmean(of_rank["weight_sum"] for of_rank in of_ranks)
     if max(weights) - min(weights) > _SAME * max(weights):
         facts["weights"] = "rank"
     return facts
@@ -396,9 +428,11 @@ def label_facts(rows: Rows, taught: str) -> Facts:
     facts["next_share"] = rows.share_at(1, known)
     shifts = []
     for head in rows.head.unique():
-        shares = {shift: rows.share_at(shift, known & (rows.head == head)) for shift in SHIFTS}
-        best = max(shares, key=lambda shift: shares[shift])
-        shifts += [best] if shares[best] >= MOST else []
+        of_head = known & (rows.head == head)
+        shares = {shift: rows.share_at(shift, of_head) for shift in SHIFTS}
+        best = max(SHIFTS, key=shares.__getitem__)
+        if shares[best] >= MOST:
+            shifts.append(best)
     if shifts:
         facts["learns"] = "token " + " and ".join(f"t{shift:+d}" for shift in shifts)
         facts["shift"] = shifts[0]
@@ -461,9 +495,11 @@ def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
     facts: Facts = {"dtype": dtype_name(dtype), "function": terms[0].name, "log_error": 0.0}
     if unit and terms[0].name == "LogSoftmax":
         facts["log_error"] = unit * float(terms[0].rows.abs().median())
+    facts |= {"smoothing": 0.0, "z_loss": 0.0}
     for name, floor in (("smoothing", 1e-4), ("z_loss", 3e-6 + unit)):
-        value = float(getattr(target, name)[known].nanmedian())
-        facts[name] = 0.0 if abs(value) <= floor or not known.any() else value
+        value = float(getattr(target, name)[known].nanmedian()) if known.any() else 0.0
+        if not abs(value) <= floor:
+            facts[name] = value
     return facts
 
 
@@ -489,7 +525,7 @@ def _warnings(facts: Facts) -> list[Reading]:
         ("narrow-log-softmax", facts["log_error"], facts["log_error"], 0),
         ("padding-seen", facts["sees_padding"], facts["padding"], None),
     )
-    readings = list[Reading]()
+    readings = []
     for name, holds, value, expected in rows:
         if holds:
             readings.append(KINDS[name].reading("", value, expected, **facts))

@@ -10,7 +10,9 @@ compares directly with the audit during the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +44,24 @@ def update_readings(set_up: SetUp) -> Iterator[Reading]:
     """Yield losses by rounding: frozen tensors, lost updates, lost decay, frozen moments, truncated
     settings.
     """
-    trained = set_up.predicted
-    still = [p for p in trained if _stands_still(p)]
+    still = []
+    short = []
+    for p in set_up.predicted:
+        if _stands_still(p):
+            still.append(p)
+        elif p.is_short:
+            short.append(p)
     yield from _standing_still(still)
-    yield from _lost_updates([p for p in trained if p.is_short and p not in still])
+    yield from _lost_updates(short)
     yield from _swallowed_decay(set_up)
     yield from _frozen_second_moment(set_up)
     yield from _truncated(set_up)
     yield from _no_matrix(set_up)
+
+
+def _all(members: Iterable[SteppedParameter]) -> str:
+    """Return the first name and the number of others."""
+    return of_all(p.name for p in members)
 
 
 # ── updates ───────────────────────────────────────────────────────────────────────────────────────
@@ -62,33 +74,29 @@ def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
     """
     state = stepped.state
     rate = stepped.rate
-    mean = state.get("exp_avg")
-    square = state.get("exp_avg_sq")
+    group = stepped.group
+    mean: Any = state.get("exp_avg")
+    square: Any = state.get("exp_avg_sq")
     shape = stepped.parameter.shape
-    if (
-        isinstance(mean, Tensor)
-        and isinstance(square, Tensor)
-        and mean.shape == square.shape == shape
-        and square.any()
-    ):
-        betas = stepped.group.get("betas", (0.9, 0.999))
+    are_tensors = isinstance(mean, Tensor) and isinstance(square, Tensor)
+    if are_tensors and mean.shape == square.shape == shape and square.any():
+        beta1, beta2 = group.get("betas", (0.9, 0.999))
         count = max(1.0, float(state.get("step", 1)))
-        first = spread(mean).float() / (1 - betas[0] ** count)
-        second = spread(square).float() / (1 - betas[1] ** count)
-        step: Tensor = first / (second.sqrt() + float(stepped.group.get("eps", 1e-8)))
+        first = spread(mean).float() / (1 - beta1**count)
+        second = spread(square).float() / (1 - beta2**count)
+        step: Tensor = first / (second.sqrt() + float(group.get("eps", 1e-8)))
         return -rate * step
-    if (size := stepped.size) is None:
+    size = stepped.size
+    if size is None:
         direction = state.get("momentum_buffer", gradient_of(stepped.parameter))
-        return None if direction is None else -rate * spread(direction).float()
-    share = (
-        torch.arange(len(weight), dtype=torch.float64, device=weight.device) * 0.6180339887498949
-        + 0.5
-    ) % 1.0
-    draw = (
-        math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1)
-        if size < 1
-        else (share - 0.5).sign()
-    )
+        if direction is None:
+            return None
+        return -rate * spread(direction).float()
+    places = torch.arange(len(weight), dtype=torch.float64, device=weight.device)
+    share = (places * 0.6180339887498949 + 0.5) % 1.0
+    draw = (share - 0.5).sign()
+    if size < 1:
+        draw = math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1)
     return (-rate * (size * draw).clamp(-1, 1)).float()
 
 
@@ -107,36 +115,38 @@ def _stands_still(stepped: SteppedParameter) -> bool:
     weight = spread(stepped.parameter)
     if not weight.count_nonzero():
         return False
-    largest = stepped.rate * (min(1.0, 4 * stepped.size) if stepped.size != TYPICAL else 1.0)
+    largest = stepped.rate
+    if stepped.size != TYPICAL:
+        largest *= min(1.0, 4 * stepped.size)
     # Test both directions: below a power of two the ulp is half as large.
     signs = 1 - 2 * (torch.arange(len(weight), device=weight.device) % 2).float()
-    share = float(update_metrics(predicted(stepped, largest * signs, weight))["lost_fraction"])
-    return share > STILL
+    metrics = update_metrics(predicted(stepped, largest * signs, weight))
+    return float(metrics["lost_fraction"]) > STILL
 
 
 def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
-    groups: dict[tuple[float, str, float], list[SteppedParameter]] = {}
+    groups = dict[tuple[float, str, float], list[SteppedParameter]]()
     for p in still:
         weight = spread(p.parameter).float().abs()
-        typical = float(weight.median()) or float(weight.max())
-        groups.setdefault(
-            (p.rate, p.storage.visible, 2.0 ** (math.frexp(typical)[1] - 1)), []
-        ).append(p)
+        exponent = math.frexp(float(weight.median()) or float(weight.max()))[1] - 1
+        groups.setdefault((p.rate, p.storage.visible, 2.0**exponent), []).append(p)
     for (rate, visible, typical), members in groups.items():
         members.sort(key=lambda p: p.parameter.ndim)  # norms first
         # Moving up needs 0.5 ulp. Moving down from a power of two needs 0.25 ulp.
-        spacing = 2.0 ** (math.log2(typical) - members[0].storage.weight.mantissa_bits)
-        are_ones = all(bool((spread(p.parameter) == typical).all()) for p in members)
-        needed = spacing / 4 if are_ones else spacing / 2
-        is_flat = all(p.parameter.ndim < 2 for p in members)
-        things = counted(
-            len(members), "norm weight" if are_ones else "vector" if is_flat else "tensor"
-        )
-        things, them = (
-            (f"{things} stays", "it") if len(members) == 1 else (f"{things} stay", "them")
-        )
+        needed = typical * 2.0 ** -(members[0].storage.weight.mantissa_bits + 1)
+        noun = "tensor"
+        if all(bool((spread(p.parameter) == typical).all()) for p in members):
+            noun = "norm weight"
+            needed /= 2
+        elif members[-1].parameter.ndim < 2:
+            noun = "vector"
+        things = f"{counted(len(members), noun)} stay"
+        them = "them"
+        if len(members) == 1:
+            things += "s"
+            them = "it"
         yield KINDS["stands-still"].reading(
-            of_all(p.name for p in members), rate, None, needed, things=things, them=them, typical=typical, rate=rate,
+            _all(members), rate, None, needed, things=things, them=them, typical=typical, rate=rate,
             format=visible, needed=needed, fallback=members[0].storage.fallback,
         )  # fmt: skip
 
@@ -146,45 +156,50 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
 
     Skip SGD before its first gradient.
     """
-    groups: dict[tuple[float, Storage], list[tuple[float, str, Tensor]]] = {}
+    groups = dict[tuple[float, Storage], dict[str, Tensor]]()
     for p in short:
         weight = spread(p.parameter)
-        if p.rate <= 0 or (change := change_of(p, weight)) is None or not weight.numel():
+        change = change_of(p, weight)
+        if p.rate <= 0 or change is None or not weight.numel():
             continue
-        total = predicted(p, change, weight) * (p.parameter.numel() / len(weight))
-        if (quality := float(update_metrics(total)["edq"])) < MIN_EDQ:
-            groups.setdefault((p.rate, p.storage), []).append((quality, p.name, total))
+        sums = predicted(p, change, weight) * (p.parameter.numel() / len(weight))
+        if _stored(sums) < MIN_EDQ:
+            groups.setdefault((p.rate, p.storage), {})[p.name] = sums
     for (rate, row), members in groups.items():
-        worst = min(member[:2] for member in members)
-        total = torch.stack([sums for *_, sums in members]).sum(0)
-        value, lost = (float(update_metrics(total)[name]) for name in ("edq", "lost_fraction"))
+        worst = min(members, key=lambda name: _stored(members[name]))
+        total = torch.stack(list(members.values())).sum(0)
+        lost = float(update_metrics(total)["lost_fraction"])
         advice = (
-            f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}; {value:.2f} "
-            "of the update is stored, "
-            f'least in {worst[1]} ({worst[0]:.2f}). Storage "{row.fallback}" keeps them in '
+            f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}; "
+            f"{_stored(total):.2f} of the update is stored, least in {worst} "
+            f'({_stored(members[worst]):.2f}). Storage "{row.fallback}" keeps them in '
             f"{STORAGES[row.fallback].bytes_per_param:g} bytes a parameter; this takes "
             f"{row.bytes_per_param:g}."
         )
-        names = of_all(name for _, name, _ in members)
-        yield Reading(0, "storage", names, "lost-updates", value, 1.0, 1.0 - MIN_EDQ, advice)
+        yield Reading(
+            0, "storage", of_all(members), "lost-updates", _stored(total), 1.0, 1.0 - MIN_EDQ, advice
+        )  # fmt: skip
+
+
+def _stored(sums: Tensor) -> float:
+    """Return the stored share of an update."""
+    return float(update_metrics(sums)["edq"])
 
 
 def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
-    steps = [
-        (p, p.rate * float(p.group.get("weight_decay") or 0.0))
-        for p in set_up.trained
-        if p.decays_alone
-    ]
-    if lost := [
-        (p, step) for p, step in steps if 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2)
-    ]:
-        row = lost[0][0].storage
-        step = lost[0][1]
-        names = of_all(p.name for p, _ in lost)
+    lost = []
+    steps = []
+    for p in set_up.trained:
+        step = p.rate * float(p.group.get("weight_decay") or 0.0)
+        if p.decays_alone and 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2):
+            lost.append(p)
+            steps.append(step)
+    if lost:
+        row = lost[0].storage
         bits = row.weight.mantissa_bits + 2
         yield KINDS["swallowed-decay"].reading(
-            names, step, None, 2.0**-bits, format=row.visible, bits=bits, fallback=row.fallback
-        )
+            _all(lost), steps[0], None, 2.0**-bits, format=row.visible, bits=bits, fallback=row.fallback
+        )  # fmt: skip
 
 
 # ── what the forward pass sees ────────────────────────────────────────────────────────────────────
@@ -197,23 +212,25 @@ def grid_lines(set_up: SetUp) -> list[str]:
     only when the sum of its updates reaches half an ulp, however wide the optimizer stores the
     weight (:mod:`narrowgauge.optim.low_bits`).
     """
-    members: dict[torch.dtype, list[SteppedParameter]] = {}
+    members = dict[torch.dtype, list[SteppedParameter]]()
     for p in set_up.trained:
-        if p.size and p.rate and (dtype := _grid(p)) is not None:
+        dtype = _grid(p) if p.size and p.rate else None
+        if dtype is not None:
             members.setdefault(dtype, []).append(p)
     lines = []
+    formats = {p.parameter.dtype for p in set_up.trained}
     for dtype, stepped in members.items():
-        parts = [
-            visible_part(spread(p.parameter), dtype, NUM_UPDATES * p.rate) * p.parameter.numel()
-            for p in stepped
-        ]
-        share = sum(parts) / sum(p.parameter.numel() for p in stepped)
-        is_narrow = any(p.parameter.dtype is dtype for p in set_up.trained)
+        moved = 0.0
+        total = 0
+        for p in stepped:
+            part = visible_part(spread(p.parameter), dtype, NUM_UPDATES * p.rate)
+            moved += part * p.parameter.numel()
+            total += p.parameter.numel()
+        cure = 'low_bits="random"' if dtype in formats else "ng.fill_low_bits(model)"
         lines.append(
-            f"forward pass in {dtype_name(dtype)}: {share:.2g} of the updates is visible after "
-            f"{NUM_UPDATES} steps at lr "
-            f"{stepped[-1].rate:.3g}, since the weights lie on its grid; 1 with "
-            + ('low_bits="random"' if is_narrow else "ng.fill_low_bits(model)")
+            f"forward pass in {dtype_name(dtype)}: {moved / total:.2g} of the updates is visible "
+            f"after {NUM_UPDATES} steps at lr {stepped[-1].rate:.3g}, since the weights lie on its "
+            f"grid; 1 with {cure}"
         )
     return lines
 
@@ -234,27 +251,25 @@ def _grid(p: SteppedParameter) -> torch.dtype | None:
     """Return the 16-bit format on whose grid a parameter's stored weight lies; ``None`` if it has
     bits below, or stores none.
     """
+    dtype = p.parameter.dtype
     if p.parameter.ndim < 2:
         return None  # gains of 1 and biases of 0 lie on every grid
-    if p.parameter.dtype is torch.float32:
+    if dtype is torch.float32:
         weights = spread(p.parameter)
-        fits = (dtype for dtype in NARROW if torch.equal(weights.to(dtype).float(), weights))
-        return next(fits, None) if bool(weights.any()) else None
-    if (
-        p.parameter.dtype not in NARROW
-        or not p.storage.beside
-        or p.group.get("low_bits") == "random"
-    ):
+        for narrow in NARROW if bool(weights.any()) else ():
+            if torch.equal(weights.to(narrow).float(), weights):
+                return narrow
         return None
-    if (
-        isinstance(p.optimizer, Optimizer)
-        and (state := p.optimizer.state_of(p.parameter)) is not None
-    ):
-        stored = state.leading(ELEMENTS, "weight")
-        weight = state.parameter.detach().reshape(-1)
-        if stored is not None and not torch.equal(stored, weight[: len(stored)].to(stored.dtype)):
-            return None
-    return p.parameter.dtype
+    if dtype not in NARROW or not p.storage.beside or p.group.get("low_bits") == "random":
+        return None
+    if isinstance(p.optimizer, Optimizer):
+        state = p.optimizer.state_of(p.parameter)
+        stored = None if state is None else state.leading(ELEMENTS, "weight")
+        if state is not None and stored is not None:
+            weight = state.parameter.detach().reshape(-1)[: len(stored)]
+            if not torch.equal(stored, weight.to(stored.dtype)):
+                return None
+    return dtype
 
 
 # ── states and settings ───────────────────────────────────────────────────────────────────────────
@@ -269,17 +284,20 @@ def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
         bits = _second_moment_bits(p)
         if bits is None or not isinstance(betas, (tuple, list)) or len(betas) < 2:
             continue
+        beta2 = float(betas[1])
         least = 2.0 ** -(bits + 1)
-        if 0 < 1 - float(betas[1]) < least:
-            fallback = "float32-states8" if p.storage.visible == "float32" else p.storage.fallback
+        if 0 < 1 - beta2 < least:
+            fallback = p.storage.fallback
+            if p.storage.visible == "float32":
+                fallback = "float32-states8"
             advice = (
-                f"beta2 = {float(betas[1]):g} never lowers a second moment of {bits} mantissa "
-                "bits: 1 − beta2 is less than half "
-                f'the gap between two values. Take beta2 below {1 - least:.4g}, or storage "{fallback}".'
+                f"beta2 = {beta2:g} never lowers a second moment of {bits} mantissa bits: 1 − beta2 "
+                "is less than half the gap between two values. Take beta2 below "
+                f'{1 - least:.4g}, or storage "{fallback}".'
             )
-            name = f"{p.name} and all of its group" if len(p.group["params"]) > 1 else p.name
+            more = " and all of its group" if len(p.group["params"]) > 1 else ""
             yield Reading(
-                0, "storage", name, "frozen-moments", 1 - float(betas[1]), None, least, advice
+                0, "storage", p.name + more, "frozen-moments", 1 - beta2, None, least, advice
             )
             return
 
@@ -288,23 +306,19 @@ def _second_moment_bits(stepped: SteppedParameter) -> int | None:
     """Return the mantissa bits of a second moment rounded to nearest; ``None`` for a wider one or
     an unknown rounding.
     """
-    code = stepped.storage.exp_avg_sq
-    state = stepped.state.get("exp_avg_sq")
     if isinstance(stepped.optimizer, Optimizer):
-        is_near = (
-            "exp_avg_sq" in dict(stepped.storage.states)
-            and code.parts == 1
-            and code.rounding == "nearest"
-        )
-        return code.mantissa_bits if is_near else None
-    is_torch = type(stepped.optimizer).__module__.startswith("torch.optim")
-    dtype = (
-        state.dtype
-        if isinstance(state, Tensor)
-        else stepped.parameter.dtype
-        if is_torch
-        else torch.float32
-    )
+        code = stepped.storage.exp_avg_sq
+        has_state = "exp_avg_sq" in dict(stepped.storage.states)
+        is_near = has_state and code.parts == 1 and code.rounding == "nearest"
+        if is_near:
+            return code.mantissa_bits
+        return None
+    state = stepped.state.get("exp_avg_sq")
+    dtype = torch.float32
+    if isinstance(state, Tensor):
+        dtype = state.dtype
+    elif type(stepped.optimizer).__module__.startswith("torch.optim"):
+        dtype = stepped.parameter.dtype
     return {torch.bfloat16: 7, torch.float16: 10}.get(dtype)
 
 
@@ -316,15 +330,10 @@ def _truncated(set_up: SetUp) -> Iterator[Reading]:
     for p in set_up.trained:
         eps = p.group.get("eps")
         dtype = p.parameter.dtype
-        is_narrow = (
-            p.is_short and not p.group.get("fused") and not isinstance(p.optimizer, Optimizer)
-        )
-        if (
-            is_narrow
-            and isinstance(eps, float)
-            and eps > 0
-            and not torch.tensor(eps, dtype=dtype, device="cpu")
-        ):
+        is_wide = p.group.get("fused") or isinstance(p.optimizer, Optimizer)
+        if is_wide or not p.is_short or not isinstance(eps, float) or eps <= 0:
+            continue
+        if not torch.tensor(eps, dtype=dtype, device="cpu"):
             cure = "Where the second moment is zero too, the step divides by zero. Take eps=1e-4, or fused=True."
             yield KINDS["truncated-setting"].reading(
                 p.name, 0.0, eps, setting="eps", format=dtype_name(dtype), cure=cure
@@ -337,6 +346,6 @@ def _no_matrix(set_up: SetUp) -> Iterator[Reading]:
     for optimizer in set_up.optimizers:
         kind = type(optimizer).__name__
         stepped = [p for p in set_up.trained if p.optimizer is optimizer]
-        is_for_matrices = any(name in kind.lower() for name in ("muon", "shampoo", "soap", "dion"))
+        is_for_matrices = re.search("muon|shampoo|soap|dion", kind.lower())
         if is_for_matrices and stepped and max(p.parameter.ndim for p in stepped) < 2:
-            yield KINDS["no-matrix"].reading(of_all(p.name for p in stepped), 0, None, 1, rule=kind)
+            yield KINDS["no-matrix"].reading(_all(stepped), 0, None, 1, rule=kind)
