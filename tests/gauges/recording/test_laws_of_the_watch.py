@@ -91,6 +91,20 @@ def test_the_watched_optimizer_that_never_steps_is_said() -> None:
     assert "AdamW" in said[0]
 
 
+def test_an_optimizer_of_an_earlier_loop_says_nothing_of_this_one() -> None:
+    earlier = nn.Linear(8, 8)
+    kept = torch.optim.AdamW(earlier.parameters(), lr=1e-3)
+    ng.watch(earlier, kept)
+    run(3, loop(earlier, kept, 4, 8))
+    model = nn.Linear(8, 8)
+    ng.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def no_step(_: int) -> None:
+        model(torch.randn(4, 8)).square().mean().backward()
+
+    assert not run(25, no_step), "as a loss scaler that skips every step"
+
+
 def test_what_is_watched_is_printed_at_the_third_step(capfd: pytest.CaptureFixture[str]) -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:

@@ -55,7 +55,7 @@ _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 parts.
 """
 _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""All optimizers that have stepped since the first watch of this process."""
+"""All optimizers that have stepped since the last watch of this process began."""
 
 
 class _Interval(NamedTuple):
@@ -173,6 +173,7 @@ class Watch(Listener):
 
     def _follow(self) -> None:
         """Follow the blocks and the smallest trained parameter."""
+        _STEPPED.clear()  # those that stepped before may belong to another loop
         after_every_step(_remember)
         model = self.watched_model
         blocks: set[str] = set()
