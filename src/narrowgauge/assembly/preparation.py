@@ -100,10 +100,9 @@ def prepare(
             ``audit_every``, ``compile``, ``momentum`` of :class:`narrowgauge.SGD`, ….
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are
-            summed over ranks,
-        ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each forward and backward
-            pass. The ``state_dict()``
-        of both suffices to resume with the same bits. The model's is the plain model's.
+        summed over ranks, ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each
+        forward and backward pass. The ``state_dict()`` of both suffices to resume with the same
+        bits. The model's is the plain model's.
     Raises:
         RecipeError: an unknown recipe or option, or a model that the recipe cannot train. The model
             is unchanged then.

@@ -53,8 +53,7 @@ def check(
             by their number.
     Returns:
         The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()``
-            raises otherwise.
-        ``taught`` is a flat dict of what the loss teaches.
+        raises otherwise. ``taught`` is a flat dict of what the loss teaches.
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without
             ``loss``.
