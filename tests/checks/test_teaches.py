@@ -282,3 +282,33 @@ def test_a_fault_of_the_loss_is_named(name: str) -> None:
     lesson = ng.teaches(model, batch, loss)
     assert {reading.what for reading in lesson} >= {expected.split()[0]}
     assert {reading.what for reading in lesson} <= {*expected.split()}
+
+
+class Positioned(Model):
+    """A model that looks positions up in a table as large as that of tokens."""
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__()
+        self.positions = positions
+        self.table = nn.Embedding(V, WIDTH)
+
+    def hidden(self, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+        return super().hidden(tokens, real) + self.table(self.positions)
+
+
+COUNT = torch.arange(LENGTH).expand(ROWS, -1)
+POSITIONS = {
+    "counted": COUNT,
+    "one row": COUNT[:1],
+    "padded on the left": (COUNT - torch.tensor([[0], [3], [6], [1]])).clamp_min(0),
+    "padded on the left with ones": (COUNT - 4).where(COUNT >= 4, 1),
+    "padded on the right": COUNT.clamp_max(12),
+    "packed": torch.cat([COUNT[:, :7], COUNT[:, :13]], 1),
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_positions_are_not_taken_for_tokens(kind: str) -> None:
+    lesson = ng.teaches(Positioned(POSITIONS[kind]), PADDED, usual)
+    assert lesson.taught["shift"] == 1 and lesson.taught["learns"] == "token t+1"
+    assert lesson.taught["sees_padding"] is False and lesson.ok

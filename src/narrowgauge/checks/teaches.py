@@ -217,8 +217,11 @@ class Pass(NamedTuple):
 
 
 def _are_positions(ids: Tensor) -> bool:
-    """Return whether ids count up in each row."""
-    return bool((ids - ids[0, 0] == torch.arange(ids.shape[1], device=ids.device)).all())
+    """Return whether ids count up in each row, stand still over padding, or begin anew."""
+    steps = ids.diff(dim=1)
+    counts_up = steps == 1
+    is_position = counts_up | (steps == 0) | (ids[:, 1:] == ids.min())
+    return bool(is_position.all() and counts_up.any())
 
 
 class Rows:
