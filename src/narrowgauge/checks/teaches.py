@@ -20,6 +20,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.float32_copy import Loss
 from narrowgauge.checks.gradients import (
+    LEAST_VOCABULARY,
     Backward,
     configured_step,
     has_own_batches,
@@ -362,6 +363,8 @@ def _unread(passes: Sequence[Pass], others: list[str]) -> Readings:
         unread |= {f"the target of {term.name}" for term in one.terms if term.name != "Softmax"}
     if unread:
         return Readings(unseen={"what the loss teaches": ", ".join(sorted(unread))})
+    if not passes:
+        return Readings(unseen={"what the loss teaches": "no call of .backward() was seen"})
     line = "not a softmax loss"
     names = ", ".join(name for name in others if name != "a sum")
     if names:
@@ -496,14 +499,54 @@ def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
     dtype = min((term.rows.dtype for term in terms), key=lambda dtype: dtype.itemsize)
     unit = 0.0 if dtype.itemsize >= 4 else torch.finfo(dtype).eps / 2
     facts: Facts = {"dtype": dtype_name(dtype), "function": terms[0].name, "log_error": 0.0}
+    facts["classes"] = terms[0].classes
     if unit and terms[0].name == "LogSoftmax":
         facts["log_error"] = unit * float(terms[0].rows.abs().median())
     facts |= {"smoothing": 0.0, "z_loss": 0.0}
     for name, floor in (("smoothing", 1e-4), ("z_loss", 3e-6 + unit)):
-        value = float(getattr(target, name)[known].nanmedian()) if known.any() else 0.0
-        if not abs(value) <= floor:
-            facts[name] = value
+        values = getattr(target, name)[known]
+        value = float(values.nanmedian()) if known.any() else 0.0
+        if abs(value) <= floor:
+            continue
+        # One value for all rows. An entropy looks like another one in each row.
+        spread = (values - value).abs().nanmedian()
+        is_one = value > 0 and spread < _SAME * value + unit
+        facts[name] = value if is_one else None
     return facts
+
+
+def loss_readings(value: float, facts: Facts) -> tuple[list[Reading], list[str]]:
+    """Compare a mean over labels with that of equal probabilities, ln V.
+
+    Sums, losses with other terms, and those that also push probabilities down have no such value.
+
+    Args:
+        value: the loss; NaN if it was not read.
+        facts: that the loss teaches; empty if they were not read.
+    """
+    classes = facts.get("classes", 0)
+    if classes < 2 or not math.isfinite(value) or facts["learns"] == "a distribution":
+        return [], []
+    if facts["unlearned"] or facts["other_terms"] or abs(facts["weight_sum"] - 1) > 0.01:
+        return [], []
+    uniform = math.log(classes)
+    kind = KINDS["loss-at-start"]
+    off = abs(value / uniform - 1)
+    line = f"loss {value:.4g} = ln {classes:,}"
+    if off > 0.01:
+        line = f"loss {value:.4g} beside ln {classes:,} = {uniform:.4g}"
+    elif off < 1e-5:
+        line += ", so the logits are equal"
+    words = ""
+    bound = kind.bound * uniform
+    if 0 <= value < 1e-3 * uniform:
+        words = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
+        bound = 1e-3 * uniform
+    elif value > bound:
+        words = "more than equal probabilities give: look at the initial weights"
+    if words and classes >= LEAST_VOCABULARY:
+        return [kind.reading("", value, None, bound, words=words)], [line]
+    return [], [line]
 
 
 def _warnings(facts: Facts) -> list[Reading]:

@@ -378,7 +378,9 @@ def test_a_fall_of_throughput_in_a_table_names_the_columns_that_changed(tmp_path
     assert ng.diagnose(log).unseen["throughput"] == "a column tokens_per_second"
 
 
-@pytest.mark.parametrize("busy", [{"utilization": 0.6}, {"utilization": 98.0}, {"mfu": 0.21}, {"mfu": 38.0}])
+@pytest.mark.parametrize(
+    "busy", [{"utilization": 0.6}, {"utilization": 98.0}, {"mfu": 0.21}, {"mfu": 38.0}]
+)
 def test_a_busy_device_is_not_read(busy: dict[str, float]) -> None:
     assert ng.diagnose(struck("bfloat16/word", steps(1, **busy))).ok
 

@@ -49,11 +49,12 @@ class IntendedStep:
             for p in group["params"]:
                 gradient = gradient_of(p)
                 is_dense = gradient is not None and gradient.layout is torch.strided
+                is_dense = is_dense and not p.is_complex()
                 if is_dense and p.numel() and _keeps_visible(optimizer, group, p):
                     self._before[p] = _part(p, p).double()
         members = list(self._before)
         if not members:
-            self.why_not = "no tensor is whole on this rank and kept in its weight alone"
+            self.why_not = "no tensor with a dense, real gradient is whole on this rank and kept in its weight alone"
             return
         try:
             devices = {p.device for p in members if p.is_cuda}

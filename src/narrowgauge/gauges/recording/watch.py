@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import swa_utils
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
@@ -31,6 +32,7 @@ from narrowgauge.analysis.thresholds import (
     UNIFORM_STEPS,
     UNSTEPPED,
 )
+from narrowgauge.checks.float32_copy import is_called_from
 from narrowgauge.checks.gradients import has_own_batches, vocabulary_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
@@ -55,6 +57,8 @@ _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these
 parts.
 """
+_LEAST_SHARE = 1e-6
+"""Of the largest gradient's norm. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
@@ -68,6 +72,19 @@ class _Interval(NamedTuple):
     num_passes: int = 0
     num_backward: int = 0
     gradient: tuple[int, int] = (0, 0)
+
+
+def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return norms, in float32 or wider: squares overflow in float16."""
+    if not gradients:
+        return ()
+    wide = torch.float32
+    parts = []
+    for x in gradients:
+        part = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        parts.append(part)
+        wide = torch.promote_types(wide, part.dtype)
+    return torch._foreach_norm(parts, 2, wide)
 
 
 class Watch(Listener):
@@ -114,6 +131,7 @@ class Watch(Listener):
         self._told: dict[str, float] = {}
         self._has_moved: set[str] = set()
         self._had_gradient: set[str] = set()
+        self._had_more: set[str] = set()  # than rounding of the others' gradients
         self._is_bad = False
         self._num_zero = 0
         self._num_uniform = 0
@@ -133,6 +151,7 @@ class Watch(Listener):
         self._frozen: dict[Tensor, Tensor] = {}
         # Between steps:
         self._unread: list[tuple[int, list[str], HostCopy]] = []
+        self._is_evaluated = False
         self._was_evaluated = False
         self._has_own_writes = False
         self._num_evaluated = 0
@@ -260,8 +279,11 @@ class Watch(Listener):
     # ── forward and backward ──────────────────────────────────────────────────────────────────────
 
     def before_evaluation(self) -> None:
-        """Note the mode of an evaluation."""
+        """Note the mode of a pass without gradients. One in training mode may be part of a step."""
+        if is_called_from(swa_utils.__file__, "update_bn"):
+            return  # which must run in training mode
         self._evaluations.add(_trains(self._dropouts))
+        self._is_evaluated |= not self.watched_model.training
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Note the mode of a pass, and hash the first batch on several ranks."""
@@ -349,8 +371,7 @@ class Watch(Listener):
             self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
         self._flags = {f"output:{name}": x for name, x in self._sums.items()}
         self._sums = {}
-        # In float16 squares overflow.
-        norms = torch._foreach_norm([*gradients.values()], 2, torch.float32) if gradients else ()
+        norms = _norms([*gradients.values()])
         # Of torch.amp.GradScaler, for fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
         for name, norm in zip(gradients, norms, strict=True):
@@ -440,8 +461,9 @@ class Watch(Listener):
         steps.
         """
         things = of_all(f"dropout {m.p:g}" for m in self._dropouts) or "batch statistics"
-        self._was_evaluated = bool(self._evaluations)
-        self._num_evaluated += self._was_evaluated
+        self._was_evaluated = self._is_evaluated
+        self._is_evaluated = False
+        self._num_evaluated += bool(self._evaluations)
         kind = KINDS["wrong-mode"]
         if self._modal and self._modes == {False}:
             words = f"the model trains in evaluation mode, without {things}: call model.train()"
@@ -515,6 +537,8 @@ class Watch(Listener):
         yield from self._nonfinite_readings(step, outputs, names, is_skipped)
         if not is_skipped:
             self._had_gradient |= {name for name, norm in norms.items() if 0 < norm < math.inf}
+            least = _LEAST_SHARE * max(norms.values(), default=0.0)
+            self._had_more |= {name for name, norm in norms.items() if norm > least}
         self._num_zero += 1
         if any(norms.values()):
             self._num_zero = 0
@@ -665,7 +689,7 @@ class Watch(Listener):
                     unmoving |= {*group["params"]}
         still = [name for name in still if name in settled and name not in without]
         at_zero = [name for name in still if self._trained[name] in unmoving]
-        rounded = [name for name in still if name not in at_zero]
+        rounded = [name for name in still if name not in at_zero and name in self._had_more]
         kind = KINDS["never-moved"]
         cause = "the learning rate of the group is 0"
         yield from kind.of(at_zero, step, count=count, cause=cause)
