@@ -247,7 +247,8 @@ def _ranked(run: Callable[..., _Configured], first: _Configured) -> Ranked:
     def repeat(chosen: Collection[Key]) -> Gradients:
         return run(True, chosen=chosen).shadows
 
-    return rank(first.gradients, first.shadows, first.mode, repeat)
+    gradients = {name: g.double() for name, g in first.gradients.items()}
+    return rank(gradients, first.shadows, first.mode, repeat)
 
 
 def _ranked_copy(twin: nn.Module, parts: Sequence[Any], loss: Loss) -> Ranked:

@@ -199,8 +199,8 @@ def rank(
     """Rank the places of a step.
 
     Args:
-        gradients: of the first pass, by name.
-        shadows: of those that are followed, float64.
+        gradients: of the first pass, float64, by name.
+        shadows: of those that are followed.
         mode: of the first pass, which measured what errs.
         repeat: runs the step again with places that round their shadows. Returns the shadows of its
             gradients.
