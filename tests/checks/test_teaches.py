@@ -256,6 +256,7 @@ FAULTS: dict[str, tuple[Any, Any, Loss, str]] = {
     "shifted twice": (Model(), PADDED, twice_shifted, "wrong-shift counts-unlearned"),
     "fused, shifted twice": (Model(), data(False), lambda m, b: fused(m, b, 2), "wrong-shift"),
     "one token ahead": (Model(ahead=1), PADDED, usual, "wrong-shift"),
+    "seven tokens ahead": (Model(ahead=7), data(False), usual, "wrong-shift"),
     "sees all": (Model(ahead=LENGTH), data(False), usual, "sees-its-target"),
     "padding learned": (Model(), PADDED, pads_learned, "padding-learned"),
     "padding seen": (Model(ahead=LENGTH), PADDED, pads_seen, "padding-seen"),

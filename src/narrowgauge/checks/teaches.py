@@ -230,6 +230,7 @@ class Rows:
 
     Args:
         target: what each row learns.
+        offset: tokens from a row's own to the last one that it sees.
         marks: backward pass, softmax among several over the same tokens, row of ``tokens``, place
             in it; −1 if unknown.
         tokens: of each pass and forward pass.
@@ -240,6 +241,7 @@ class Rows:
         self.weight = target.weight
         self.number, self.head, self.sequence, self.column = marks
         self.first_tokens = None
+        self.offset = 0
         self.tokens = torch.zeros(0, 0, dtype=torch.long)
         if tokens:
             self.first_tokens = tokens[0]
@@ -387,7 +389,8 @@ def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[T
         facts |= seen(seen_by, learned, tokens.cpu(), rows.padding)
     except ArithmeticError:
         return facts
-    rows.column = torch.where(rows.column < 0, -1, rows.column + facts.pop("offset"))
+    rows.offset = facts.pop("offset")
+    rows.column = torch.where(rows.column < 0, -1, rows.column + rows.offset)
     return facts | {"restart": restart(batch, tokens)}
 
 
@@ -432,11 +435,12 @@ def label_facts(rows: Rows, taught: str) -> Facts:
     if rows.padding is not None:
         facts["padding_learned"] = int((rows.target.label[known] == rows.padding).sum())
     facts["next_share"] = rows.share_at(1, known)
+    tried = dict.fromkeys((*SHIFTS, 1 - rows.offset))
     shifts = []
     for head in rows.head.unique():
         of_head = known & (rows.head == head)
-        shares = {shift: rows.share_at(shift, of_head) for shift in SHIFTS}
-        best = max(SHIFTS, key=shares.__getitem__)
+        shares = {shift: rows.share_at(shift, of_head) for shift in tried}
+        best = max(tried, key=shares.__getitem__)
         if shares[best] >= MOST:
             shifts.append(best)
     if shifts:
