@@ -353,3 +353,10 @@ def test_a_loss_is_beside_that_of_equal_probabilities_of_its_classes(
     found = [words for words in check.lines if words.startswith("loss ")]
     assert [line in words for words in found] == [True] * bool(line)
     assert "loss-at-start" not in [reading.what for reading in check]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 7])
+def test_positions_that_see_their_label_see_later_tokens(ahead: int) -> None:
+    lesson = ng.teaches(Model(ahead=ahead), data(False), usual)
+    assert lesson.taught["sees_later"] is True
+    assert [reading.what for reading in lesson] == ["wrong-shift"]

@@ -389,7 +389,7 @@ def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[T
         facts |= seen(seen_by, learned, tokens.cpu(), rows.padding)
     except ArithmeticError:
         return facts
-    rows.offset = facts.pop("offset")
+    rows.offset = facts["offset"]
     rows.column = torch.where(rows.column < 0, -1, rows.column + rows.offset)
     return facts | {"restart": restart(batch, tokens)}
 
@@ -446,6 +446,8 @@ def label_facts(rows: Rows, taught: str) -> Facts:
     if shifts:
         facts["learns"] = "token " + " and ".join(f"t{shift:+d}" for shift in shifts)
         facts["shift"] = shifts[0]
+        if shifts[0] == 1 - rows.offset < 1:
+            facts["sees_later"] = True  # its label, the token after its own, among them
     # The first and the last row of each sequence that learn.
     far = torch.where(learned, rows.column, 1 << 40)
     near = torch.where(learned, rows.column, -1)
@@ -562,7 +564,8 @@ def _warnings(facts: Facts) -> list[Reading]:
     padding_learned = facts["padding_learned"] if shift is not None else 0
     sees_later = facts["sees_later"]
     is_single = facts["weights"] == "equal"
-    is_twice = sees_later is False and shift not in (None, 1) and facts["next_share"] <= HALF
+    is_other = shift not in (None, 1) and facts["next_share"] <= HALF
+    is_twice = is_other and (sees_later is False or facts["offset"] > 0)
     is_exact = is_single and facts["misfit"] < _SAME / 5 and not facts["not_sure"]
     is_counted = is_exact and abs(total * (learned + sequences) / learned - 1) < 3e-4
     is_smoothed = facts["smoothing"] and facts["smoothed_alone"]
