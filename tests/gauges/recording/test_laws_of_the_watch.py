@@ -439,6 +439,26 @@ def test_a_step_of_forward_passes_alone_is_no_evaluation() -> None:
     assert not [words for words in said if "evaluation" in words]
 
 
+@pytest.mark.parametrize("other_steps", [False, True])
+def test_an_optimizer_that_never_steps_is_said(other_steps: bool) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1e-2)
+    watch = ng.watch(model, optimizer)
+
+    def one_step(step: int) -> None:
+        loss = square(model, 4, 8)
+        loss.backward()
+        if other_steps:
+            other.step()
+        else:
+            watch.step(loss)
+
+    said = run(25, one_step)
+    watch.remove()
+    assert len([words for words in said if "has not stepped" in words]) == 1
+
+
 class Fourier(nn.Module):
     """Weights of frequencies, and an output that is complex."""
 

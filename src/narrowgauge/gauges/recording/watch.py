@@ -60,6 +60,7 @@ parts.
 """
 _LEAST_SHARE = 1e-6
 """Of the largest gradient's norm. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
+_CALLS_WITHOUT_STEP = 3
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
@@ -153,6 +154,7 @@ class Watch(Listener):
         self._frozen: dict[Tensor, Tensor] = {}
         # Between steps:
         self._unread: list[tuple[int, list[str], HostCopy]] = []
+        self._num_calls = 0  # of step()
         self._is_evaluated = False
         self._was_evaluated = False
         self._has_own_writes = False
@@ -250,6 +252,10 @@ class Watch(Listener):
         Args:
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
         """
+        self._num_calls += 1
+        if self._num_calls == _CALLS_WITHOUT_STEP and self._step == 0:
+            words = f", and watch.step() was called {self._num_calls} times: does the loop step?"
+            self._report([KINDS["never-steps"].reading("", self._num_backward, words=words)])
         if loss is not None:
             self.unseen.pop("losses of ranks", None)
             if isinstance(loss, Tensor):
@@ -340,7 +346,8 @@ class Watch(Listener):
             others = stepped.difference(self.optimizers)
             if others and others == stepped:
                 names = of_all(type(other).__name__ for other in others)
-                self._report([KINDS["never-steps"].reading("", UNSTEPPED, others=names)])
+                words = f", and another one has ({names}): watch the one that steps"
+                self._report([KINDS["never-steps"].reading("", UNSTEPPED, words=words)])
         if self._here.size > 1 and self._is_sampled(self._step + 1):
             # The ranks' gradients are not summed yet.
             step, square = self._square
