@@ -111,8 +111,10 @@ def check_resume(
                 "first, not the objects by name.",
                 "Return (objects, step), and save for resumes=2.",
             )
-        there = {name for name, value in objects.items() if value is not None} | {"generators"}
-        before = {name: entry for name, entry in before.items() if name.partition("|")[0] in there}
+        for name in list(before):
+            key = name.partition("|")[0]
+            if key != "generators" and objects.get(key) is None:
+                del before[name]
         when = "after the load" if number == 1 else f"after load {number}"
         fresh = snapshot(objects, unseen) | generators()
         readings = differences(before, fresh, when, "", lines)

@@ -189,8 +189,11 @@ class Gauges:
         began = time.perf_counter()
         parts = measure(self.recorder, self._layers)
         for kind in ("exp_avg", "exp_avg_sq"):
-            leading = [_leading(self.optimizer, p, kind) for p in self.parameters.values()]
-            states = [values for values in leading if values is not None]
+            states = []
+            for p in self.parameters.values():
+                values = _leading(self.optimizer, p, kind)
+                if values is not None:
+                    states.append(values)
             if states:
                 parts[f"histogram {kind}"] = exponents(torch.cat(states))
         if (logits := self._head_logits()) is not None:
@@ -239,11 +242,9 @@ class Gauges:
         if self._warned or is_recorded or not self._layers:
             return
         self._warned = True
-        reason = (
-            "The model was compiled before, or did not run; call torch.compiler.reset()."
-            if self.model.training
-            else "The model is in eval mode, and only training is watched; call model.train()."
-        )
+        reason = "The model is in eval mode, and only training is watched; call model.train()."
+        if self.model.training:
+            reason = "The model was compiled before, or did not run; call torch.compiler.reset()."
         warnings.warn(
             f"gauges recorded no linear layer at step {row['step']}. {reason}",
             GaugeNotice,

@@ -246,7 +246,8 @@ class Watch(Listener):
             told = self._told.get(reading.what)
             if told is None or reading.excess > TWICE * told:
                 fresh.append(reading)
-        self._told |= {reading.what: reading.excess for reading in fresh}
+        for reading in fresh:
+            self._told[reading.what] = reading.excess
         if fresh:
             self._say(in_order(fresh))
 
@@ -353,8 +354,10 @@ class Watch(Listener):
             self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
         self._flags = {f"output:{name}": x for name, x in self._sums.items()}
         self._sums = {}
-        # In float16 squares overflow.
-        norms = torch._foreach_norm([*gradients.values()], 2, torch.float32) if gradients else ()
+        norms: Sequence[Tensor] = ()
+        if gradients:
+            # In float16 squares overflow.
+            norms = torch._foreach_norm([*gradients.values()], 2, torch.float32)
         # Of torch.amp.GradScaler, for fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
         for name, norm in zip(gradients, norms, strict=True):
@@ -375,9 +378,11 @@ class Watch(Listener):
         values.
         """
         # All ranks ask in one order.
-        placed = [(p, gradient_of(p)) for p in dict.fromkeys(members_of(optimizer))]
+        members = list(dict.fromkeys(members_of(optimizer)))
+        placed = dict(zip(members, map(gradient_of, members), strict=True))
         gradients: dict[str, Tensor] = {}
-        for p, gradient in reversed(placed):
+        for p in reversed(members):
+            gradient = placed[p]
             if gradient is None:
                 continue
             part = local_of(gradient)
@@ -433,8 +438,10 @@ class Watch(Listener):
         line = f"watch: {counted(len(self._trained), 'tensor')}, rate, gradients"
         if self._num_passes:
             line += ", modes"
-        missing = [f"{area} ({why})" for area, why in self.unseen.items()]
-        return f"{line}; not: {', '.join(missing)}" if missing else line
+        if self.unseen:
+            missing = [f"{area} ({why})" for area, why in self.unseen.items()]
+            line += f"; not: {', '.join(missing)}"
+        return line
 
     def _is_sampled(self, step: int) -> bool:
         return self.every > 0 and (step == 2 or step % self.every == 0)
@@ -470,13 +477,12 @@ class Watch(Listener):
 
         Wrappers are left out.
         """
-        groups = [id(group) for o in self.optimizers for group in o.param_groups]
+        ours = set(map(id, self.optimizers))
+        for optimizer in self.optimizers:
+            ours.update(map(id, optimizer.param_groups))
         for other in self._stepped().difference(self.optimizers):
-            is_same = any(id(group) in groups for group in other.param_groups)
-            inner = [id(value) for value in vars(other).values()]
-            is_wrapper = any(id(optimizer) in inner for optimizer in self.optimizers)
             names = [self._names[p] for p in members_of(other) if p in self._names]
-            if names and not is_same and not is_wrapper:
+            if names and ours.isdisjoint(map(id, (*other.param_groups, *vars(other).values()))):
                 yield names
 
     def _leaf_readings(self, step: int) -> Iterator[Reading]:
@@ -507,25 +513,27 @@ class Watch(Listener):
         if not values.pop("cleared", 1.0):
             yield KINDS["gradients-kept"].reading("", 1, 0, step=step)
         is_skipped = bool(values.pop("skipped", 0.0))
-        norms = {}
+        norms = []
         outputs = []
+        gradients = []
         for key, value in values.items():
             kind, _, name = key.partition(":")
             if kind == "grad":
-                norms[name] = value
+                norms.append(value)
+                if not math.isfinite(value):
+                    gradients.append(name)
+                elif value > 0 and not is_skipped:
+                    self._had_gradient.add(name)
             elif not math.isfinite(value):
                 outputs.append(name)
-        names = [name for name, norm in norms.items() if not math.isfinite(norm)]
-        yield from self._nonfinite_readings(step, outputs, names, is_skipped)
-        if not is_skipped:
-            self._had_gradient |= {name for name, norm in norms.items() if 0 < norm < math.inf}
+        yield from self._nonfinite_readings(step, outputs, gradients, is_skipped)
         self._num_zero += 1
-        if any(norms.values()):
+        if any(norms):
             self._num_zero = 0
         zero = KINDS["zero-gradients"]
         if self._num_zero == zero.bound:
             yield zero.reading("", self._num_zero, step=step)
-        self._numbers["grad_norm"] = math.hypot(*norms.values())
+        self._numbers["grad_norm"] = math.hypot(*norms)
 
     def _nonfinite_readings(
         self, step: int, outputs: list[str], gradients: list[str], is_skipped: bool
@@ -541,7 +549,9 @@ class Watch(Listener):
             return
         if outputs:
             held = _nonfinite_weights(self.watched_model, outputs[0])
-            words = f", at weights that are not finite ({held})" if held else ", at finite weights"
+            words = ", at finite weights"
+            if held:
+                words = f", at weights that are not finite ({held})"
             output = KINDS["nonfinite-output"]
             yield output.reading(outputs[0], math.nan, step=step, words=words)
         if self._num_overflows == kind.bound:
@@ -653,22 +663,33 @@ class Watch(Listener):
     def _still_readings(self, step: int, still: list[str], without: list[str]) -> Iterator[Reading]:
         """Read the tensors without a change, and those without a gradient."""
         count = len(self._trained)
-        settled = {name for name, since in self._since.items() if step - since >= SETTLED}
-        without = [name for name in without if name in settled]
-        idle = [name for name in without if name in self._has_moved]
-        without = [name for name in without if name not in self._has_moved]
+        idle = []
+        lost = []
+        for name in without:
+            if step - self._since[name] < SETTLED:
+                continue
+            if name in self._has_moved:
+                idle.append(name)
+            else:
+                lost.append(name)
         yield from KINDS["idle-moves"].of(idle, step)
-        if self._num_passes and len(without) < count:
+        if self._num_passes and len(lost) < count:
             words = f" in {step} steps"
-            yield from KINDS["no-gradient"].of(without, step, count=count, words=words)
+            yield from KINDS["no-gradient"].of(lost, step, count=count, words=words)
         unmoving: set[Tensor] = set()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if group["lr"] == 0:
-                    unmoving |= {*group["params"]}
-        still = [name for name in still if name in settled and name not in without]
-        at_zero = [name for name in still if self._trained[name] in unmoving]
-        rounded = [name for name in still if name not in at_zero]
+                    unmoving.update(group["params"])
+        at_zero = []
+        rounded = []
+        for name in still:
+            if step - self._since[name] < SETTLED or name in lost:
+                continue
+            if self._trained[name] in unmoving:
+                at_zero.append(name)
+            else:
+                rounded.append(name)
         kind = KINDS["never-moved"]
         cause = "the learning rate of the group is 0"
         yield from kind.of(at_zero, step, count=count, cause=cause)
