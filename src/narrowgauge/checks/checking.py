@@ -86,9 +86,11 @@ def check(
             taught = checked_lesson(set_up, batch, loss, backward, unseen)
         readings = readings + more + taught.readings
         lines = taught.lines + lines + words
-    if (linears := linears_of(model)) is not None and "narrow" in linears.matrices().values():
+    linears = linears_of(model)
+    if linears is not None and "narrow" in linears.matrices().values():
         lines.append(str(linears))
-    if predicted := set_up.predicted:
+    predicted = set_up.predicted
+    if predicted:
         kinds = sorted({type(p.optimizer).__name__ for p in predicted})
         done = [f"updates of {counted(len(predicted), 'tensor')} by {', '.join(kinds)}", *done]
     done = [f"settings of {counted(len(set_up.trained), 'tensor')}", *done]

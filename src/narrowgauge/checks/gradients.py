@@ -621,7 +621,8 @@ class _Reference:
         unit = rounding.unit or 2.0**-24
         for name in self.exact:
             if chooses or name not in configured.shadows:
-                allowed = MARGIN * (rounding.by_tensor.get(name, rounding.total.largest) + unit)
+                total = rounding.total
+                allowed = MARGIN * (total.by_tensor.get(name, total.largest) + unit)
                 self.bounds[name] = max(self.bounds[name], min(allowed, 1.0))
         if not samples:
             return

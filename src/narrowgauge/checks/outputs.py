@@ -140,7 +140,7 @@ class RandomRounding(TorchDispatchMode):
         try:
             wide = floats_of(func(*wide_args, **wide_kwargs))
         except (RuntimeError, NotImplementedError):
-            wide = [x.double() for x in floats]
+            wide = list(map(Tensor.double, floats))
         has_sums = _SUMS.search(name) is not None
         for x, value in zip(floats, wide, strict=False):
             if x.shape == value.shape and not torch.equal(x.double(), value):

@@ -153,12 +153,15 @@ def _not_returned(step: Step, returned: Objects) -> Objects:
     """
     held: dict[str, Any] = getattr(getattr(step, "__self__", step), "__dict__", {})
     if isinstance(step, FunctionType):
-        cells = zip(step.__code__.co_freevars, step.__closure__ or (), strict=True)
-        held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
-    known = {id(x) for x in returned.values() if not isinstance(x, PLAIN)} | {id(None)}
+        held = {}
+        for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
+            if cell != CellType():
+                held[name] = cell.cell_contents
+    known = [x for x in returned.values() if not isinstance(x, PLAIN)]
+    ids = set(map(id, [None, *known]))
     unknown = {}
     for name, x in held.items():
-        if id(x) not in known and not isinstance(x, np.ndarray):
+        if id(x) not in ids and not isinstance(x, np.ndarray):
             unknown[f"{name} (not returned)"] = x
     return unknown
 

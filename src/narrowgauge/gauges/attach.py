@@ -145,7 +145,8 @@ class Gauges:
                 first = first_of_input(name)
                 is_first = first == name or first not in self._layers
                 places = entries.setdefault(module, [None, None])
-                places[0] = self.recorder.watch("input", name) if is_first else None
+                if is_first:
+                    places[0] = self.recorder.watch("input", name)
                 places[1] = self.recorder.watch("output_grad", name)
                 continue
             heads = heads_of(module)
@@ -196,16 +197,20 @@ class Gauges:
                     states.append(values)
             if states:
                 parts[f"histogram {kind}"] = exponents(torch.cat(states))
-        if (logits := self._head_logits()) is not None:
+        logits = self._head_logits()
+        if logits is not None:
             parts["logits"] = logits
         fetched = fetch(parts)
         row: Row = {"step": step, **row_of(self.recorder, fetched)}
-        if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
-            row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
-        if "logits" in fetched:
-            row["logits"] = {
-                self._head: [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]
-            }
+        updates = {}
+        if isinstance(self.optimizer, Optimizer):
+            for name, reading in audit(self.optimizer).items():
+                updates[name] = _update_metrics(reading)
+        if updates:
+            row["updates"] = updates
+        if logits is not None:
+            numbers = fetched["logits"].tolist()
+            row["logits"] = {self._head: [rounded(x, keep_nan=True) for x in numbers]}
         row["seconds"] = rounded(time.perf_counter() - began)
         self._warn_if_nothing_recorded(row)
         self.last = row
@@ -220,7 +225,7 @@ class Gauges:
         shared out over ranks.
         """
         head: Any = self._layers.get(self._head)
-        sample = self.recorder.samples.get(("input", self._head)) if head is not None else None
+        sample = self.recorder.samples.get(("input", self._head))
         if (
             sample is None
             or is_split_over_ranks(head.weight)

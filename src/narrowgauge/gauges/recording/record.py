@@ -115,7 +115,8 @@ class Record(AbstractContextManager["Record"]):
                 "Call ng.attach_gauges(model, optimizer) for its tensors.",
             )
         self.reader = StepReader(model, optimizer)
-        if (ours := self.reader.ours) is not None:
+        ours = self.reader.ours
+        if ours is not None:
             ours.name_parameters(model)
             if self.here.size > 1:
                 ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))

@@ -86,10 +86,9 @@ class Watch(Listener):
     def __init__(
         self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None
     ) -> None:
-        self._set_up = set_up_of(model, optimizer)
+        self.optimizers = set_up_of(model, optimizer).optimizers
         inner = unwrapped_model(model)
         self.watched_model = inner
-        self.optimizers = self._set_up.optimizers
         self.every = every
         if called is None:
             # A compiler skips hooks inside the model that it compiles.
@@ -157,12 +156,12 @@ class Watch(Listener):
         """Watch what the optimizers step now: parameters may be added, or thawed, while the loop
         runs.
         """
-        self._set_up = SetUp(self._set_up.model, self.optimizers)
+        set_up = SetUp(self.watched_model, self.optimizers)
         self._num_members = len(members_of(*self.optimizers))
-        for stepped in self._set_up.stepped:
+        for stepped in set_up.stepped:
             self._names[stepped.parameter] = stepped.name
             self._optimizer_of[stepped.parameter] = stepped.optimizer
-        trained = {p.name: p.parameter for p in self._set_up.trained}
+        trained = {p.name: p.parameter for p in set_up.trained}
         for name, p in trained.items():
             if self._trained.get(name) is not p:
                 self._trained[name] = p
@@ -595,10 +594,7 @@ class Watch(Listener):
     ) -> Iterator[Reading]:
         """Read the rate at which a group really trains: lr times the stored share of its update."""
         rate = float(group["lr"])
-        total = [0.0, 0.0, 0.0]
-        for p in members:
-            total = [a + b for a, b in zip(total, sums[p], strict=True)]
-        intended, stored, variance = total
+        intended, stored, variance = map(sum, zip(*map(sums.__getitem__, members), strict=True))
         share = stored / intended
         error = 3 * math.sqrt(variance) / intended
         worst = min(members, key=lambda p: sums[p][1] / sums[p][0])
