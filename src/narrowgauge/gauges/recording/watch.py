@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import swa_utils
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
@@ -32,6 +33,7 @@ from narrowgauge.analysis.thresholds import (
     UNIFORM_STEPS,
     UNSTEPPED,
 )
+from narrowgauge.checks.float32_copy import is_called_from
 from narrowgauge.checks.gradients import has_own_batches, vocabulary_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
@@ -56,6 +58,9 @@ _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these
 parts.
 """
+_LEAST_SHARE = 1e-6
+"""Of the largest gradient's norm. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
+_CALLS_WITHOUT_STEP = 3
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
@@ -69,6 +74,19 @@ class _Interval(NamedTuple):
     num_passes: int = 0
     num_backward: int = 0
     gradient: tuple[int, int] = (0, 0)
+
+
+def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return norms, in float32 or wider: squares overflow in float16."""
+    if not gradients:
+        return ()
+    wide = torch.float32
+    parts = []
+    for x in gradients:
+        part = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        parts.append(part)
+        wide = torch.promote_types(wide, part.dtype)
+    return torch._foreach_norm(parts, 2, wide)
 
 
 class Watch(Listener):
@@ -115,6 +133,7 @@ class Watch(Listener):
         self._told: dict[str, float] = {}
         self._has_moved: set[str] = set()
         self._had_gradient: set[str] = set()
+        self._had_more: set[str] = set()  # than rounding of the others' gradients
         self._is_bad = False
         self._num_zero = 0
         self._num_uniform = 0
@@ -134,6 +153,8 @@ class Watch(Listener):
         self._frozen: dict[Tensor, Tensor] = {}
         # Between steps:
         self._unread: list[tuple[int, list[str], HostCopy]] = []
+        self._num_calls = 0  # of step()
+        self._is_evaluated = False
         self._was_evaluated = False
         self._has_own_writes = False
         self._num_evaluated = 0
@@ -230,6 +251,10 @@ class Watch(Listener):
         Args:
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
         """
+        self._num_calls += 1
+        if self._num_calls == _CALLS_WITHOUT_STEP and self._step == 0:
+            words = f", and watch.step() was called {self._num_calls} times: does the loop step?"
+            self._report([KINDS["never-steps"].reading("", self._num_backward, words=words)])
         if loss is not None:
             self.unseen.pop("losses of ranks", None)
             if isinstance(loss, Tensor):
@@ -264,8 +289,11 @@ class Watch(Listener):
     # ── forward and backward ──────────────────────────────────────────────────────────────────────
 
     def before_evaluation(self) -> None:
-        """Note the mode of an evaluation."""
+        """Note the mode of a pass without gradients. One in training mode may be part of a step."""
+        if is_called_from(swa_utils.__file__, "update_bn"):
+            return  # which must run in training mode
         self._evaluations.add(_trains(self._dropouts))
+        self._is_evaluated |= not self.watched_model.training
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Note the mode of a pass, and hash the first batch on several ranks."""
@@ -318,7 +346,8 @@ class Watch(Listener):
             others = stepped.difference(self.optimizers)
             if others and others == stepped:
                 names = of_all(type(other).__name__ for other in others)
-                self._report([KINDS["never-steps"].reading("", UNSTEPPED, others=names)])
+                words = f", and another one has ({names}): watch the one that steps"
+                self._report([KINDS["never-steps"].reading("", UNSTEPPED, words=words)])
         if self._here.size > 1 and self._is_sampled(self._step + 1):
             # The ranks' gradients are not summed yet.
             step, square = self._square
@@ -353,10 +382,7 @@ class Watch(Listener):
             self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
         self._flags = {f"output:{name}": x for name, x in self._sums.items()}
         self._sums = {}
-        norms: Sequence[Tensor] = ()
-        if gradients:
-            # In float16 squares overflow.
-            norms = torch._foreach_norm([*gradients.values()], 2, torch.float32)
+        norms = _norms([*gradients.values()])
         # Of torch.amp.GradScaler, for fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
         for name, norm in zip(gradients, norms, strict=True):
@@ -450,8 +476,9 @@ class Watch(Listener):
         steps.
         """
         things = of_all(f"dropout {m.p:g}" for m in self._dropouts) or "batch statistics"
-        self._was_evaluated = bool(self._evaluations)
-        self._num_evaluated += self._was_evaluated
+        self._was_evaluated = self._is_evaluated
+        self._is_evaluated = False
+        self._num_evaluated += bool(self._evaluations)
         kind = KINDS["wrong-mode"]
         if self._modal and self._modes == {False}:
             words = f"the model trains in evaluation mode, without {things}: call model.train()"
@@ -512,27 +539,32 @@ class Watch(Listener):
         if not values.pop("cleared", 1.0):
             yield KINDS["gradients-kept"].reading("", 1, 0, step=step)
         is_skipped = bool(values.pop("skipped", 0.0))
-        norms = []
+        norms = {}
         outputs = []
         gradients = []
         for key, value in values.items():
             kind, _, name = key.partition(":")
             if kind == "grad":
-                norms.append(value)
+                norms[name] = value
                 if not math.isfinite(value):
                     gradients.append(name)
-                elif value > 0 and not is_skipped:
-                    self._had_gradient.add(name)
             elif not math.isfinite(value):
                 outputs.append(name)
         yield from self._nonfinite_readings(step, outputs, gradients, is_skipped)
+        if not is_skipped:
+            least = _LEAST_SHARE * max(norms.values(), default=0.0)
+            for name, norm in norms.items():
+                if 0 < norm < math.inf:
+                    self._had_gradient.add(name)
+                if norm > least:
+                    self._had_more.add(name)
         self._num_zero += 1
-        if any(norms):
+        if any(norms.values()):
             self._num_zero = 0
         zero = KINDS["zero-gradients"]
         if self._num_zero == zero.bound:
             yield zero.reading("", self._num_zero, step=step)
-        self._numbers["grad_norm"] = math.hypot(*norms)
+        self._numbers["grad_norm"] = math.hypot(*norms.values())
 
     def _nonfinite_readings(
         self, step: int, outputs: list[str], gradients: list[str], is_skipped: bool
@@ -594,7 +626,13 @@ class Watch(Listener):
     ) -> Iterator[Reading]:
         """Read the rate at which a group really trains: lr times the stored share of its update."""
         rate = float(group["lr"])
-        intended, stored, variance = map(sum, zip(*map(sums.__getitem__, members), strict=True))
+        intended = 0.0
+        stored = 0.0
+        variance = 0.0
+        for p in members:
+            intended += sums[p][0]
+            stored += sums[p][1]
+            variance += sums[p][2]
         share = stored / intended
         error = 3 * math.sqrt(variance) / intended
         worst = min(members, key=lambda p: sums[p][1] / sums[p][0])
@@ -684,7 +722,7 @@ class Watch(Listener):
                 continue
             if self._trained[name] in unmoving:
                 at_zero.append(name)
-            else:
+            elif name in self._had_more:
                 rounded.append(name)
         kind = KINDS["never-moved"]
         cause = "the learning rate of the group is 0"
