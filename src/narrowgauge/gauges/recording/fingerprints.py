@@ -188,10 +188,7 @@ class Fingerprints(Listener):
             # The factor by which the update multiplied the gradients.
             factor = optimizer.last_control[:1]
             self._clip = float(factor)
-            size: float = 0
-            for key, entry in self._entries.items():
-                if key.startswith("grad:"):
-                    size += entry[2]
+            size = sum(x[2] for key, x in self._entries.items() if key.startswith("grad:"))
             self._entries["clip:factor"] = [fingerprint(factor), self._clip, size]
         self._end_row(self._step)
 

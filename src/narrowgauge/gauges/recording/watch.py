@@ -213,11 +213,9 @@ class Watch(Listener):
             elif isinstance(module, nn.modules.batchnorm._BatchNorm):
                 self._modal.append(module)
         self.hub.follow_outputs(self, self._add_sum, self._undo, blocks)
-        self._probe: Tensor | None = None
-        for p in self._trained.values():
-            is_whole = p.is_leaf and not is_sharded(p) and p.numel()
-            if is_whole and (self._probe is None or p.numel() < self._probe.numel()):
-                self._probe = p
+        trained = self._trained.values()
+        whole = [p for p in trained if p.is_leaf and not is_sharded(p) and p.numel()]
+        self._probe: Tensor | None = min(whole, key=Tensor.numel, default=None)
         if self._probe is not None:
             self.hub.follow_gradients(self, self._see_gradient, self._undo, self._probe)
         self._vocabulary = vocabulary_of(model)
@@ -403,11 +401,9 @@ class Watch(Listener):
         values.
         """
         # All ranks ask in one order.
-        members = list(dict.fromkeys(members_of(optimizer)))
-        placed = dict(zip(members, map(gradient_of, members), strict=True))
+        placed = {p: gradient_of(p) for p in members_of(optimizer)}
         gradients: dict[str, Tensor] = {}
-        for p in reversed(members):
-            gradient = placed[p]
+        for p, gradient in reversed(placed.items()):
             if gradient is None:
                 continue
             part = local_of(gradient)
