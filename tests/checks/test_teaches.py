@@ -263,6 +263,12 @@ FAULTS: dict[str, tuple[Any, Any, Loss, str]] = {
     "first tokens counted": (Model(), PADDED, all_counted, "counts-unlearned"),
     "ignored smoothed": (Model(), PADDED, smoothed_by_hand, "ignored-smoothed"),
     "narrow": (Model(), PADDED, narrow, "narrow-log-softmax"),
+    "softmax twice": (
+        nn.Sequential(nn.Linear(8, 5), nn.Softmax(-1)),
+        CLASSES,
+        by_class,
+        "softmax-twice",
+    ),
 }
 
 

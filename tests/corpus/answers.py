@@ -31,7 +31,7 @@ LOCATES: dict[str, set[str]] = {
     },
     "loss": {
         "gradient", "gradient-factor", "rounding", "wrong-shift", "counts-unlearned", "ignored-smoothed",
-        "narrow-log-softmax",
+        "narrow-log-softmax", "softmax-twice",
     },
     "gradient": {
         "slope", "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",

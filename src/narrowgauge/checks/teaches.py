@@ -79,6 +79,8 @@ _COUNTS = (
     "unlearned",
 )
 """Facts that are summed over ranks."""
+_SUM_ERROR = 0.01
+"""Of the sum of a row of probabilities in 16 bits."""
 _SAME = 2e-3
 """Relative distance of weights that are equal, where the arithmetic is exact enough to tell."""
 
@@ -506,6 +508,7 @@ def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
     unit = 0.0 if dtype.itemsize >= 4 else torch.finfo(dtype).eps / 2
     facts: Facts = {"dtype": dtype_name(dtype), "function": terms[0].name, "log_error": 0.0}
     facts["classes"] = terms[0].classes
+    facts["probabilities"] = all(map(_holds_probabilities, terms))
     if unit and terms[0].name == "LogSoftmax":
         facts["log_error"] = unit * float(terms[0].rows.abs().median())
     facts |= {"smoothing": 0.0, "z_loss": 0.0}
@@ -519,6 +522,15 @@ def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
         is_one = value > 0 and spread < _SAME * value + unit
         facts[name] = value if is_one else None
     return facts
+
+
+def _holds_probabilities(term: Term) -> bool:
+    """Return whether the logits of a softmax are positive and sum to 1 in each row."""
+    if term.source is None or term.source.shape[-1] != term.classes:
+        return False
+    values = term.source.detach().float()
+    sums = values.sum(-1)
+    return bool((values >= 0).all() and ((sums - 1).abs() < _SUM_ERROR).all())
 
 
 def loss_readings(value: float, facts: Facts) -> tuple[list[Reading], list[str]]:
@@ -576,6 +588,7 @@ def _warnings(facts: Facts) -> list[Reading]:
         ("ignored-smoothed", is_smoothed, facts["smoothed_alone"], 0),
         ("counts-unlearned", is_counted and sequences, total, 1),
         ("narrow-log-softmax", facts["log_error"], facts["log_error"], 0),
+        ("softmax-twice", facts["probabilities"], 1, None),
         ("padding-seen", facts["sees_padding"], facts["padding"], None),
     )
     readings = []
