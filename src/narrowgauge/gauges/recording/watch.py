@@ -60,7 +60,6 @@ parts.
 """
 _LEAST_SHARE = 1e-6
 """Of the largest gradient's norm. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
-_CALLS_WITHOUT_STEP = 3
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
@@ -250,7 +249,7 @@ class Watch(Listener):
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
         """
         self._num_calls += 1
-        if self._num_calls == _CALLS_WITHOUT_STEP and self._step == 0:
+        if self._num_calls == UNSTEPPED and self._step == 0:
             words = f", and watch.step() was called {self._num_calls} times: does the loop step?"
             self._report([KINDS["never-steps"].reading("", self._num_backward, words=words)])
         if loss is not None:
