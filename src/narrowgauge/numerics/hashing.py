@@ -33,7 +33,8 @@ def splitmix64(z: Any) -> Any:
     # torch shifts int64 arithmetically. Mask the copies of the sign bit.
     for places, factor in ((30, _MIX_1), (27, _MIX_2)):
         z = (z ^ ((z >> places) & ((1 << (64 - places)) - 1))) * factor
-        z = z % _MODULUS if isinstance(z, int) else z
+        if isinstance(z, int):
+            z %= _MODULUS
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
@@ -60,9 +61,8 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
             f"Cannot hash {x.dtype}: its elements have {size} bytes, not 1, 2, 4 or 8."
         )
     x = x.detach().resolve_conj().resolve_neg()
-    places = torch.arange(
-        min(chunk_size(x.device), x.numel()), dtype=torch.int64, device=x.device
-    ) * _signed(GOLDEN)
+    most = min(chunk_size(x.device), x.numel())
+    places = torch.arange(most, dtype=torch.int64, device=x.device) * _signed(GOLDEN)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     place = offset
     for (chunk,) in flat_chunks(x):
