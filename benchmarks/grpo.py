@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from board import table
 from finetune import pretrained, source_of
-from long_runs import _Seen
+from long_runs import visible
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -80,25 +80,51 @@ def see_in_bfloat16(model: nn.Module) -> None:
     model.forward = forward
 
 
-def visible(model: nn.Module) -> dict[str, Tensor]:
-    """Return what the forward pass multiplies by, in float32, with its graph."""
-    seen = {}
-    for name, p in model.named_parameters():
-        seen[name] = p.float() if p.dtype == torch.bfloat16 else _Seen.apply(p, None)
-    return seen
-
-
 @torch.no_grad()
 def flat(model: nn.Module) -> Tensor:
     """Return the visible weights in one bfloat16 vector."""
     return torch.cat([p.flatten().bfloat16() for p in model.parameters()])
 
 
+def grpo_trainer(model: nn.Module, folder: Path, how: dict[str, str], steps: int, seed: int) -> Any:
+    """Return TRL's trainer of the model, with the toy reward."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    rows = [{"prompt": f"One sentence about {subject}:"} for subject in SUBJECTS]
+    args = GRPOConfig(
+        "runs/grpo",
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=12,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_steps=steps,
+        logging_steps=1,
+        beta=0.0,
+        seed=seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return GRPOTrainer(
+        model,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
 def trained(row: str, steps: int, seed: int) -> dict[str, Any]:
     """Train once and return the record."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import TrainerCallback
 
     from narrowgauge.integrations.huggingface import use_adamw
 
@@ -130,51 +156,26 @@ def trained(row: str, steps: int, seed: int) -> dict[str, Any]:
             shares.append(sum(len(change[1]) for change in changes.values()) / len(start))
             sizes.append(delta_bytes(changes) / (2 * len(start)))
 
-    rows = [{"prompt": f"One sentence about {subject}:"} for subject in SUBJECTS]
-    args = GRPOConfig(
-        "runs/grpo",
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=12,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        max_steps=steps,
-        logging_steps=1,
-        beta=0.0,
-        seed=seed,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(folder, **how)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    trainer = GRPOTrainer(
-        model,
-        reward_funcs=reward,
-        args=args,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=[Measure()],
-    )
+    trainer = grpo_trainer(model, folder, how, steps, seed)
+    trainer.add_callback(Measure())
     see_in_bfloat16(model)  # after the trainer has put its own forward pass in
     if row == "word":
         use_adamw(trainer, storage="word")
     trainer.train()
     moved = flat(model).double() - start.double()
-    kept = moved
+    kept = None  # of word, where its random low bits begin is not recorded
     if row == "masters":
-        kept = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
-        kept -= start.double()
+        masters = torch.cat([p.detach().flatten() for p in model.parameters()])
+        kept = (masters.double() - start.double()).square().mean().sqrt().item()
+    elif row != "word":
+        kept = moved.square().mean().sqrt().item()
     return {
         "row": row,
         "steps": steps,
         "seed": seed,
         "rewards": rewards,
         "visible_movement": moved.square().mean().sqrt().item(),
-        "kept_movement": kept.square().mean().sqrt().item(),
+        "kept_movement": kept,
         "changed": statistics.fmean(shares),
         "delta": statistics.fmean(sizes),
         "served": served(model, folder, how) if row == "word" else [],
@@ -204,7 +205,7 @@ def shown() -> str:
                 f"`{run['row']}`",
                 f"{first:.3f}",
                 f"{statistics.fmean(final):.3f} ± {error:.3f}",
-                f"{run['kept_movement']:.2e}",
+                "–" if run["kept_movement"] is None else f"{run['kept_movement']:.2e}",
                 f"{run['visible_movement']:.2e}",
                 f"{100 * run['changed']:.2f} %",
                 f"{100 * run['delta']:.2f} %",

@@ -170,7 +170,7 @@ def pretrained(blocks: Tensor, steps: int = 1500) -> nn.Module:
 # ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Seen(torch.autograd.Function):
+class Seen(torch.autograd.Function):
     """Round to bfloat16, to the nearest value or at random, and the gradient to the nearest."""
 
     @staticmethod
@@ -184,6 +184,16 @@ class _Seen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0].bfloat16().float(), None
+
+
+def visible(model: nn.Module, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    """Return what the forward pass multiplies by, in float32, with its graph: bfloat16 weights as
+    they are, and others rounded to bfloat16, at random with a generator.
+    """
+    seen = {}
+    for name, p in model.named_parameters():
+        seen[name] = p.float() if p.dtype == torch.bfloat16 else Seen.apply(p, generator)
+    return seen
 
 
 class Trained:
@@ -218,11 +228,8 @@ class Trained:
             )
 
     def visible(self) -> dict[str, Tensor]:
-        """Return what the forward pass multiplies by, in float32, with its graph."""
-        if not self.is_wide:
-            return {name: p.float() for name, p in self.model.named_parameters()}
-        named = self.model.named_parameters()
-        return {name: _Seen.apply(p, self.generator) for name, p in named}
+        """Return what the forward pass multiplies by."""
+        return visible(self.model, self.generator)
 
     def step(self, rate: float, tokens: Tensor) -> None:
         """Take one step."""

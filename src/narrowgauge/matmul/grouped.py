@@ -251,9 +251,13 @@ def _cast_expert_blocks(cast: Cast, weights: Tensor) -> tuple[Tensor, None, Tens
     rows = weights.contiguous().flatten(0, 1)  # of one expert, flatten keeps a transposed view
     codes, exponents = _blocks_of(cast, 1, rows)
     scales = exponents.view(len(weights), weights.shape[1], -1)
+    return codes.view(weights.shape), None, _tiled_by_expert(scales)
+
+
+def _tiled_by_expert(scales: Tensor) -> Tensor:
+    """Arrange one-byte scales ``[experts, rows, blocks]`` in tiles, each expert's for itself."""
     padded = F.pad(scales, (0, 0, 0, -scales.shape[1] % _TILE))
-    tiles = tiled_scales(padded.flatten(0, 1)).view(len(weights), -1)
-    return codes.view(weights.shape), None, tiles
+    return tiled_scales(padded.flatten(0, 1)).view(len(scales), -1)
 
 
 def tiled_by_group(scales: Tensor, ends: Tensor) -> Tensor:
@@ -465,6 +469,5 @@ def _as_read(operand: Operand, kind: str, ends: Tensor, columns: int) -> Operand
         return Operand(data, None, tiled_scales(exponents).view(len(data), -1))
     if columns < 0:
         return Operand(data, None, tiled_by_group(exponents, ends))
-    rows = F.pad(exponents.view(experts, columns, -1), (0, 0, 0, -columns % _TILE))
-    tiles = tiled_scales(rows.flatten(0, 1)).view(experts, -1)
+    tiles = _tiled_by_expert(exponents.view(experts, columns, -1))
     return Operand(data.view(experts, columns, -1), None, tiles)

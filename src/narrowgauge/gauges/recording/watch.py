@@ -8,6 +8,7 @@ update is computed too (:mod:`narrowgauge.gauges.recording.intended_updates`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sys
@@ -54,8 +55,9 @@ _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these
 parts.
 """
-_STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""All optimizers that have stepped since the last watch of this process began."""
+_CLOCK = itertools.count()
+_LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+"""When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
 
 
 class _Interval(NamedTuple):
@@ -173,7 +175,7 @@ class Watch(Listener):
 
     def _follow(self) -> None:
         """Follow the blocks and the smallest trained parameter."""
-        _STEPPED.clear()  # those that stepped before may belong to another loop
+        self._began = next(_CLOCK)
         after_every_step(_remember)
         model = self.watched_model
         blocks: set[str] = set()
@@ -308,8 +310,9 @@ class Watch(Listener):
         self._num_backward += 1
         if self._num_backward == UNSTEPPED and self._step == 0:
             # Several micro-batches make one step, so another optimizer must have stepped.
-            others = _STEPPED.difference(self.optimizers)
-            if others and len(others) == len(_STEPPED):
+            stepped = self._stepped()
+            others = stepped.difference(self.optimizers)
+            if others and others == stepped:
                 names = of_all(type(other).__name__ for other in others)
                 self._report([KINDS["never-steps"].reading("", UNSTEPPED, others=names)])
         if self._here.size > 1 and self._is_sampled(self._step + 1):
@@ -452,13 +455,19 @@ class Watch(Listener):
         if step == 3:
             yield from self._leaf_readings(step)
 
+    def _stepped(self) -> set[torch.optim.Optimizer]:
+        """Return the optimizers that have stepped since this watch began, its own ones among
+        them. Those that stepped only before may belong to another loop.
+        """
+        return {optimizer for optimizer, last in _LAST_STEPS.items() if last > self._began}
+
     def _stepped_by_others(self) -> Iterator[list[str]]:
         """Yield the names of the parameters that each other optimizer steps too.
 
         Wrappers are left out.
         """
         groups = [id(group) for o in self.optimizers for group in o.param_groups]
-        for other in _STEPPED.difference(self.optimizers):
+        for other in self._stepped().difference(self.optimizers):
             is_same = any(id(group) in groups for group in other.param_groups)
             inner = [id(value) for value in vars(other).values()]
             is_wrapper = any(id(optimizer) in inner for optimizer in self.optimizers)
@@ -467,7 +476,7 @@ class Watch(Listener):
                 yield names
 
     def _leaf_readings(self, step: int) -> Iterator[Reading]:
-        stepped = {*members_of(*_STEPPED)}
+        stepped = {*members_of(*self._stepped())}
         leaves = []
         for reference, values, steps in self._leaves.values():
             leaf = reference()
@@ -559,7 +568,7 @@ class Watch(Listener):
                 self._averages = Averages(copies, self._trained, step)
             names = self._averages.names & self._has_moved
             now = {name: self._elements(self._trained[name]) for name in names}
-            stepped = members_of(*_STEPPED)
+            stepped = members_of(*self._stepped())
             yield from self._averages.readings(step, self._start, now, stepped)
 
     def _rate_readings(
@@ -738,7 +747,7 @@ def _nonfinite_weights(model: nn.Module, name: str) -> str:
 
 
 def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _STEPPED.add(optimizer)
+    _LAST_STEPS[optimizer] = next(_CLOCK)
 
 
 def watch(
