@@ -390,8 +390,9 @@ class Table:
             parts.append(part)
             bits.append(part.reshape(-1).view(torch.int32))  # in which a NaN is the largest
             groups.append(state.column_groups)
-        for part, joined in zip(parts, largest_over_ranks(bits, groups), strict=True):
-            part.copy_(joined.view(torch.float32).view(part.shape))
+        for part, own, joined in zip(parts, bits, largest_over_ranks(bits, groups), strict=True):
+            if joined is not own:
+                part.copy_(joined.view(torch.float32).view(part.shape))
         return records
 
     def _call(

@@ -484,7 +484,10 @@ class ParameterState:
                 for part in zip(into, back, strict=True):
                     scales += part
         tensors += [*scales, *lanes]
-        rows = max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
+        words = chunk_size(tensors[0].device)
+        if self.kernel.is_matrix:  # beside whole matrices, temporaries are to be few
+            words //= 2 * self.layout.num_lanes
+        rows = max(1, words // tensors[0][0].numel())
         length = len(tensors[-1])
         for start in range(0, length, rows):
             stop = min(start + rows, length)
