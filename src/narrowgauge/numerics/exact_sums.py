@@ -353,7 +353,9 @@ def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1, *, is_wide: bool = 
     dtype, and may be the only row.
     """
     _check(rows, rows.shape[1], rows.shape[0])
-    num_words = _WIDE if is_wide or _needs_width(rows) else _NARROW
+    num_words = _NARROW
+    if is_wide or _needs_width(rows):
+        num_words = _WIDE
     scratch = _scratch(rows, num_words + 4)
     for start, stop in _spans(rows):
         words = scratch[:num_words, : stop - start]
@@ -453,7 +455,9 @@ def _round(words: Tensor, scratch: Tensor, output: Tensor, divisor: int) -> None
         finer = _add_to_odd(word, finer, total, part, error)
     single = result.view(torch.float32)[: words.shape[1]]
     single.copy_(finer)
-    output.copy_(single.div_(divisor) if divisor != 1 else single)
+    if divisor != 1:
+        single.div_(divisor)
+    output.copy_(single)
 
 
 def _add_to_odd(coarse: Tensor, fine: Tensor, total: Tensor, part: Tensor, error: Tensor) -> Tensor:

@@ -89,7 +89,9 @@ def quantize(
         raise FormatError(
             f"Cannot cast to {cast} without random words.", "Give words = random_words(…)."
         )
-    values = x if cast.rotation == "none" else rotate(x, dim)
+    values = x
+    if cast.rotation != "none":
+        values = rotate(x, dim)
     if cast.block is None:
         codes, outer = quantize_whole(values, cast, dim, words, None, amax)
         return Quantized(codes, None, outer)
@@ -139,7 +141,9 @@ def quantize_blocks(
 def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
     """Return rows and columns of a block of a matrix contracted along ``dim``."""
     sides = cast.block or (1, 1)
-    return sides if dim == 1 else sides[::-1]
+    if dim == 1:
+        return sides
+    return sides[::-1]
 
 
 def _block_scales(

@@ -76,8 +76,10 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     values = SCRATCH.take("values", torch.float32, a.shape[0], b.shape[1])
     if a.shape[1] <= EXACT_TERMS:
         torch.mm(_widened("left", a), _widened("right", b), out=values)
-        # A sum of one term keeps the sign of 0 times a negative number. Integers have no such sign.
-        return values.add_(0.0) if a.shape[1] == 1 else values
+        if a.shape[1] == 1:
+            # The product of 0 and a negative number is -0. Integers have no such sign.
+            values.add_(0.0)
+        return values
     # Convert the sums first: PyTorch adds tensors of two dtypes one value at a time, 30 times
     # slower.
     wide = torch.int32 if a.shape[1] <= INT32_TERMS else torch.float64
@@ -196,8 +198,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """Return ``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
     if not is_widened(x.dtype, x.device.type):
-        add = torch.addmm if x.ndim == 2 else torch.baddbmm
-        return add(x, a, b, beta=beta, alpha=alpha)
+        if x.ndim == 2:
+            return torch.addmm(x, a, b, beta=beta, alpha=alpha)
+        return torch.baddbmm(x, a, b, beta=beta, alpha=alpha)
     wide = b.float()
     result = torch.empty_like(x)
     results = row_pieces(result)
