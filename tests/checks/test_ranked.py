@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import narrowgauge as ng
 from narrowgauge.checks.shadow import Shadow, eager
+from narrowgauge.transforms.scalify import scalify
 
 B16 = torch.bfloat16
 
@@ -245,3 +246,21 @@ def test_a_mask_of_infinities_is_no_fault() -> None:
         (model(x) + mask).softmax(-1).square().mean().backward()
 
     assert ng.ranked_places(model, step).lines() == ["nothing was rounded below float32"]
+
+
+def test_a_scaled_model_has_its_own_lines_and_gradients_that_no_shadow_follows() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)).bfloat16()
+    scalify(model)
+    tokens = torch.arange(8)[None]
+
+    def step() -> None:
+        logits = model(tokens).float().flatten(0, 1)
+        F.cross_entropy(logits, tokens.flatten()).backward()
+
+    with Shadow(measures=True, model=model) as mode:
+        step()
+    lines = {site.line for site, _ in mode.errs}
+    assert lines and not any("scal" in line.partition("(")[2] for line in lines), lines
+    ranked = ng.ranked_places(model, step)
+    assert "roundings were not measured" in str(ranked) and not ranked.places

@@ -207,8 +207,8 @@ class Alarms:
         return [self._event(step, group) for group in by_kind.values()]
 
     def _event(self, step: int, group: list[_Trip]) -> Event:
-        # Of equally bad tensors the first: the rows are in the order of computation.
-        worst = max(group, key=lambda trip: trip.excess)
+        # Of equally bad tensors a weight comes first: what is computed from it is as bad.
+        worst = max(group, key=lambda t: (t.excess, (t.tensor or "").startswith("weight:")))
         detector = worst.detector
         name = worst.tensor or ""
         kind, _, parameter = name.rpartition(":")

@@ -44,7 +44,7 @@ class Detector:
         side: ``above`` trips at or above the threshold, ``below`` at or below it.
         consecutive: number of consecutive values beyond the limit before it trips.
         recovery: number of consecutive values on the good side of ``clears`` before it recovers.
-        clears: a fraction of the limit.
+        clears: factor of the limit.
         window: number of values for a step metric, or for the baseline of a relative threshold.
         lowest: use the lowest median of ``window`` values so far (for slow growth), not the latest
             (for a jump).

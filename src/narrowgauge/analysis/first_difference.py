@@ -158,12 +158,17 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
             return Parting(search.first, *beyond, num_common, step in hashed)
     first = search.first
     if first is None:
-        ends = [(run.summary or {}).get("weights_fingerprint") for run in (first_run, second_run)]
+        ends = ends_of(first_run, second_run)
         if None not in ends and ends[0] != ends[1]:
             first = Difference(max(common, default=0), "weight", "weights_fingerprint")
             return Parting(first, first, 0.0, num_common, False)
     is_hashed = first is not None and first.step in hashed
     return Parting(first, None, search.first_bound, num_common, is_hashed)
+
+
+def ends_of(*runs: Run) -> list[Any]:
+    """Return the hash of each run's final weights; ``None`` if it is not finished."""
+    return [(run.summary or {}).get("weights_fingerprint") for run in runs]
 
 
 class _Search:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from narrowgauge.analysis.columns import loop_of
-from narrowgauge.analysis.first_difference import find_parting
+from narrowgauge.analysis.first_difference import ends_of, find_parting
 from narrowgauge.analysis.reading import Readings
 from narrowgauge.analysis.settings import SettingDifference, acting_at, settings_diff
 from narrowgauge.runs.finding import counted
@@ -43,7 +43,7 @@ class TwoRuns(Readings):
         super().__init__()
         self.acting: tuple[SettingDifference, ...] = ()
         self.is_rounding = at is not None and parting.beyond is None
-        ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
+        ends = ends_of(*runs)
         self.is_complete = None not in ends and ends[0] == ends[1]
         self.names = first_run.path.name, second_run.path.name
         if self.names[0] == self.names[1]:

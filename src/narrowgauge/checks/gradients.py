@@ -167,16 +167,16 @@ def gradient_readings(
         whole_batch = concatenated(all_parts)
         leaves = _trainable(reference) | outside
         with reason_for_none("the slope of the loss", reasons), _of_the_copy(model):
-            _set_training(reference, True)
+            set_training(reference, True)
             more, words, value = slope_readings(reference, leaves, whole_batch, loss)
             readings += more + _loss_readings(model, value, words)
             lines += words
             done.append("the slope of the loss")
         with reason_for_none("the gradient", reasons):
-            _set_training(reference, configured.is_training)
+            set_training(reference, configured.is_training)
             rounding = ranked
             if twin is not None:
-                _set_training(twin, configured.is_training)
+                set_training(twin, configured.is_training)
                 rounding = _ranked_copy(twin, all_parts, loss)
             assert rounding is not None
             with _of_the_copy(model):
@@ -243,13 +243,11 @@ def _ranked(run: Callable[..., _Configured], first: _Configured) -> Ranked:
     if first_not_finite(first.gradients):
         return not_finite(run(True, traces=True).causes)
     assert first.mode is not None
-    if first.gradients and not first.shadows:
-        return not_measured("no gradient is followed")
-    gradients = {name: first.gradients[name].double() for name in first.shadows}
 
     def repeat(chosen: Collection[Key]) -> Gradients:
         return run(True, chosen=chosen).shadows
 
+    gradients = {name: g.double() for name, g in first.gradients.items()}
     return rank(gradients, first.shadows, first.mode, repeat)
 
 
@@ -273,7 +271,7 @@ def _trainable(model: nn.Module) -> dict[str, Any]:
     return {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _set_training(model: nn.Module, is_training: bool) -> None:
+def set_training(model: nn.Module, is_training: bool) -> None:
     """Set the mode of a model. A model that trains already keeps the mode of each part."""
     if not is_training:
         for module in model.modules():
@@ -322,7 +320,7 @@ def configured_step(
     with ExitStack() as undo:
         unrestored = undo.enter_context(put_back(model, parameters.values(), set_up.optimizers))
         scales = undo.enter_context(_scalers_put_back())
-        _set_training(model, is_training)
+        set_training(model, is_training)
         if not is_training:
             for module in model.modules():  # many a loop's backward= begins with model.train()
                 vars(module)["train"] = lambda mode=True, module=module: module

@@ -199,16 +199,19 @@ def rank(
     """Rank the places of a step.
 
     Args:
-        gradients, shadows: of the first pass, float64, by name; those that are followed.
+        gradients: of the first pass, float64, by name.
+        shadows: of those that are followed.
         mode: of the first pass, which measured what errs.
         repeat: runs the step again with places that round their shadows. Returns the shadows of its
             gradients.
     """
+    if gradients and not shadows:
+        return not_measured("no gradient is followed")
     units = {key: unit for key, unit in mode.units.items() if key in mode.errs}
     total = distance(gradients, shadows)
     unit = min(mode.working, max(units.values(), default=0.0))
     result = Ranked(total, unit, distances(gradients, shadows))
-    if not units or not shadows:
+    if not units:
         return result
     size = total.all
     if total.all < RANKED * unit <= RANKED_TENSOR * unit <= total.largest:

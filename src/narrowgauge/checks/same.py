@@ -133,13 +133,13 @@ def _outputs(
 
     def noisy(is_coarse: bool, forced: Outputs | None = None) -> tuple[list[Outputs], list[Any]]:
         outputs = []
-        log_probs = []
+        results = []
         for seed in range(_PASSES):
             mode = RandomRounding(seed, is_coarse, least)
             noise, noisy_result = _run(trainer, batch, names, mode, forced)
             outputs.append(noise)
-            log_probs.append(_log_probs(noisy_result, batch))
-        return outputs, log_probs
+            results.append(noisy_result)
+        return outputs, results
 
     coarse, random = noisy(True)
     forced = None
@@ -163,7 +163,7 @@ def _outputs(
         unseen["log probabilities"] = "the results are not logits of tokens"
     else:
         theirs = _log_probs(served, batch)
-        words, readings = _compared(ours, theirs, random)
+        words, readings = _compared(ours, theirs, [_log_probs(x, batch) for x in random])
         is_equal = is_equal and theirs is not None and torch.equal(ours, theirs)
         lines += words
     is_wrong = bool(readings)

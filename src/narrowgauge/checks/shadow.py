@@ -39,7 +39,7 @@ NARROW = {
 """Formats whose roundings count, each with its unit roundoff."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_OURS = tuple(f"{_HERE}{name}" for name in ("matmul", "numerics", "compile", "torch_", "put_back"))
+_OURS = tuple(f"{_HERE}{name}" for name in ("matmul", "numerics", "torch_support", "transforms"))
 _CHECKS = f"{_HERE}checks{os.sep}"
 _RANDOM = re.compile("bernoulli|normal_|uniform|rand|multinomial|exponential|cauchy|geometric")
 _ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")

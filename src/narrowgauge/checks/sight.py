@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from narrowgauge.checks.gradients import set_training
 from narrowgauge.checks.softmaxes import Trace, as_sequences, terms_of
 from narrowgauge.torch_support.put_back import put_back
 
@@ -67,8 +68,7 @@ def sight_of(
         eager = torch.compiler.set_stance("force_eager")
         unreduced = getattr(model, "no_sync", nullcontext)()
         with put_back(model, model.parameters()), unreduced, eager, trace:
-            for module in model.modules():
-                module.training = False  # not train(False), which some modules override
+            set_training(model, False)
             terms, _ = terms_of(loss(model, batch), trace)
             sources = []
             for term in terms:

@@ -67,7 +67,6 @@ class Hub:
 
     Attributes:
         listeners: called in their order.
-        unseen: what no listener sees, and why.
         say: shows the error that ended a listener.
     """
 
@@ -82,7 +81,6 @@ class Hub:
         self.optimizers = optimizers
         self.here = here or all_ranks()
         self.listeners: list[Listener] = []
-        self.unseen: dict[str, str] = {}
         self.say: Callable[[str], object] = _warn
         self.undo = ExitStack()
         if called is not None:

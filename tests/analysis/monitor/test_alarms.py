@@ -84,6 +84,10 @@ def test_one_event_names_the_worst_tensor_and_counts_the_others() -> None:
     nonfinite = {"input:first": [1.0, 1.0, 1], "output:second": [1.0, 1.0, 9]}
     (event,) = run(NAIVE, [{"step": 20, "tensors": nonfinite}])
     assert event.tensor == "input:first"  # one value is as bad as many
+    # A weight that is not finite makes what is computed from it so.
+    nonfinite["weight:second.weight"] = [1.0, 1.0, 1]
+    (event,) = run(NAIVE, [{"step": 20, "tensors": nonfinite}])
+    assert event.tensor == "weight:second.weight"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.gauges import RunNotice
+from narrowgauge.gauges.recording.watch import Watch
 
 B16 = torch.bfloat16
 
@@ -103,6 +104,27 @@ def test_an_optimizer_of_an_earlier_loop_says_nothing_of_this_one() -> None:
         model(torch.randn(4, 8)).square().mean().backward()
 
     assert not run(25, no_step), "as a loss scaler that skips every step"
+
+
+@pytest.mark.parametrize("method", ["before_pass", "_add_sum", "_see_gradient", "after_step"])
+def test_a_watch_that_ended_leaves_no_hook_of_its_own(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("no ink")
+
+    monkeypatch.setattr(Watch, method, broken)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watch = ng.watch(model, optimizer)
+    assert all(block._forward_hooks for block in model)
+    assert any(p._backward_hooks for p in model.parameters())
+    said = run(2, loop(model, optimizer, 4, 8))
+    assert said == ["the watch ended: ValueError: no ink"] and watch.is_ended
+    assert not any(block._forward_hooks for block in model)
+    assert not any(p._backward_hooks for p in model.parameters())
+    watch.remove()
+    assert not model._forward_hooks and not model._forward_pre_hooks
 
 
 def test_what_is_watched_is_printed_at_the_third_step(capfd: pytest.CaptureFixture[str]) -> None:

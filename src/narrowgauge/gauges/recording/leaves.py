@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -74,19 +74,19 @@ class Averages:
                 if name in trained and not p.is_meta:
                     start = evenly_spread(p).clone()
                     self._copies.append((name, weakref.ref(p), p._version, start))
-        self.names = {row[0] for row in self._copies}
 
     def readings(
         self,
         step: int,
         start: Mapping[str, Tensor],
-        now: Mapping[str, Tensor],
+        elements: Callable[[str], Tensor],
         stepped: Iterable[Tensor],
     ) -> Iterator[Reading]:
         """Yield an average that ran away, and the averages that do not move.
 
         Args:
-            start, now: elements of the weights that moved, when the watch began and at present.
+            start: elements of the weights that moved, when the watch began.
+            elements: reads the present ones.
             stepped: parameters with an optimizer.
         """
         others = {*stepped}
@@ -94,12 +94,12 @@ class Averages:
         norms = []
         for name, reference, version, first in self._copies:
             p = reference()
-            if p is None or p in others or p._version - version < SETTLED or name not in now:
+            if p is None or p in others or p._version - version < SETTLED or name not in start:
                 continue
             values = evenly_spread(p)
             written.append((name, dtype_name(p.dtype)))
             # An average may be on the CPU.
-            tensors = (values - first, values, start[name], now[name])
+            tensors = (values - first, values, start[name], elements(name))
             norms.append(torch.stack([x.double().norm().to(values.device) for x in tensors]))
         kind = KINDS["average-apart"]
         still = {}

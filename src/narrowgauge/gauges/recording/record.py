@@ -34,7 +34,7 @@ from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.finding import counted
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
@@ -147,13 +147,6 @@ class Record(AbstractContextManager["Record"]):
         optimizer.on_alarm = alarmed
         self.undo.callback(setattr, optimizer, "on_alarm", before)
 
-    def _rebuild(self) -> Run:
-        """Restore the detectors from the run folder, which rank 0 reads. Return its content."""
-        run = self.here.of_first(lambda: read_run(self.folder))
-        self.alarms = Alarms(self.recipe)
-        self.alarms.read(run.steps, run.gauges)
-        return run
-
     # ── rows ──────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, columns: Mapping[str, Any]) -> Row:
@@ -260,7 +253,9 @@ class Record(AbstractContextManager["Record"]):
             for note in self.writer.notes:
                 self.event(Event("note", step, note), shown=True)
             self.writer.notes.clear()
-        run = self._rebuild()
+        run = self.here.of_first(lambda: read_run(self.folder))
+        self.alarms = Alarms(self.recipe)
+        self.alarms.read(run.steps, run.gauges)
         self.num_steps = step
         self._num_failed = 0
         self.evaluated = run.evals[-1]["step"] if run.evals else -1

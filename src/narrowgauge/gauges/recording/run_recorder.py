@@ -93,8 +93,7 @@ class RunRecorder(Watch):
         fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge
             diagnose RUN OTHER`` finds the first different tensor. The start and the first step have
             fingerprints too. 0 for none.
-        called: the part of the model whose forward pass the loop calls, if not the model itself;
-            for fingerprints.
+        called: the part of the model whose forward pass the loop calls, if not the model itself.
         on_row: called as ``on_row(kind, row)`` after each row is written, on rank 0; ``kind`` is
             ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``, and ``row`` a dict. With
             :func:`narrowgauge.runs.schema.numbers_of`, for Weights & Biases: ``lambda kind, row:

@@ -15,6 +15,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +95,8 @@ class Watch(Listener):
             # A compiler skips hooks inside the model that it compiles.
             called = model if is_compiled_model(model) else inner
         self.hub = Hub(inner, self.optimizers, called)
-        self.unseen = self.hub.unseen
+        self.unseen: dict[str, str] = {}
+        self._undo = ExitStack()
         self._here = self.hub.here
         self._is_sharded = any(is_sharded(p) for p in inner.parameters())
         if self._is_sharded:
@@ -148,7 +150,7 @@ class Watch(Listener):
             self._start_sample(name)
 
     def _start_sample(self, name: str) -> None:
-        self._start[name] = self._elements(self._trained[name])
+        self._start[name] = self._elements(name)
         self._moved[name] = torch.zeros_like(self._start[name], dtype=torch.bool)
 
     def _take_up(self) -> None:
@@ -169,8 +171,9 @@ class Watch(Listener):
         for name in self._trained.keys() - trained.keys():
             del self._trained[name], self._start[name], self._moved[name]
 
-    def _elements(self, p: Tensor) -> Tensor:
+    def _elements(self, name: str) -> Tensor:
         """Copy spread elements of the stored weight, on its device."""
+        p = self._trained[name]
         return evenly_spread(weight_of(self._optimizer_of[p], p)).clone()
 
     def _follow(self) -> None:
@@ -189,24 +192,25 @@ class Watch(Listener):
                 self._modal.append(module)
             elif isinstance(module, nn.modules.batchnorm._BatchNorm):
                 self._modal.append(module)
-        self.hub.follow_outputs(self, self._add_sum, self.hub.undo, blocks)
+        self.hub.follow_outputs(self, self._add_sum, self._undo, blocks)
         self._probe: Tensor | None = None
         for p in self._trained.values():
             is_whole = p.is_leaf and not is_sharded(p) and p.numel()
             if is_whole and (self._probe is None or p.numel() < self._probe.numel()):
                 self._probe = p
         if self._probe is not None:
-            self.hub.follow_gradients(self, self._see_gradient, self.hub.undo, self._probe)
+            self.hub.follow_gradients(self, self._see_gradient, self._undo, self._probe)
         self._vocabulary = vocabulary_of(model)
         self.hub.listeners.append(self)
 
     def end(self) -> None:
         """End the watch; other listeners go on."""
         self.is_ended = True
+        self._undo.close()
 
     def remove(self) -> None:
         """Remove every hook."""
-        self.is_ended = True
+        self.end()
         self.hub.undo.close()
 
     def numbers(self) -> dict[str, float]:
@@ -566,10 +570,9 @@ class Watch(Listener):
             if self._averages is None:
                 copies = copies_of(self.watched_model)
                 self._averages = Averages(copies, self._trained, step)
-            names = self._averages.names & self._has_moved
-            now = {name: self._elements(self._trained[name]) for name in names}
+            start = {name: self._start[name] for name in self._has_moved}
             stepped = members_of(*self._stepped())
-            yield from self._averages.readings(step, self._start, now, stepped)
+            yield from self._averages.readings(step, start, self._elements, stepped)
 
     def _rate_readings(
         self,
@@ -629,7 +632,7 @@ class Watch(Listener):
     def _moved_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         for name, p in self._trained.items():
             if self._optimizer_of[p] is optimizer:
-                now = self._elements(p)
+                now = self._elements(name)
                 if now.shape == self._start[name].shape:
                     self._moved[name] |= now != self._start[name]
         changes = {}
