@@ -170,7 +170,8 @@ _KEYS = {
 
 def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str) -> Moments:
     """Return the step and the moments, float32 or float64."""
-    if odd := sorted(set(entry) - _KEYS[library]):
+    odd = sorted(set(entry) - _KEYS[library])
+    if odd:
         raise DataError(f"The state of '{name}' contains '{odd[0]}'.", _ADVICE)
     kinds: tuple[str, ...] = STATE_NAMES
     step = entry.get("step")

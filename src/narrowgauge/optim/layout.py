@@ -117,7 +117,8 @@ class Layout:
         sets of the caches, and a step that walks over seven of them takes up to 1.6 times as long.
         So each begins some lines later than the one before.
         """
-        words, place = {}, 2  # weight and gradient come first
+        words = {}
+        place = 2  # weight and gradient come first
         for plane in self.planes:
             count = self.num_tensors(plane)
             dtype = INTEGER[max(32, plane.bits)]

@@ -204,7 +204,8 @@ class Table:
 
         ``choices`` are the index in ``numbers``, the ``period`` and the ``phase`` of each state.
         """
-        self._states, self._shared = [], []  # a state of the last step may be gone
+        self._states = []  # a state of the last step may be gone
+        self._shared = []
         new = [state for state in states if id(state) not in self._places]
         if new or len(numbers) != len(self._numbers):
             self._add_rows(new, len(numbers))

@@ -124,7 +124,8 @@ class Optimizer(torch.optim.Optimizer):
         loss_scaler: LossScaler | None = None, low_bits: str = "random", maximize: bool | None = False,
         keep_float32: Callable[[str, Tensor], bool] | None = None, **flags: bool | None,
     ) -> None:  # fmt: skip
-        if unknown := flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}:
+        unknown = flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}
+        if unknown:
             raise TypeError(
                 f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'"
             )
@@ -441,7 +442,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         known = values.keys() & set(self._parameters())
         states = states or {}
-        if unknown := {*values, *states} - known:
+        unknown = {*values, *states} - known
+        if unknown:
             raise RecipeError(
                 f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the "
                 "optimizer does not step it, or it "
@@ -494,7 +496,8 @@ class Optimizer(torch.optim.Optimizer):
         group = self.group_of(parameter)
         rule = self.rule_in(group, parameter)
         names = shapes_of_states(rule, parameter.shape, group)
-        if strange := sorted({*states} - {"step", *names}):
+        strange = sorted({*states} - {"step", *names})
+        if strange:
             has = ", ".join(names) or "no states"
             raise RecipeError(f"Cannot adopt '{strange[0]}': rule '{rule.name}' has {has}.")
         extras = extras_of(rule, parameter.shape, group)

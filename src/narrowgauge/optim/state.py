@@ -68,7 +68,8 @@ class ParameterState:
         self, owner: Tensor, storage: Storage, kernel: Kernel, requested: str = "",
         extras: Mapping[str, MatrixState] | None = None,
     ) -> None:  # fmt: skip
-        self.owner, self.parameter = owner, local_of(owner)
+        self.owner = owner
+        self.parameter = local_of(owner)
         self.made_for = self.parameter.shape, self.parameter.dtype, self.parameter.device
         self.storage = storage
         self.kernel = kernel
@@ -89,7 +90,8 @@ class ParameterState:
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
         for name, extra in (extras or {}).items():
-            self._extra_codes[name] = code = extra_code(storage, extra.role)
+            code = extra_code(storage, extra.role)
+            self._extra_codes[name] = code
             self.extras[name] = torch.zeros(
                 extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device
             )

@@ -193,7 +193,9 @@ class StepText:
     indentation: str
 
     def __init__(self, rule: AnyRule, storage: Storage, *, with_sources: bool = False) -> None:
-        self.rule, self.storage, self.layout = rule, storage, layout_of(storage)
+        self.rule = rule
+        self.storage = storage
+        self.layout = layout_of(storage)
         self.with_sources = with_sources
         self.streams = streams_of(rule, storage)
         num_words = sum(not stream.floats for stream in self.streams)  # changes come last

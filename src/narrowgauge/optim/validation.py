@@ -310,7 +310,8 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
                 "Build the optimizer with the storage of the state, or convert it: "
                 "ng.load_states(optimizer, state).",
             )
-        if missing := sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys()):
+        missing = sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys())
+        if missing:
             raise RecipeError(
                 f"Cannot load a state without the option '{missing[0]}'.",
                 "Save it by this version.",

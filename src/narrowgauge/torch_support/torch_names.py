@@ -392,7 +392,8 @@ def graph_nodes(outputs: Any) -> Iterator[Any]:
     nodes: list[Any] = [x.grad_fn for x in tree_leaves(outputs) if isinstance(x, Tensor)]
     seen: set[Any] = {None}
     while nodes and len(seen) < 100_000:
-        if (node := nodes.pop()) not in seen:
+        node = nodes.pop()
+        if node not in seen:
             seen.add(node)
             nodes += [before for before, _ in node.next_functions]
             yield node
