@@ -312,7 +312,7 @@ def fine_tuned(job: tuple[str, str, float, int, int], start: Start, batch_size: 
     )
 
 
-def append(run: Run, file: Path) -> None:
+def append(run: Any, file: Path) -> None:
     with file.open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         stream.write(json.dumps(asdict(run)) + "\n")

@@ -1,8 +1,9 @@
 """Measure a short reinforcement learning at 1e-6: what the reward gains, which part of the update
 the server sees, and what has to be sent to it.
 
-Claim: bfloat16 weights under ``torch.optim.AdamW`` hardly move; float32 masters move, and the
-server sees a part of it; ``word`` with random low bits is seen at once.
+Claim: at this rate 100 steps change no reward beyond its noise, whatever the storage. bfloat16
+weights under ``torch.optim.AdamW`` hardly move, and of float32 masters' movement the server sees a
+part. A step changes about 0.3 % of the visible weights.
 
 Model: SmolLM2-135M-Instruct of ``finetune.py``. Trainer: TRL's ``GRPOTrainer``, 4 completions of 12
 tokens of one prompt a step. Reward: ten times the share of the letter "e". Weights are seen in
@@ -195,7 +196,8 @@ def served(model: nn.Module, folder: Path, how: dict[str, str]) -> list[str]:
 def shown() -> str:
     """Return the table of the records."""
     lines = []
-    runs = [json.loads(line) for line in FILE.read_text().splitlines()]
+    text = FILE.read_text() if FILE.is_file() else ""
+    runs = [json.loads(line) for line in text.splitlines()]
     for run in runs:
         first = statistics.fmean(run["rewards"][:20])
         final = run["rewards"][-20:]

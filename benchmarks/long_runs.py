@@ -25,21 +25,21 @@ from __future__ import annotations
 
 import argparse
 import copy
-import fcntl
 import itertools
 import json
 import math
 import random
 import statistics
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from _others_training import FORMULAS, cut, formula_bytes
+from _others_training import FORMULAS, PEERS, cut, formula_bytes
 from board import table
-from peers import PEERS, bytes_held
+from finetune import append
+from peers import bytes_held
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -200,11 +200,11 @@ class Trained:
     """A copy of the model, its optimizer, and what its forward pass sees."""
 
     def __init__(self, row: str, model: nn.Module, lr: float, seed: int) -> None:
-        self.formula = FORMULAS.get(row.removesuffix(" random"))
+        name = row.removesuffix(" random")
+        self.formula = FORMULAS.get(name)
         self.generator = None
         if row == STOCHASTICALLY:
             self.generator = torch.Generator().manual_seed(seed)
-        name = row.removesuffix(" random")
         self.is_wide = row == STOCHASTICALLY or name == "autocast"
         self.is_random = row.endswith(" random")
         self.model = copy.deepcopy(model)
@@ -213,11 +213,10 @@ class Trained:
         elif self.is_random:
             ng.fill_low_bits(self.model, seed=seed)
         options: dict[str, Any] = {"lr": lr, "betas": BETAS, "weight_decay": 0.0}
-        peers = {peer.name: peer for peer in PEERS}
         if self.is_wide:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **options, fused=True)
-        elif row in peers:
-            self.optimizer = peers[row].make(self.model.parameters(), **options, eps=1e-8)
+        elif row in PEERS:
+            self.optimizer = PEERS[row].make(self.model.parameters(), **options, eps=1e-8)
         else:
             self.optimizer = ng.AdamW(
                 self.model.named_parameters(),
@@ -361,9 +360,7 @@ def main() -> None:
         if job in records():
             continue
         run = fine_tuned(job, model, second)
-        with FILE.open("a") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            stream.write(json.dumps(asdict(run)) + "\n")
+        append(run, FILE)
         print(row, lr, steps, seed, run.losses, flush=True)
 
 

@@ -155,7 +155,8 @@ def distilled(model: Any, batch: Any) -> Tensor:
 
 def entropy_bonus(model: Any, batch: Any) -> Tensor:
     log_p = model(batch[0])[:, :-1].log_softmax(-1)
-    return -log_p.gather(-1, batch[0][:, 1:, None]).mean() + (log_p.exp() * log_p).sum(-1).mean()
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return -log_p.gather(-1, batch[0][:, 1:, None]).mean() - 0.01 * entropy.mean()
 
 
 def selected(model: Any, batch: Any) -> Tensor:
@@ -245,6 +246,7 @@ HEALTHY: dict[str, tuple[Any, Any, Loss, dict[str, Any]]] = {
     "distilled": (Model(), PADDED, distilled, {"learns": "a distribution", "smoothed_alone": 0, "weight_sum": 1.0}),
     "all positions": (Model(ahead=LENGTH), data(False), autoencoded, {"shift": 0, "sees_later": True}),
     "selected rows": (Model(), PADDED, selected, {"shift": None, "learns": "a label", "learned": LEARNED} | EQUAL),
+    "entropy bonus": (Model(), data(False), entropy_bonus, {"smoothing": None}),
     "classes": (nn.Linear(8, 5), CLASSES, by_class, {"weights": "label", "learned": 12, "shift": None, "sees_later": None}),
     "contrastive": (nn.Linear(8, 5), CLASSES, contrastive, {"learned": 24, "learns": "a label"} | EQUAL),
     "segmentation": (nn.Linear(8, 5), PIXELS, segmentation, {"learned": 72, "learns": "a label"} | EQUAL),
@@ -254,6 +256,7 @@ FAULTS: dict[str, tuple[Any, Any, Loss, str]] = {
     "shifted twice": (Model(), PADDED, twice_shifted, "wrong-shift counts-unlearned"),
     "fused, shifted twice": (Model(), data(False), lambda m, b: fused(m, b, 2), "wrong-shift"),
     "one token ahead": (Model(ahead=1), PADDED, usual, "wrong-shift"),
+    "seven tokens ahead": (Model(ahead=7), data(False), usual, "wrong-shift"),
     "sees all": (Model(ahead=LENGTH), data(False), usual, "sees-its-target"),
     "padding learned": (Model(), PADDED, pads_learned, "padding-learned"),
     "padding seen": (Model(ahead=LENGTH), PADDED, pads_seen, "padding-seen"),
@@ -282,3 +285,78 @@ def test_a_fault_of_the_loss_is_named(name: str) -> None:
     lesson = ng.teaches(model, batch, loss)
     assert {reading.what for reading in lesson} >= {expected.split()[0]}
     assert {reading.what for reading in lesson} <= {*expected.split()}
+
+
+class Positioned(Model):
+    """A model that looks positions up in a table as large as that of tokens."""
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__()
+        self.positions = positions
+        self.table = nn.Embedding(V, WIDTH)
+
+    def hidden(self, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+        return super().hidden(tokens, real) + self.table(self.positions)
+
+
+COUNT = torch.arange(LENGTH).expand(ROWS, -1)
+POSITIONS = {
+    "counted": COUNT,
+    "one row": COUNT[:1],
+    "padded on the left": (COUNT - torch.tensor([[0], [3], [6], [1]])).clamp_min(0),
+    "padded on the left with ones": (COUNT - 4).where(COUNT >= 4, 1),
+    "padded on the right": COUNT.clamp_max(12),
+    "packed": torch.cat([COUNT[:, :7], COUNT[:, :13]], 1),
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_positions_are_not_taken_for_tokens(kind: str) -> None:
+    lesson = ng.teaches(Positioned(POSITIONS[kind]), PADDED, usual)
+    assert lesson.taught["shift"] == 1 and lesson.taught["learns"] == "token t+1"
+    assert lesson.taught["sees_padding"] is False and lesson.ok
+
+
+class Classifier(Model):
+    """A classifier of sequences, with a hidden layer as wide as the table of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels = nn.Linear(V, 4)
+
+    def forward(self, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+        return self.labels(self.head(self.hidden(tokens, real)).mean(1))
+
+
+def policy(model: Any, batch: Any) -> Tensor:
+    """A policy's loss, which is about 0 and not learned."""
+    log_p = model(batch[0])[:, :-1].log_softmax(-1).gather(-1, batch[0][:, 1:, None])
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
+    ratio = (log_p - log_p.detach()).exp()
+    return -(ratio * advantages[:, None, None]).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "line"),
+    [
+        (Classifier(), lambda m, b: F.cross_entropy(m(b[0]), torch.arange(ROWS)), "ln 4"),
+        (Model(), usual, "ln 48"),
+        (Model(), lambda m, b: usual(m, b, reduction="sum"), ""),
+        (Model(), policy, ""),
+    ],
+)
+def test_a_loss_is_beside_that_of_equal_probabilities_of_its_classes(
+    model: nn.Module, loss: Loss, line: str
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    check = ng.check(model, optimizer, batch=data(False), loss=loss)
+    found = [words for words in check.lines if words.startswith("loss ")]
+    assert [line in words for words in found] == [True] * bool(line)
+    assert "loss-at-start" not in [reading.what for reading in check]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 7])
+def test_positions_that_see_their_label_see_later_tokens(ahead: int) -> None:
+    lesson = ng.teaches(Model(ahead=ahead), data(False), usual)
+    assert lesson.taught["sees_later"] is True
+    assert [reading.what for reading in lesson] == ["wrong-shift"]

@@ -161,7 +161,7 @@ class Alarms:
         worst tensor.
 
         Args:
-            row: the new row (see :data:`narrowgauge.runs.schema.GAUGE`). Pass rows in the order of
+            row: the new row of ``gauges.jsonl``. Pass rows in the order of
                 their steps.
         """
         trips: list[_Trip] = []

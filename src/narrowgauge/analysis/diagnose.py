@@ -246,7 +246,7 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     """
     out = skipped or []
     readings = [*_steps(run, skipped), *_losses(run, out), *_scale(run, out), *_ranks(run)]
-    readings += [*_resumes(run), *_audits(run), *_slower(run)]
+    readings += [*_resumes(run), *_audits(run), *_slower(run), *_idle(run)]
     readings += [*_batches(run), *_rates(run, out)]
     readings += map(_of_event, alarms_of(run))
     groups: dict[tuple[str, str], list[Reading]] = {}
@@ -512,7 +512,11 @@ def _slower(run: Run) -> Iterator[Reading]:
         first = start + place * size
         while rates[first - 1] < least:
             first -= 1
+        while rates[first] >= least:
+            first += 1
         last = start + end * size - 1
+        while rates[last] >= least:
+            last -= 1
         value = float(np.median(rates[first : last + 1]))
         begun = int(steps[first])
         ended = int(steps[last])
@@ -524,6 +528,31 @@ def _slower(run: Run) -> Iterator[Reading]:
             words = {"first": begun, "last": ended, "factor": usual / value, "more": more}
             yield kind.reading("", value, usual, kind.bound * usual, begun, **words)
             return
+
+
+def _idle(run: Run) -> Iterator[Reading]:
+    """Yield a device that was idle for most of the median step, and one far below its peak."""
+    for name, what in (("utilization", "idle-device"), ("mfu", "low-mfu")):
+        kind = KINDS[what]
+        values = column(run, "steps", name)
+        if len(values.y) < 2:
+            continue
+        shares = values.y
+        if shares.max() > 1.5:  # in percent
+            shares = shares / 100
+        share = float(np.median(shares))
+        if share < 1 - kind.bound:
+            waits = "".join(_waits(run))
+            step = int(values.x[np.argmax(shares < 1 - kind.bound)])
+            yield kind.reading("", share, 1.0, step=step, more=waits)
+
+
+def _waits(run: Run) -> Iterator[str]:
+    """Yield the recorded times that a step waited, in the median."""
+    for name in ("loader_seconds", "wait_seconds"):
+        values = column(run, "steps", name)
+        if len(values.y):
+            yield f"; {name} is {float(np.median(values.y)):.3g}"
 
 
 def _batches(run: Run) -> Iterator[Reading]:

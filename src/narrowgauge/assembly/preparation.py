@@ -100,10 +100,9 @@ def prepare(
             ``audit_every``, ``compile``, ``momentum`` of :class:`narrowgauge.SGD`, ….
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are
-            summed over ranks,
-        ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each forward and backward
-            pass. The ``state_dict()``
-        of both suffices to resume with the same bits. The model's is the plain model's.
+        summed over ranks, ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each
+        forward and backward pass. The ``state_dict()`` of both suffices to resume with the same
+        bits. The model's is the plain model's.
     Raises:
         RecipeError: an unknown recipe or option, or a model that the recipe cannot train. The model
             is unchanged then.
@@ -307,8 +306,10 @@ def _groups(
 def _check_extra_options(optimizer: Optimizer, extra_options: Mapping[str, dict[str, Any]]) -> None:
     """Refuse options of parameters that the optimizer would never read."""
     # Muon takes options that are not among its defaults.
-    declared = inspect.signature(type(optimizer)).parameters
-    allowed = {*optimizer.defaults, *declared, "rule"} - {"params", "options"}
+    allowed = {*optimizer.defaults, "rule"}
+    for name, declared in inspect.signature(type(optimizer)).parameters.items():
+        if declared.kind is not declared.VAR_KEYWORD and name != "params":
+            allowed.add(name)
     for name, extra in extra_options.items():
         if strange := sorted(map(str, extra.keys() - allowed)):
             raise RecipeError(

@@ -15,7 +15,7 @@ from narrowgauge.checks.float32_copy import Loss
 from narrowgauge.checks.gradients import Backward, gradient_readings
 from narrowgauge.checks.manifest import manifest, parameter_readings
 from narrowgauge.checks.set_up import SetUp, set_up_of
-from narrowgauge.checks.teaches import checked_lesson
+from narrowgauge.checks.teaches import checked_lesson, loss_readings
 from narrowgauge.checks.updates import grid_lines, update_readings
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
@@ -53,8 +53,7 @@ def check(
             by their number.
     Returns:
         The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()``
-            raises otherwise.
-        ``taught`` is a flat dict of what the loss teaches.
+        raises otherwise. ``taught`` is a flat dict of what the loss teaches.
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without
             ``loss``.
@@ -81,11 +80,12 @@ def check(
     lines = manifest(set_up) + grid_lines(set_up)
     taught = Readings()
     if loss is not None:
-        more, words, done = gradient_readings(set_up, batch, loss, backward, unseen)
+        more, words, done, value = gradient_readings(set_up, batch, loss, backward, unseen)
         if all(reading.what != "step-in-backward" for reading in more):
             taught = checked_lesson(set_up, batch, loss, backward, unseen)
-        readings = readings + more + taught.readings
-        lines = taught.lines + lines + words
+        at_start, beside = loss_readings(value, taught.taught)
+        readings = readings + more + at_start + taught.readings
+        lines = taught.lines + lines + beside + words
     if (linears := linears_of(model)) is not None and "narrow" in linears.matrices().values():
         lines.append(str(linears))
     if predicted := set_up.predicted:

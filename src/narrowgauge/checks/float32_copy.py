@@ -29,7 +29,7 @@ _NARROWER = {torch.float32: NARROW, torch.float64: (*NARROW, torch.float32)}
 
 
 def float32_copy(model: nn.Module, *, widens: bool = True) -> nn.Module:
-    """Return a deep copy in float32, unsharded, without wrappers, compiled code or FSDP2 hooks.
+    """Return a deep copy in float32 or wider, unsharded, without wrappers, compiled code or FSDP2 hooks.
 
     All ranks of a sharded model make the call. Our low-precision linear layers are plain in the
     copy.
@@ -50,7 +50,7 @@ def float32_copy(model: nn.Module, *, widens: bool = True) -> nn.Module:
             is_parameter = isinstance(x, nn.Parameter)
             if not widens:
                 values = values.to(gathered.get(x, x.dtype))
-            elif is_parameter or x.dtype in NARROW:
+            elif (is_parameter or x.dtype in NARROW) and x.dtype is not torch.float64:
                 values = values.float()
             if is_parameter:
                 memo[id(x)] = nn.Parameter(values, x.requires_grad)

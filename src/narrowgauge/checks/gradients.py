@@ -111,7 +111,7 @@ class _Configured(NamedTuple):
 
 def gradient_readings(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
-) -> tuple[list[Reading], list[str], list[str]]:
+) -> tuple[list[Reading], list[str], list[str], float]:
     """Compare the gradients of one configured step with the slope of the loss, and with float32's.
 
     All ranks make the call.
@@ -120,17 +120,18 @@ def gradient_readings(
         unseen: filled with the names that could not be compared, and the reasons.
 
     Returns:
-        Readings, the same on every rank; lines; and what was looked at.
+        Readings, the same on every rank; lines; what was looked at; and the loss, NaN if it was not
+            read.
     """
     ranks = all_ranks()
     model = set_up.model
     for p in model.parameters():
         if p.is_complex():
             unseen["the gradient"] = "complex parameters"
-            return [], [], []
+            return [], [], [], math.nan
         if isinstance(getattr(p, "main_grad", None), Tensor):
             unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
-            return [], [], []
+            return [], [], [], math.nan
     outside = set_up.outside
     reference = float32_copy(model)
     versions = [p._version for p in model.parameters()]
@@ -146,7 +147,7 @@ def gradient_readings(
             stepped.append(inner_name(name))
             p.data.copy_(values.data)
     if stepped:
-        return [*KINDS["step-in-backward"].of(stepped)], [], []
+        return [*KINDS["step-in-backward"].of(stepped)], [], [], math.nan
     ranked = _ranked(run, first) if follows else None
     draws = bool(ranks.largest(int(configured.draws)))
     samples = []
@@ -159,8 +160,9 @@ def gradient_readings(
     all_parts = list(chain.from_iterable(of_ranks))
     twin = None if follows else float32_copy(model, widens=False)
 
-    def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
+    def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str], float]:
         lines = []
+        value = math.nan
         done = []
         reasons = dict[str, str]()
         readings = list(_equal_batches(model, of_ranks))
@@ -169,7 +171,7 @@ def gradient_readings(
         with reason_for_none("the slope of the loss", reasons), _of_the_copy(model):
             set_training(reference, True)
             more, words, value = slope_readings(reference, leaves, whole_batch, loss)
-            readings += more + _loss_readings(model, value, words)
+            readings += more
             lines += words
             done.append("the slope of the loss")
         with reason_for_none("the gradient", reasons):
@@ -198,12 +200,12 @@ def gradient_readings(
                     "  structure compared in evaluation mode, since training draws random numbers"
                 )
             done.append(f"gradients of {counted(len(exact.exact), 'tensor')}")
-        return readings, lines, done, reasons
+        return readings, lines, done, reasons, value
 
-    readings, lines, done, reasons = ranks.of_first(compare)
+    readings, lines, done, reasons, value = ranks.of_first(compare)
     unseen |= reasons
     readings += KINDS["missing-parameters"].of(configured.unstepped)
-    return readings, lines + coarse_loss(configured.loss), done
+    return readings, lines + coarse_loss(configured.loss), done, value
 
 
 @contextmanager
@@ -477,29 +479,6 @@ def _equal_batches(model: nn.Module, of_ranks: Sequence[Any]) -> Iterator[Readin
         yield KINDS["equal-ranks"].reading("", len(hashes), 1, words=words)
 
 
-def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Reading]:
-    """Compare a language model's loss at the start with the loss of equal probabilities, ln V."""
-    size = vocabulary_of(model)
-    if size < 2 or not math.isfinite(value):
-        return []
-    uniform = math.log(size)
-    kind = KINDS["loss-at-start"]
-    off = abs(value / uniform - 1)
-    words = f" = ln {size:,}"
-    if off > 0.01:
-        words = f" beside ln {size:,} = {uniform:.4g}"
-    elif off < 1e-5:
-        words += ", so the logits are equal"
-    lines.append(f"loss {value:.4g}{words}")
-    if value < 1e-3 * uniform:
-        words = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
-        return [kind.reading("", value, None, 1e-3 * uniform, words=words)]
-    if value > kind.bound * uniform:
-        words = "more than equal probabilities give: look at the initial weights, or is it a sum?"
-        return [kind.reading("", value, None, kind.bound * uniform, words=words)]
-    return []
-
-
 def coarse_loss(loss: Any) -> list[str]:
     """Return a line about a loss computed in 16 bits: it is read off by up to half an ulp.
 
@@ -751,7 +730,7 @@ def _compared(
         zero = []
     words = "; float32's are not zero"
     readings += KINDS["no-gradient"].of(gone, count=count, words=words)
-    words = ", nor in a float32 copy: the loss does not depend on them"
+    words = ", nor in a float32 copy: no graph leads from the loss to them"
     readings += KINDS["no-gradient"].of(zero, count=count, words=words)
     if not reference.is_sum:
         why_not = "the loss over all of them is no weighted sum of their losses"

@@ -95,8 +95,7 @@ def moved(before: Weights, after: Weights) -> Moved:
         after: the same, later. In another dtype, values of ``before`` are rounded to it first.
     Returns:
         A row for each tensor, and readings: nothing moved, equal tensors, vectors that are exactly
-            1, values that are not
-        finite, other shapes, tensors that one of both lacks.
+        1, values that are not finite, other shapes, tensors that one of both lacks.
     Raises:
         RecordError: a path holds no safetensors file, a damaged one, or tensors in parts: export
             such a checkpoint first.

@@ -72,10 +72,9 @@ def check_resume(
             lost then.
     Returns:
         A reading for each kind of state that differs, causes first: rate, counters, loss scale,
-            generators, batch, states,
-        weights. Notes name states that differ after the load in what ``step`` holds and does not
-            return:
-        variables around the function, attributes of the method's object.
+        generators, batch, states, weights. Notes name states that differ after the load in what
+        ``step`` holds and does not return: variables around the function, attributes of the
+        method's object.
     Raises:
         RecipeError: ``load`` returns no objects by name.
 

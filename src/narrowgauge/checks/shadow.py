@@ -524,7 +524,9 @@ def eager() -> Iterator[None]:
 
 
 def is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return False  # sparse tensors are not followed
+    return x.is_floating_point()
 
 
 def floats_of(tree: Any) -> list[Tensor]:
@@ -551,6 +553,8 @@ def is_integer(x: Any) -> bool:
 
 
 def _key(x: Tensor) -> int:
+    if x.layout is not torch.strided:
+        return 0  # they have no storage
     return int(x.untyped_storage()._cdata)
 
 

@@ -96,9 +96,8 @@ def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) ->
         learned: which rows of logits learn, ``[sequences, columns]``.
     Returns:
         ``offset``, the position of the last token that column 0 sees; ``sees_later``, whether rows
-            that learn see later
-        tokens; ``sees_others``: other sequences; ``sees_padding``; ``first_seen`` by the last row
-            that learns.
+        that learn see later tokens; ``sees_others``: other sequences; ``sees_padding``;
+        ``first_seen`` by the last row that learns.
     """
     places = torch.arange(tokens.shape[1])
     ranks = learned.cumsum(1)

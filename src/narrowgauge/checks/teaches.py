@@ -20,6 +20,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.float32_copy import Loss
 from narrowgauge.checks.gradients import (
+    LEAST_VOCABULARY,
     Backward,
     configured_step,
     has_own_batches,
@@ -217,8 +218,11 @@ class Pass(NamedTuple):
 
 
 def _are_positions(ids: Tensor) -> bool:
-    """Return whether ids count up in each row."""
-    return bool((ids - ids[0, 0] == torch.arange(ids.shape[1], device=ids.device)).all())
+    """Return whether ids count up in each row, stand still over padding, or begin anew."""
+    steps = ids.diff(dim=1)
+    counts_up = steps == 1
+    is_position = counts_up | (steps == 0) | (ids[:, 1:] == ids.min())
+    return bool(is_position.all() and counts_up.any())
 
 
 class Rows:
@@ -226,6 +230,7 @@ class Rows:
 
     Args:
         target: what each row learns.
+        offset: tokens from a row's own to the last one that it sees.
         marks: backward pass, softmax among several over the same tokens, row of ``tokens``, place
             in it; −1 if unknown.
         tokens: of each pass and forward pass.
@@ -236,6 +241,7 @@ class Rows:
         self.weight = target.weight
         self.number, self.head, self.sequence, self.column = marks
         self.first_tokens = None
+        self.offset = 0
         self.tokens = torch.zeros(0, 0, dtype=torch.long)
         if tokens:
             self.first_tokens = tokens[0]
@@ -359,6 +365,8 @@ def _unread(passes: Sequence[Pass], others: list[str]) -> Readings:
         unread |= {f"the target of {term.name}" for term in one.terms if term.name != "Softmax"}
     if unread:
         return Readings(unseen={"what the loss teaches": ", ".join(sorted(unread))})
+    if not passes:
+        return Readings(unseen={"what the loss teaches": "no call of .backward() was seen"})
     line = "not a softmax loss"
     names = ", ".join(name for name in others if name != "a sum")
     if names:
@@ -381,7 +389,8 @@ def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[T
         facts |= seen(seen_by, learned, tokens.cpu(), rows.padding)
     except ArithmeticError:
         return facts
-    rows.column = torch.where(rows.column < 0, -1, rows.column + facts.pop("offset"))
+    rows.offset = facts["offset"]
+    rows.column = torch.where(rows.column < 0, -1, rows.column + rows.offset)
     return facts | {"restart": restart(batch, tokens)}
 
 
@@ -426,16 +435,19 @@ def label_facts(rows: Rows, taught: str) -> Facts:
     if rows.padding is not None:
         facts["padding_learned"] = int((rows.target.label[known] == rows.padding).sum())
     facts["next_share"] = rows.share_at(1, known)
+    tried = dict.fromkeys((*SHIFTS, 1 - rows.offset))
     shifts = []
     for head in rows.head.unique():
         of_head = known & (rows.head == head)
-        shares = {shift: rows.share_at(shift, of_head) for shift in SHIFTS}
-        best = max(SHIFTS, key=shares.__getitem__)
+        shares = {shift: rows.share_at(shift, of_head) for shift in tried}
+        best = max(tried, key=shares.__getitem__)
         if shares[best] >= MOST:
             shifts.append(best)
     if shifts:
         facts["learns"] = "token " + " and ".join(f"t{shift:+d}" for shift in shifts)
         facts["shift"] = shifts[0]
+        if shifts[0] == 1 - rows.offset < 1:
+            facts["sees_later"] = True  # its label, the token after its own, among them
     # The first and the last row of each sequence that learn.
     far = torch.where(learned, rows.column, 1 << 40)
     near = torch.where(learned, rows.column, -1)
@@ -493,14 +505,54 @@ def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
     dtype = min((term.rows.dtype for term in terms), key=lambda dtype: dtype.itemsize)
     unit = 0.0 if dtype.itemsize >= 4 else torch.finfo(dtype).eps / 2
     facts: Facts = {"dtype": dtype_name(dtype), "function": terms[0].name, "log_error": 0.0}
+    facts["classes"] = terms[0].classes
     if unit and terms[0].name == "LogSoftmax":
         facts["log_error"] = unit * float(terms[0].rows.abs().median())
     facts |= {"smoothing": 0.0, "z_loss": 0.0}
     for name, floor in (("smoothing", 1e-4), ("z_loss", 3e-6 + unit)):
-        value = float(getattr(target, name)[known].nanmedian()) if known.any() else 0.0
-        if not abs(value) <= floor:
-            facts[name] = value
+        values = getattr(target, name)[known]
+        value = float(values.nanmedian()) if known.any() else 0.0
+        if abs(value) <= floor:
+            continue
+        # One value for all rows. An entropy looks like another one in each row.
+        spread = (values - value).abs().nanmedian()
+        is_one = value > 0 and spread < _SAME * value + unit
+        facts[name] = value if is_one else None
     return facts
+
+
+def loss_readings(value: float, facts: Facts) -> tuple[list[Reading], list[str]]:
+    """Compare a mean over labels with that of equal probabilities, ln V.
+
+    Sums, losses with other terms, and those that also push probabilities down have no such value.
+
+    Args:
+        value: the loss; NaN if it was not read.
+        facts: that the loss teaches; empty if they were not read.
+    """
+    classes = facts.get("classes", 0)
+    if classes < 2 or not math.isfinite(value) or facts["learns"] == "a distribution":
+        return [], []
+    if facts["unlearned"] or facts["other_terms"] or abs(facts["weight_sum"] - 1) > 0.01:
+        return [], []
+    uniform = math.log(classes)
+    kind = KINDS["loss-at-start"]
+    off = abs(value / uniform - 1)
+    line = f"loss {value:.4g} = ln {classes:,}"
+    if off > 0.01:
+        line = f"loss {value:.4g} beside ln {classes:,} = {uniform:.4g}"
+    elif off < 1e-5:
+        line += ", so the logits are equal"
+    words = ""
+    bound = kind.bound * uniform
+    if 0 <= value < 1e-3 * uniform:
+        words = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
+        bound = 1e-3 * uniform
+    elif value > bound:
+        words = "more than equal probabilities give: look at the initial weights"
+    if words and classes >= LEAST_VOCABULARY:
+        return [kind.reading("", value, None, bound, words=words)], [line]
+    return [], [line]
 
 
 def _warnings(facts: Facts) -> list[Reading]:
@@ -512,7 +564,8 @@ def _warnings(facts: Facts) -> list[Reading]:
     padding_learned = facts["padding_learned"] if shift is not None else 0
     sees_later = facts["sees_later"]
     is_single = facts["weights"] == "equal"
-    is_twice = sees_later is False and shift not in (None, 1) and facts["next_share"] <= HALF
+    is_other = shift not in (None, 1) and facts["next_share"] <= HALF
+    is_twice = is_other and (sees_later is False or facts["offset"] > 0)
     is_exact = is_single and facts["misfit"] < _SAME / 5 and not facts["not_sure"]
     is_counted = is_exact and abs(total * (learned + sequences) / learned - 1) < 3e-4
     is_smoothed = facts["smoothing"] and facts["smoothed_alone"]

@@ -191,14 +191,20 @@ def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
     steps = []
     for p in set_up.trained:
         step = p.rate * float(p.group.get("weight_decay") or 0.0)
+        if p.group.get("decouple_lr"):  # optimi's decay, of another size
+            continue
         if p.decays_alone and 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2):
             lost.append(p)
             steps.append(step)
     if lost:
         row = lost[0].storage
         bits = row.weight.mantissa_bits + 2
+        fused = ""
+        if "fused" in lost[0].group:
+            fused = ", or fused=True"
         yield KINDS["swallowed-decay"].reading(
-            _all(lost), steps[0], None, 2.0**-bits, format=row.visible, bits=bits, fallback=row.fallback
+            _all(lost), steps[0], None, 2.0**-bits, format=row.visible, bits=bits,
+            fallback=row.fallback, fused=fused,
         )  # fmt: skip
 
 

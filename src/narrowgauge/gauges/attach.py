@@ -306,7 +306,7 @@ def attach_gauges(
             of one. Its steps are counted. A Narrowgauge optimizer created without parameter names
             takes the model's names.
         every: number of steps between samples; 0 disables sampling.
-        on_row: called with each record (:data:`narrowgauge.runs.schema.GAUGE`).
+        on_row: called with each record (a row of ``gauges.jsonl``).
             ``ng.analysis.Alarms(recipe).on_gauges(row)`` returns its alarms. ``ng.RunRecorder(…,
             gauges_every=20)`` writes records and raises alarms.
     Returns:

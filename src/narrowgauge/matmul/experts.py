@@ -23,8 +23,8 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.grouped import has_kernels, multiply_experts_at_once
 from narrowgauge.matmul.layer_matmuls import Call, multiply_layer, register
 from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
-from narrowgauge.matmul.operand import Keys
-from narrowgauge.matmul.own_code import NARROW, take_over
+from narrowgauge.matmul.operand import Keys, layer_keys
+from narrowgauge.matmul.own_code import NARROW, stacks_of, take_over
 from narrowgauge.numerics.widening import is_widened, linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
@@ -129,6 +129,9 @@ class GroupedLinear(NarrowLayer):
         self.num_experts = num_experts
         self.begin([f"{name}.{expert}" for expert in range(num_experts)], device, compute)
 
+    def _keys_on(self, device: torch.device | None) -> Tensor:
+        return layer_keys(self.names, device)
+
     def forward(
         self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None
     ) -> Tensor:
@@ -146,7 +149,7 @@ class GroupedLinear(NarrowLayer):
         if not x.numel() or x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
         keys = self.keys()
-        if keys is not None and keys.layer.ndim:
+        if keys is not None:
             keys = keys._replace(layer=keys.layer[expert])
         y = multiply_layer(rows, weight, bias, Call(self.registered_name, keys, len(rows)))
         return cast(Tensor, y.view(*x.shape[:-1], weight.shape[0]))
@@ -312,15 +315,6 @@ def _full_names(name: str, module: nn.Module) -> dict[str, str]:
     """Return the projections of a module of that name, and their names in the model."""
     prefix = f"{name}." if name else ""
     return {projection: f"{prefix}{projection}" for projection in stacks_of(module)}
-
-
-def stacks_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of three dims of a module."""
-    stacks: dict[str, Tensor] = {}
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.ndim == 3 and parameter.is_floating_point():
-            stacks[name] = parameter
-    return stacks
 
 
 def is_experts(module: nn.Module) -> bool:

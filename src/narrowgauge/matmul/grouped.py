@@ -25,15 +25,14 @@ from torch import Tensor
 
 from narrowgauge.matmul import cast_cache, native
 from narrowgauge.matmul.layer_matmuls import REGISTERED, FirstOrder
-from narrowgauge.matmul.operand import Operand, bound
+from narrowgauge.matmul.operand import Operand, bound, cast_blocks, cast_whole
 from narrowgauge.numerics.quantization import (
     blocked,
-    quantize_blocks,
     quantize_whole,
     sides_of,
     tiled_scales,
 )
-from narrowgauge.spec.computes import Cast, Compute, Product
+from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.compile import fused
 from narrowgauge.torch_support.torch_names import is_traced
@@ -141,11 +140,10 @@ def _gathered(x: Tensor, index: Tensor) -> Tensor:
     return torch.where(index[:, None] < 0, 0, rows)
 
 
-def _gathered_plus(x: Tensor, index: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    """Return :func:`_gathered` plus each row's bias of its expert."""
-    rows = torch.arange(len(index), device=x.device)
-    expert = (rows[:, None] >= offsets[None, :]).sum(1).clamp_max(len(bias) - 1)
-    return torch.where(index[:, None] < 0, 0, _gathered(x, index) + bias[expert].to(x.dtype))
+def _gathered_plus(x: Tensor, index: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
+    """Return :func:`_gathered` plus the bias of the expert whose slot each row is."""
+    own = expert[index.clamp_min(0) // ALIGN["rows"]]
+    return torch.where(index[:, None] < 0, 0, _gathered(x, index) + bias[own].to(x.dtype))
 
 
 # ── casts ─────────────────────────────────────────────────────────────────────────────────────────
@@ -199,9 +197,9 @@ def cast_weights(weights: Tensor, cast: Cast, dim: int, kind: str) -> Operand:
 
 
 def _cast_rows(cast: Cast, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    codes, outer = quantize_whole(_gathered(x, token), cast, 1, None, None, None)
-    assert outer is not None
-    return codes.to(torch.float8_e4m3fn), outer.flatten()
+    rows = _gathered(x, token)
+    codes, outer = cast_whole(cast, 1, torch.float8_e4m3fn, rows, None, None, None, None)
+    return codes, outer.flatten()
 
 
 def _tile_amax(align: int, x: Tensor, token: Tensor) -> Tensor:
@@ -230,9 +228,9 @@ def _cast_expert_rows(cast: Cast, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 def _blocks_of(cast: Cast, dim: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the codes of a matrix in blocks, and their scales as exponents, uint8."""
-    codes, inner, _, _ = quantize_blocks(blocked(x, sides_of(cast, dim)), cast, None, None)
-    exponents = inner.flatten(0, 1).flatten(1, 2).view(torch.int32) >> 23 & 0xFF
-    return codes.reshape(x.shape).to(torch.float8_e4m3fn), exponents.to(torch.uint8)
+    blocks = blocked(x, sides_of(cast, dim))
+    codes, exponents, *_ = cast_blocks(cast, dim, torch.float8_e4m3fn, blocks, None, None, None)
+    return codes, exponents
 
 
 def _cast_row_blocks(cast: Cast, x: Tensor, token: Tensor) -> tuple[Tensor, None, Tensor]:
@@ -309,8 +307,7 @@ def _scales_of(operand: Operand) -> Tensor:
     return operand.outer
 
 
-def _multiply(compute: Compute, place: str, lhs: Operand, rhs: Operand, ends: Tensor) -> Tensor:
-    product = compute.products[place]
+def _multiply(product: Product, lhs: Operand, rhs: Operand, ends: Tensor) -> Tensor:
     is_fast = product.accumulation == "fast"
     return multiply_groups(lhs, rhs, ends, kind_of(product), is_fast)
 
@@ -328,14 +325,14 @@ class _Experts(FirstOrder):
         kind = kind_of(compute.output)
         lhs = cast_tokens(x, compute.output.left, slots, kind)
         rhs = cast_weights(weights, compute.output.right, 1, kind)
-        sums = _multiply(compute, "output", lhs, rhs, slots.ends)
+        sums = _multiply(compute.output, lhs, rhs, slots.ends)
         ctx.save_for_backward(x, weights, bias, offsets, *slots)
         ctx.name = name
         size = len(x) * weights.shape[1]
         if bias is None:
             y = fused(size, _gathered, sums, slots.slot)
         else:
-            y = fused(size, _gathered_plus, sums, slots.slot, bias.detach(), offsets)
+            y = fused(size, _gathered_plus, sums, slots.slot, bias.detach(), slots.expert)
         return cast(Tensor, y)
 
     @staticmethod
@@ -363,14 +360,14 @@ def expert_gradients(
         kind = kind_of(product)
         lhs = cast_tokens(grad, product.left, slots, kind)
         rhs = cast_weights(weights, product.right, 0, kind)
-        sums = _multiply(compute, "grad_input", lhs, rhs, ends)
+        sums = _multiply(product, lhs, rhs, ends)
         grad_x = fused(x.numel(), _gathered, sums, slot)
     if needs[1]:
         product = compute.grad_weight
         kind = kind_of(product)
         lhs = cast_features(grad, product.left, slots, kind)
         rhs = cast_features(x, product.right, slots, kind)
-        grad_weights = _multiply(compute, "grad_weight", lhs, rhs, ends).to(weights.dtype)
+        grad_weights = _multiply(product, lhs, rhs, ends).to(weights.dtype)
     if needs[2] and bias is not None:
         grad_bias = _sums_by_expert(grad, offsets).to(bias.dtype)
     return grad_x, grad_weights, grad_bias
@@ -431,7 +428,7 @@ def works(kind: str, device: torch.device) -> bool:
                     return False
         except torch.OutOfMemoryError:
             raise  # not the kernel's fault
-        except (RuntimeError, ValueError, AttributeError, NotImplementedError):
+        except (RuntimeError, ValueError, AttributeError):
             return False
     return True
 

@@ -41,7 +41,6 @@ class NarrowLayer(nn.Module):
         clock_words: the clock as a tensor; ``None`` if no cast takes random bits.
     """
 
-    num_experts: int = 1
     names: tuple[str, ...]
     compute: Compute
     registered_name: str
@@ -68,8 +67,7 @@ class NarrowLayer(nn.Module):
         self.set_clock(self.clock)
 
     def _keys_on(self, device: torch.device | None) -> Tensor:
-        keys = layer_keys(self.names, device)
-        return keys if self.num_experts > 1 else keys[0].clone()
+        return layer_keys(self.names, device)[0].clone()
 
     def set_clock(self, clock: Clock) -> None:
         """Read seed and step from a clock."""

@@ -106,15 +106,15 @@ def cast_matrix(
     x = padded(x, cast, dim)
     size = x.numel()
     if cast.block is None:
-        cast_whole = bound(_cast_whole, cast, dim, dtype)
-        return Operand(*fused(size, cast_whole, x, *(draw or (None, None)), fold, amax))
+        whole = bound(cast_whole, cast, dim, dtype)
+        return Operand(*fused(size, whole, x, *(draw or (None, None)), fold, amax))
     if fold is not None:
         x = x.float() * fold
     if cast.rotation != "none":
         x = fused(size, bound(_rotate, dim), x)
     sides = sides_of(cast, dim)
-    cast_blocks = bound(_cast_blocks, cast, dim, dtype)
-    results = fused(size, cast_blocks, blocked(x, sides), *(draw or (None, None)), amax)
+    in_blocks = bound(cast_blocks, cast, dim, dtype)
+    results = fused(size, in_blocks, blocked(x, sides), *(draw or (None, None)), amax)
     data, scales, _, _, outer = (*results, None)[:5]
     if dtype not in CODES:
         return Operand(data.view(x.shape), outer)
@@ -154,10 +154,13 @@ def bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     return update_wrapper(partial(function, *settings), function)
 
 
-def _cast_whole(
+def cast_whole(
     cast: Cast, dim: int, dtype: torch.dtype,
     x: Tensor, key: Tensor | None, first_row: Tensor | None, fold: Tensor | None, amax: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """Cast a matrix with a scale for all of it or for each row: codes in a dtype, and the scales if
+    there are any.
+    """
     words = None
     if key is not None and first_row is not None:
         words = quantization.random_words(x.shape[0], x.shape[1], key, first_row)
@@ -173,7 +176,7 @@ def _rotate(dim: int, x: Tensor) -> Tensor:
     return quantization.rotate(x, dim)
 
 
-def _cast_blocks(
+def cast_blocks(
     cast: Cast,
     dim: int,
     dtype: torch.dtype,
@@ -182,6 +185,9 @@ def _cast_blocks(
     first_row: Tensor | None,
     amax: Tensor | None,
 ) -> tuple[Tensor, ...]:
+    """Cast a matrix in blocks: codes or values in a dtype, scales in their own format and in
+    float32, their inverses, and the tensor's scale if there is one.
+    """
     words = None
     if key is not None and first_row is not None:
         row_blocks, rows, column_blocks, columns = x.shape
@@ -229,7 +235,7 @@ class Keys(NamedTuple):
     Attributes:
         clock: int32 ``[4]``: seed of the step, index of the micro-batch's first sequence, of its
             first token, and whether one of these was set; see ``clock.Clock``.
-        layer: int32 ``[]``: from the layer's name.
+        layer: int32 ``[]``: from the layer's name; of experts ``[experts]``.
     """
 
     clock: Tensor

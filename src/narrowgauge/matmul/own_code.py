@@ -26,6 +26,15 @@ _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__
 _GROUPED = (torch._grouped_mm,)
 
 
+def stacks_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of three dims of a module."""
+    stacks: dict[str, Tensor] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.ndim == 3 and parameter.is_floating_point():
+            stacks[name] = parameter
+    return stacks
+
+
 class OwnCode:
     """A module of stacked weights whose own forward multiplies them, in low precision."""
 
@@ -50,10 +59,7 @@ class _Products(TorchFunctionMode):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.layers: Any = module.get_submodule(NARROW)
-        self.weights: dict[str, Tensor] = {}
-        for name, weight in module._parameters.items():
-            if weight is not None and weight.ndim == 3:
-                self.weights[name] = weight
+        self.weights = stacks_of(module)
         self.num_calls = 0
         self._turns: dict[tuple[int, ...], int] = {}
 
@@ -124,7 +130,7 @@ def _weight_of(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     if func in _LINEAR:
         return weight
     is_product = func in _GROUPED or func in _MATMUL
-    if not is_product or weight.ndim not in (2, 3) or (weight.ndim == 3 and x.ndim < 2):
+    if not is_product or weight.ndim not in (2, 3):
         return None
     if func in _MATMUL and weight.ndim == 3 and x.ndim != 3:
         return None

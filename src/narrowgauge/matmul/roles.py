@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from narrowgauge.matmul.experts import is_experts, stacks_of
+from narrowgauge.matmul.experts import is_experts
+from narrowgauge.matmul.own_code import stacks_of
 from narrowgauge.torch_support.torch_names import outermost_lists
 
 

@@ -180,8 +180,8 @@ def swap_linears(
             is used.
     Returns:
         A handle on the swapped layers. ``print(linears)`` says what stays wide, and why. A warning
-            names matrices that no
-        ``nn.Linear`` multiplies, and a head that is narrow because you chose so.
+        names matrices that no ``nn.Linear`` multiplies, and a head that is narrow because you chose
+        so.
     Raises:
         RecipeError: an unknown compute, no linear layer to swap, or experts that cannot be swapped.
     Cost: none until the layers are used. The first use of a compute compiles its casts, some

@@ -364,8 +364,7 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         model: provides names for unnamed parameters, here and in later alarms.
     Returns:
         An :class:`Audit`: :class:`AuditedUpdates` per parameter name (``"param 0"`` … for unnamed
-            ones), and their ``total``.
-        It is empty before the first audited step.
+        ones), and their ``total``. It is empty before the first audited step.
     Raises:
         RecipeError: the optimizer is not a Narrowgauge optimizer.
 

@@ -539,9 +539,8 @@ class Optimizer(torch.optim.Optimizer):
             name: ``"weight"``, or a state such as ``"exp_avg"`` or ``"exp_avg_sq"``.
         Returns:
             A copy in the parameter's shape, a DTensor if the parameter is one. States of a matrix
-                rule may have other shapes,
-            and are whole on every rank. Before the first step the weight is the parameter itself
-                and states are zero.
+            rule may have other shapes, and are whole on every rank. Before the first step the
+            weight is the parameter itself and states are zero.
         Raises:
             KeyError: the parameter or the name is unknown.
         """

@@ -9,7 +9,8 @@ moment, so their sum is a peak, not a sum of peaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from narrowgauge.planner.activations import layer_bytes, widths_of
 from narrowgauge.planner.architecture import Architecture
@@ -83,8 +84,9 @@ def _of(count: float, what: str, width: float) -> tuple[float, str]:
     return count * width, f"{count:,.10g} {what} × {width:,.6g} B"
 
 
-def _total(terms: Iterable[Term]) -> float:
-    return sum(term.value for term in terms)
+def _largest(moments: Sequence[Sequence[Term]]) -> Terms:
+    sums = [Terms(tuple(terms)) for terms in moments]
+    return max(sums, key=attrgetter("total"))
 
 
 def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[float, float]]:
@@ -121,7 +123,7 @@ def memory_terms(job: Job) -> Terms:
     for rank in _ranks(job):
         terms = rank.worst_moment()
         peaks.append(Terms((*terms, *_overhead_terms(terms, job.layout))))
-    return max(peaks, key=_total)
+    return max(peaks, key=attrgetter("total"))
 
 
 def host_bytes(job: Job) -> float:
@@ -194,7 +196,7 @@ class _Rank:
             least = min(gradients.value, a.counts.gradients)
             at_peak = gradients._replace(value=least, formula="at this moment, counted")
             moments = [[*always, at_peak, kept, *buffers], [*always, gradients]]
-            return Terms(tuple(max(moments, key=_total)))
+            return _largest(moments)
         # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during
         # forward.
         late = early = gradients
@@ -225,7 +227,7 @@ class _Rank:
             [early, *always, *self.saved, *again, passing, *buffers, *at_start],
             [late, *always, self.layer, passing, *buffers, *at_end],
         ]
-        return Terms(tuple(max(moments, key=_total)))
+        return _largest(moments)
 
     def passing_term(self) -> Term:
         """Return the gradients of activations that a layer's backward holds: of the stream, and of

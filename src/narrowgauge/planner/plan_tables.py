@@ -184,16 +184,16 @@ class Plan:
 
 def _table(columns: Sequence[Column], rows: Sequence[Estimate], title: str) -> Table:
     """Return a table without columns of empty cells, and of clusters and steps if all are equal."""
-    equal = {""}
+    left_out = {""}
     if len(_places(rows)) == 1:
-        equal.add("cluster")
+        left_out.add("cluster")
     else:
-        equal.add("B/param")
+        left_out.add("B/param")
     if len({job.tokens_per_step for job in rows}) == 1:
-        equal.add("a step")
+        left_out.add("a step")
     shown = []
     for column in columns:
-        if column.title not in equal and any(map(column.cell, rows)):
+        if column.title not in left_out and any(map(column.cell, rows)):
             shown.append(column)
     return Table(tuple(shown), list(rows), title)
 

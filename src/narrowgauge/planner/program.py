@@ -25,11 +25,11 @@ FROZEN_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, 
 NF4 has 8-bit scales of 64 weights, and float32 scales of 256 of these (QLoRA, arXiv 2305.14314,
 section 3).
 """
-BASES = ("bfloat16", "int8", "nf4", "nvfp4")
+_NARROW = ("int8", "nf4", "nvfp4")
+BASES = ("bfloat16", *_NARROW)
 """Formats of ``--base``."""
 PARTS = ("attention", "mlp", "experts", "embeddings", "head", "norms", "reference")
 """Parts of a model. ``reference`` is a frozen copy of all others, as DPO and GRPO keep it."""
-_NARROW = ("int8", "nf4", "nvfp4")
 _REST = "rest"
 
 
@@ -291,7 +291,7 @@ def with_parts(program: Program, parts: Mapping[str, str | Part]) -> Program:
     Args:
         parts: rows, or texts of :func:`read_part`, by name of a part.
     Raises:
-        RecipeError: an unknown part, a reference that trains, or nothing that trains.
+        RecipeError: an unknown part, or nothing that trains.
     """
     if not parts:
         return program

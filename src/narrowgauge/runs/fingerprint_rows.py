@@ -34,8 +34,7 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
 
     Returns:
         ``KIND:NAME`` of the difference, the ranks that differ from the others (none if unknown),
-            and a sentence
-        without its full stop. Empty if ranks agree wherever they must.
+        and a sentence without its full stop. Empty if ranks agree wherever they must.
     Example:
         >>> shards = {"weight:a": [7, None, 5, None, 5, None], "weight:a of ranks 1, 3 and 5": [None, 8, None, 6, None, 6]}
         >>> parted_in({"step": 4, "parted": shards})[2]

@@ -104,7 +104,6 @@ TABLES = {kind: _columns(table, _METRICS.get(kind, {})) for kind, table in _DATA
 STEP = TABLES["steps"]
 EVAL = TABLES["evals"]
 EVENT = TABLES["events"]
-GAUGE = TABLES["gauges"]
 SUMMARY = TABLES["summary"]
 METRICS = _METRICS["gauges"]
 """The entries of the lists of each table of a ``gauges.jsonl`` row, in order."""

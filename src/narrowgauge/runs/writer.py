@@ -15,7 +15,7 @@ from pathlib import Path
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, read_bytes, sync, write_whole
+from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, sync, write_whole
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.record import (
     ROW_FILES,
@@ -238,7 +238,7 @@ class RunWriter:
             if row is not None and (last_step is None or row["step"] <= last_step):
                 kept.append(text + b"\n")
         content = b"".join(kept)
-        if (read_bytes(file) or b"").startswith(content):
+        if b"\n".join([*texts, b""]).startswith(content):
             with disk_errors(file):
                 os.ftruncate(self._descriptors[name], len(content))
         else:

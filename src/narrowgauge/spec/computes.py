@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.formats import Format, get_format
+from narrowgauge.spec.formats import Format, bytes_per_number, get_format
 
 Granularity = Literal[
     "none", "tensor", "row", "column", "1x128", "128x1", "128x128", "1x32", "32x1", "1x16", "16x1", "16x16"
@@ -382,7 +382,7 @@ class Compute:
         if self.keeps_codes and self.output.left.carrier and self.output.left.block is None:
             return 1
         format = self.output.left.format if self.is_wide else self.dtype
-        return get_format(format).storage_bits / 8
+        return bytes_per_number(format)
 
 
 def _wide(name: str) -> Product:

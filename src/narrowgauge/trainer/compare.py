@@ -30,7 +30,7 @@ from narrowgauge.trainer import door
 from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, first_free
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data.dataset import data_fingerprint
-from narrowgauge.trainer.data.tokens import read_tokens
+from narrowgauge.trainer.data.tokens import TokenMap, read_tokens
 
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.record import Record
@@ -188,8 +188,9 @@ def define(
         shared = {**own, **shared}
     base = TrainConfig.from_dict(shared).validated()
     folder = Path(out or first_free(Path("comparisons") / Path(base.model).name))
+    tokens = read_tokens(str(base.data))
     for run in present:
-        require_alike(run, base)
+        require_alike(run, base, tokens)
     configs = []
     for recipe, seed, name in plan:
         config = replace(base, recipe=recipe, seed=seed, out=str(folder / name))
@@ -203,10 +204,9 @@ def runs_in(folder: Path) -> list[Run]:
     return [run for run in runs if "recorder" not in run.run]
 
 
-def require_alike(run: Run, config: TrainConfig) -> None:
+def require_alike(run: Run, config: TrainConfig, tokens: TokenMap) -> None:
     """Refuse to compare with a run that has other settings or tokens, recipe and seed aside."""
     changes = door.changed_settings(run.config, config.to_dict())
-    tokens = read_tokens(str(config.data))
     seed = run.config.get("seed", config.seed)
     if run.data_fingerprint != data_fingerprint(tokens, config.held_out, seed):
         changes.append(("data", "other tokens", f"those in {config.data}"))

@@ -23,7 +23,7 @@ from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError, Terminated
-from narrowgauge.gauges.recording.provenance import differences
+from narrowgauge.gauges.recording.provenance import describe_process, differences
 from narrowgauge.gauges.recording.record import Record
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.events import Event
@@ -96,9 +96,11 @@ def resume(folder: str | Path, stop_after: int | None = None, **options: Any) ->
 def _begin(config: TrainConfig, console: Console) -> None:
     folder = Path(str(config.out))
     session = build(config, folder, open_on_ranks(config))
-    content = describe(session)
     with Record(
-        lambda: RunWriter.create(folder, content), config.recipe, console.event, console.row
+        lambda: RunWriter.create(folder, describe(session)),
+        config.recipe,
+        console.event,
+        console.row,
     ) as record:
         tokenizer = session.data.tokenizer_path
         if record.writer is not None and tokenizer is not None:
@@ -131,7 +133,10 @@ def _go_on(run: Run, config: TrainConfig, console: Console, restart: bool) -> No
             session.load(checkpoint)
         step = session.step
         door.require_steps_left(folder, config, step)
-        present = describe(session)
+        present = {
+            "config": config.to_dict(),
+            **describe_process(session.device, session.here.size),
+        }
         _watch(session, record, console)
         if record.writer is not None:
             record.writer.amend({**run.run, "config": present["config"]})

@@ -331,6 +331,7 @@ class _Ruled:
     """
 
     origin: ClassVar[type[nn.Module]]
+    gain: ClassVar[str] = ""
     leaves_plain = False
     # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters
     # itself. After a separate cast their gradients would leave scaled arithmetic in the smaller
@@ -339,7 +340,7 @@ class _Ruled:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        return _revived, (self.origin, getattr(self, "gain", "")), *reduced[2:]
+        return _revived, (self.origin, self.gain), *reduced[2:]
 
 
 def _revived(origin: Any, gain: str) -> nn.Module:
@@ -427,8 +428,6 @@ class _RMSNormLike(_Norm):
 
     ``gain`` says how it applies its weight, see :data:`GAINS`.
     """
-
-    gain: ClassVar[str]
 
     def _normalized(self: Any, real: Tensor, weight: Tensor) -> Tensor:
         return GAINS[self.gain](_unit_rms(real, _epsilon_of(self)), weight, real.dtype)
@@ -519,9 +518,10 @@ def _class_for(name: str, module: nn.Module) -> Any:
     kind = cast(Any, type(module))
     ruled = _ruled_class(kind)
     if ruled is kind and next(module.parameters(recurse=False), None) is not None:
-        ruled = _ruled_class(kind, _gain_of(module))
-    if ruled is kind and next(module.parameters(recurse=False), None) is not None:
-        raise unknown(f"the module '{name}' of class {type(module).__name__}")
+        gain = _gain_of(module)
+        if not gain:
+            raise unknown(f"the module '{name}' of class {type(module).__name__}")
+        ruled = _ruled_class(kind, gain)
     if isinstance(module, nn.Embedding) and (
         module.max_norm or module.scale_grad_by_freq or module.sparse
     ):

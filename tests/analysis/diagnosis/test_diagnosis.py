@@ -114,9 +114,15 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     "steps that become slower and slower": (
         "bfloat16/word", steps(1, seconds=lambda row: 0.2 + row["step"] / 200), 36, "between steps", "", "slower-steps",
     ),
+    "steps that became slower within a block": (
+        "bfloat16/word", steps(AT + 9, seconds=0.4), AT + 9, "between steps", "", "slower-steps",
+    ),
     "steps that were slower for a while": (
         "bfloat16/word", steps(AT, AT + 39, seconds=1.0), AT, "between steps", "", "slower-steps",
     ),
+    "a device that is half idle": ("bfloat16/word", steps(1, utilization=0.4), 1, "between steps", "", "idle-device"),
+    "a device in percent": ("bfloat16/word", steps(1, utilization=40.0), 1, "between steps", "", "idle-device"),
+    "a device far below its peak": ("bfloat16/word", steps(1, mfu=12.0), 1, "between steps", "", "low-mfu"),
     # recorded events
     "a step that is not the rule's": (
         "bfloat16/word", event("warning", 2, detector="rate", tensor="a", stage="optimizer step"), 2, "optimizer step", "a",
@@ -370,6 +376,13 @@ def test_a_fall_of_throughput_in_a_table_names_the_columns_that_changed(tmp_path
     )
     log.write_text("step,loss\n1,3.2\n2,3.1\n")
     assert ng.diagnose(log).unseen["throughput"] == "a column tokens_per_second"
+
+
+@pytest.mark.parametrize(
+    "busy", [{"utilization": 0.6}, {"utilization": 98.0}, {"mfu": 0.21}, {"mfu": 38.0}]
+)
+def test_a_busy_device_is_not_read(busy: dict[str, float]) -> None:
+    assert ng.diagnose(struck("bfloat16/word", steps(1, **busy))).ok
 
 
 # ── the command, and damaged records ──────────────────────────────────────────────────────────────

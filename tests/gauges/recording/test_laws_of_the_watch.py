@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -408,6 +409,113 @@ def test_masters_of_a_loop_s_own_are_no_replaced_parameters() -> None:
     assert not [r for r in readings if r.what in ("replaced-parameters", "missing-parameters")]
     other = [nn.Parameter(torch.randn_like(p.float())) for p in model.parameters()]
     assert "replaced-parameters" in [r.what for r in ng.check(model, torch.optim.AdamW(other))]
+
+
+def test_a_step_of_forward_passes_alone_is_no_evaluation() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    watch = ng.watch(model, optimizer)
+
+    def one_step(step: int) -> None:
+        """Estimate the slope along a direction, and put the weights back up to rounding."""
+        x = torch.randn(16, 8)
+        losses = []
+        with torch.no_grad():
+            for move in (1e-3, -2e-3):
+                generator = torch.Generator().manual_seed(step)
+                for p in model.parameters():
+                    p.add_(torch.randn(p.shape, generator=generator), alpha=move)
+                losses.append(model(x).square().mean())
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                direction = torch.randn(p.shape, generator=generator)
+                p.add_(direction, alpha=1e-3)
+                p.grad = direction * (losses[0] - losses[1]) / 2e-3
+        optimizer.step()
+
+    said = run(20, one_step)
+    watch.remove()
+    assert not [words for words in said if "evaluation" in words]
+
+
+@pytest.mark.parametrize("other_steps", [False, True])
+def test_an_optimizer_that_never_steps_is_said(other_steps: bool) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1e-2)
+    watch = ng.watch(model, optimizer)
+
+    def one_step(step: int) -> None:
+        loss = square(model, 4, 8)
+        loss.backward()
+        if other_steps:
+            other.step()
+        else:
+            watch.step(loss)
+
+    said = run(25, one_step)
+    watch.remove()
+    assert len([words for words in said if "has not stepped" in words]) == 1
+
+
+class Fourier(nn.Module):
+    """Weights of frequencies, and an output that is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+        self.layers = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.ifft(self.layers[0](torch.fft.fft(x)) @ self.weight).real
+
+
+class Bag(nn.Module):
+    """A table whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(50, 8, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.abs().mul(10).long().clamp_max(49))
+
+
+UNUSUAL = {
+    "float64": (nn.Linear(8, 8).double(), torch.optim.NAdam, torch.float64),
+    "complex": (Fourier(), torch.optim.Adam, torch.float32),
+    "sparse gradients": (Bag(), torch.optim.SparseAdam, torch.float32),
+    "a bias before a norm": (
+        nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)),
+        partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+        torch.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_unusual_tensors_are_watched_to_the_end(kind: str) -> None:
+    torch.manual_seed(0)
+    model, make, dtype = UNUSUAL[kind]
+    optimizer = make(model.parameters())
+    ng.check(
+        model,
+        optimizer,
+        batch=torch.randn(16, 8, dtype=dtype),
+        loss=lambda m, b: m(b).square().mean(),
+    )
+    watch = ng.watch(model, optimizer)
+
+    def one_step(step: int) -> None:
+        (model(torch.randn(16, 8, dtype=dtype)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    said = run(60, one_step)
+    watch.remove()
+    assert [words for words in said if not words.startswith("watch: ")] == []
+    assert 0 < watch.numbers()["grad_norm"] < math.inf
 
 
 def test_two_token_types_are_no_vocabulary() -> None:

@@ -45,15 +45,17 @@ class IntendedStep:
         self._is_stochastic = False
         if self.why_not:
             return
+        reasons = dict[str, None]()
         for group in optimizer.param_groups:
             for p in group["params"]:
-                gradient = gradient_of(p)
-                is_dense = gradient is not None and gradient.layout is torch.strided
-                if is_dense and p.numel() and _keeps_visible(optimizer, group, p):
+                reason = _not_repeated(optimizer, group, p)
+                if reason:
+                    reasons[reason] = None
+                else:
                     self._before[p] = _part(p, p).double()
         members = list(self._before)
         if not members:
-            self.why_not = "no tensor is whole on this rank and kept in its weight alone"
+            self.why_not = f"each tensor has {' or '.join(reasons)}"
             return
         try:
             devices = {p.device for p in members if p.is_cuda}
@@ -129,16 +131,25 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _keeps_visible(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> bool:
-    """Return whether the visible weight is all that is kept: no master copy, no compensation, no
-    sharded tensor.
+def _not_repeated(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> str:
+    """Return what keeps the step of a tensor from being repeated on a copy of its weight; empty if
+    nothing does.
     """
+    gradient = gradient_of(p)
+    if gradient is None:
+        return "no gradient"
+    if gradient.layout is not torch.strided or p.is_complex():
+        return "a sparse or complex gradient"
+    if not p.numel():
+        return "no elements"
     state = optimizer.state.get(p, {})
     if any(isinstance(x, Tensor) and plain(x) is not x for x in state.values()):
-        return False  # states that hold codes
+        return "states that hold codes"
     if is_sharded(p) and not (_is_elementwise(optimizer) and local_of(p).numel()):
-        return False
-    return _is_torchs(optimizer) or not storage_of(optimizer, group, p).beside
+        return "a shard on this rank"
+    if not _is_torchs(optimizer) and storage_of(optimizer, group, p).beside:
+        return "a master or a compensation beside it"
+    return ""
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:

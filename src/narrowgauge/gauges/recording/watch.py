@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import swa_utils
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
@@ -32,6 +33,7 @@ from narrowgauge.analysis.thresholds import (
     UNIFORM_STEPS,
     UNSTEPPED,
 )
+from narrowgauge.checks.float32_copy import is_called_from
 from narrowgauge.checks.gradients import has_own_batches, vocabulary_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
@@ -56,6 +58,9 @@ _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these
 parts.
 """
+_LEAST_SHARE = 1e-6
+"""Of the largest gradient's norm. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
+_CALLS_WITHOUT_STEP = 3
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
@@ -69,6 +74,19 @@ class _Interval(NamedTuple):
     num_passes: int = 0
     num_backward: int = 0
     gradient: tuple[int, int] = (0, 0)
+
+
+def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return norms, in float32 or wider: squares overflow in float16."""
+    if not gradients:
+        return ()
+    wide = torch.float32
+    parts = []
+    for x in gradients:
+        part = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        parts.append(part)
+        wide = torch.promote_types(wide, part.dtype)
+    return torch._foreach_norm(parts, 2, wide)
 
 
 class Watch(Listener):
@@ -116,6 +134,7 @@ class Watch(Listener):
         self._told: dict[str, float] = {}
         self._has_moved: set[str] = set()
         self._had_gradient: set[str] = set()
+        self._had_more: set[str] = set()  # than rounding of the others' gradients
         self._is_bad = False
         self._num_zero = 0
         self._num_uniform = 0
@@ -135,6 +154,8 @@ class Watch(Listener):
         self._frozen: dict[Tensor, Tensor] = {}
         # Between steps:
         self._unread: list[tuple[int, list[str], HostCopy]] = []
+        self._num_calls = 0  # of step()
+        self._is_evaluated = False
         self._was_evaluated = False
         self._has_own_writes = False
         self._num_evaluated = 0
@@ -231,6 +252,10 @@ class Watch(Listener):
         Args:
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
         """
+        self._num_calls += 1
+        if self._num_calls == _CALLS_WITHOUT_STEP and self._step == 0:
+            words = f", and watch.step() was called {self._num_calls} times: does the loop step?"
+            self._report([KINDS["never-steps"].reading("", self._num_backward, words=words)])
         if loss is not None:
             self.unseen.pop("losses of ranks", None)
             if isinstance(loss, Tensor):
@@ -264,8 +289,11 @@ class Watch(Listener):
     # ── forward and backward ──────────────────────────────────────────────────────────────────────
 
     def before_evaluation(self) -> None:
-        """Note the mode of an evaluation."""
+        """Note the mode of a pass without gradients. One in training mode may be part of a step."""
+        if is_called_from(swa_utils.__file__, "update_bn"):
+            return  # which must run in training mode
         self._evaluations.add(_trains(self._dropouts))
+        self._is_evaluated |= not self.watched_model.training
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Note the mode of a pass, and hash the first batch on several ranks."""
@@ -318,7 +346,8 @@ class Watch(Listener):
             others = stepped.difference(self.optimizers)
             if others and others == stepped:
                 names = of_all(type(other).__name__ for other in others)
-                self._report([KINDS["never-steps"].reading("", UNSTEPPED, others=names)])
+                words = f", and another one has ({names}): watch the one that steps"
+                self._report([KINDS["never-steps"].reading("", UNSTEPPED, words=words)])
         if self._here.size > 1 and self._is_sampled(self._step + 1):
             # The ranks' gradients are not summed yet.
             step, square = self._square
@@ -353,8 +382,7 @@ class Watch(Listener):
             self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
         self._flags = {f"output:{name}": x for name, x in self._sums.items()}
         self._sums = {}
-        # In float16 squares overflow.
-        norms = torch._foreach_norm([*gradients.values()], 2, torch.float32) if gradients else ()
+        norms = _norms([*gradients.values()])
         # Of torch.amp.GradScaler, for fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
         for name, norm in zip(gradients, norms, strict=True):
@@ -444,8 +472,9 @@ class Watch(Listener):
         steps.
         """
         things = of_all(f"dropout {m.p:g}" for m in self._dropouts) or "batch statistics"
-        self._was_evaluated = bool(self._evaluations)
-        self._num_evaluated += self._was_evaluated
+        self._was_evaluated = self._is_evaluated
+        self._is_evaluated = False
+        self._num_evaluated += bool(self._evaluations)
         kind = KINDS["wrong-mode"]
         if self._modal and self._modes == {False}:
             words = f"the model trains in evaluation mode, without {things}: call model.train()"
@@ -519,6 +548,8 @@ class Watch(Listener):
         yield from self._nonfinite_readings(step, outputs, names, is_skipped)
         if not is_skipped:
             self._had_gradient |= {name for name, norm in norms.items() if 0 < norm < math.inf}
+            least = _LEAST_SHARE * max(norms.values(), default=0.0)
+            self._had_more |= {name for name, norm in norms.items() if norm > least}
         self._num_zero += 1
         if any(norms.values()):
             self._num_zero = 0
@@ -668,7 +699,7 @@ class Watch(Listener):
                     unmoving |= {*group["params"]}
         still = [name for name in still if name in settled and name not in without]
         at_zero = [name for name in still if self._trained[name] in unmoving]
-        rounded = [name for name in still if name not in at_zero]
+        rounded = [name for name in still if name not in at_zero and name in self._had_more]
         kind = KINDS["never-moved"]
         cause = "the learning rate of the group is 0"
         yield from kind.of(at_zero, step, count=count, cause=cause)

@@ -39,8 +39,7 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
         index: palette index of the run.
     Returns:
         A Plotly figure with a slider over at most :data:`MOST_STEPS` steps, including the first and
-            the last. Its ``frames``
-        hold the heights of the bars, per step and panel.
+        the last. Its ``frames`` hold the heights of the bars, per step and panel.
     """
     counted = []
     for row in rows:
@@ -118,8 +117,7 @@ def format_ranges() -> list[Row]:
 
     Returns:
         Rows ``name, subnormal, normal, max`` in binary exponents, and ``zero_below`` and ``last``.
-            Bins below ``zero_below``
-        round to zero in the format. Bins above ``last`` overflow.
+        Bins below ``zero_below`` round to zero in the format. Bins above ``last`` overflow.
     """
     rows = []
     for name in SHOWN_FORMATS:

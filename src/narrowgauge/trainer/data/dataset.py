@@ -122,7 +122,7 @@ class Dataset:
         """
         self.require(sequence_length)
         num_windows = (len(self.valid) - 1) // sequence_length
-        num_chosen = min(limit, num_windows)
+        num_chosen = self.num_validation(limit, sequence_length)
         chosen = np.arange(num_chosen) * num_windows // num_chosen
         return self._windows(self.valid, chosen[rows or slice(None)], sequence_length)
 
