@@ -67,7 +67,9 @@ class Fault:
 
     def at(self, usual: int) -> int:
         """The first step that it spoils, where ``usual`` is that of most faults."""
-        return 1 if self.from_start else max(self.earliest, usual)
+        if self.from_start:
+            return 1
+        return max(self.earliest, usual)
 
     def deadline(self, at: int, every: int) -> int:
         """The last step at which the event is in time, with gauges sampled every so many steps."""
@@ -126,7 +128,9 @@ def nan_batch(session: Session) -> None:
     spoiled = session.step
 
     def change(hidden: Tensor) -> Tensor:
-        return hidden * math.nan if session.step == spoiled and torch.is_grad_enabled() else hidden
+        if session.step == spoiled and torch.is_grad_enabled():
+            return hidden * math.nan
+        return hidden
 
     wrap_forward(session.model.get_input_embeddings(), change)  # type: ignore[operator]
 
@@ -192,9 +196,9 @@ def scale_gradients(session: Session, factor: float) -> None:
 
     def loss(tokens: Tensor) -> Tensor:
         value = true_loss(tokens)
-        return (
-            value.detach() + factor * (value - value.detach()) if torch.is_grad_enabled() else value
-        )
+        if torch.is_grad_enabled():
+            return value.detach() + factor * (value - value.detach())
+        return value
 
     session.loss = loss
 

@@ -54,7 +54,9 @@ class Shape:
     @property
     def attention(self) -> int:
         """Heads times their size."""
-        return self.heads * self.head_dim if self.head_dim else self.hidden
+        if self.head_dim:
+            return self.heads * self.head_dim
+        return self.hidden
 
     @property
     def matmul_parameters(self) -> int:

@@ -61,7 +61,9 @@ class PublishedStates:
 
     def codes(self, count: int) -> tuple[Kept, Kept]:
         """How both moments of a tensor of ``count`` values are kept."""
-        return (FLOAT32, FLOAT32) if count < self.least else (self.exp_avg, self.exp_avg_sq)
+        if count < self.least:
+            return (FLOAT32, FLOAT32)
+        return (self.exp_avg, self.exp_avg_sq)
 
     def bytes_per_param(self, *shape: int) -> float:
         """Bytes per parameter of a matrix: weight, bfloat16 gradient and states, counted from
@@ -95,11 +97,10 @@ def by_power_of_two(x: Tensor, dtype: torch.dtype) -> Parts:
     of 0.
     """
     amax = x.abs().amax().double()
-    exponent = (
-        torch.floor(torch.log2(torch.finfo(dtype).max / amax))
-        if amax > 0
-        else torch.zeros_like(amax)
-    )
+    if amax > 0:
+        exponent = torch.floor(torch.log2(torch.finfo(dtype).max / amax))
+    else:
+        exponent = torch.zeros_like(amax)
     scale = torch.exp2(exponent.clamp(-126, 126)).float()
     return (x * scale).to(dtype), 1 / scale
 

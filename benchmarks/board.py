@@ -144,13 +144,9 @@ class Job:
         A peer steps the model of ``naive``; published states replace those of ``master``.
         """
         sizes, (lr, beta2) = dict(vars(self.setting)), self.cell
-        stand_in = (
-            "naive"
-            if self.row in PEERS
-            else MASTER
-            if self.row in (NO_DECAY, *FORMULAS)
-            else self.row
-        )
+        stand_in = "naive"
+        if self.row not in PEERS:
+            stand_in = MASTER if self.row in (NO_DECAY, *FORMULAS) else self.row
         recipe = parse(stand_in if "/" in stand_in else f"bfloat16/{stand_in}")
         sizes |= {
             "lr": lr,
@@ -230,7 +226,10 @@ class Record:
 def records_of(setting: Setting, file: Path = FILE) -> list[Record]:
     """Return the records of a setting."""
     try:
-        lines = file.read_text().splitlines() if file.is_file() else []
+        if file.is_file():
+            lines = file.read_text().splitlines()
+        else:
+            lines = []
         records = [Record(**json.loads(line)) for line in lines]
     except (ValueError, TypeError) as error:
         raise RecordError(
@@ -256,11 +255,9 @@ def vectors() -> str:
     """Return what decides the bits of a run beside torch: the GPU, or the vector instructions of
     the processor.
     """
-    return (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else torch.backends.cpu.get_cpu_capability()
-    )
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return torch.backends.cpu.get_cpu_capability()
 
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────────
@@ -486,7 +483,9 @@ def shown(cells: Sequence[Sequence[float]]) -> str:
     if not math.isfinite(mean):
         return "diverged"
     text = f"{mean:+.4f}".replace("-", MINUS) + (f" ± {half:.4f}" if math.isfinite(half) else "")
-    return text if seeds >= FEW_SEEDS else f"{text} ({seeds} seed{'s' * (seeds > 1)})"
+    if seeds >= FEW_SEEDS:
+        return text
+    return f"{text} ({seeds} seed{'s' * (seeds > 1)})"
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -511,22 +510,22 @@ def cost_table(
             continue
         cost = [differences(records, row, cell, baseline) for cell in cells]
         edqs = [run.late_edq for run in runs if run.late_edq is not None]
-        name = (
-            f"{row} ({runs[-1].package})"
-            if row in PEERS
-            else row
-            if row == NO_DECAY
-            else f"`{row}`"
-        )
-        edq = f"{statistics.fmean(edqs):.3f}" if edqs else "–"
+        if row in PEERS:
+            name = f"{row} ({runs[-1].package})"
+        else:
+            name = row if row == NO_DECAY else f"`{row}`"
+        edq = "–"
+        if edqs:
+            edq = f"{statistics.fmean(edqs):.3f}"
         figures = [shown([cell]) for cell in cost] + ([shown(cost)] if len(cells) > 1 else [])
         lines.append([name, f"{runs[-1].bytes_per_param:.2f}", edq, *figures])
-    over_all = ["all cells"] if len(cells) > 1 else []
-    return (
-        table(["row", "B/param", "late EDQ", *map(cell_name, cells), *over_all], lines)
-        if lines
-        else ""
-    )
+    if len(cells) > 1:
+        over_all = ["all cells"]
+    else:
+        over_all = []
+    if lines:
+        return table(["row", "B/param", "late EDQ", *map(cell_name, cells), *over_all], lines)
+    return ""
 
 
 def controls(records: Sequence[Record], cells: Sequence[Cell]) -> str:
@@ -535,13 +534,10 @@ def controls(records: Sequence[Record], cells: Sequence[Cell]) -> str:
     for row in CONTROLS:
         cost = max([[], *(differences(records, row, cell) for cell in cells)], key=len)
         mean, half = interval(cost) if cost else (0.0, math.inf)
-        lost = (
-            "lost"
-            if mean > half or mean == math.inf
-            else "undecided"
-            if math.isinf(half)
-            else "**did not lose**"
-        )
+        if mean > half or mean == math.inf:
+            lost = "lost"
+        else:
+            lost = "undecided" if math.isinf(half) else "**did not lose**"
         lines.append(f"- `{row}`: {f'{shown([cost])}, {lost}' if cost else 'no run yet'}.")
     return "\n".join(lines)
 
@@ -641,7 +637,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PAGE.write_text(filled_page(PAGE.read_text()))
         return 0
     if options.add and not options.quick:
-        rows = ROWS if options.add == ["all"] else (MASTER, *options.add)
+        if options.add == ["all"]:
+            rows = ROWS
+        else:
+            rows = (MASTER, *options.add)
         wanted = jobs(setting, rows, options.seeds, options.data)
         return int(
             add(

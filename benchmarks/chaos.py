@@ -361,15 +361,24 @@ def struck(
     sizes = []
     for sitting in range(STRIKES):
         sizes.append(draw.choice([1, 2, 3]))
-        words = ["resume", str(run)] if is_run(run) and draw.random() < 0.5 else place.train(run)
+        if is_run(run) and draw.random() < 0.5:
+            words = ["resume", str(run)]
+        else:
+            words = place.train(run)
         is_struck = not sitting or draw.random() < 0.3
         number = draw.randrange(1, 60 if sitting else place.num_calls)
-        strikes = {draw.randrange(sizes[-1]): at_call(number, strike)} if is_struck else {}
+        if is_struck:
+            strikes = {draw.randrange(sizes[-1]): at_call(number, strike)}
+        else:
+            strikes = {}
         ranks = start_ranks(at / f"sitting{sitting}", words, sizes[-1], strikes)
         statuses = wait_for_ranks(ranks, kill_together)
         # Before the first step a SIGTERM ends a process at once.
         ends = {0, 1, 2, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL}
-        allowed = ends if is_struck else {0}
+        if is_struck:
+            allowed = ends
+        else:
+            allowed = {0}
         if not allowed.issuperset(statuses):
             raise Broken(
                 f"{words[0]} ended with {statuses} on {sizes}: "

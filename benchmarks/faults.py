@@ -130,11 +130,10 @@ def loss_guard(losses: list[float]) -> Readings:
     past = deque[float](maxlen=LOSSES)
     readings = Readings()
     for step, loss in enumerate(losses, start=1):
-        limit = (
-            statistics.fmean(past) + SIGMAS * statistics.stdev(past)
-            if len(past) == LOSSES
-            else math.inf
-        )
+        if len(past) == LOSSES:
+            limit = statistics.fmean(past) + SIGMAS * statistics.stdev(past)
+        else:
+            limit = math.inf
         if not math.isfinite(loss) or loss > limit:
             readings.append(Reading(step, "loss", "", "loss-guard", loss, None, limit))
         else:
@@ -161,7 +160,9 @@ def histograms(loop: Loop) -> Readings:
             past[name].append(
                 "no-gradient" if square == 0 else "" if is_near else "gradient-factor"
             )
-            what = past[name][0] if past[name].count(past[name][0]) == SAMPLES else ""
+            what = ""
+            if past[name].count(past[name][0]) == SAMPLES:
+                what = past[name][0]
             if what := what if math.isfinite(square) else "nonfinite-gradient":
                 readings.append(Reading(loop.step, "gradient", name, what, square**0.5))
             squares[name] = 0.0
@@ -319,7 +320,9 @@ def confusion(rows: list[Row], places: dict[str, dict[str, str]]) -> Iterator[di
         said["both of ours"] = min((said[tool] for tool in OURS), key=[*SIGNS].index)
     for tool in (*OURS, "both of ours", *ALONE[len(OURS) :], *BESIDE):
         counts = {place: sum(said[tool] == place for said in faults) for place in SIGNS}
-        accused = "–" if tool in BESIDE else sum(said[tool] != "silent" for said in healthy)
+        accused = "–"
+        if tool not in BESIDE:
+            accused = sum(said[tool] != "silent" for said in healthy)
         yield {"tool": tool, **counts, "healthy loops accused": accused}
 
 
@@ -350,7 +353,8 @@ def main() -> int:
     options.threads = 1
     report = Report("faults", options, peers=("transformers",))
     rows = [row for row in (*FAULTS, *HEALTHY) if not options.rows or row.name in options.rows]
-    rows = [*FAULTS[:2], HEALTHY[0]] if options.quick else rows
+    if options.quick:
+        rows = [*FAULTS[:2], HEALTHY[0]]
     places: dict[str, dict[str, str]] = {row.name: {} for row in rows}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

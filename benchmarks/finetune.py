@@ -118,7 +118,10 @@ Records = dict[tuple[str, str, float, int, int], Run]
 
 def runs(file: Path = FILE) -> Records:
     """Return the records by model, row, rate, steps and seed."""
-    lines = file.read_text().splitlines() if file.is_file() else []
+    if file.is_file():
+        lines = file.read_text().splitlines()
+    else:
+        lines = []
     return {run.key: run for run in (Run(**json.loads(line)) for line in lines)}
 
 
@@ -209,7 +212,10 @@ def prepared(
         if start == "random":
             ng.fill_low_bits(model, seed=seed)
         return torch.optim.AdamW(model.parameters(), **options, fused=True)
-    recipe = name if "/" in name else f"bfloat16/{name}"
+    if "/" in name:
+        recipe = name
+    else:
+        recipe = f"bfloat16/{name}"
     if start != "float32":
         ng.cast_parameters(model, torch.bfloat16)
     low_bits = "random" if start == "random" else "zero"
@@ -302,9 +308,10 @@ def fine_tuned(job: tuple[str, str, float, int, int], start: Start, batch_size: 
     if formula is not None:
         size = formula_bytes(formula, optimizer)
     else:
-        size = (
-            optimizer.bytes_per_param() if is_ours else 16.0 if autocast else bytes_held(optimizer)
-        )
+        if is_ours:
+            size = optimizer.bytes_per_param()
+        else:
+            size = 16.0 if autocast else bytes_held(optimizer)
     edq = edq if edq is not None and math.isfinite(edq) else None
     date = datetime.now(timezone.utc).date().isoformat()
     return Run(

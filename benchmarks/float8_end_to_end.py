@@ -62,7 +62,9 @@ class Case(NamedTuple):
     micro_batches: int
 
     def __str__(self) -> str:
-        sums = f"e5m2, {self.rounding}" if self.rounding else "float32"
+        sums = "float32"
+        if self.rounding:
+            sums = f"e5m2, {self.rounding}"
         return f"{self.recipe}, sums of {self.micro_batches} in {sums}"
 
 

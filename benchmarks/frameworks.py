@@ -173,7 +173,10 @@ def plain(side: str, seed: int, tied: bool = False, **options: Any) -> list[floa
 @set_up("own loop, bfloat16 model", "transformers")
 def bfloat16_model(side: str, seed: int) -> list[float]:
     """The model computes in bfloat16 on both sides; torch's holds float32 weights under autocast."""
-    model = llama(seed) if side == "torch" else ng.cast_parameters(llama(seed), torch.bfloat16)
+    if side == "torch":
+        model = llama(seed)
+    else:
+        model = ng.cast_parameters(llama(seed), torch.bfloat16)
     optimizer = adamw(side, model.parameters())
     return trained(
         model,
@@ -311,7 +314,10 @@ def convolutions(side: str, seed: int) -> list[float]:
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 4)
     )
-    kept = {"keep_float32": lambda _, p: p.ndim < 2} if side == "ours" else {}
+    if side == "ours":
+        kept = {"keep_float32": lambda _, p: p.ndim < 2}
+    else:
+        kept = {}
     optimizer = adamw(side, model.named_parameters(), **kept)
     losses = []
     images = torch.randn(64, 3, 8, 8)
@@ -413,7 +419,9 @@ def hf_trainer(side: str, model: Any, seed: int, folder: str, **changes: Any) ->
     args = TrainingArguments(folder, seed=seed, **{**HF_DEFAULTS, **changes})
     rows = [{"input_ids": row, "labels": row} for row in sequences(seed)]
     trainer = Trainer(model, args, train_dataset=rows)
-    return use_adamw(trainer, storage="word") if side == "ours" else trainer
+    if side == "ours":
+        return use_adamw(trainer, storage="word")
+    return trainer
 
 
 @set_up("HF Trainer, bf16=True, Llama", "transformers", "accelerate")
@@ -450,7 +458,9 @@ def hf_resumed(side: str, seed: int, first: str | None) -> Any:
         checkpoint = f"{folder}/one/checkpoint-8"
         other = hf_trainer(side, llama(seed + 1), seed, f"{folder}/two", **saves)
         other.train(resume_from_checkpoint=checkpoint)
-        return same(begins.model, other.model) if first is None else losses_of(other)
+        if first is None:
+            return same(begins.model, other.model)
+        return losses_of(other)
 
 
 @set_up("HF Trainer, our checkpoint continued by torch", "transformers", "accelerate")
@@ -564,7 +574,10 @@ def of_trl(side: str, seed: int, kind: str, lora: bool = False) -> list[float]:
             **settings,
         )
         is_read = kind in ("GRPO", "RLOO", "DPO", "KTO")
-        name = f"{folder}/model" if is_read else model
+        if is_read:
+            name = f"{folder}/model"
+        else:
+            name = model
         trainer = getattr(trl, f"{kind}Trainer")(name, args=args, **options)
         if side == "ours":
             if getattr(trainer, "ref_model", None) is not None:

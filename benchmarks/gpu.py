@@ -134,7 +134,10 @@ def cast_row(cast: Cast, device: torch.device) -> Row:
         ordinary = torch.randn(300, 520, generator=torch.Generator().manual_seed(dim)).bfloat16()
         for x in (ordinary, edge_values(torch.bfloat16, (300, 520), seed=dim, finite=True)):
             x = padded(x, cast, dim)
-            words = random_words(*x.shape, torch.tensor(17)) if cast.rounding != "nearest" else ()
+            if cast.rounding != "nearest":
+                words = random_words(*x.shape, torch.tensor(17))
+            else:
+                words = ()
 
             def function(x: Tensor, *words: Tensor, dim: int = dim) -> tuple[Tensor, ...]:
                 parts = quantize(x, cast, dim, words=words or None)  # type: ignore[arg-type]
@@ -194,19 +197,24 @@ def reason(error: Exception) -> str:
 
 def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     """Check steps, casts and layers; return whether all pass."""
-    storages = ("word", "compact") if quick else tuple(STORAGES)
+    if quick:
+        storages = ("word", "compact")
+    else:
+        storages = tuple(STORAGES)
     casts = distinct_casts()[: 2 if quick else None]
-    computes = (
-        ("int8-row",)
-        if quick
-        else tuple(name for name, row in COMPUTES.items() if not row.owns_storages)
-    )
+    if quick:
+        computes = ("int8-row",)
+    else:
+        computes = tuple(name for name, row in COMPUTES.items() if not row.owns_storages)
     steps = 5 if quick else 12
     jobs: list[tuple[Any, ...]] = [(step_row, name, device, steps) for name in storages]
     jobs += [(cast_row, cast, device) for cast in casts] + [
         (layer_row, name, device) for name in computes
     ]
-    rows = in_processes(check, jobs) if device.type == "cuda" else [check(*job) for job in jobs]
+    if device.type == "cuda":
+        rows = in_processes(check, jobs)
+    else:
+        rows = [check(*job) for job in jobs]
     report.add(
         "correctness: elements with other bits than the CPU's; of layers the relative error", rows
     )
@@ -283,7 +291,10 @@ def compile_kernels(report: Report, quick: bool) -> bool:
 
     Return whether all pass.
     """
-    architectures = (90,) if quick else (80, 90, 100)
+    if quick:
+        architectures = (90,)
+    else:
+        architectures = (80, 90, 100)
     rules = [
         *(rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)),
         MUON,
@@ -443,7 +454,10 @@ def time_table(
 
 def steps(report: Report, device: torch.device, quick: bool, rounds: int) -> None:
     """Time steps."""
-    large = [(2048, 8192)] * (2 if quick else 64) if device.type == "cuda" else [(256, 64)] * 2
+    if device.type == "cuda":
+        large = [(2048, 8192)] * (2 if quick else 64)
+    else:
+        large = [(256, 64)] * 2
     middle = [(1024, 1024)] * (2 if quick else 32)
     small = [(128, 64)] * (20 if quick else 300)
     for title, shapes in (
@@ -568,7 +582,10 @@ def trained(name: str, start: Start, device: torch.device, steps: int, text: Ten
         if on_gpu:
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-    memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else math.nan
+    if on_gpu:
+        memory = torch.cuda.max_memory_allocated() / 2**30
+    else:
+        memory = math.nan
     with torch.no_grad():
         draws = torch.Generator().manual_seed(2)
         loss = float(torch.stack([loss_of(text[-held_out:], draws) for _ in range(8)]).mean())
@@ -650,7 +667,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = flags.parse_args(arguments)
     if options.compile:
         report = Report("gpu", options, ("triton",))
-        return report.end() if compile_kernels(report, options.quick) else 1
+        if compile_kernels(report, options.quick):
+            return report.end()
+        return 1
     options.quick |= options.rehearse
     if not options.rehearse and not torch.cuda.is_available():
         print(

@@ -196,7 +196,9 @@ def served(model: nn.Module, folder: Path, how: dict[str, str]) -> list[str]:
 def shown() -> str:
     """Return the table of the records."""
     lines = []
-    text = FILE.read_text() if FILE.is_file() else ""
+    text = ""
+    if FILE.is_file():
+        text = FILE.read_text()
     runs = [json.loads(line) for line in text.splitlines()]
     for run in runs:
         first = statistics.fmean(run["rewards"][:20])

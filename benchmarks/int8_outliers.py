@@ -119,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder, how = source_of(options.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     blocks = text_blocks(folder, how, options.text)[1].to(device)
-    blocks = blocks[:2] if options.quick else blocks
+    if options.quick:
+        blocks = blocks[:2]
     rows: list[Row] = []
     wide: list[float] = []
     for form, change in FORMS.items():

@@ -98,7 +98,10 @@ class Run:
 
 def records() -> dict[tuple[str, float, int, int, bool], Run]:
     """Return the runs of the file."""
-    lines = FILE.read_text().splitlines() if FILE.is_file() else []
+    if FILE.is_file():
+        lines = FILE.read_text().splitlines()
+    else:
+        lines = []
     found = [Run(**json.loads(line)) for line in lines]
     return {run.key: run for run in found}
 
@@ -286,7 +289,9 @@ def fine_tuned(job: tuple[str, float, int, int, bool], model: nn.Module, blocks:
         rate = lr * min(1.0, (step + 1) / 10)
         if falls:
             rate *= 1 - step / steps
-        before = flat(trained) if step + 1 == steps else None
+        before = None
+        if step + 1 == steps:
+            before = flat(trained)
         place = int(order[step % len(order)])
         trained.step(rate, train[place : place + 1])
         if before is not None:

@@ -40,11 +40,10 @@ def with_ecc(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Tensor:
     from heavyball.utils import _ULPState
 
     correction = optimizer.state[weight].get(0, {}).get("param::ecc")
-    value = (
-        weight.detach()
-        if correction is None
-        else _ULPState(correction, 127).decode(weight.detach())
-    )
+    if correction is None:
+        value = weight.detach()
+    else:
+        value = _ULPState(correction, 127).decode(weight.detach())
     return value.double()
 
 

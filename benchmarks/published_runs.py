@@ -178,7 +178,9 @@ def cluster_of_run(run: Run, chip: Chip) -> Cluster:
     machine = run.machine
     size = min(machine["chips_per_node"], machine["chips"])
     per_chip = machine.get("link_gbit_per_second_per_chip")
-    network = None if per_chip is None else per_chip * size
+    network = None
+    if per_chip is not None:
+        network = per_chip * size
     chips = -(-machine["chips"] // size) * size
     return cluster_of(chip, chips, size, interconnect_gbit_per_second=network, name=run.name)
 
@@ -263,7 +265,9 @@ def predict_all(runs: list[Run]) -> tuple[list[Point], list[str]]:
 def family_of(point: Point) -> str:
     """Return the publication, of Megatron-Bridge its release: what its runs' names begin with."""
     first, second = point.name.split("-")[:2]
-    return f"{first}-{second}" if first in ("megatron", "mosaic", "maxtext", "bridge") else first
+    if first in ("megatron", "mosaic", "maxtext", "bridge"):
+        return f"{first}-{second}"
+    return first
 
 
 def report(points: list[Point]) -> str:
@@ -300,7 +304,9 @@ def report_search(points: list[Point]) -> str:
             if machine["chips"] % n == 0
         )
         per_chip = machine.get("link_gbit_per_second_per_chip")
-        network = None if per_chip is None else per_chip * size
+        network = None
+        if per_chip is not None:
+            network = per_chip * size
         cluster = cluster_of(
             job.chip,
             machine["chips"],

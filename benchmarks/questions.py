@@ -92,7 +92,9 @@ def ask(question: dict[str, Any]) -> list[Answer]:
         # The sources print max_memory_allocated.
         ends = best.memory_interval
         share = best.allocated_bytes / best.memory.total / 1e9
-        interval = (ends[0] * share, ends[1] * share) if ends else None
+        interval = None
+        if ends:
+            interval = (ends[0] * share, ends[1] * share)
         answers.append(
             Answer(question, "memory", memory, best.allocated_bytes / 1e9, interval, best)
         )
@@ -100,7 +102,9 @@ def ask(question: dict[str, Any]) -> list[Answer]:
     if rate:
         chips = best.num_chips
         ends = best.rate_interval
-        interval = (ends[0] / chips, ends[1] / chips) if ends else None
+        interval = None
+        if ends:
+            interval = (ends[0] / chips, ends[1] / chips)
         answers.append(
             Answer(question, "speed", rate, best.tokens_per_second / chips, interval, best)
         )

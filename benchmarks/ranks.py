@@ -181,11 +181,9 @@ def timed(case: Case, rounds: int) -> list[Row]:
 def leaves_of(rank: int, size: int, contiguous: bool) -> list[int]:
     """The micro-batches of a rank."""
     count = LEAVES // size
-    return (
-        list(range(rank * count, (rank + 1) * count))
-        if contiguous
-        else list(range(rank, LEAVES, size))
-    )
+    if contiguous:
+        return list(range(rank * count, (rank + 1) * count))
+    return list(range(rank, LEAVES, size))
 
 
 def tiny() -> LlamaForCausalLM:
@@ -208,10 +206,13 @@ def final_model(kind: str, contiguous: bool) -> str:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    called = nn.parallel.DistributedDataParallel(model) if "DDP" in kind else model
-    ours = (
-        ng.reduce_gradients_with(called, "reproducible", average=False) if "ours" in kind else None
-    )
+    if "DDP" in kind:
+        called = nn.parallel.DistributedDataParallel(model)
+    else:
+        called = model
+    ours = None
+    if "ours" in kind:
+        ours = ng.reduce_gradients_with(called, "reproducible", average=False)
     optimizer = ng.AdamW(
         model.parameters(), lr=1e-3, storage="float32", max_grad_norm=1.0, compile=False
     )

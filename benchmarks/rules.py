@@ -142,7 +142,10 @@ def trained(case: Case, config: TrainConfig) -> dict[str, float]:
     torch.set_num_threads(1)
     data = open_data(stdlib_tokens(config.model), config.held_out, config.seed)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
-    left_to_adamw = outer_names(model) if UPDATE_RULES[case.rule].is_matrix else set()
+    if UPDATE_RULES[case.rule].is_matrix:
+        left_to_adamw = outer_names(model)
+    else:
+        left_to_adamw = set()
     _, optimizer = prepare(
         model,
         config.recipe,
@@ -236,7 +239,10 @@ def rows(options: argparse.Namespace, runs: Mapping[str, Mapping[str, float]]) -
     """Return a row for each case that has a finished run."""
     losses_by_case = {name: losses_of(CASES[name], runs, options.seeds) for name in options.cases}
     base = losses_by_case.get(BASELINE) or {}
-    baseline = base[best_rate(base)] if base else {}
+    if base:
+        baseline = base[best_rate(base)]
+    else:
+        baseline = {}
     table: list[Row] = []
     for name, losses in losses_by_case.items():
         if not losses:
@@ -245,7 +251,9 @@ def rows(options: argparse.Namespace, runs: Mapping[str, Mapping[str, float]]) -
         lr = best_rate(losses)
         rates = sorted(losses)
         pairs = [losses[lr][seed] - baseline[seed] for seed in losses[lr] if seed in baseline]
-        difference = shown_difference(*interval(pairs)) if pairs and name != BASELINE else "–"
+        difference = "–"
+        if pairs and name != BASELINE:
+            difference = shown_difference(*interval(pairs))
         run = runs[name_of(case, lr, min(losses[lr]))]
         row: Row = {
             "rule/storage": name,
@@ -257,7 +265,9 @@ def rows(options: argparse.Namespace, runs: Mapping[str, Mapping[str, float]]) -
             "seeds": len(losses[lr]),
         }
         for number, rate in enumerate(case.rates, 1):
-            mean = f"{statistics.fmean(losses[rate].values()):.4f}" if rate in losses else "–"
+            mean = "–"
+            if rate in losses:
+                mean = f"{statistics.fmean(losses[rate].values()):.4f}"
             row[f"rate {number} of {len(case.rates)}"] = f"{rate:g}: {mean}"
         table.append(row)
     return table

@@ -222,7 +222,10 @@ def main() -> int:
     report.add(
         "the host in a step on a GPU", list(host_times((300,) if options.quick else (300, 3000)))
     )
-    storages = ("word",) if options.quick else (*STORAGES, "collage-plus", "float8/collage-plus")
+    if options.quick:
+        storages = ("word",)
+    else:
+        storages = (*STORAGES, "collage-plus", "float8/collage-plus")
     report.add("first step", list(first_steps(storages)))
     return report.end()
 

@@ -160,7 +160,9 @@ def machine() -> Row:
 
 def load() -> str:
     """Load averages over 1, 5 and 15 minutes, where the system has them."""
-    return " ".join(f"{x:.2f}" for x in os.getloadavg()) if hasattr(os, "getloadavg") else "unknown"
+    if hasattr(os, "getloadavg"):
+        return " ".join(f"{x:.2f}" for x in os.getloadavg())
+    return "unknown"
 
 
 def peer_version(package: str) -> str:
@@ -281,8 +283,12 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         if 1e3 <= abs(value) < 1e9:
             return f"{value:,.0f}"
-        return f"{value:.3f}" if 1e-2 <= abs(value) < 1e3 or value == 0 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        if 1e-2 <= abs(value) < 1e3 or value == 0:
+            return f"{value:.3f}"
+        return f"{value:.3g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from statistics import median
 from narrowgauge.analysis.detectors import DETECTORS, Detector, Metrics
 from narrowgauge.analysis.reading import STAGE_OF
 from narrowgauge.analysis.spikes import SpikeJudge
-from narrowgauge.analysis.thresholds import FEWEST_VALUES, SETTLING_STEPS
+from narrowgauge.analysis.thresholds import SETTLING_STEPS
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import METRICS, Row, gauge_metrics, number
@@ -53,17 +53,13 @@ class _State:
         self.is_active = begins or (self.is_active and self.num_good < detector.recovery)
         return begins
 
-    def baseline(self, detector: Detector) -> float | None:
-        """Return the median of earlier values, or the lowest median so far."""
-        if detector.lowest:
-            return self.lowest
-        return median(self.recent) if len(self.recent) >= FEWEST_VALUES else None
-
-    def remember(self, detector: Detector, value: float) -> None:
+    def remember(self, value: float) -> None:
+        """Remember a value, and the lowest median of full windows so far."""
         self.recent.append(value)
-        if detector.lowest and len(self.recent) == detector.window:
+        if len(self.recent) == self.recent.maxlen:
             middle = median(self.recent)
-            self.lowest = middle if self.lowest is None else min(self.lowest, middle)
+            if self.lowest is None or middle < self.lowest:
+                self.lowest = middle
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,8 @@ class Alarms:
         loss = number(row.get("loss"))
         norm = number(row.get("grad_norm"))
         trips = self._trips("steps", None, self._step_metrics(row, loss, norm))
-        loss = math.nan if loss is None else loss
+        if loss is None:
+            loss = math.nan
         spikes = {"loss-spike": self.judge.loss(loss), "gradient-spike": self.judge.norm(norm)}
         for name, spike in spikes.items():
             detector = DETECTORS[name]
@@ -182,9 +179,9 @@ class Alarms:
             if not is_read or value is None or math.isnan(value):
                 continue
             state = self._state(detector, name)
-            limit = detector.limit(state.baseline(detector))
+            limit = detector.limit(state.lowest)
             if detector.relative:
-                state.remember(detector, value)
+                state.remember(value)
             if limit is None:
                 continue
             applies = detector.applies(metrics)
@@ -197,7 +194,7 @@ class Alarms:
     def _state(self, detector: Detector, name: str | None) -> _State:
         key = (detector.name, name)
         if key not in self._states:
-            self._states[key] = _State(deque(maxlen=detector.window if detector.relative else 0))
+            self._states[key] = _State(deque(maxlen=detector.window))
         return self._states[key]
 
     def _events(self, step: int, trips: list[_Trip]) -> list[Event]:
@@ -218,9 +215,12 @@ class Alarms:
             "limit": worst.limit,
             "spike": worst.spike,
             "module": module or "the layer",  # as a recipe's pattern names it
-            "storage": self.recipe.storage.fallback if self.recipe else "word",
-            "compute": self.recipe.compute.fallback if self.recipe else "bfloat16",
+            "storage": "word",
+            "compute": "bfloat16",
         }
+        if self.recipe is not None:
+            values["storage"] = self.recipe.storage.fallback
+            values["compute"] = self.recipe.compute.fallback
         message = f"{name} {detector.message}".strip().format(**values)
         num_others = len({trip.tensor for trip in group}) - 1
         if num_others:

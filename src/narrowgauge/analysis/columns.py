@@ -42,7 +42,9 @@ class Series:
 
 def loop_of(run: Run) -> str:
     """Return the source of a record: ``trainer``, ``recorder`` or ``log``."""
-    return "log" if run.is_foreign else "recorder" if "recorder" in run.run else "trainer"
+    if run.is_foreign:
+        return "log"
+    return "recorder" if "recorder" in run.run else "trainer"
 
 
 def rows_of(run: Run, table: str) -> list[Row]:
@@ -67,9 +69,14 @@ def column(run: Run, table: str, name: str) -> Series:
         >>> column(Run(Path("a"), {}, rows), "steps", "loss")
         Series(x=array([1., 3.]), y=array([ 2., nan]))
     """
-    rows = [row for row in getattr(run, table) if row.get(name) is not None]
-    x = _finite([row.get("step") for row in rows])
-    y = _finite([row[name] for row in rows])
+    steps = []
+    values = []
+    for row in getattr(run, table):
+        if row.get(name) is not None:
+            steps.append(row.get("step"))
+            values.append(row[name])
+    x = _finite(steps)
+    y = _finite(values)
     return Series(x[~np.isnan(x)], y[~np.isnan(x)])
 
 
@@ -79,4 +86,4 @@ def _finite(values: list[Any]) -> Array:
         with contextlib.suppress(OverflowError):  # a whole number beyond every float
             array = np.array(values, float)
             return np.where(np.isfinite(array), array, np.nan)
-    return np.array([finite_number(value) for value in values], float)
+    return np.array(list(map(finite_number, values)), float)

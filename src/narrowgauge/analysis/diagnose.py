@@ -10,7 +10,7 @@ looked at, and the areas that this record cannot show.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
@@ -107,14 +107,17 @@ class Diagnosis(Readings):
             "verdict": self.verdict,
             "num_rows": self.num_rows,
             "num_applied": self.num_applied,
-            "readings": [reading.to_dict() for reading in self.readings],
+            "readings": list(map(asdict, self.readings)),
             "looked_at": self.areas,
             "unseen": self.unseen,
             "notes": self.notes,
         }
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *(f"Not recorded: {note}." for note in self.notes)])
+        lines = [super().__str__()]
+        for note in self.notes:
+            lines.append(f"Not recorded: {note}.")
+        return "\n".join(lines)
 
 
 @overload
@@ -166,7 +169,7 @@ def _notes(run: Run, skipped: list[int] | None) -> Iterator[str]:
             getattr(run, name)
         except RecordError as error:
             yield f"the {name}: {error.message.rstrip('.')}"
-    steps = [step_of(row) for row in run.steps]
+    steps = list(map(step_of, run.steps))
     total = len(steps)
     if any(later <= before for before, later in pairwise(steps)):
         yield "the order of steps, some of which stand twice or after a later one"
@@ -252,7 +255,7 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     groups: dict[tuple[str, str], list[Reading]] = {}
     for reading in readings:
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
-    readings = [_first(group) for group in groups.values()]
+    readings = list(map(_first, groups.values()))
     # One value that is not finite makes all later ones so. The first in the order of a step tells
     # the origin.
     bad = [r for r in readings if "nonfinite" in r.what]
@@ -390,8 +393,9 @@ def _skips(run: Run, skipped: set[int]) -> Iterator[Reading]:
     if leading < total:
         bound = min(leading, int(kind.bound)) + _SKIPPED + int(MAX_SKIPPED * total)
     if len(skipped) > bound:
-        reasons = [event.get("message") for event in _events(run, "skip")]
-        reason = str([*reasons, "no weight changed in them"][0])
+        reason = "no weight changed in them"
+        for event in _events(run, "skip")[:1]:
+            reason = str(event.get("message"))
         words = {"count": total, "more": f": {reason.rstrip('.')}"}
         yield kind.reading("", len(skipped), 0, bound, min(skipped), **words)
 
@@ -426,7 +430,9 @@ def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
     for (before, low), (step, high) in pairwise(rows):
         if step > before and low > 0 and high > low * 2.0 ** min(step - before, 60):
             after = [str(s) for s in skipped if step <= s < step + 20]
-            more = f"; then steps {', '.join(after)} were skipped" if after else ""
+            more = ""
+            if after:
+                more = f"; then steps {', '.join(after)} were skipped"
             words = {"before": before, "more": more}
             yield KINDS["loss-scale-anew"].reading("", high, low, low, step, **words)
 
@@ -463,7 +469,7 @@ def _audits(run: Run) -> Iterator[Reading]:
     for row in run.steps:
         if names.keys().isdisjoint(row):
             continue
-        values = [row.get(name) for name in names]
+        values = list(map(row.get, names))
         for alarm in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}):
             yield replace(_of_event(alarm.row()), tensor="")
     if not any(event.get("kind") == "lost_updates" for event in run.events):

@@ -86,7 +86,9 @@ class Difference:
         first, second = self.values
         if math.isnan(first) and math.isnan(second):
             return Reading(self.step, self.stage, self.tensor, self.what)
-        allowed = 0.0 if self.kind in EXACT else bound * max(abs(first), abs(second))
+        allowed = bound * max(abs(first), abs(second))
+        if self.kind in EXACT:
+            allowed = 0.0
         return Reading(self.step, self.stage, self.tensor, self.what, second, first, allowed)
 
 
@@ -114,13 +116,14 @@ def _roundoff(run: Run) -> float:
     else bfloat16's.
     """
     recipe = recipe_of(run)
+    model = run.run.get("model")
+    names = []
     if recipe is not None:
         names = [recipe.compute.dtype, recipe.storage.visible]
-    else:
-        model = run.run.get("model")
-        names = str(model.get("formats", "")).split(", ") if isinstance(model, dict) else []
-    known = [FORMATS[name].epsilon / 2 for name in names if name in FORMATS]
-    return max(known, default=FORMATS["bfloat16"].epsilon / 2)
+    elif isinstance(model, dict):
+        names = str(model.get("formats", "")).split(", ")
+    known = [FORMATS[name].epsilon for name in names if name in FORMATS]
+    return max(known, default=FORMATS["bfloat16"].epsilon) / 2
 
 
 # ── the search ────────────────────────────────────────────────────────────────────────────────────
@@ -145,11 +148,13 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
     records = [_records(first_run), _records(second_run)]
     common = records[0].rows.keys() & records[1].rows.keys()
     hashed = records[0].prints.keys() & records[1].prints.keys()
-    steps = {step_of(row) for row in first_run.steps}
-    num_common = len(steps & {step_of(row) for row in second_run.steps})
+    steps = set(map(step_of, first_run.steps))
+    num_common = len(steps.intersection(map(step_of, second_run.steps)))
     search = _Search(max(_roundoff(first_run), _roundoff(second_run)))
     for step in sorted(common | hashed):
-        differences = _columns(step, records) if step in common else []
+        differences = []
+        if step in common:
+            differences += _columns(step, records)
         if step in hashed:
             prints = records[0].prints[step]
             differences += _without_clip(_tensors(step, records), prints, search.u)
@@ -190,16 +195,21 @@ class _Search:
     ) -> tuple[Difference, float] | None:
         """Add the differences of a step. Return one that is beyond its bound, with the bound."""
         named = {row.stage for row in differences if row.tensor}
-        differences = [
-            row for row in differences if row.tensor or not row.ranks or row.stage not in named
-        ]
-        differences.sort(key=self._place)
-        if not differences and self.first is None:
-            return None
-        bounds = [self._bound(row) for row in differences]
-        pairs = [*zip(differences, bounds, strict=True)]
-        beyond = [(row, bound) for row, bound in pairs if row.relative > bound]
+        pairs = []
+        beyond = []
+        largest = {True: 0.0, False: 0.0}
+        for row in sorted(differences, key=self._place):
+            if row.ranks and not row.tensor and row.stage in named:
+                continue
+            pair = row, self._bound(row)
+            pairs.append(pair)
+            if row.relative > pair[1]:
+                beyond.append(pair)
+            is_tensor = bool(row.tensor)
+            largest[is_tensor] = max(largest[is_tensor], row.relative)
         if self.first is None:
+            if not pairs:
+                return None
             self.first, self.first_bound = pairs[0]
         if beyond:
             at = beyond[0][0]
@@ -207,11 +217,10 @@ class _Search:
                 return beyond[0]
             # Rounding came before, so the order within the step means little.
             alike = [pair for pair in beyond if pair[0].stage == at.stage]
-            return max(alike, key=lambda p: p[0].relative / p[1] if p[1] else math.inf)
+            return max(alike, key=lambda pair: pair[0].relative / (pair[1] or 1e-300))
         for is_tensor, is_read in ((True, has_tensors), (False, has_columns)):
             if is_read:
-                sizes = [row.relative for row in differences if bool(row.tensor) is is_tensor]
-                self._levels[is_tensor] = step, max(sizes, default=0.0)
+                self._levels[is_tensor] = step, largest[is_tensor]
         return None
 
     def _place(self, row: Difference) -> tuple[int, bool, bool]:
@@ -229,7 +238,9 @@ class _Search:
         step, level = self._levels.get(bool(row.tensor), (-1, 0.0))
         if step < 0 or (row.tensor and step != row.step - 1):
             # The growth of rounding is unknown.
-            return math.inf if math.isfinite(row.relative) else rounding
+            if math.isfinite(row.relative):
+                return math.inf
+            return rounding
         gap = row.step - step
         if gap * math.log(GROWTH) > 700:
             return math.inf
@@ -258,7 +269,9 @@ def _without_clip(differences: list[Difference], prints: Row, u: float) -> list[
     for place in ratios:
         aside[place] = replace(differences[place], common=common)
         departs = departs or aside[place].relative > _rounding(aside[place], u)
-    return aside if departs else differences
+    if departs:
+        return aside
+    return differences
 
 
 def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
@@ -307,7 +320,10 @@ def _tensors(step: int, records: Sequence[_Records]) -> list[Difference]:
         if kind in ("sent", "grad"):
             norms = norms[0] / scales[0], norms[1] / scales[1]
         differences.append(Difference(step, kind, "norm", key, norms, int(entry[2])))
-    return [replace(row, ranks=row.ranks or odd.get(row.stage, ())) for row in differences]
+    for place, row in enumerate(differences):
+        if not row.ranks and row.stage in odd:
+            differences[place] = replace(row, ranks=odd[row.stage])
+    return differences
 
 
 def _loss_scale(record: _Records, step: int) -> float:
@@ -323,12 +339,20 @@ def _lacking(
     kind.
     """
     for kind in _KINDS:
-        keys = [key for key in {**first, **second} if key.startswith(f"{kind}:")]
-        lacking = [key for key in keys if key not in first or key not in second]
-        is_shared = len(keys) - len(lacking) >= SHARED * len(keys)
-        if lacking and (kind == "held" or is_shared):
-            label = "changed" if kind == "held" else "only-in-one-run"
-            only_in = 0 if lacking[0] in first else 1
+        total = 0
+        lacking = []
+        for key in {**first, **second}:
+            if key.startswith(f"{kind}:"):
+                total += 1
+                if key not in first or key not in second:
+                    lacking.append(key)
+        label = "only-in-one-run"
+        if kind == "held":
+            label = "changed"
+        elif total - len(lacking) < SHARED * total:
+            continue
+        if lacking:
+            only_in = int(lacking[0] not in first)
             yield Difference(step, kind, label, lacking[0], only_in=only_in)
 
 
@@ -353,6 +377,6 @@ def _ranks(step: int, first_row: Row, second_row: Row) -> Iterator[Difference]:
             break
     parted = [parted_in(first_row), parted_in(second_row)]
     if bool(parted[0][0]) != bool(parted[1][0]):
-        key, odd, _ = parted[0] if parted[0][0] else parted[1]
+        key, odd, _ = max(parted)
         if key != "clip:factor" or not (first.get("clip") and second.get("clip")):
             yield Difference(step, key.partition(":")[0], "ranks-differ", key, ranks=odd)

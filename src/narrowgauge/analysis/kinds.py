@@ -75,10 +75,8 @@ def kind_rows() -> list[Row]:
         rows.append(row | {"bound": kind.bound, "source": kind.source})
     for detector in DETECTORS.values():
         value = detector.metric
-        if detector.lowest:
+        if detector.relative:
             value += " over its lowest"
-        elif detector.relative:
-            value += " over its median"
         by = "recorder.step" if detector.table == "steps" else "gauges_every"
         row = {"name": detector.name, "by": by, "value": value}
         rows.append(row | {"bound": detector.threshold, "source": detector.source})

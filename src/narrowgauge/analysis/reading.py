@@ -120,7 +120,9 @@ def words_of(error: Exception) -> str:
         >>> words_of(ArithmeticError("the loss has a kink")), words_of(KeyError("lr"))
         ('the loss has a kink', "KeyError: 'lr'")
     """
-    words = str(error) if isinstance(error, ArithmeticError) else f"{type(error).__name__}: {error}"
+    words = str(error)
+    if not isinstance(error, ArithmeticError):
+        words = f"{type(error).__name__}: {error}"
     return words.partition("\n")[0][:300]
 
 
@@ -138,7 +140,7 @@ def reading_table(readings: Sequence[Reading]) -> Table:
         *name_columns(tensor="tensor", what="what"),
     )
     numbers = number_columns(value="value", expected="expected", bound="bound")
-    return Table((*place, *numbers), [reading.to_dict() for reading in readings])
+    return Table((*place, *numbers), list(map(asdict, readings)))
 
 
 MAX_ROWS = 10
@@ -191,20 +193,20 @@ class Readings(Sequence[Reading]):
         """
         serious = [reading for reading in self.readings if reading.severity != "note"]
         if serious:
-            words = " ".join(f"{r.what} ({r.tensor}): {r.advice}" for r in serious)
-            raise RecipeError(
-                f"Cannot train as set up because {len(serious)} readings are beyond their bound. "
-                f"{words}"
+            message = (
+                f"Cannot train as set up because {len(serious)} readings are beyond their bound."
             )
+            for reading in serious:
+                message += f" {reading.what} ({reading.tensor}): {reading.advice}"
+            raise RecipeError(message)
         return self
 
     def to_dict(self) -> dict[str, Any]:
         """Return the readings as values for JSON."""
-        rows = [reading.to_dict() for reading in self.readings]
         return {
             "ok": self.ok,
             "lines": self.lines,
-            "readings": rows,
+            "readings": list(map(asdict, self.readings)),
             "looked_at": self.looked_at,
             "unseen": self.unseen,
             "taught": self.taught,
@@ -237,6 +239,8 @@ class Readings(Sequence[Reading]):
         elif self.looked_at:
             lines.append(f"Nothing found: {self.looked_at}.")
         if self.unseen:
-            areas = [f"{area} ({flag})" if flag else area for area, flag in self.unseen.items()]
+            areas = []
+            for area, flag in self.unseen.items():
+                areas.append(f"{area} ({flag})" if flag else area)
             lines.append(f"Not looked at: {', '.join(areas)}.")
         return "\n".join(lines)

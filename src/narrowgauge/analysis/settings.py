@@ -57,15 +57,16 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
 
     Skip entries that only one has.
     """
-    first_run, second_run = ({**run, "config": config_of(run)} for run in (first_run, second_run))
-    same = {
-        table
-        for table in _PLACES
-        if first_run.get(table) and first_run[table] == second_run.get(table)
-    }
-    named = {name for run in (first_run, second_run) for name in (run.get("config") or {})}
+    first_run = {**first_run, "config": config_of(first_run)}
+    second_run = {**second_run, "config": config_of(second_run)}
+    same = set()
+    for table in _PLACES:
+        if first_run.get(table) and first_run[table] == second_run.get(table):
+            same.add(table)
+    named = {*(first_run["config"] or ()), *(second_run["config"] or ())}
     for table in TABLES:
-        first, second = (run.get(table) for run in (first_run, second_run))
+        first = first_run.get(table)
+        second = second_run.get(table)
         if isinstance(first, dict) and isinstance(second, dict):
             for difference in _of_table(table, first, second):
                 # Both repeat settings: the optimizer's groups, and the seed of the data.
@@ -75,21 +76,19 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
                 moved = table == "config" and difference.name in same and are_paths
                 if not repeats and not moved:
                     yield difference
-    probes: list[Row] = []
-    for run in (first_run, second_run):
-        arithmetic: Any = run.get("arithmetic")
-        results: Any = None
-        if isinstance(arithmetic, dict):
-            results = arithmetic.get("results")
-        probes.append(results if isinstance(results, dict) else {})
-    first, second = probes
-    for difference in _of_table("arithmetic", first, second):
+    for difference in _of_table("arithmetic", _probes(first_run), _probes(second_run)):
         if not any(text.startswith(UNAVAILABLE) for text in difference.values):
             yield difference
 
 
 _PLACES = ("data", "model")
 """Settings that may be folders. The table of that name in ``run.toml`` describes their content."""
+
+
+def _probes(run: Row) -> Row:
+    arithmetic = run.get("arithmetic")
+    results = arithmetic.get("results") if isinstance(arithmetic, dict) else None
+    return results if isinstance(results, dict) else {}
 
 
 def _of_table(
@@ -131,12 +130,15 @@ def acting_at(
 
     A setting that :data:`ACTS` does not name, such as one of a user's loop, can act at any stage.
     """
-    rows = [
-        row
-        for row in ACTS
-        if stage in row["stages"] and (is_rounding or not row.get("only_rounds"))
-    ]
-    settings = {setting for row in rows for setting in row["settings"]}
-    known = {setting for row in ACTS for setting in row["settings"]}
-    named = [(d, {f"{d.table}.{d.name}", f"{d.table}.*"}) for d in differences]
-    return tuple(d for d, names in named if names & settings or not names & known)
+    known = set[str]()
+    settings = set[str]()
+    for row in ACTS:
+        known.update(row["settings"])
+        if stage in row["stages"] and (is_rounding or not row.get("only_rounds")):
+            settings.update(row["settings"])
+    acting = []
+    for difference in differences:
+        names = {f"{difference.table}.{difference.name}", f"{difference.table}.*"}
+        if names & settings or not names & known:
+            acting.append(difference)
+    return tuple(acting)

@@ -21,8 +21,6 @@ FAILURES = (
 SETTLING_STEPS = (
     100  # steps: at first the loss scale settles, so halvings and skips are not counted
 )
-FEWEST_VALUES = 3  # values: fewer earlier ones make no baseline
-MIN_SQNR_DB = 8.0  # dB: below, rounding error exceeds a sixth of an operand's energy; healthy casts stay above 12
 
 # ── spikes ────────────────────────────────────────────────────────────────────────────────────────
 WINDOW, RECENT = 100, 30  # steps: for the estimate of the noise, and for the level

@@ -71,7 +71,9 @@ class TwoRuns(Readings):
             size = " by rounding"
         elif at is not self.parting.first:
             size = " beyond rounding"
-        ranks = f" of {in_words(at.ranks)}" if at.ranks else ""
+        ranks = ""
+        if at.ranks:
+            ranks = f" of {in_words(at.ranks)}"
         return f"The runs first differ{size} at step {at.step}, in {at.place}{ranks}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,7 +87,7 @@ class TwoRuns(Readings):
             "runs": list(self.names),
             "verdict": self.verdict,
             "same": at is None,
-            "readings": [reading.to_dict() for reading in self.readings],
+            "readings": list(map(asdict, self.readings)),
             "ranks": list(at.ranks) if at else [],
             "is_rounding": self.is_rounding,
             "rounding_since": first.step if first is not None and first is not at else None,
@@ -95,9 +97,10 @@ class TwoRuns(Readings):
         }
 
     def __str__(self) -> str:
-        return "\n".join(
-            [super().__str__(), *self._sentences(), *(f"Note: {note}." for note in self.notes)]
-        )
+        lines = [super().__str__(), *self._sentences()]
+        for note in self.notes:
+            lines.append(f"Note: {note}.")
+        return "\n".join(lines)
 
     def _sentences(self) -> Iterator[str]:
         at = self.difference
@@ -142,7 +145,7 @@ class TwoRuns(Readings):
 
 
 def _listed(settings: Sequence[SettingDifference]) -> str:
-    names = [str(setting) for setting in settings[:_NAMED]]
+    names = list(map(str, settings[:_NAMED]))
     if len(settings) > _NAMED:
         names[-1] += f" and {len(settings) - _NAMED} more"
     return ", ".join(names)

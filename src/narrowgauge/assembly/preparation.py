@@ -186,7 +186,9 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers 
         compute = recipe.compute_of(name, is_kept=bool(role_of(name, roles)))
         if compute.name != _compute_of_torch(recipe, device):
             narrow[name] = compute
-    return swap_linears(model, narrow.get, seed=seed) if narrow else None
+    if narrow:
+        return swap_linears(model, narrow.get, seed=seed)
+    return None
 
 
 def _compute_of_torch(recipe: Recipe, device: torch.device) -> str:
@@ -282,11 +284,10 @@ def _groups(
         if not parameter.requires_grad:
             continue
         name = plain_name(full_name)
-        options = (
-            extra_options[name]
-            if decays(name, parameter)
-            else extra_options[name] | {"weight_decay": 0.0}
-        )
+        if decays(name, parameter):
+            options = extra_options[name]
+        else:
+            options = extra_options[name] | {"weight_decay": 0.0}
         # A tensor option may change, so it equals only itself.
         key = tuple(
             (option, id(x) if isinstance(x, Tensor) else repr(x))

@@ -86,9 +86,11 @@ def check(
         at_start, beside = loss_readings(value, taught.taught)
         readings = readings + more + at_start + taught.readings
         lines = taught.lines + lines + beside + words
-    if (linears := linears_of(model)) is not None and "narrow" in linears.matrices().values():
+    linears = linears_of(model)
+    if linears is not None and "narrow" in linears.matrices().values():
         lines.append(str(linears))
-    if predicted := set_up.predicted:
+    predicted = set_up.predicted
+    if predicted:
         kinds = sorted({type(p.optimizer).__name__ for p in predicted})
         done = [f"updates of {counted(len(predicted), 'tensor')} by {', '.join(kinds)}", *done]
     done = [f"settings of {counted(len(set_up.trained), 'tensor')}", *done]

@@ -104,17 +104,6 @@ def apply_delta(model: nn.Module, changes: Mapping[str, Change]) -> None:
         values[places] = new
 
 
-def delta_bytes(changes: Mapping[str, Change]) -> int:
-    """Return the bytes of a delta, those of tied parameters once."""
-    total = 0
-    counted = set[int]()
-    for gaps, values, _ in changes.values():
-        if id(gaps) not in counted:
-            total += gaps.nbytes + values.nbytes
-        counted.add(id(gaps))
-    return total
-
-
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
     """Yield each parameter's name, its flat values on this rank, a view of it, and their shape.
 

@@ -69,7 +69,8 @@ def float32_copy(model: nn.Module, *, widens: bool = True) -> nn.Module:
     finally:
         for module, kind in classes.items():
             module.__class__ = kind
-    if callable(choose := getattr(twin, "set_experts_implementation", None)):
+    choose = getattr(twin, "set_experts_implementation", None)
+    if callable(choose):
         choose("eager")  # the grouped products of transformers take no float64
     if widens:
         for module in twin.modules():

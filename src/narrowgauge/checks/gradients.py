@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all, words_of
@@ -58,7 +57,7 @@ from narrowgauge.checks.ranked import (
 )
 from narrowgauge.checks.resume import generators
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
-from narrowgauge.checks.shadow import Key, Shadow, eager, is_finite
+from narrowgauge.checks.shadow import Key, Shadow, eager, is_finite, tensors_in
 from narrowgauge.checks.slope import slope_readings
 from narrowgauge.checks.step_check import joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
@@ -472,7 +471,7 @@ def has_own_batches(model: nn.Module) -> bool:
 def _equal_batches(model: nn.Module, of_ranks: Sequence[Any]) -> Iterator[Reading]:
     hashes = []
     for parts in of_ranks:
-        hashes.append([fingerprint(x) for x in tree_leaves(parts) if isinstance(x, Tensor)])
+        hashes.append(list(map(fingerprint, tensors_in(parts))))
     is_equal = bool(hashes[0]) and hashes.count(hashes[0]) == len(hashes) > 1
     if is_equal and has_own_batches(model):
         words = "hold the same batch: give each rank its share of the data (DistributedSampler)"
@@ -530,8 +529,11 @@ def concatenated(parts: Sequence[Any]) -> Any:
             return type(first)(*items)
         return type(first)(items)
     if is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in fields(first) if field.init]
-        return replace(first, **concatenated([{n: getattr(p, n) for n in names} for p in parts]))
+        joined = {}
+        for field in fields(first):
+            if field.init:
+                joined[field.name] = concatenated([getattr(part, field.name) for part in parts])
+        return replace(first, **joined)
     raise RecipeError(
         f"Cannot join micro-batches of type {type(first).__name__}.",
         "Pass tensors, in tuples, dicts or dataclasses.",
@@ -583,7 +585,9 @@ class _Reference:
         """Return the gradients of each micro-batch, if there are several and not too many."""
         if self._terms is None:
             is_fitted = 1 < len(self.parts) <= MOST_TERMS
-            self._terms = [self.gradients(part) for part in self.parts] if is_fitted else []
+            self._terms = []
+            if is_fitted:
+                self._terms += map(self.gradients, self.parts)
         return self._terms
 
     def set_bounds(
@@ -596,7 +600,8 @@ class _Reference:
         unit = rounding.unit or 2.0**-24
         for name in self.exact:
             if chooses or name not in configured.shadows:
-                allowed = MARGIN * (rounding.by_tensor.get(name, rounding.total.largest) + unit)
+                total = rounding.total
+                allowed = MARGIN * (total.by_tensor.get(name, total.largest) + unit)
                 self.bounds[name] = max(self.bounds[name], min(allowed, 1.0))
         if not samples:
             return
@@ -621,12 +626,15 @@ class _Reference:
         distance = float((g - r).norm()) / scale
         if distance <= bound:
             return distance
-        factor = float((g * r).sum()) / length**2 if length else 0.0
+        factor = 0.0
+        words = "In a copy of the model the loss does not depend on it."
+        if length:
+            factor = float((g * r).sum()) / length**2
+            words = ""
         rest = float((g - factor * r).norm())
         if factor and rest <= bound * abs(factor) * scale:
             equals = equal_to(factor, len(self.parts) // self.num_ranks, self.num_ranks)
             return KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals)
-        words = "" if length else "In a copy of the model the loss does not depend on it."
         if length and self.terms():
             columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
             right, left = _fit(columns, r)

@@ -134,9 +134,11 @@ def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
     formats = Counter(dtype_name(b.dtype) for b in model.buffers() if b.is_floating_point())
     if formats:
         line = ", ".join(f"{count} {name}" for name, count in formats.items())
-        rounded = rounded_buffers(model)
+        rounded = []
+        for name, turns in rounded_buffers(model).items():
+            rounded.append(f"{name} {turns}".strip())
         if rounded:
-            line += f"; rounded: {of_all(' '.join(item).strip() for item in rounded.items())}"
+            line += f"; rounded: {of_all(rounded)}"
         yield f"buffers: {line}"
     tied = tied_names(model.named_parameters(remove_duplicate=False))
     if tied:

@@ -176,12 +176,16 @@ def _compared(name: str, a: Tensor, b: Tensor) -> Row:
     change = 0.0
     if distance:
         change = math.sqrt(distance / length) if length else math.inf
-    dtypes = dict.fromkeys((dtype_name(a.dtype), dtype_name(b.dtype)))
     return {
-        "name": name, "group": _group(name), "dtype": " → ".join(dtypes), "change": change,
+        "name": name, "group": _group(name), "dtype": dtypes_of(a, b), "change": change,
         "shape": [*b.shape], "values": b.numel(), "differ": differ, "constant": constant,
         "nonfinite": nonfinite,
     }  # fmt: skip
+
+
+def dtypes_of(a: Tensor, b: Tensor) -> str:
+    """Return the names of two dtypes, once if they are equal."""
+    return " → ".join(dict.fromkeys((dtype_name(a.dtype), dtype_name(b.dtype))))
 
 
 def _group(name: str) -> str:
@@ -210,7 +214,7 @@ def tensors_of(weights: Weights) -> dict[str, Callable[[], Tensor]]:
         if path.is_dir():
             files = set(path.glob("*.safetensors"))
         for index in path.glob("*.safetensors.index.json"):
-            files = {path / name for name in json.loads(index.read_bytes())["weight_map"].values()}
+            files = set(map(path.joinpath, json.loads(index.read_bytes())["weight_map"].values()))
         for file in sorted(files):
             opened = safe_open(file, "pt")
             for name in opened.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118

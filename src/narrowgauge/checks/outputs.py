@@ -140,7 +140,7 @@ class RandomRounding(TorchDispatchMode):
         try:
             wide = floats_of(func(*wide_args, **wide_kwargs))
         except (RuntimeError, NotImplementedError):
-            wide = [x.double() for x in floats]
+            wide = list(map(Tensor.double, floats))
         has_sums = _SUMS.search(name) is not None
         for x, value in zip(floats, wide, strict=False):
             if x.shape == value.shape and not torch.equal(x.double(), value):
@@ -234,13 +234,7 @@ def _cropped(x: Tensor, y: Tensor) -> Tensor:
     end = y[:, -x.shape[1] :]
     if start.shape != x.shape:
         return y
-    if _off(x, start) <= _off(x, end):
-        return start
-    return end
-
-
-def _off(x: Tensor, y: Tensor) -> float:
-    return float((y.double() - x.double()).abs().sum())
+    return min(start, end, key=lambda part: float((part.double() - x.double()).abs().sum()))
 
 
 class Place(NamedTuple):
@@ -280,20 +274,20 @@ def places(
         if not value.any():
             continue
         flip = torch.stack([_flip(x) for x, _ in pairs]).amax(0) + least
-
-        def bound_of(passes: list[Outputs], name: str = name, flip: Tensor = flip) -> Tensor:
-            noise = [distance(paired(first, other, name)) for other in passes]
-            return MARGIN * torch.stack(noise).amax(0) + flip
-
         kind = "other-output"
-        bound = bound_of(coarse)
+        bound = _noise(first, coarse, name) + flip
         if not (value > bound).any():
-            bound = bound_of(fine)
+            bound = _noise(first, fine, name) + flip
             kind = "other-rounding" if (value > bound).any() else ""
         which = int((value / bound).argmax())
         farthest = max(pairs, key=lambda pair: float(distance([pair])[1]))
         words = pattern(*farthest, float(bound[1]), num_heads)
         yield Place(name, kind, float(value[which]), float(bound[which]), words)
+
+
+def _noise(first: Outputs, passes: list[Outputs], name: str) -> Tensor:
+    distances = [distance(paired(first, other, name)) for other in passes]
+    return MARGIN * torch.stack(distances).amax(0)
 
 
 def _flip(x: Tensor) -> Tensor:
@@ -341,15 +335,9 @@ def run_of(differs: Tensor, noun: str) -> str:
     return f"at {len(places)} of {len(differs)} {noun}s"
 
 
-def are_alike(first: Outputs, second: Outputs) -> bool:
-    """Return whether two passes can be compared call by call: first results have equal shapes."""
-    if first.keys() != second.keys():
-        return False
-    for place, calls in first.items():
-        others = second[place]
-        if len(calls) != len(others):
-            return False
-        for call, other in zip(calls, others, strict=True):
-            if call[0].shape != other[0].shape:
-                return False
-    return True
+def shapes_of(outputs: Outputs) -> dict[str, list[torch.Size]]:
+    """Return the shape of the first tensor of each call at each place."""
+    shapes = {}
+    for place, calls in outputs.items():
+        shapes[place] = [call[0].shape for call in calls]
+    return shapes

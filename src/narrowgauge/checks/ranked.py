@@ -57,11 +57,14 @@ rounding.
 
 
 class Distance(NamedTuple):
-    """The relative distance of all gradients, or of one, and of the tensor where it is largest."""
+    """The relative distance of all gradients, or of one, of the tensor where it is largest, and of
+    each tensor.
+    """
 
     all: float
     largest: float
     tensor: str
+    by_tensor: Mapping[str, float]
 
 
 def scales(exact: Mapping[str, Tensor]) -> dict[str, float]:
@@ -75,22 +78,20 @@ def scales(exact: Mapping[str, Tensor]) -> dict[str, float]:
     return {n: math.sqrt(max(squares[n], least * x.numel())) for n, x in exact.items()}
 
 
-def distances(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return how far each gradient is from the exact one, relative to its length."""
-    lengths = scales(exact)
-    return {n: float((gradients[n] - x).norm()) / lengths[n] for n, x in exact.items()}
-
-
 def distance(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Distance:
     """Return how far gradients are from exact ones, relative to their length."""
+    lengths = scales(exact)
     off = 0.0
     total = 0.0
+    by_tensor = {}
     for n, x in exact.items():
-        off += float((gradients[n] - x).square().sum())
+        error = gradients[n] - x
+        off += float(error.square().sum())
         total += float(x.square().sum())
-    by_tensor = distances(gradients, exact)
+        by_tensor[n] = float(error.norm()) / lengths[n]
     worst = max(by_tensor, key=by_tensor.__getitem__, default="")
-    return Distance(math.sqrt(off / (total or 1e-300)), by_tensor.get(worst, 0.0), worst)
+    whole = math.sqrt(off / (total or 1e-300))
+    return Distance(whole, by_tensor.get(worst, 0.0), worst, by_tensor)
 
 
 class Place(NamedTuple):
@@ -124,7 +125,6 @@ class Ranked:
         total: the distance of the gradient from its shadow.
         unit: unit roundoff of the coarsest format in which the step multiplies; 0 if nothing rounds
             below float32.
-        by_tensor: the distance of each tensor.
         focus: the tensor whose places are ranked; empty for all.
         places: the largest parts first; empty below :data:`RANKED` roundings.
         notes: what the list does not explain, a sentence each.
@@ -135,7 +135,6 @@ class Ranked:
 
     total: Distance
     unit: float
-    by_tensor: dict[str, float] = field(default_factory=dict)
     focus: str = ""
     places: list[Place] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -210,7 +209,7 @@ def rank(
     units = {key: unit for key, unit in mode.units.items() if key in mode.errs}
     total = distance(gradients, shadows)
     unit = min(mode.working, max(units.values(), default=0.0))
-    result = Ranked(total, unit, distances(gradients, shadows))
+    result = Ranked(total, unit)
     if not units:
         return result
     size = total.all
@@ -253,7 +252,8 @@ def rank(
             if alone >= MOST * size:
                 result.places.append(place_of(sums[0], alone, size))
         return result
-    if (together := measured(sites)) < size / 2:
+    together = measured(sites)
+    if together < size / 2:
         result.notes.append(
             f"  roundings of single results explain {together:.2g} of it: a kernel sums in its "
             "narrow format"
@@ -338,7 +338,7 @@ def not_finite(causes: Iterable[Any]) -> Ranked:
     """
     known = sorted(filter(None, causes))
     words = known[0].words if known else "no operation of the step made it"
-    return Ranked(Distance(math.inf, math.inf, ""), 0.0, not_finite=words)
+    return Ranked(Distance(math.inf, math.inf, "", {}), 0.0, not_finite=words)
 
 
 def not_measured(why_not: str) -> Ranked:
@@ -346,7 +346,7 @@ def not_measured(why_not: str) -> Ranked:
     of bfloat16.
     """
     allowed = 32 * 2.0**-8
-    return Ranked(Distance(allowed, allowed, ""), 0.0, why_not=why_not)
+    return Ranked(Distance(allowed, allowed, "", {}), 0.0, why_not=why_not)
 
 
 def followed(mode: Shadow, named: Mapping[str, Tensor]) -> Gradients:

@@ -110,8 +110,10 @@ def check_resume(
                 "first, not the objects by name.",
                 "Return (objects, step), and save for resumes=2.",
             )
-        there = {name for name, value in objects.items() if value is not None} | {"generators"}
-        before = {name: entry for name, entry in before.items() if name.partition("|")[0] in there}
+        for name in list(before):
+            key = name.partition("|")[0]
+            if key != "generators" and objects.get(key) is None:
+                del before[name]
         when = "after the load" if number == 1 else f"after load {number}"
         fresh = snapshot(objects, unseen) | generators()
         readings = differences(before, fresh, when, "", lines)
@@ -150,12 +152,15 @@ def _not_returned(step: Step, returned: Objects) -> Objects:
     """
     held: dict[str, Any] = getattr(getattr(step, "__self__", step), "__dict__", {})
     if isinstance(step, FunctionType):
-        cells = zip(step.__code__.co_freevars, step.__closure__ or (), strict=True)
-        held = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
-    known = {id(x) for x in returned.values() if not isinstance(x, PLAIN)} | {id(None)}
+        held = {}
+        for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
+            if cell != CellType():
+                held[name] = cell.cell_contents
+    known = [x for x in returned.values() if not isinstance(x, PLAIN)]
+    ids = set(map(id, [None, *known]))
     unknown = {}
     for name, x in held.items():
-        if id(x) not in known and not isinstance(x, np.ndarray):
+        if id(x) not in ids and not isinstance(x, np.ndarray):
             unknown[f"{name} (not returned)"] = x
     return unknown
 

@@ -17,13 +17,12 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.adapters import is_adapted, name_without_adapters, product_of
 from narrowgauge.checks.manifest import tied_names
-from narrowgauge.checks.moved import moved, share_of, tensors_of
+from narrowgauge.checks.moved import dtypes_of, moved, share_of, tensors_of
 from narrowgauge.checks.outputs import names_of, unit_of
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
-from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row
 
 
@@ -58,7 +57,7 @@ def loaded(trainer: Any, server: Any) -> tuple[list[Reading], nn.Module]:
         if value.shape == targets[name].shape:
             targets[name].data = value.clone()
             read.add(id(targets[name]))
-    saved = {inner_name(name) for name in trainer.state_dict()}
+    saved = set(map(inner_name, trainer.state_dict()))
     lacking = [name for name, x in targets.items() if name in saved and id(x) not in read]
     return list(_one_sided(lacking, tensors.keys() - targets.keys())), twin
 
@@ -76,7 +75,7 @@ def compare_weights(trainer: nn.Module, server: nn.Module) -> tuple[list[Reading
         if name not in second:
             continue
         y = second[name]
-        kinds = " → ".join(dict.fromkeys((dtype_name(x.dtype), dtype_name(y.dtype))))
+        kinds = dtypes_of(x, y)
         dtype = torch.promote_types(x.dtype, y.dtype)
         if isinstance(x, nn.Parameter):  # the wider one is rounded
             dtype = max(x.dtype, y.dtype, key=unit_of)

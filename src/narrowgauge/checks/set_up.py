@@ -131,10 +131,10 @@ class SteppedParameter:
             name = self.optimizer.rule_in(self.group, self.parameter).name
         rows = [row for row in STEP_RULES if row in name]
         longest = max(rows, key=len, default="")
-        is_one = bool(rows) and all(row in longest for row in rows)
-        if is_one:
-            return STEP_RULES[longest]
-        return None
+        for row in rows:
+            if row not in longest:
+                return None
+        return STEP_RULES.get(longest)
 
     @property
     def decays_alone(self) -> bool:

@@ -229,22 +229,22 @@ class Shadow(TorchDispatchMode):
         name = schema.name.split("::")[1]
         values = _by_name(schema, args, kwargs)
         written = []
-        outs = []
+        outs = set[int]()
         for argument in schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written += floats_of(values[argument.name])
             if argument.is_out:
-                outs.append(values[argument.name])
+                outs.add(id(values[argument.name]))
         is_view = bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
         if (is_view and not written) or name in _ALLOCATES:
             return func(*args, **kwargs)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_in((args, kwargs))
         if not self.traces:
             return self._followed(func, name, args, kwargs, tensors, written)
         read = tensors[1:] if name == "copy_" else tensors
         if name in _OVERWRITES:
             read = []
-        bad = self._bad_operands([x for x in read if all(x is not out for out in outs)])
+        bad = self._bad_operands([x for x in read if id(x) not in outs])
         result = self._followed(func, name, args, kwargs, tensors, written)
         self._trace(name, tensors, bad, [*written, *floats_of(result)], (args, kwargs))
         return result
@@ -269,7 +269,7 @@ class Shadow(TorchDispatchMode):
         alone = tree_map(_float32, (args, kwargs)) if self.measures else None
         storages = set(map(_key, tensors))
         result = func(*args, **kwargs)
-        results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        results = tensors_in(result)
         floats = floats_of(result)
         if is_random and name != "native_dropout":
             for x in (*written, *floats):
@@ -527,6 +527,11 @@ def is_float(x: Any) -> bool:
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         return False  # sparse tensors are not followed
     return x.is_floating_point()
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in a tree."""
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def floats_of(tree: Any) -> list[Tensor]:

@@ -214,8 +214,10 @@ def terms_of(loss: Tensor, trace: Trace) -> tuple[list[Term], set[str]]:
             roots = [n for n in _chain(node.next_functions[0][0]) if n in trace.tensors]
             if roots and roots[-1] not in terms:
                 terms[roots[-1]] = _logsumexp(roots[-1], trace.tensors[roots[-1]])
-        elif isinstance(node, BackwardCFunction) and (term := _function(node, name, trace)):
-            terms[node] = term
+        elif isinstance(node, BackwardCFunction):
+            term = _function(node, name, trace)
+            if term is not None:
+                terms[node] = term
     others = set()
     for node, name, term_name in _nodes(loss, terms):
         if _PRODUCTS.match(name) and node not in terms:

@@ -66,20 +66,22 @@ def replicated(group: Any = None) -> RankGrid:
 
 def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
     """Return the ranks of a DeviceMesh. ``replicate_dim`` is ``None`` without replicas."""
-    table = (
-        mesh.mesh.reshape(1, -1)
-        if replicate_dim is None
-        else mesh.mesh.permute(replicate_dim, shard_dim)
-    )
+    if replicate_dim is None:
+        table = mesh.mesh.reshape(1, -1)
+    else:
+        table = mesh.mesh.permute(replicate_dim, shard_dim)
     replicas, shards = table.shape
     place_of = {int(table[r, s]): (r, s) for r in range(replicas) for s in range(shards)}
     # Without replicas FSDP2's own group: on CUDA each group has a communicator, and queues of its
     # own.
-    group = (
-        mesh.get_group(shard_dim) if replicate_dim is None else group_of(table.flatten().tolist())
-    )
+    if replicate_dim is None:
+        group = mesh.get_group(shard_dim)
+    else:
+        group = group_of(table.flatten().tolist())
     ranks = dist.get_process_group_ranks(group)
-    replica_group = None if replicate_dim is None else mesh.get_group(replicate_dim)
+    replica_group = None
+    if replicate_dim is not None:
+        replica_group = mesh.get_group(replicate_dim)
     return RankGrid(
         shards,
         replicas,
@@ -221,7 +223,10 @@ class ExactExchange(Exchange):
         rows = self._received(gradient)
         if not self._is_wide:
             self._look(rows)
-        part = output if self.grid.replicas == 1 else output.new_empty(rows.shape[1])
+        if self.grid.replicas == 1:
+            part = output
+        else:
+            part = output.new_empty(rows.shape[1])
         divisor = self.grid.size if self.average else 1
         if is_last and not self._has_begun:
             sum_rows(rows, part, divisor, is_wide=self._is_wide)
@@ -286,7 +291,10 @@ class ExactExchange(Exchange):
             shards = F.pad(shards, (0, missing))
         pieces = shards.reshape(grid.size, -1)
         places = [shard * grid.replicas + replica for replica, shard in grid.places]
-        sent = pieces if places == list(range(grid.size)) else pieces[places]
+        if places == list(range(grid.size)):
+            sent = pieces
+        else:
+            sent = pieces[places]
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=grid.group)
         return received

@@ -103,7 +103,10 @@ def _checked_norm(
     original: Callable[..., Tensor], is_summed: Callable[[Iterable[Tensor]], bool],
     tensors: Any, norm_type: float = 2.0, *options: Any, **named_options: Any,
 ) -> Tensor:  # fmt: skip
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if isinstance(tensors, Tensor):
+        tensors = [tensors]
+    else:
+        tensors = list(tensors)
     if float(norm_type) != math.inf and is_summed(tensors):  # a maximum does not depend on order
         raise RecipeError(
             "Cannot clip exactly summed gradients by PyTorch's norm because it depends on the "

@@ -50,7 +50,9 @@ class Ranks:
         tensors.
         """
         on_cpu = self.size == 1 or "gloo" in str(dist.get_backend_config(self.group))
-        return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        if on_cpu:
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank, on every rank. Values are pickled."""
@@ -114,9 +116,9 @@ class Ranks:
         """Return the same ranks in a separate process group on the CPU, with two hours for large
         files.
         """
-        group = (
-            dist.new_group(backend="gloo", timeout=timedelta(hours=2)) if self.size > 1 else None
-        )
+        group = None
+        if self.size > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
         return Ranks(self.rank, self.size, group)
 
 

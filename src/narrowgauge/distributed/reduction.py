@@ -78,7 +78,10 @@ def reduce_gradients_with(
         >>> model.weight.grad
         tensor([[3., 6.]])
     """
-    row = REDUCTIONS.get(name) if isinstance(name, str) else name
+    if isinstance(name, str):
+        row = REDUCTIONS.get(name)
+    else:
+        row = name
     if row is None:
         raise RecipeError(
             f"no reduction is named '{name}'.",
@@ -100,7 +103,9 @@ def reduce_gradients_with(
 def reduction_of(model: nn.Module) -> GradientReduction | None:
     """Return the reduction that takes part in a model's backward passes, if there is one."""
     reference = _installed.get(inner_of(model))
-    reduction = reference() if reference else None
+    reduction = None
+    if reference:
+        reduction = reference()
     if reduction is None or not reduction.is_installed:
         return None
     return reduction
@@ -411,7 +416,9 @@ class GradientReduction:
             grid = of_mesh(mesh, shard_dim, replicate_dim)
             grids[tuple(dist.get_process_group_ranks(grid.group))] = grid
             comm = _GroupSum(self, register(grid))
-            alone = group_of([all_ranks().rank]) if grid.replicas > 1 else None
+            alone = None
+            if grid.replicas > 1:
+                alone = group_of([all_ranks().rank])
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
             if grid.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
                 sharded_ids.update(map(id, torch_names.fsdp_parameters(group)))
@@ -557,7 +564,10 @@ def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
 
 def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGrid) -> None:
     """Refuse a parameter if the ranks that would add up its gradients hold different elements."""
-    summing = set(dist.get_process_group_ranks(grid.group)) if grid.group is not None else set()
+    if grid.group is not None:
+        summing = set(dist.get_process_group_ranks(grid.group))
+    else:
+        summing = set()
     for groups, members in by_group(parameters):
         ranks: set[int] = set()
         for group in groups:

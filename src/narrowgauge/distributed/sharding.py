@@ -43,7 +43,9 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     require_mesh(mesh)
-    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    policy = OffloadPolicy()
+    if offload:
+        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     layers = []
     for layer in _layers_of(model):
         if layer is not model and _owns_its_parameters(layer, model):

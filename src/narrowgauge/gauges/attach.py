@@ -145,7 +145,8 @@ class Gauges:
                 first = first_of_input(name)
                 is_first = first == name or first not in self._layers
                 places = entries.setdefault(module, [None, None])
-                places[0] = self.recorder.watch("input", name) if is_first else None
+                if is_first:
+                    places[0] = self.recorder.watch("input", name)
                 places[1] = self.recorder.watch("output_grad", name)
                 continue
             heads = heads_of(module)
@@ -189,20 +190,27 @@ class Gauges:
         began = time.perf_counter()
         parts = measure(self.recorder, self._layers)
         for kind in ("exp_avg", "exp_avg_sq"):
-            leading = [_leading(self.optimizer, p, kind) for p in self.parameters.values()]
-            states = [values for values in leading if values is not None]
+            states = []
+            for p in self.parameters.values():
+                values = _leading(self.optimizer, p, kind)
+                if values is not None:
+                    states.append(values)
             if states:
                 parts[f"histogram {kind}"] = exponents(torch.cat(states))
-        if (logits := self._head_logits()) is not None:
+        logits = self._head_logits()
+        if logits is not None:
             parts["logits"] = logits
         fetched = fetch(parts)
         row: Row = {"step": step, **row_of(self.recorder, fetched)}
-        if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
-            row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
-        if "logits" in fetched:
-            row["logits"] = {
-                self._head: [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]
-            }
+        updates = {}
+        if isinstance(self.optimizer, Optimizer):
+            for name, reading in audit(self.optimizer).items():
+                updates[name] = _update_metrics(reading)
+        if updates:
+            row["updates"] = updates
+        if logits is not None:
+            numbers = fetched["logits"].tolist()
+            row["logits"] = {self._head: [rounded(x, keep_nan=True) for x in numbers]}
         row["seconds"] = rounded(time.perf_counter() - began)
         self._warn_if_nothing_recorded(row)
         self.last = row
@@ -217,7 +225,7 @@ class Gauges:
         shared out over ranks.
         """
         head: Any = self._layers.get(self._head)
-        sample = self.recorder.samples.get(("input", self._head)) if head is not None else None
+        sample = self.recorder.samples.get(("input", self._head))
         if (
             sample is None
             or is_split_over_ranks(head.weight)
@@ -239,11 +247,9 @@ class Gauges:
         if self._warned or is_recorded or not self._layers:
             return
         self._warned = True
-        reason = (
-            "The model was compiled before, or did not run; call torch.compiler.reset()."
-            if self.model.training
-            else "The model is in eval mode, and only training is watched; call model.train()."
-        )
+        reason = "The model is in eval mode, and only training is watched; call model.train()."
+        if self.model.training:
+            reason = "The model was compiled before, or did not run; call torch.compiler.reset()."
         warnings.warn(
             f"gauges recorded no linear layer at step {row['step']}. {reason}",
             GaugeNotice,

@@ -137,8 +137,9 @@ class Hub:
             names: of the modules; without names, those with parameters of their own.
         """
         for name, module in self.model.named_modules():
-            is_named = name in names if names else True
-            if is_named and next(module.parameters(recurse=bool(names)), None) is not None:
+            if names and name not in names:
+                continue
+            if next(module.parameters(recurse=bool(names)), None) is not None:
                 hook = OwnHook(partial(self._see_output, listener, see, plain_name(name)))
                 stack.callback(module.register_forward_hook(hook).remove)
 

@@ -94,7 +94,8 @@ class Recorder:
         if not self.is_recording or not x.numel() or x.layout is not torch.strided:
             return
         x = x.detach()
-        if (heads := self.heads.get(key)) is not None:
+        heads = self.heads.get(key)
+        if heads is not None:
             norm = heads.largest_norm(x, key[0])
             self.stats[key] = norm, norm, torch.zeros_like(norm)
             return
@@ -134,15 +135,20 @@ def recorder_of(entry: Tensor) -> tuple[Recorder, Key] | None:
     ``None`` if its gauges are gone, or for an entry of a copied model.
     """
     number, index = entry.tolist()
-    recorder = RECORDERS[number]() if number < len(RECORDERS) else None
-    is_known = recorder is not None and recorder.entries[index].data_ptr() == entry.data_ptr()
-    return (recorder, recorder.keys[index]) if recorder is not None and is_known else None
+    if number >= len(RECORDERS):
+        return None
+    recorder = RECORDERS[number]()
+    if recorder is None or recorder.entries[index].data_ptr() != entry.data_ptr():
+        return None
+    return recorder, recorder.keys[index]
 
 
 @torch.library.custom_op("narrowgauge::record", mutates_args=())
 def record(x: Tensor, entry: Tensor) -> None:
-    if (place := recorder_of(entry)) is not None:
-        place[0].record(place[1], x)
+    place = recorder_of(entry)
+    if place is not None:
+        recorder, key = place
+        recorder.record(key, x)
 
 
 record.register_fake(lambda x, entry: None)

@@ -171,7 +171,9 @@ def rounded(value: float | int | None, keep_nan: bool = False) -> float | int | 
     if value is None or isinstance(value, int):
         return value
     if value != value:
-        return value if keep_nan else None
+        if not keep_nan:
+            return None
+        return value
     return float(f"{value:.4g}")
 
 
@@ -193,10 +195,13 @@ def cast_of(key: Key, layers: Mapping[str, nn.Module]) -> Cast | None:
     cast: Cast | None = layer.compute.casts[_SLOTS[kind]]
     if cast is None:
         return None
+    is_unseen = cast.is_wide and cast.format == dtype_name(layer.weight.dtype)
     if isinstance(layer, GroupedLinear):
         scales_alone = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
-        return None if kind == "weight" or scales_alone or cast.is_wide else cast
-    return None if cast.is_wide and cast.format == dtype_name(layer.weight.dtype) else cast
+        is_unseen = kind == "weight" or scales_alone or cast.is_wide
+    if is_unseen:
+        return None
+    return cast
 
 
 def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:

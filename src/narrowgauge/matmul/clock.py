@@ -136,8 +136,13 @@ class Clock:
         return any(getattr(layer, "is_keyed", False) for layer in self._layers)
 
     def _parameters(self) -> Iterable[Tensor]:
-        model = None if self._model is None else self._model()
-        modules = list(self._layers) if model is None else [model]
+        model = None
+        if self._model is not None:
+            model = self._model()
+        if model is None:
+            modules = list(self._layers)
+        else:
+            modules = [model]
         return (parameter for module in modules for parameter in module.parameters())
 
     def _shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -85,11 +85,15 @@ def _one_by_one(
     *groups, without_expert = x.split(
         [end - start for start, end in zip([0, *ends], [*ends, len(x)], strict=True)]
     )
-    biases = [None] * experts if bias is None else bias.unbind()
+    biases: Sequence[Tensor | None] = [None] * experts
+    if bias is not None:
+        biases = bias.unbind()
     outputs = []
     for expert, (group, weight) in enumerate(zip(groups, weights.unbind(), strict=True)):
         if len(group):
-            expert_keys = None if keys is None else keys._replace(layer=keys.layer[expert])
+            expert_keys = None
+            if keys is not None:
+                expert_keys = keys._replace(layer=keys.layer[expert])
             outputs.append(
                 multiply_layer(
                     group, weight, biases[expert], Call(name, expert_keys, sequence_length)
@@ -240,8 +244,11 @@ def multiply_experts(
 def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor) -> Tensor:
     """Multiply by one projection, in its compute, or as PyTorch does if it was not swapped."""
     weights: Any = getattr(experts, name)
-    weights = weights.transpose(1, 2) if experts.is_transposed else weights
-    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    if experts.is_transposed:
+        weights = weights.transpose(1, 2)
+    bias = None
+    if experts.has_bias:
+        bias = getattr(experts, f"{name}_bias")
     swapped = experts.get_submodule(NARROW)
     if name in swapped:
         return cast(Tensor, swapped[name](x, weights, offsets, bias))
@@ -313,7 +320,9 @@ def projections(model: nn.Module) -> list[str]:
 
 def _full_names(name: str, module: nn.Module) -> dict[str, str]:
     """Return the projections of a module of that name, and their names in the model."""
-    prefix = f"{name}." if name else ""
+    prefix = ""
+    if name:
+        prefix = f"{name}."
     return {projection: f"{prefix}{projection}" for projection in stacks_of(module)}
 
 

@@ -115,7 +115,10 @@ class _GatheredWeight:
             weight, self.cast, 1, getattr(torch, self.cast.format), amax=amax
         )
         assert outer is not None
-        parts = [codes] if amax is not None else [codes, outer]
+        if amax is not None:
+            parts = [codes]
+        else:
+            parts = [codes, outer]
         return tuple(part.view(torch.uint8) for part in parts), (
             None if amax is None else outer,
             outer_size,
@@ -131,15 +134,19 @@ class _GatheredWeight:
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Pass the codes of all rows to the cast cache. The parameter gets no values."""
         outer, shape = metadata
-        weight = (
-            out
-            if out is not None
-            else torch.empty(shape, dtype=param_dtype, device=gathered[0].device)
-        )
+        if out is not None:
+            weight = out
+        else:
+            weight = torch.empty(shape, dtype=param_dtype, device=gathered[0].device)
         # .data: autograd must not count it, since backward refills a tensor that forward saved
         weight.data.fill_(torch.nan)
         codes = gathered[0].view(getattr(torch, self.cast.format))
-        scales = gathered[1].view(torch.float32) if outer is None else outer
+        if outer is None:
+            scales = gathered[1].view(torch.float32)
+        else:
+            scales = outer
         dtype = slot_dtype(self.compute, _SLOT, codes.device)
         give_cast(weight, (self.cast, 1), lambda: Operand(codes.to(dtype), scales))
-        return (weight, (weight,)) if out is None else None
+        if out is None:
+            return (weight, (weight,))
+        return None

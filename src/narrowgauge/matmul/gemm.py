@@ -94,7 +94,9 @@ def _kernel(lhs: Operand, rhs: Operand, product: Product) -> Kernel | None:
     an emulated product.
     """
     are_codes = lhs.data.dtype in CODES and rhs.data.dtype in CODES
-    return native.kernel_here(product, lhs.data.device) if are_codes else None
+    if are_codes:
+        return native.kernel_here(product, lhs.data.device)
+    return None
 
 
 def is_opaque(lhs: Operand, rhs: Operand, product: Product) -> bool:
@@ -127,7 +129,9 @@ def operand_dtype(
         return getattr(torch, cast.format)  # type: ignore[no-any-return]
     has_codes = cast.block is None and bool(cast.carrier)
     if is_native(product, device):
-        return PAIRS if cast.element.bits == 4 else getattr(torch, cast.carrier)
+        if cast.element.bits == 4:
+            return PAIRS
+        return getattr(torch, cast.carrier)  # type: ignore[no-any-return]
     if has_codes and (as_codes or cast.carrier == "int8"):
         return getattr(torch, cast.carrier)  # type: ignore[no-any-return]
     return getattr(torch, cast.values_format)  # type: ignore[no-any-return]
@@ -158,7 +162,9 @@ def emulated_formats(compute: Compute, device: torch.device) -> list[str]:
 
 def describe_matmuls(compute: Compute, device: torch.device) -> str:
     """Describe in one line how a compute's matmuls run on a device."""
-    here = "this CPU" if device.type == "cpu" else f"this {torch.cuda.get_device_name(device)}"
+    here = "this CPU"
+    if device.type != "cpu":
+        here = f"this {torch.cuda.get_device_name(device)}"
     emulated = emulated_formats(compute, device)
     if not emulated:
         return f"{compute.name} multiplies on {here} natively."
@@ -245,7 +251,10 @@ def _multiply_integers(
         part = out[first : first + height]
         scale = _part(by_row, slice(first, first + len(part)), 0)
         # Scale by row first, then by column, also if the product is transposed.
-        scales = (by_column, scale) if is_turned else (scale, by_column)
+        if is_turned:
+            scales = (by_column, scale)
+        else:
+            scales = (scale, by_column)
         _scale_into(part, _sum_integers(a[first : first + height], b), *scales, bias)
     return result
 
@@ -275,7 +284,9 @@ def _row_major(x: Tensor) -> Tensor:
 
     With both strides 1, the CPU's integer matmul returns uninitialized memory.
     """
-    return x.as_strided(x.shape, (max(x.shape[1], 1), 1)) if x.is_contiguous() else x
+    if x.is_contiguous():
+        return x.as_strided(x.shape, (max(x.shape[1], 1), 1))
+    return x
 
 
 def _scaled(

@@ -186,7 +186,10 @@ def cast_weights(weights: Tensor, cast: Cast, dim: int, kind: str) -> Operand:
         return Operand(plain if dim == 1 else plain.transpose(1, 2))
 
     def make() -> Operand:
-        turned = weights.detach() if dim == 1 else weights.detach().transpose(1, 2)
+        if dim == 1:
+            turned = weights.detach()
+        else:
+            turned = weights.detach().transpose(1, 2)
         function = _cast_expert_rows if kind == "rows" else _cast_expert_blocks
         return Operand(*fused(weights.numel(), bound(function, cast), turned))
 
@@ -445,7 +448,9 @@ def _exact_product(lhs: Operand, rhs: Operand, ends: Tensor, columns: int) -> Te
             products.append(a[group] @ b[expert * columns : (expert + 1) * columns].t())
         else:
             products.append(a[:, group] @ b[:, group].t())
-    return torch.cat(products) if is_by_rows else torch.stack(products)
+    if is_by_rows:
+        return torch.cat(products)
+    return torch.stack(products)
 
 
 def _as_read(operand: Operand, kind: str, ends: Tensor, columns: int) -> Operand:

@@ -50,13 +50,18 @@ class _Product(torch.autograd.Function):
         lhs = cast_to_slot(x, Call(compute), "output.left")
         rhs = Operand(codes, scales)
         y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
-        return add_outliers(y, x, registered, weight, rhs) if registered.output.left.outliers else y
+        if registered.output.left.outliers:
+            return add_outliers(y, x, registered, weight, rhs)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         codes, scales, weight = ctx.saved_tensors
-        weight = codes.float() * scales if weight is None else weight
-        by_bias = bias_gradient(grads[0]) if ctx.needs_input_grad[3] else None
+        if weight is None:
+            weight = codes.float() * scales
+        by_bias = None
+        if ctx.needs_input_grad[3]:
+            by_bias = bias_gradient(grads[0])
         return matmul(grads[0], weight.to(grads[0].dtype)), None, None, by_bias, None, None
 
 
@@ -98,11 +103,10 @@ class QuantizedLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
         device = input.device.type
-        x = (
-            input.to(torch.get_autocast_dtype(device))
-            if torch.is_autocast_enabled(device)
-            else input
-        )
+        if torch.is_autocast_enabled(device):
+            x = input.to(torch.get_autocast_dtype(device))
+        else:
+            x = input
         if not x.numel():  # no tokens, as of an expert that gets none
             return x.new_zeros(*x.shape[:-1], self.out_features) + x.sum()
         y = self.product(x.reshape(-1, self.in_features))

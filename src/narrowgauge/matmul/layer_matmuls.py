@@ -200,7 +200,10 @@ def _cast_weight(
     layer: Tensor | None,
     unit: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys = None if clock is None or layer is None else Keys(clock, layer)
+    if clock is None or layer is None:
+        keys = None
+    else:
+        keys = Keys(clock, layer)
     operand = cast_weight_to_slot(weight, Call(name, keys, unit=unit), slot)
     # An operator may return neither None nor memory that is in use elsewhere.
     return _without_none(operand.mapped(torch.clone))
@@ -216,7 +219,10 @@ def _without_none(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parts of an operand, and empty tensors for those that it lacks."""
     missing = operand.data.new_empty(0, dtype=torch.float32)
     outer = missing if operand.outer is None else operand.outer
-    inner = torch.empty_like(missing) if operand.inner is None else operand.inner
+    if operand.inner is None:
+        inner = torch.empty_like(missing)
+    else:
+        inner = operand.inner
     return operand.data, outer, inner
 
 
@@ -266,7 +272,10 @@ def _add_outliers(
     if not len(outliers):
         return result
     assert scales is not None
-    thin = codes[:, outliers].float() * scales if weight is None else weight[:, outliers]
+    if weight is None:
+        thin = codes[:, outliers].float() * scales
+    else:
+        thin = weight[:, outliers]
     return add_product(result, x[:, outliers].to(result.dtype), thin.to(result.dtype).t())
 
 
@@ -280,7 +289,9 @@ def _add_opaque(
     scales: Tensor | None,
 ) -> Tensor:
     total = _add_outliers(result, x, threshold, weight, codes, scales)
-    return total.clone() if total is result else total.contiguous()
+    if total is result:
+        return total.clone()
+    return total.contiguous()
 
 
 @_add_opaque.register_fake
@@ -303,7 +314,10 @@ def output(
     y = multiply_slots(lhs, rhs, call.name, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
     if compute.output.left.outliers:
         y = add_outliers(y, x, compute, weight, rhs)
-    saved = lhs if compute.cast_slots["grad_weight.right"] == "output.left" else Operand(x)
+    if compute.cast_slots["grad_weight.right"] == "output.left":
+        saved = lhs
+    else:
+        saved = Operand(x)
     return y, *saved
 
 
@@ -313,7 +327,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], saved: Sequence[Tensor | None]) -> 
     """
     _, weight, _, call = inputs
     # A copy of the clock, since another model's optimizer may step before this backward pass.
-    keys = (None, None) if call.keys is None else (call.keys.clock.clone(), call.keys.layer)
+    if call.keys is None:
+        keys = (None, None)
+    else:
+        keys = (call.keys.clock.clone(), call.keys.layer)
     ctx.save_for_backward(*saved, weight, *keys, call.unit)
     ctx.settings = call.name, call.sequence_length
 
@@ -322,7 +339,9 @@ def _restored(ctx: Any) -> tuple[Any, ...]:
     """Return the arguments of :func:`gradients` after the first."""
     *operand, weight, clock, layer, unit = ctx.saved_tensors
     name, sequence_length = ctx.settings
-    keys = None if clock is None else Keys(clock, layer)
+    keys = None
+    if clock is not None:
+        keys = Keys(clock, layer)
     return (
         Operand(*operand),
         weight,

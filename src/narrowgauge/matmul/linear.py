@@ -73,11 +73,15 @@ class NarrowLayer(nn.Module):
         """Read seed and step from a clock."""
         self.clock = clock
         clock.serve(self)
-        self.clock_words = clock.words(self.key.device) if self.compute.is_stochastic else None
+        self.clock_words = None
+        if self.compute.is_stochastic:
+            self.clock_words = clock.words(self.key.device)
 
     def keys(self) -> Keys | None:
         """Return the keys of random bits; ``None`` if no cast needs them."""
-        return None if self.clock_words is None else Keys(self.clock_words, self.key)
+        if self.clock_words is None:
+            return None
+        return Keys(self.clock_words, self.key)
 
     def cast_stream(self, x: Tensor) -> Tensor:
         """Cast the input to autocast's dtype.
@@ -85,7 +89,10 @@ class NarrowLayer(nn.Module):
         Raise if the dtype is not the compute's: float16 needs a loss scale.
         """
         is_cast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+        if is_cast:
+            dtype = torch.get_autocast_dtype(x.device.type)
+        else:
+            dtype = x.dtype
         if (is_cast or dtype is torch.float16) and dtype != getattr(torch, self.compute.dtype):
             raise RecipeError(
                 f"Cannot call layer '{self.names[0]}' of compute '{self.compute.name}' in "
@@ -93,7 +100,9 @@ class NarrowLayer(nn.Module):
                 f"Use float32 weights with torch.autocast(…, torch.{self.compute.dtype}), or "
                 f"{self.compute.dtype} weights.",
             )
-        return x.to(dtype) if is_cast else x
+        if is_cast:
+            return x.to(dtype)
+        return x
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         had_memory = not self.key.is_meta
@@ -146,7 +155,8 @@ class Linear(NarrowLayer, nn.Linear):
         Raises:
             RecipeError: autocast requests a dtype that is not the compute's.
         """
-        weight = weight.t() if self.is_transposed else weight
+        if self.is_transposed:
+            weight = weight.t()
         if is_sharded(weight):
             from narrowgauge.matmul.tensor_parallel import multiply_parts
 
@@ -187,7 +197,9 @@ def plain_dtype(compute: Compute) -> torch.dtype | None:
     there is none.
     """
     formats = {cast.format for cast in compute.casts.values()}
-    return getattr(torch, formats.pop(), None) if compute.is_wide and len(formats) == 1 else None
+    if compute.is_wide and len(formats) == 1:
+        return getattr(torch, formats.pop(), None)
+    return None
 
 
 class DeferredLinear(nn.Linear):
@@ -199,11 +211,9 @@ class DeferredLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``."""
-        return (
-            Linear.forward(self, input)
-            if isinstance(self, Linear)
-            else nn.Linear.forward(self, input)
-        )
+        if isinstance(self, Linear):
+            return Linear.forward(self, input)
+        return nn.Linear.forward(self, input)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -230,7 +240,9 @@ def is_transposed(module: nn.Module) -> bool:
 def matrix_of(module: Any) -> Tensor:
     """Return the weight of a linear layer as ``[out, in]``."""
     weight: Tensor = module.weight
-    return weight.t() if is_transposed(module) else weight
+    if is_transposed(module):
+        return weight.t()
+    return weight
 
 
 def keep_from_fused_kernels(model: nn.Module) -> None:

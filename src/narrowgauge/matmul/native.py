@@ -114,7 +114,9 @@ def multiply_codes(
     columns = rhs.data.shape[1 - dims[1]]
     sums = _FUNCTIONS[kernel.name](_turned(lhs, dims[0]), _turned(rhs, dims[1]), dtype, fast, bias)
     is_whole = sums.values.shape == (rows, columns)
-    return sums if is_whole else sums._replace(values=sums.values[:rows, :columns])
+    if is_whole:
+        return sums
+    return sums._replace(values=sums.values[:rows, :columns])
 
 
 def _turned(operand: Operand, dim: int) -> Operand:
@@ -184,7 +186,9 @@ def _one(device: torch.device) -> Tensor:
 
 
 def _or_one(scale: Tensor | None, device: torch.device) -> Tensor:
-    return _one(device) if scale is None else scale
+    if scale is None:
+        return _one(device)
+    return scale
 
 
 def _as_fnuz(operand: Operand) -> Operand:
@@ -418,11 +422,10 @@ def specimen(cast: Cast, rows: int, terms: int) -> Operand:
     rows = _SQUARE_ROWS if cast.granularity in ("128x128", "16x16") else rows
     values = (_scattered(rows, terms) % 9 - 4).float() / 2
     is_packed = cast.element.bits == 4
-    data = (
-        packed_pairs(four_bit_codes(values), 1)
-        if is_packed
-        else values.to(getattr(torch, cast.format))
-    )
+    if is_packed:
+        data = packed_pairs(four_bit_codes(values), 1)
+    else:
+        data = values.to(getattr(torch, cast.format))
     two = torch.full((1, 1), 2.0, dtype=torch.float32, device="cpu")
     if cast.block is None:
         return Operand(data, two if cast.granularity == "tensor" else _powers(rows, 1))
@@ -444,7 +447,10 @@ def _scattered(rows: int, columns: int) -> Tensor:
 
 def values_of(operand: Operand) -> Tensor:
     """Return the values of a specimen, float64."""
-    values = operand.data if operand.inner is None else block_values(operand, 1)
+    if operand.inner is None:
+        values = operand.data
+    else:
+        values = block_values(operand, 1)
     if operand.outer is None:
         return values.double()
     return values.double() * operand.outer.double()

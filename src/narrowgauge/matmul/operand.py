@@ -62,11 +62,15 @@ class Operand(NamedTuple):
 
     def by_row(self) -> Tensor | None:
         """Return the outer scales of a left operand, which multiply the rows of a product."""
-        return None if self.outer is None else self.outer.reshape(-1, 1)
+        if self.outer is None:
+            return None
+        return self.outer.reshape(-1, 1)
 
     def by_column(self) -> Tensor | None:
         """Return the outer scales of a right operand, which multiply the columns of a product."""
-        return None if self.outer is None else self.outer.reshape(1, -1)
+        if self.outer is None:
+            return None
+        return self.outer.reshape(1, -1)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Operand:
         """Return the operand with a function applied to each tensor that it has."""
@@ -123,7 +127,9 @@ def cast_matrix(
 
 def _along_contraction(codes: Tensor, dim: int) -> Tensor:
     """Lay codes out as kernels read them. A compiler writes them so in the loop of the cast."""
-    return codes.t().contiguous().t() if dim == 0 else codes
+    if dim == 0:
+        return codes.t().contiguous().t()
+    return codes
 
 
 def block_values(operand: Operand, dim: int) -> Tensor:
@@ -131,11 +137,10 @@ def block_values(operand: Operand, dim: int) -> Tensor:
     else in float32.
     """
     assert operand.inner is not None
-    codes = (
-        four_bit_values(unpacked_pairs(operand.data, dim))
-        if operand.data.dtype == PAIRS
-        else operand.data.float()
-    )
+    if operand.data.dtype == PAIRS:
+        codes = four_bit_values(unpacked_pairs(operand.data, dim))
+    else:
+        codes = operand.data.float()
     values = codes * spread(operand.inner.float(), codes.shape)
     return values.to(block_dtype(operand.inner))
 
@@ -168,8 +173,11 @@ def cast_whole(
     if dtype == torch.int8:
         codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
     codes = codes.to(dtype)
-    codes = _along_contraction(codes, dim) if dtype in CODES else codes
-    return (codes,) if outer is None else (codes, outer)
+    if dtype in CODES:
+        codes = _along_contraction(codes, dim)
+    if outer is None:
+        return (codes,)
+    return (codes, outer)
 
 
 def _rotate(dim: int, x: Tensor) -> Tensor:
@@ -201,12 +209,17 @@ def cast_blocks(
         data = (codes * inner).to(dtype)
     else:
         matrix = codes.flatten(0, 1).flatten(1, 2)
-        packed = packed_pairs(four_bit_codes(matrix), dim) if dtype == PAIRS else matrix.to(dtype)
+        if dtype == PAIRS:
+            packed = packed_pairs(four_bit_codes(matrix), dim)
+        else:
+            packed = matrix.to(dtype)
         data = _along_contraction(packed, dim)
         scales = _scale_codes(inner.flatten(0, 1).flatten(1, 2), cast.scale)
     # A compiler computes scales that are returned once, not at each value.
     results = data, scales, inner, inverse
-    return results if outer is None else (*results, outer)
+    if outer is None:
+        return results
+    return (*results, outer)
 
 
 def _scale_codes(scales: Tensor, name: str) -> Tensor:

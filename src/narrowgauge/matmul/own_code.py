@@ -66,7 +66,9 @@ class _Products(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         weight = _weight_of(func, args)
-        name = "" if weight is None else self._name_of(weight)
+        name = ""
+        if weight is not None:
+            name = self._name_of(weight)
         if not name:
             return func(*args, **kwargs)
         self.num_calls += 1
@@ -81,7 +83,10 @@ class _Products(TorchFunctionMode):
 
         Weights of equal shape take turns, in the order of their names.
         """
-        stored = weight if weight.stride(-1) == 1 else weight.transpose(-2, -1)
+        if weight.stride(-1) == 1:
+            stored = weight
+        else:
+            stored = weight.transpose(-2, -1)
         shape = tuple(stored.shape)
         names = []
         for name, own in self.weights.items():
@@ -104,9 +109,15 @@ class _Products(TorchFunctionMode):
         **options: Any,
     ) -> Any:
         if weight.ndim == 2:
-            bias = rest[0] if rest else options.get("bias")
+            if rest:
+                bias = rest[0]
+            else:
+                bias = options.get("bias")
             return layer.multiply_one(x, weight, self._expert_of(name, weight), bias)
-        offsets = rest[0] if rest else options.get("offs")
+        if rest:
+            offsets = rest[0]
+        else:
+            offsets = options.get("offs")
         if offsets is not None:
             return layer(x, weight, offsets)
         experts, tokens = x.shape[:2]

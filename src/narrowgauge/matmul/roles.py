@@ -107,4 +107,4 @@ def role_of(name: str, roles: Mapping[str, str]) -> str:
     if name in roles:
         return roles[name]
     owner = re.sub(r"\.[^.]+$", "", name)
-    return roles.get(owner, "") if roles.get(owner) == "last block" else ""
+    return "last block" if roles.get(owner) == "last block" else ""

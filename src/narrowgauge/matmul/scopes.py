@@ -62,7 +62,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Return the same structure with every floating-point tensor in ``dtype``."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor
 
     return map_tensors(cast, value)
 

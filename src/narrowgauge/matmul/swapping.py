@@ -63,7 +63,10 @@ class NarrowLayers:
         kept: Mapping[str, str] | None = None,
     ) -> None:
         self.model, self.layers, self.clock = model, dict(layers), clock
-        self.kept = roles_of(model) if kept is None else dict(kept)
+        if kept is None:
+            self.kept = roles_of(model)
+        else:
+            self.kept = dict(kept)
         for layer in self.layers.values():
             if layer.clock is not clock:
                 layer.set_clock(clock)
@@ -193,13 +196,16 @@ def swap_linears(
         ['0', '2']
     """
     require_float64(model.parameters())
-    compute = compute if callable(compute) else get_compute(compute)
+    if not callable(compute):
+        compute = get_compute(compute)
     roles = roles_of(model, 0.0 if callable(compute) else compute.keep_last)
     is_by_role = keep is None and not callable(compute) and bool(compute.keep)
     choose = chooser(compute, keep, roles if is_by_role else {})
     layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
-        chosen = choose(name) if is_linear(module) else None
+        chosen = None
+        if is_linear(module):
+            chosen = choose(name)
         if chosen is not None:
             layers[name] = made_narrow(plain_name(name), module, chosen)
     layers |= experts.grouped_layers(model, choose)
@@ -213,7 +219,10 @@ def swap_linears(
     slow = _swap_slow_layers(model)
     for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
         warn_if_emulated(used, device)
-    kept = roles if is_by_role else dict.fromkeys(roles.keys() - layers.keys(), "by choice")
+    if is_by_role:
+        kept = roles
+    else:
+        kept = dict.fromkeys(roles.keys() - layers.keys(), "by choice")
     linears = NarrowLayers(model, layers, Clock(seed), kept)
     for name, layer in layers.items():
         if roles.get(name) == "head" and not layer.compute.is_wide:
@@ -297,8 +306,13 @@ def chooser(
         is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in keep or ())
         if is_kept or role_of(name, roles):
             return None
-        layer_compute = compute(name) if callable(compute) else compute
-        return None if layer_compute is None else get_compute(layer_compute)
+        if callable(compute):
+            layer_compute = compute(name)
+        else:
+            layer_compute = compute
+        if layer_compute is None:
+            return None
+        return get_compute(layer_compute)
 
     return choose
 

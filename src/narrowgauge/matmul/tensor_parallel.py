@@ -68,13 +68,17 @@ def multiply_parts(
     result: Tensor
     # Added to what one rank has in full, a bias is rounded with the product, as in one process.
     if splits_outputs:
-        own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        own_bias = bias
+        if isinstance(bias, DTensor):
+            own_bias = bias.to_local()
         product = multiply(local, part, own_bias)
         result = DTensor.from_local(product, mesh, [Shard(last)], run_check=False)
         return result
     product = multiply(local, part, None)
     result = DTensor.from_local(product, mesh, [Partial()], run_check=False)
-    return result if bias is None else result + bias
+    if bias is None:
+        return result
+    return result + bias
 
 
 def require_local_scales(

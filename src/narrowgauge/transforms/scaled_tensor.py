@@ -58,9 +58,10 @@ class Scaled(Tensor):
 
     def __init__(self, data: Tensor, scale: Tensor | float) -> None:
         self._data = data
-        self._scale = (
-            scale if isinstance(scale, Tensor) else _number(scale, torch.float32, data.device)
-        )
+        if isinstance(scale, Tensor):
+            self._scale = scale
+        else:
+            self._scale = _number(scale, torch.float32, data.device)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -75,12 +76,13 @@ class Scaled(Tensor):
         return times(self._data, self._scale)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        data = (
-            self._data.tolist()
-            if self.numel() <= 8 and _has_values(self._data)
-            else [*self.shape, str(self.dtype)]
-        )
-        scale = f" * 2^{math.log2(self._scale.item()):g}" if _has_values(self._scale) else ""
+        if self.numel() <= 8 and _has_values(self._data):
+            data = self._data.tolist()
+        else:
+            data = [*self.shape, str(self.dtype)]
+        scale = ""
+        if _has_values(self._scale):
+            scale = f" * 2^{math.log2(self._scale.item()):g}"
         return f"Scaled({data}{scale})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -167,7 +169,9 @@ def times(x: Tensor, power: Tensor) -> Tensor:
         >>> times(torch.tensor([64.0], dtype=torch.float16), torch.tensor(2.0**-28))
         tensor([2.3842e-07], dtype=torch.float16)
     """
-    return (x.float() * power).to(x.dtype) if x.dtype is torch.float16 else x * power
+    if x.dtype is torch.float16:
+        return (x.float() * power).to(x.dtype)
+    return x * power
 
 
 def rescaled(x: Tensor) -> Scaled:
@@ -267,17 +271,15 @@ def _pair(x: Any, operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
     if isinstance(x, Scaled):
         return x._data, x._scale
     like = next(operand for operand in operands if isinstance(operand, Scaled))
-    plain = (
-        x
-        if isinstance(x, Tensor)
-        else _number(x, torch.promote_types(like.dtype, torch.float32), like.device)
-    )
+    if isinstance(x, Tensor):
+        plain = x
+    else:
+        plain = _number(x, torch.promote_types(like.dtype, torch.float32), like.device)
     scale = like._scale
-    size = (
-        torch.where(plain.detach().abs().amax() > 0, power_of_rms(plain), scale)
-        if plain.numel()
-        else scale
-    )
+    if plain.numel():
+        size = torch.where(plain.detach().abs().amax() > 0, power_of_rms(plain), scale)
+    else:
+        size = scale
     return plain / size, size
 
 

@@ -98,7 +98,10 @@ class _Enter(torch.autograd.Function):
             if vjp is None:
                 gradients.append(None)
                 continue
-            scale = token if divisor is None else token / divisor
+            if divisor is None:
+                scale = token
+            else:
+                scale = token / divisor
             if not dtype:
                 gradients.append(times(vjp, scale))
                 continue
@@ -108,7 +111,9 @@ class _Enter(torch.autograd.Function):
 
 
 def _size_of(x: Tensor, size: Size) -> Any:
-    return power_of_rms(x) if size is None else size
+    if size is None:
+        return power_of_rms(x)
+    return size
 
 
 def _unit(like: Tensor) -> Tensor:
@@ -132,12 +137,16 @@ def _in_unit(x: Tensor, unit: Unit) -> Tensor:
             x = _widened(x._data) * x._scale
         else:
             x = times(x._data, x._scale)
-    return x / unit if isinstance(unit, Tensor) else x.detach()
+    if isinstance(unit, Tensor):
+        return x / unit
+    return x.detach()
 
 
 def _widened(x: Tensor) -> Tensor:
     """Widen float16 that leaves scaled arithmetic, since its gradient will be a plain tensor."""
-    return x.float() if x.dtype is torch.float16 else x
+    if x.dtype is torch.float16:
+        return x.float()
+    return x
 
 
 class _Leave(torch.autograd.Function):
@@ -205,7 +214,9 @@ def value_of(x: Tensor) -> Tensor:
 @_in_graph
 def scale_of(x: Tensor) -> Tensor:
     """Return the scale of a tensor; 1 for a plain one."""
-    return x._scale if isinstance(x, Scaled) else _unit(x)
+    if isinstance(x, Scaled):
+        return x._scale
+    return _unit(x)
 
 
 # ── rules ─────────────────────────────────────────────────────────────────────────────────────────
@@ -354,7 +365,9 @@ class _Linear(_Ruled):
         features = (self.in_features, self.out_features)
         takes_unit = getattr(self, "takes_unit", False)  # of a narrow layer
         y = linear(x, self.weight, self.bias, multiply, features, takes_unit)
-        return value_of(y) if self.leaves_plain else y
+        if self.leaves_plain:
+            return value_of(y)
+        return y
 
 
 class _Conv1D(_Ruled):

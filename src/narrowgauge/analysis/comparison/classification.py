@@ -159,12 +159,16 @@ class Classification:
     @property
     def usable_rank(self) -> Rank | None:
         """Return the rank of a recipe without faults, else ``None``."""
-        return None if self.faults else self.rank
+        if self.faults:
+            return None
+        return self.rank
 
     @property
     def verdict(self) -> str:
         """Return its rank in words."""
-        return "not to be used" if self.faults else self.rank.value
+        if self.faults:
+            return "not to be used"
+        return self.rank.value
 
     @property
     def is_fit(self) -> bool:
@@ -178,8 +182,10 @@ class Classification:
     def cost(self) -> tuple[float, float]:
         """Return the sort key of recipes: bytes per parameter, then time."""
         size = self.row["bytes_per_param"]
+        if size is None:
+            size = math.inf
         # Less than a tenth of a byte is a few norm weights, not a saving.
-        return math.inf if size is None else round(size, 1), -(self.row["tokens_per_second"] or 0.0)
+        return round(size, 1), -(self.row["tokens_per_second"] or 0.0)
 
 
 def classify(
@@ -190,7 +196,9 @@ def classify(
     ``rows`` are the rows of ``compare.json``.
     """
     baseline = _widest(groups, rows)
-    loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
+    loss = 0.0
+    if baseline is not None:
+        loss = float(rows[baseline]["val_loss"] or 0.0)
     classes = {}
     for label, group in groups.items():
         difference = None
@@ -204,7 +212,9 @@ def classify(
         faults = run_faults(group)
         limit = ACCEPTABLE * abs(loss)
         if difference is not None and ranked is Rank.WORSE and difference.mean > limit:
-            share = f" ({difference.mean / abs(loss):+.1%})" if loss else ""
+            share = ""
+            if loss:
+                share = f" ({difference.mean / abs(loss):+.1%})"
             faults.append(f"ends worse than {baseline} by {difference.text}{share}")
         classes[label] = Classification(
             label, tuple(group), rows[label], ranked, difference, tuple(faults), _late_edq(group)
@@ -220,7 +230,9 @@ def _widest(groups: Mapping[str, Sequence[RunStats]], rows: Mapping[str, Row]) -
 
     def width(label: str) -> tuple[bool, bool, float, int]:
         recipe = recipe_of(groups[label][0].run)
-        bits = 0 if recipe is None else _WIDTHS.get(recipe.compute.name, 0)
+        bits = 0
+        if recipe is not None:
+            bits = _WIDTHS.get(recipe.compute.name, 0)
         size = round(rows[label]["bytes_per_param"] or 0.0, 1)
         return not run_faults(groups[label]), bits > 0, size, bits
 
@@ -239,7 +251,9 @@ def rank(difference: PairedDifference | None, loss: float) -> Rank:
         return Rank.WORSE
     if difference.high < 0 and -difference.low > negligible:
         return Rank.BETTER
-    return Rank.INCONCLUSIVE if difference.high > ACCEPTABLE * abs(loss) else Rank.WITHIN_NOISE
+    if difference.high > ACCEPTABLE * abs(loss):
+        return Rank.INCONCLUSIVE
+    return Rank.WITHIN_NOISE
 
 
 def _paired_difference(
@@ -256,7 +270,9 @@ def _paired_difference(
             continue
         if run.data == other.data or run.data is None or other.data is None:
             pairs.append(run.loss - other.loss)
-    return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
+    if not pairs:
+        return None
+    return PairedDifference(label, *interval(pairs), len(pairs))
 
 
 def _late_edq(group: Sequence[RunStats]) -> float | None:

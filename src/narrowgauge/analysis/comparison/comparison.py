@@ -77,9 +77,11 @@ class Comparison:
     @property
     def differences(self) -> tuple[PairedDifference, ...]:
         """Return the differences from the baseline, one per other recipe with a common seed."""
-        return tuple(
-            recipe.difference for recipe in self.classes.values() if recipe.difference is not None
-        )
+        differences = []
+        for recipe in self.classes.values():
+            if recipe.difference is not None:
+                differences.append(recipe.difference)
+        return tuple(differences)
 
     @property
     def has_intervals(self) -> bool:
@@ -89,8 +91,9 @@ class Comparison:
     @property
     def acceptable(self) -> float:
         """Return the acceptable excess over the baseline's loss, in nats."""
-        loss = None if self.baseline is None else self.classes[self.baseline].row["val_loss"]
-        return ACCEPTABLE * abs(float(loss or 0.0))
+        if self.baseline is None:
+            return 0.0
+        return ACCEPTABLE * abs(float(self.classes[self.baseline].row["val_loss"] or 0.0))
 
     @property
     def cheapest(self) -> Classification | None:
@@ -117,7 +120,9 @@ class Comparison:
 
         def late_edq(row: Row) -> str:
             edq = self.classes[row["recipe"]].late_edq
-            return "–" if edq is None else f"{edq:.3f}"
+            if edq is None:
+                return "–"
+            return f"{edq:.3f}"
 
         columns = [Column("recipe", "recipe", code=True), Column("val. loss", loss, right=True)]
         if minus:
@@ -147,10 +152,11 @@ class Comparison:
         for recipe in self.classes.values():
             minus = recipe.difference
             row = {**recipe.row, "late_edq": recipe.late_edq}
-            row["difference"] = None if minus is None else minus.mean
-            row["difference_interval"] = None
-            if minus is not None and minus.num_pairs > 1:
-                row["difference_interval"] = [minus.low, minus.high]
+            row |= {"difference": None, "difference_interval": None}
+            if minus is not None:
+                row["difference"] = minus.mean
+                if minus.num_pairs > 1:
+                    row["difference_interval"] = [minus.low, minus.high]
             rows.append(row | {"verdict": recipe.verdict, "faults": recipe.faults})
         text = json.dumps(json_value(rows), indent=1, allow_nan=False, ensure_ascii=False)
         return f"{text}\n".encode()
@@ -161,10 +167,15 @@ def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
         text = shown_loss(row["val_loss"])
         if row["val_loss_std"] is not None:
             text += f" (std {shown_loss(row['val_loss_std'])})"
-        return f"{text}, diverged" if row["diverged"] else text
+        if row["diverged"]:
+            text += ", diverged"
+        return text
     if row["diverged"]:
         return "diverged"
-    return "unfinished" if any(run.run.summary is None for run in runs) else "not recorded"
+    for run in runs:
+        if run.run.summary is None:
+            return "unfinished"
+    return "not recorded"
 
 
 def compare_runs(runs: Sequence[Run]) -> Comparison:
@@ -220,10 +231,13 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
             durations.append(statistics.median(seconds.tolist()))
     known = counting or ended
     losses = [float(summary["val_loss"]) for summary in counting]
+    deviation = None
+    if len(losses) > 1:
+        deviation = statistics.stdev(losses)
     return {
         "recipe": label,
         "val_loss": _reduced(losses, statistics.fmean),
-        "val_loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
+        "val_loss_std": deviation,
         "tokens_per_second": _over(known, "tokens_per_second", statistics.median),
         "bytes_per_param": _over(known, "bytes_per_param", statistics.median),
         # Few steps compile, so they do not move a median.
@@ -249,7 +263,9 @@ def _over(
 
 
 def _reduced(values: list[float], reduce: Callable[[list[float]], float]) -> float | None:
-    return reduce(values) if values else None
+    if not values:
+        return None
+    return reduce(values)
 
 
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────
@@ -302,7 +318,10 @@ def sentences_of(comparison: Comparison) -> Iterator[Sentence]:
     """Yield the names of the sentences of a verdict, and the values in them."""
     yield from _cheapest(comparison)
     yield from _of_recipes(comparison)
-    yield from _of_runs([run for recipe in comparison.classes.values() for run in recipe.runs])
+    runs = list[RunStats]()
+    for recipe in comparison.classes.values():
+        runs += recipe.runs
+    yield from _of_runs(runs)
 
 
 def _cheapest(comparison: Comparison) -> Iterator[Sentence]:
@@ -325,26 +344,34 @@ def _cheapest(comparison: Comparison) -> Iterator[Sentence]:
         return
     best = comparison.cheapest
     if best is None:
-        is_sized = any(recipe.row["bytes_per_param"] is not None for recipe in recipes)
-        yield "unfit" if is_sized else "unsized", {}
+        key = "unsized"
+        for recipe in recipes:
+            if recipe.row["bytes_per_param"] is not None:
+                key = "unfit"
+        yield key, {}
         return
     if not comparison.has_intervals:
         yield "one-seed", {}
+    smaller = [recipe for recipe in recipes if recipe.cost < best.cost]
     if best is reference:
-        is_least = all(recipe.cost[0] >= best.cost[0] for recipe in recipes)
-        key = "smallest" if is_least else "baseline"
+        key = "smallest"
+        if any(recipe.cost[0] < best.cost[0] for recipe in smaller):
+            key = "baseline"
     elif not comparison.has_intervals:
         key = "least"
     else:
-        unsure = [recipe for recipe in recipes if recipe.usable_rank is Rank.INCONCLUSIVE]
-        key = "ranked" if any(recipe.cost < best.cost for recipe in unsure) else "cheapest"
+        key = "cheapest"
+        if any(recipe.usable_rank is Rank.INCONCLUSIVE for recipe in smaller):
+            key = "ranked"
     words = {"best": best.label, "base": base, "size": _size(best), "base_size": _size(reference)}
     yield key, words
 
 
 def _size(recipe: Classification) -> str:
     size = recipe.row["bytes_per_param"]
-    return "an unknown number" if size is None else f"{size:.2f}"
+    if size is None:
+        return "an unknown number"
+    return f"{size:.2f}"
 
 
 def _of_recipes(comparison: Comparison) -> Iterator[Sentence]:
@@ -396,7 +423,9 @@ def _of_runs(runs: Sequence[RunStats]) -> Iterator[Sentence]:
         if run.run.is_foreign:
             logs[run.label] = None
         if not run.counts and not run.divergence:
-            done = int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0
+            done = 0
+            if run.run.steps:
+                done = int(run.run.steps[-1].get("step", 0))
             planned = run.run.config.get("steps")
             steps = f"{done} of {planned}" if planned else str(done)
             unfinished.append(f"{run.label}, seed {run.seed} ({steps} steps)")

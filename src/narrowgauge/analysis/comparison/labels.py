@@ -8,6 +8,7 @@ code parses it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,9 +24,7 @@ MOST_SETTINGS = 4
 
 def run_name(recipe: str, seed: int) -> str:
     """Return the folder name of a run within its comparison's folder."""
-    name = ""
-    for letter in recipe.removesuffix(")").replace(" (", " "):
-        name += letter if letter.isalnum() or letter in "-_.+" else "-"
+    name = re.sub(r"[^\w.+-]", "-", recipe.removesuffix(")").replace(" (", " "))
     return f"{name.strip('.') or 'recipe'}-seed{seed}"
 
 
@@ -76,7 +75,7 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _is_distinct(values: Iterable[Any]) -> bool:
-    texts = [repr(value) for value in values]
+    texts = list(map(repr, values))
     return len({*texts}) == len(texts)
 
 
@@ -85,17 +84,21 @@ def _settings(runs: Sequence[Run]) -> list[str]:
     many differ.
     """
     differing = []
-    for key, value in runs[0].config.items():
-        is_shared = key not in _NOT_NAMED and all(key in run.config for run in runs)
-        if is_shared and any(repr(run.config[key]) != repr(value) for run in runs):
+    for key in runs[0].config:
+        texts = [repr(run.config[key]) for run in runs if key in run.config]
+        if key not in _NOT_NAMED and len(texts) == len(runs) and len({*texts}) > 1:
             differing.append(key)
-    if len(differing) > MOST_SETTINGS:
-        differing = []
-    return ["".join(f", {key} {run.config[key]}" for key in differing) for run in runs]
+    suffixes = [""] * len(runs)
+    if len(differing) <= MOST_SETTINGS:
+        for place, run in enumerate(runs):
+            for key in differing:
+                suffixes[place] += f", {key} {run.config[key]}"
+    return suffixes
 
 
 def _folders(runs: Sequence[Run]) -> list[str]:
     """Return the comparison's folder if it distinguishes runs of one seed, else the run's path."""
-    if _is_distinct((run.path.parent.name, seed_of(run)) for run in runs):
-        return [f" ({run.path.parent.name})" for run in runs]
-    return [f" ({run.path})" for run in runs]
+    names = [run.path.parent.name for run in runs]
+    if not _is_distinct(zip(names, map(seed_of, runs), strict=True)):
+        names = [str(run.path) for run in runs]
+    return [f" ({name})" for name in names]

@@ -39,10 +39,12 @@ class Certificate:
     def write(self, path: str | Path, objects: Mapping[str, Any]) -> None:
         """Write ``PATH.certificate.json``. All ranks make the call."""
         entries = self._entries(objects)
-        # A generator that the loop does not draw from changes nothing.
-        drawn = {name: entry for name, entry in entries.items() if self._undrawn.get(name) != entry}
+        for name, entry in self._undrawn.items():
+            # A generator that the loop does not draw from changes nothing.
+            if entries.get(name) == entry:
+                del entries[name]
         if all_ranks().is_first:
-            write_whole(_file(path), json.dumps(drawn).encode())
+            write_whole(_file(path), json.dumps(entries).encode())
 
     def differences(self, path: str | Path, objects: Mapping[str, Any]) -> list[Reading]:
         """Return a reading for each kind of state that is not as it was saved, causes first."""
@@ -54,13 +56,16 @@ class Certificate:
         saved: dict[str, Entry] = load_json(written)
         now = self._entries(objects)
         names = {*self._objects, *objects, "generators"}
-        # A value that is None is set by the next step.
-        unset = {name for name, entry in now.items() if entry["shown"] == "None"}
-        before = {k: x for k, x in saved.items() if k.partition("|")[0] in names and k not in unset}
-        return [
-            replace(r, advice=f"{r.tensor}: {r.advice}")
-            for r in differences(before, now, "after the load", "", [])
-        ]
+        before = {}
+        for name, entry in saved.items():
+            # A value that is None is set by the next step.
+            is_unset = name in now and now[name]["shown"] == "None"
+            if name.partition("|")[0] in names and not is_unset:
+                before[name] = entry
+        readings = []
+        for reading in differences(before, now, "after the load", "", []):
+            readings.append(replace(reading, advice=f"{reading.tensor}: {reading.advice}"))
+        return readings
 
     def _entries(self, objects: Mapping[str, Any]) -> dict[str, Entry]:
         return snapshot({**self._objects, **objects}, {}) | generators()

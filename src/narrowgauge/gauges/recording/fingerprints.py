@@ -188,8 +188,8 @@ class Fingerprints(Listener):
             # The factor by which the update multiplied the gradients.
             factor = optimizer.last_control[:1]
             self._clip = float(factor)
-            sizes = [x[2] for key, x in self._entries.items() if key.startswith("grad:")]
-            self._entries["clip:factor"] = [fingerprint(factor), self._clip, sum(sizes)]
+            size = sum(x[2] for key, x in self._entries.items() if key.startswith("grad:"))
+            self._entries["clip:factor"] = [fingerprint(factor), self._clip, size]
         self._end_row(self._step)
 
     def end(self) -> None:
@@ -237,7 +237,9 @@ class Fingerprints(Listener):
             if key not in numbers:  # a state that was lost
                 self._changed[_held_key(key)] = [0, 0.0, 0]
         changed = {key: number for key, number in own.items() if number != own_before.get(key)}
-        self._own["held"] = _digest(changed) if changed else 0
+        self._own["held"] = 0
+        if changed:
+            self._own["held"] = _digest(changed)
 
     def _begin_pass(self, tokens: Tensor | None, first_sequence: int) -> None:
         self._pass.close()  # of a pass that raised
@@ -295,8 +297,11 @@ class Fingerprints(Listener):
                 ranks[kind] = [digest.get(kind) for digest in digests]
         if any(factor is not None for factor in factors):
             ranks["clip"] = list(factors)
+        columns: Row = {"ranks": ranks}
         parted = _parted(alike)
-        return {"ranks": ranks, "parted": parted} if parted else {"ranks": ranks}
+        if parted:
+            columns["parted"] = parted
+        return columns
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
         """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped,
@@ -380,7 +385,9 @@ def _sum_of_squares(x: Tensor) -> float:
         total: Any = x.detach().to(torch.float64).square().sum()
         return float(total.full_tensor())
     chunks = [chunk.to(torch.float64).square().sum() for (chunk,) in flat_chunks(x.detach())]
-    return float(torch.stack(chunks).sum()) if chunks else 0.0
+    if not chunks:
+        return 0.0
+    return float(torch.stack(chunks).sum())
 
 
 def _parted(of_all: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> Row:

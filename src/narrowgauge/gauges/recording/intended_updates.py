@@ -112,7 +112,9 @@ def _random_states(devices: set[torch.device]) -> list[bytes]:
 
 def on_host(values: list[Tensor]) -> list[Any]:
     """Copy tensors of one shape to the host at once: every copy waits for the device."""
-    return torch.stack([x.to(values[0].device) for x in values]).tolist() if values else []
+    if not values:
+        return []
+    return torch.stack([x.to(values[0].device) for x in values]).tolist()
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
@@ -143,8 +145,9 @@ def _not_repeated(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Te
     if not p.numel():
         return "no elements"
     state = optimizer.state.get(p, {})
-    if any(isinstance(x, Tensor) and plain(x) is not x for x in state.values()):
-        return "states that hold codes"
+    for x in state.values():
+        if isinstance(x, Tensor) and plain(x) is not x:
+            return "states that hold codes"
     if is_sharded(p) and not (_is_elementwise(optimizer) and local_of(p).numel()):
         return "a shard on this rank"
     if not _is_torchs(optimizer) and storage_of(optimizer, group, p).beside:
@@ -209,12 +212,16 @@ def _stepped(
         assert gradient is not None
         part.grad = cast(_part(gradient, p))
         if p in optimizer.state:
-            state = optimizer.state[p].items()
-            twin.state[part] = {name: state_part(value, p) for name, value in state}
+            twin.state[part] = {}
+            for name, value in optimizer.state[p].items():
+                twin.state[part][name] = state_part(value, p)
         parts[p] = part
     twin.param_groups = []
     for group in optimizer.param_groups:
-        settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+        settings = dict(group)
+        for name, value in group.items():
+            if isinstance(value, Tensor):
+                settings[name] = value.clone()
         settings["params"] = [parts[p] for p in group["params"] if p in parts]
         twin.param_groups.append(settings)
     with torch.no_grad():

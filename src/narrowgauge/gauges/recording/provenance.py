@@ -37,23 +37,27 @@ def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]
         >>> sorted(describe_process(torch.device("cpu")))
         ['arithmetic', 'machine', 'versions']
     """
-    return {
-        "versions": {
-            "narrowgauge": narrowgauge.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            **{name: version for name in _PACKAGES if (version := installed_version(name))},
-        },
-        "machine": {
-            "system": platform.platform(),
-            "processor": platform.machine(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "num_threads": torch.get_num_threads(),
-            **({"ranks": num_ranks} if num_ranks > 1 else {}),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        },
-        "arithmetic": measure_arithmetic(device),
+    versions = {
+        "narrowgauge": narrowgauge.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
     }
+    for name in _PACKAGES:
+        version = installed_version(name)
+        if version:
+            versions[name] = version
+    machine: dict[str, Any] = {
+        "system": platform.platform(),
+        "processor": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": torch.get_num_threads(),
+    }
+    if num_ranks > 1:
+        machine["ranks"] = num_ranks
+    machine["device"] = "cpu"
+    if device.type == "cuda":
+        machine["device"] = torch.cuda.get_device_name(device)
+    return {"versions": versions, "machine": machine, "arithmetic": measure_arithmetic(device)}
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
@@ -87,7 +91,9 @@ def formats_of(output: Any) -> Row:
         {'formats': 'float32'}
     """
     names = sorted(map(dtype_name, graph_dtypes(output)))
-    return {"formats": ", ".join(name for name in names if name in FORMATS)} if names else {}
+    if not names:
+        return {}
+    return {"formats": ", ".join(filter(FORMATS.__contains__, names))}
 
 
 _BITS_DEPEND_ON = ("narrowgauge", "torch", "transformers", "device", "capability", "num_threads")

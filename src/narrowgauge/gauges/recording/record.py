@@ -115,7 +115,8 @@ class Record(AbstractContextManager["Record"]):
                 "Call ng.attach_gauges(model, optimizer) for its tensors.",
             )
         self.reader = StepReader(model, optimizer)
-        if (ours := self.reader.ours) is not None:
+        ours = self.reader.ours
+        if ours is not None:
             ours.name_parameters(model)
             if self.here.size > 1:
                 ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
@@ -157,7 +158,7 @@ class Record(AbstractContextManager["Record"]):
                 They replace those read here.
         """
         reader = self.reader
-        scaler = None if self.reader.ours is None else self.reader.ours.loss_scaler
+        scaler = getattr(reader.ours, "loss_scaler", None)
         columns = numbers(columns, "step")
         if "step" in columns:
             raise NarrowgaugeError(
@@ -176,7 +177,9 @@ class Record(AbstractContextManager["Record"]):
         )
         if reader.ours is not None and reader.was_skipped:
             self.event(Event("skip", self.num_steps, why_skipped(reader.ours, self.here)))
-        self._num_failed = 0 if is_finite(row) or can_lower_scale else self._num_failed + 1
+        self._num_failed += 1
+        if is_finite(row) or can_lower_scale:
+            self._num_failed = 0
         if self._num_failed == FAILURES:
             message = f"the last {FAILURES} steps failed: {symptom(row)}"
             self.event(
@@ -195,14 +198,10 @@ class Record(AbstractContextManager["Record"]):
 
         Its time does not count as a step's.
         """
-        tokens = {"tokens": self.tokens} if self.tokens else {}
-        row = {
-            "step": self.num_steps,
-            "seconds": self.seconds,
-            **tokens,
-            **numbers(columns, "eval"),
-        }
-        self._append("evals", row)
+        row: Row = {"step": self.num_steps, "seconds": self.seconds}
+        if self.tokens:
+            row["tokens"] = self.tokens
+        self._append("evals", row | numbers(columns, "eval"))
         self.evaluated = self.num_steps
         self.reader.restart_clock()
 
@@ -306,11 +305,9 @@ class Record(AbstractContextManager["Record"]):
     def finish(self, summary: Row) -> None:
         """Write the last event and ``summary.json``."""
         loss = summary.get("val_loss")
-        message = (
-            f"after {counted(summary['steps'], 'step')}"
-            if loss is None
-            else f"validation loss {loss:.4f}"
-        )
+        message = f"after {counted(summary['steps'], 'step')}"
+        if loss is not None:
+            message = f"validation loss {loss:.4f}"
         self.event(Event("finish", summary["steps"], message))
         # Write the summary last: it makes the run finished. A finished run is not resumed to add
         # missing parts.

@@ -202,7 +202,7 @@ class RunRecorder(Watch):
                 self._check(0)
             if not self._must_go_back:
                 self._begin_at(0)
-            for change in differences(earlier.run, content) if earlier is not None else ():
+            for change in differences(self._run, content):
                 self.event("note", change, detector="changed-software")
             undo.pop_all()
         _OPEN.add(self)
@@ -419,7 +419,7 @@ class RunRecorder(Watch):
         """Report a compared step, and save the compared names for its row."""
         self._recomputed = row or self._recomputed
         # Writes between two steps belong to the step before.
-        self._record_new(readings, self.num_steps + 1 if row else self.num_steps)
+        self._record_new(readings, self.num_steps + bool(row))
 
     def _record_new(self, readings: list[Reading], step: int, *, static: bool = False) -> None:
         for reading in readings:

@@ -42,11 +42,13 @@ class StepReader:
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Any = None) -> None:
-        self.optimizer: torch.optim.Optimizer | None = (
-            None if optimizer is None else unwrapped(optimizer)
-        )
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.ours: Optimizer | None = None
+        if optimizer is not None:
+            self.optimizer = unwrapped(optimizer)
+        if isinstance(self.optimizer, Optimizer):
+            self.ours = self.optimizer
         self.model = model
-        self.ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         self.was_skipped = False
         self.begin()
 
@@ -93,7 +95,9 @@ class StepReader:
             seconds = all_ranks().gather(reduction.seconds())
             row["communication_seconds"] = fmean(seconds)
             row["wait_seconds"] = fmean(seconds) - min(seconds)
-        return row if self.ours is None else row | self._read_ours(self.ours)
+        if self.ours is not None:
+            row |= self._read_ours(self.ours)
+        return row
 
     def _read_ours(self, optimizer: Optimizer) -> Row:
         optimizer.settle()
@@ -168,8 +172,7 @@ def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
 
 def is_finite(row: Row) -> bool:
     """Return whether a step's loss and gradient norm are finite. Unknown values count as finite."""
-    values = [row.get("loss"), row.get("grad_norm")]
-    return all(value is None or math.isfinite(value) for value in values)
+    return math.isfinite(row.get("loss") or 0.0) and math.isfinite(row.get("grad_norm") or 0.0)
 
 
 def symptom(row: Row) -> str:

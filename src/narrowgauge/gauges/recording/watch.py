@@ -104,10 +104,9 @@ class Watch(Listener):
     def __init__(
         self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None
     ) -> None:
-        self._set_up = set_up_of(model, optimizer)
+        self.optimizers = set_up_of(model, optimizer).optimizers
         inner = unwrapped_model(model)
         self.watched_model = inner
-        self.optimizers = self._set_up.optimizers
         self.every = every
         if called is None:
             # A compiler skips hooks inside the model that it compiles.
@@ -178,12 +177,12 @@ class Watch(Listener):
         """Watch what the optimizers step now: parameters may be added, or thawed, while the loop
         runs.
         """
-        self._set_up = SetUp(self._set_up.model, self.optimizers)
+        set_up = SetUp(self.watched_model, self.optimizers)
         self._num_members = len(members_of(*self.optimizers))
-        for stepped in self._set_up.stepped:
+        for stepped in set_up.stepped:
             self._names[stepped.parameter] = stepped.name
             self._optimizer_of[stepped.parameter] = stepped.optimizer
-        trained = {p.name: p.parameter for p in self._set_up.trained}
+        trained = {p.name: p.parameter for p in set_up.trained}
         for name, p in trained.items():
             if self._trained.get(name) is not p:
                 self._trained[name] = p
@@ -214,11 +213,9 @@ class Watch(Listener):
             elif isinstance(module, nn.modules.batchnorm._BatchNorm):
                 self._modal.append(module)
         self.hub.follow_outputs(self, self._add_sum, self._undo, blocks)
-        self._probe: Tensor | None = None
-        for p in self._trained.values():
-            is_whole = p.is_leaf and not is_sharded(p) and p.numel()
-            if is_whole and (self._probe is None or p.numel() < self._probe.numel()):
-                self._probe = p
+        trained = self._trained.values()
+        whole = [p for p in trained if p.is_leaf and not is_sharded(p) and p.numel()]
+        self._probe: Tensor | None = min(whole, key=Tensor.numel, default=None)
         if self._probe is not None:
             self.hub.follow_gradients(self, self._see_gradient, self._undo, self._probe)
         self._vocabulary = vocabulary_of(model)
@@ -271,7 +268,8 @@ class Watch(Listener):
             told = self._told.get(reading.what)
             if told is None or reading.excess > TWICE * told:
                 fresh.append(reading)
-        self._told |= {reading.what: reading.excess for reading in fresh}
+        for reading in fresh:
+            self._told[reading.what] = reading.excess
         if fresh:
             self._say(in_order(fresh))
 
@@ -403,9 +401,9 @@ class Watch(Listener):
         values.
         """
         # All ranks ask in one order.
-        placed = [(p, gradient_of(p)) for p in dict.fromkeys(members_of(optimizer))]
+        placed = {p: gradient_of(p) for p in members_of(optimizer)}
         gradients: dict[str, Tensor] = {}
-        for p, gradient in reversed(placed):
+        for p, gradient in reversed(placed.items()):
             if gradient is None:
                 continue
             part = local_of(gradient)
@@ -461,8 +459,10 @@ class Watch(Listener):
         line = f"watch: {counted(len(self._trained), 'tensor')}, rate, gradients"
         if self._num_passes:
             line += ", modes"
-        missing = [f"{area} ({why})" for area, why in self.unseen.items()]
-        return f"{line}; not: {', '.join(missing)}" if missing else line
+        if self.unseen:
+            missing = [f"{area} ({why})" for area, why in self.unseen.items()]
+            line += f"; not: {', '.join(missing)}"
+        return line
 
     def _is_sampled(self, step: int) -> bool:
         return self.every > 0 and (step == 2 or step % self.every == 0)
@@ -499,13 +499,12 @@ class Watch(Listener):
 
         Wrappers are left out.
         """
-        groups = [id(group) for o in self.optimizers for group in o.param_groups]
+        ours = set(map(id, self.optimizers))
+        for optimizer in self.optimizers:
+            ours.update(map(id, optimizer.param_groups))
         for other in self._stepped().difference(self.optimizers):
-            is_same = any(id(group) in groups for group in other.param_groups)
-            inner = [id(value) for value in vars(other).values()]
-            is_wrapper = any(id(optimizer) in inner for optimizer in self.optimizers)
             names = [self._names[p] for p in members_of(other) if p in self._names]
-            if names and not is_same and not is_wrapper:
+            if names and ours.isdisjoint(map(id, (*other.param_groups, *vars(other).values()))):
                 yield names
 
     def _leaf_readings(self, step: int) -> Iterator[Reading]:
@@ -538,18 +537,23 @@ class Watch(Listener):
         is_skipped = bool(values.pop("skipped", 0.0))
         norms = {}
         outputs = []
+        gradients = []
         for key, value in values.items():
             kind, _, name = key.partition(":")
             if kind == "grad":
                 norms[name] = value
+                if not math.isfinite(value):
+                    gradients.append(name)
             elif not math.isfinite(value):
                 outputs.append(name)
-        names = [name for name, norm in norms.items() if not math.isfinite(norm)]
-        yield from self._nonfinite_readings(step, outputs, names, is_skipped)
+        yield from self._nonfinite_readings(step, outputs, gradients, is_skipped)
         if not is_skipped:
-            self._had_gradient |= {name for name, norm in norms.items() if 0 < norm < math.inf}
             least = _LEAST_SHARE * max(norms.values(), default=0.0)
-            self._had_more |= {name for name, norm in norms.items() if norm > least}
+            for name, norm in norms.items():
+                if 0 < norm < math.inf:
+                    self._had_gradient.add(name)
+                if norm > least:
+                    self._had_more.add(name)
         self._num_zero += 1
         if any(norms.values()):
             self._num_zero = 0
@@ -572,7 +576,9 @@ class Watch(Listener):
             return
         if outputs:
             held = _nonfinite_weights(self.watched_model, outputs[0])
-            words = f", at weights that are not finite ({held})" if held else ", at finite weights"
+            words = ", at finite weights"
+            if held:
+                words = f", at weights that are not finite ({held})"
             output = KINDS["nonfinite-output"]
             yield output.reading(outputs[0], math.nan, step=step, words=words)
         if self._num_overflows == kind.bound:
@@ -616,10 +622,13 @@ class Watch(Listener):
     ) -> Iterator[Reading]:
         """Read the rate at which a group really trains: lr times the stored share of its update."""
         rate = float(group["lr"])
-        total = [0.0, 0.0, 0.0]
+        intended = 0.0
+        stored = 0.0
+        variance = 0.0
         for p in members:
-            total = [a + b for a, b in zip(total, sums[p], strict=True)]
-        intended, stored, variance = total
+            intended += sums[p][0]
+            stored += sums[p][1]
+            variance += sums[p][2]
         share = stored / intended
         error = 3 * math.sqrt(variance) / intended
         worst = min(members, key=lambda p: sums[p][1] / sums[p][0])
@@ -684,22 +693,33 @@ class Watch(Listener):
     def _still_readings(self, step: int, still: list[str], without: list[str]) -> Iterator[Reading]:
         """Read the tensors without a change, and those without a gradient."""
         count = len(self._trained)
-        settled = {name for name, since in self._since.items() if step - since >= SETTLED}
-        without = [name for name in without if name in settled]
-        idle = [name for name in without if name in self._has_moved]
-        without = [name for name in without if name not in self._has_moved]
+        idle = []
+        lost = []
+        for name in without:
+            if step - self._since[name] < SETTLED:
+                continue
+            if name in self._has_moved:
+                idle.append(name)
+            else:
+                lost.append(name)
         yield from KINDS["idle-moves"].of(idle, step)
-        if self._num_passes and len(without) < count:
+        if self._num_passes and len(lost) < count:
             words = f" in {step} steps"
-            yield from KINDS["no-gradient"].of(without, step, count=count, words=words)
+            yield from KINDS["no-gradient"].of(lost, step, count=count, words=words)
         unmoving: set[Tensor] = set()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if group["lr"] == 0:
-                    unmoving |= {*group["params"]}
-        still = [name for name in still if name in settled and name not in without]
-        at_zero = [name for name in still if self._trained[name] in unmoving]
-        rounded = [name for name in still if name not in at_zero and name in self._had_more]
+                    unmoving.update(group["params"])
+        at_zero = []
+        rounded = []
+        for name in still:
+            if step - self._since[name] < SETTLED or name in lost:
+                continue
+            if self._trained[name] in unmoving:
+                at_zero.append(name)
+            elif name in self._had_more:
+                rounded.append(name)
         kind = KINDS["never-moved"]
         cause = "the learning rate of the group is 0"
         yield from kind.of(at_zero, step, count=count, cause=cause)
