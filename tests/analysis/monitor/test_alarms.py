@@ -217,7 +217,10 @@ def test_rows_with_holes_are_normal(tables: Row) -> None:
     assert alarms.on_gauges({"step": 1, **tables}) == alarms.on_step({"step": 1}) == []
 
 
-def test_a_relative_limit_needs_a_baseline_above_zero() -> None:
+def test_a_slow_growth_is_measured_from_the_lowest_median() -> None:
     relative = [detector for detector in DETECTORS.values() if detector.relative]
-    assert relative and all(detector.limit(None) is None for detector in relative)
-    assert all((detector.limit(0.0) is None) == (detector.floor == 0) for detector in relative)
+    assert all(detector.limit(None) is None and detector.floor > 0 for detector in relative)
+    rows = [gauges(20 * k, weight={"rms": 0.1 * 1.01**k}) for k in range(1, 201)]
+    (event,) = run(NAIVE, rows)
+    # The first fifty values have a median of 0.129.
+    assert event.kind == "growth" and event.threshold == pytest.approx(4 * 0.129, rel=0.01)
