@@ -270,8 +270,8 @@ def _grid(p: SteppedParameter) -> torch.dtype | None:
         return None
     if isinstance(p.optimizer, Optimizer):
         state = p.optimizer.state_of(p.parameter)
-        stored = None if state is None else state.leading(ELEMENTS, "weight")
-        if state is not None and stored is not None:
+        if state is not None:
+            stored = state.stored("weight", ELEMENTS)
             weight = state.parameter.detach().reshape(-1)[: len(stored)]
             if not torch.equal(stored, weight.to(stored.dtype)):
                 return None

@@ -261,7 +261,9 @@ def _leading(optimizer: torch.optim.Optimizer, p: Tensor, name: str) -> Tensor |
     """Return at most 64 float32 values of a parameter's state, of this rank's shard."""
     if isinstance(optimizer, Optimizer):
         state = optimizer.state_of(p)
-        values = None if state is None else state.leading(_NUM_VALUES, name)
+        values = None
+        if state is not None and name in dict(state.storage.states):
+            values = state.stored(name, _NUM_VALUES)
     else:
         values = optimizer.state.get(p, {}).get(name)
     if not isinstance(values, Tensor):

@@ -136,7 +136,10 @@ def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
     placements = owner.placements
     if row_dims:
         shape = torch.Size((*shape[:-row_dims], *[1] * row_dims))
-        placements = [Replicate() if _splits_row(owner, p, row_dims) else p for p in placements]
+        placements = list(placements)
+        for axis, placement in enumerate(placements):
+            if _splits_row(owner, placement, row_dims):
+                placements[axis] = Replicate()
     stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
     result: Tensor = DTensor.from_local(
         part, owner.device_mesh, placements, run_check=False, shape=shape, stride=stride
@@ -148,7 +151,9 @@ def sendable(owner: Any, part: Tensor) -> Tensor:
     """Convert int16 states of a sharded parameter to int32: neither gloo nor NCCL sends integers of
     16 bits.
     """
-    return part.to(torch.int32) if part.dtype is torch.int16 and is_sharded(owner) else part
+    if part.dtype is torch.int16 and is_sharded(owner):
+        return part.to(torch.int32)
+    return part
 
 
 def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
@@ -157,16 +162,15 @@ def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
     There is one group for each mesh axis that splits elements. The first pair has no groups, and
     perhaps no tensors. All ranks pass the tensors, DTensors and others, in the same order.
     """
-    unsplit: list[Any] = []
-    pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], unsplit)}
+    pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], [])}
     for tensor in tensors:
-        if groups := split_groups(tensor):
-            pairs.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(
-                tensor
-            )
-        else:
-            unsplit.append(tensor)
+        groups = split_groups(tensor)
+        pairs.setdefault(_names(groups), (groups, []))[1].append(tensor)
     return list(pairs.values())
+
+
+def _names(groups: Sequence[Any]) -> tuple[str, ...]:
+    return tuple([group.group_name for group in groups])
 
 
 def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
@@ -191,13 +195,13 @@ def largest_over_ranks(values: Sequence[Tensor], groups: Sequence[Sequence[Any]]
     places: dict[tuple[str, ...], list[int]] = {}
     for place, members in enumerate(groups):
         if members:
-            places.setdefault(tuple(group.group_name for group in members), []).append(place)
+            places.setdefault(_names(members), []).append(place)
     for alike in places.values():
         joined = add_up(torch.cat([values[place] for place in alike]), groups[alike[0]], "max")
-        for place, part in zip(
-            alike, joined.split([len(values[place]) for place in alike]), strict=True
-        ):
-            result[place] = part
+        for place in alike:
+            count = len(values[place])
+            result[place] = joined[:count]
+            joined = joined[count:]
     return result
 
 
@@ -234,6 +238,8 @@ def place_along(owner: Any, dim: int) -> Tensor:
     for placement in owner.placements:
         is_along = _splits(placement) and placement.dim == dim
         placements.append(placement if is_along else Replicate())
-    whole_index = index.view([-1 if k == dim else 1 for k in range(owner.ndim)])
+    shape = [1] * owner.ndim
+    shape[dim] = -1
+    whole_index = index.view(shape)
     mesh = owner.device_mesh
     return local_of(distribute_tensor(whole_index, mesh, placements, src_data_rank=None)).view(-1)

@@ -35,8 +35,8 @@ it to *odd*: an odd float64 is not a tie.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +50,6 @@ from narrowgauge.torch_support.compile import (
     is_worth_compiling,
     place_of,
 )
-
-if TYPE_CHECKING:
-    from narrowgauge.numerics.multi_tensor_squares import SquaresTable
 
 JOINED_ELEMENTS = 1 << 16
 JOINED_TOTAL = 1 << 22
@@ -128,49 +125,66 @@ def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return (even[0] + odd[0]).sum(), (even[1] + odd[1]).sum()
 
 
+class Squares:
+    """Read tensors twice: for the largest magnitude of groups, then for the sums of their squares.
+
+    ``compile`` compiles the second pass for large tensors.
+    """
+
+    def __init__(self, *, compile: bool = True) -> None:
+        self._compile = compile
+        self._groups: list[list[Tensor]] = []
+
+    def largest(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> list[Tensor]:
+        """Return the largest magnitude of each group of :func:`by_group`, float32 0-d.
+
+        It is 0 for no values, and may be NaN.
+        """
+        self._groups = []
+        peaks = []
+        first = next(tensor for _, members in groups for tensor in members)
+        zero = torch.zeros((), dtype=torch.float32, device=local_of(first).device)
+        for _, members in groups:
+            pieces = _pieces(list(map(local_of, members)))
+            self._groups.append(pieces)
+            peaks.append(torch.stack([zero, *map(largest_magnitude, pieces)]).amax())
+        return peaks
+
+    def sums(self, scales: Tensor) -> Tensor:
+        """Return the squares in steps of the grids of :func:`grid_scales`, int64 ``[groups, 2]``."""
+        totals = torch.zeros(len(self._groups), 2, dtype=torch.int64, device=scales.device)
+        for total, pieces in zip(totals, self._groups, strict=True):
+            for piece in pieces:
+                total += _sum_steps(piece, scales, self._compile)
+        return totals
+
+
 @torch.no_grad()
 def exact_squares(
-    tensors: Sequence[Tensor], *, compile: bool = True, table: SquaresTable | None = None
+    tensors: Sequence[Tensor], *, compile: bool = True, table: Squares | None = None
 ) -> Tensor:
     """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a
     value is.
 
     For DTensors it is that of the whole, with the bits of one process that holds all. All ranks of
     their meshes pass the same tensors in the same order. ``compile`` compiles the second pass for
-    large tensors. ``table`` sums all by two launches.
+    large tensors. A ``table`` sums all by two launches.
 
     Cost: two reads of this rank's data, and two small messages.
     """
-    device = local_of(tensors[0]).device
     groups = by_group(tensors)
-    pieces: list[list[Tensor]] = []
-    if table is not None:
-        peaks_of_groups = table.largest(groups)
-    else:
-        pieces = [_pieces([local_of(tensor) for tensor in members]) for _, members in groups]
-        zero = torch.zeros((), dtype=torch.float32, device=device)
-        peaks_of_groups = [
-            torch.stack([zero, *map(largest_magnitude, parts)]).amax() for parts in pieces
-        ]
-    maxima = [
-        add_up(peak, ranks, "max") for (ranks, _), peak in zip(groups, peaks_of_groups, strict=True)
-    ]
+    squares = table or Squares(compile=compile)
+    maxima = []
+    for (ranks, _), peak in zip(groups, squares.largest(groups), strict=True):
+        maxima.append(add_up(peak, ranks, "max"))
     largest = torch.stack(maxima).amax()
     scales = grid_scales(largest, max(1, sum(tensor.numel() for tensor in tensors)))
-    if table is not None:
-        sums = list(table.sums(scales))
-    else:
-        zeros = torch.zeros(2, dtype=torch.int64, device=device)
-        sums = [
-            sum((_sum_steps(part, scales, compile) for part in parts), zeros) for parts in pieces
-        ]
-    total = torch.stack(
-        [add_up(part, ranks, "sum") for (ranks, _), part in zip(groups, sums, strict=True)]
-    ).sum(0)
-    coarse, fine = total.double()
-    return torch.where(
-        largest.isfinite(), (coarse + fine / scales[1]) / scales[0], largest.double()
-    )
+    sums = []
+    for (ranks, _), part in zip(groups, squares.sums(scales), strict=True):
+        sums.append(add_up(part, ranks, "sum"))
+    coarse, fine = torch.stack(sums).sum(0).double()
+    total = (coarse + fine / scales[1]) / scales[0]
+    return torch.where(largest.isfinite(), total, largest.double())
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -182,19 +196,21 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
     small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if 0 < tensor.numel() <= JOINED_ELEMENTS:
-            small.setdefault(tensor.dtype, []).append(
-                tensor.reshape(-1) if tensor.ndim != 1 else tensor
-            )
-        elif tensor.is_contiguous():
-            pieces += [tensor.view(-1)] if tensor.numel() else []
-        else:
-            pieces += [chunk for (chunk,) in flat_chunks(tensor)]
+            small.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+        elif not tensor.is_contiguous():
+            for chunks in flat_chunks(tensor):
+                pieces += chunks
+        elif tensor.numel():
+            pieces.append(tensor.view(-1))
     for members in small.values():
-        fits = sum(member.numel() for member in members) <= JOINED_TOTAL
-        count = len(members) if fits else JOINED_TOTAL // JOINED_ELEMENTS
+        count = len(members)
+        if sum(member.numel() for member in members) > JOINED_TOTAL:
+            count = JOINED_TOTAL // JOINED_ELEMENTS
         for start in range(0, len(members), count):
             joined = torch.cat(members[start : start + count])
-            pieces.append(torch.cat([joined, joined.new_zeros(1)]) if len(joined) % 2 else joined)
+            if len(joined) % 2:
+                joined = torch.nn.functional.pad(joined, (0, 1))
+            pieces.append(joined)
     return pieces
 
 
@@ -204,13 +220,15 @@ def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
     """
     place = place_of([flat])
     if compile and is_worth_compiling(len(flat), place) and can_compile(place):
+        definition: Callable[..., tuple[Tensor, Tensor]] = grid_steps
         if flat.dtype is torch.bfloat16 and not (len(flat) % 2 or flat.data_ptr() % 4):
-            return torch.stack(
-                compiled_for_pattern(grid_steps_of_words, flat.view(torch.int32), scales)
-            )
-        return torch.stack(compiled_for_pattern(grid_steps, flat, scales))
-    sums = [torch.stack(grid_steps(chunk, scales)) for (chunk,) in flat_chunks(flat)]
-    return torch.stack(sums).sum(0)
+            definition = grid_steps_of_words
+            flat = flat.view(torch.int32)
+        return torch.stack(compiled_for_pattern(definition, flat, scales))
+    total = torch.zeros(2, dtype=torch.int64, device=scales.device)
+    for (chunk,) in flat_chunks(flat):
+        total += torch.stack(grid_steps(chunk, scales))
+    return total
 
 
 # ── elementwise ───────────────────────────────────────────────────────────────────────────────────
@@ -294,7 +312,7 @@ class ExactSums:
             FormatError: another dtype or shape, or too many addends.
         """
         rows = values if values.ndim == 2 else values.unsqueeze(0)
-        _check(rows, self._words.shape[1], self._num_addends + rows.shape[0])
+        _check(rows, self.numel, self._num_addends + rows.shape[0])
         if _needs_width(rows):
             self.widen_()
         scratch = _scratch(rows, 4)
@@ -312,9 +330,7 @@ class ExactSums:
         Without ``output``, return a new float32 tensor.
         """
         if output is None:
-            output = torch.empty(
-                self._words.shape[1], dtype=torch.float32, device=self._words.device
-            )
+            output = self._words.new_empty(self.numel, dtype=torch.float32)
         scratch = _scratch(self._words, 4)
         if self._num_addends == 0:
             self._words.zero_()
@@ -337,7 +353,9 @@ def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1, *, is_wide: bool = 
     dtype, and may be the only row.
     """
     _check(rows, rows.shape[1], rows.shape[0])
-    num_words = _WIDE if is_wide or _needs_width(rows) else _NARROW
+    num_words = _NARROW
+    if is_wide or _needs_width(rows):
+        num_words = _WIDE
     scratch = _scratch(rows, num_words + 4)
     for start, stop in _spans(rows):
         words = scratch[:num_words, : stop - start]
@@ -386,7 +404,8 @@ def _spans(rows: Tensor) -> Iterator[tuple[int, int]]:
     """Yield starts and stops of the elements to process at a time."""
     numel = rows.shape[1]
     size = chunk_size(rows.device)
-    return ((start, min(start + size, numel)) for start in range(0, numel, size))
+    for start in range(0, numel, size):
+        yield start, min(start + size, numel)
 
 
 def _add(rows: Tensor, words: Tensor, scratch: Tensor, *, is_first: bool) -> None:
@@ -401,7 +420,7 @@ def _add(rows: Tensor, words: Tensor, scratch: Tensor, *, is_first: bool) -> Non
         if len(words) == _NARROW and not on_cpu(row):
             rest.masked_fill_(rest.abs() > LARGEST, torch.nan)
         starts = is_first and place == 0
-        if not starts and place > 0 and place % _BETWEEN_CARRIES == 0:
+        if place > 0 and place % _BETWEEN_CARRIES == 0:
             _carry(words, scratch[1:])
         for word, rounder in zip(words, _ROUNDERS[-len(words) :], strict=True):
             target = word if starts else rounded
@@ -436,7 +455,9 @@ def _round(words: Tensor, scratch: Tensor, output: Tensor, divisor: int) -> None
         finer = _add_to_odd(word, finer, total, part, error)
     single = result.view(torch.float32)[: words.shape[1]]
     single.copy_(finer)
-    output.copy_(single.div_(divisor) if divisor != 1 else single)
+    if divisor != 1:
+        single.div_(divisor)
+    output.copy_(single)
 
 
 def _add_to_odd(coarse: Tensor, fine: Tensor, total: Tensor, part: Tensor, error: Tensor) -> Tensor:

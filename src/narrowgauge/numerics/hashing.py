@@ -33,14 +33,14 @@ def splitmix64(z: Any) -> Any:
     # torch shifts int64 arithmetically. Mask the copies of the sign bit.
     for places, factor in ((30, _MIX_1), (27, _MIX_2)):
         z = (z ^ ((z >> places) & ((1 << (64 - places)) - 1))) * factor
-        z = z % _MODULUS if isinstance(z, int) else z
+        if isinstance(z, int):
+            z %= _MODULUS
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
 def step_seed(seed: int, step: int) -> int:
     """Return 32 well mixed bits of (seed, step), as a signed number."""
-    word: int = splitmix64((seed * 0xD1342543DE82EF95 + step * GOLDEN) % _MODULUS) & 0xFFFFFFFF
-    return word - (1 << 32) if word >> 31 else word
+    return _signed(splitmix64((seed * 0xD1342543DE82EF95 + step * GOLDEN) % _MODULUS), 32)
 
 
 def named_seed(seed: int, name: str) -> int:
@@ -60,9 +60,8 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
             f"Cannot hash {x.dtype}: its elements have {size} bytes, not 1, 2, 4 or 8."
         )
     x = x.detach().resolve_conj().resolve_neg()
-    places = torch.arange(
-        min(chunk_size(x.device), x.numel()), dtype=torch.int64, device=x.device
-    ) * _signed(GOLDEN)
+    most = min(chunk_size(x.device), x.numel())
+    places = torch.arange(most, dtype=torch.int64, device=x.device) * _signed(GOLDEN)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     place = offset
     for (chunk,) in flat_chunks(x):
@@ -97,10 +96,10 @@ def fingerprint(x: Tensor, *, offset: int = 0) -> int:
     return int(tensor_hash(x, offset)) % _MODULUS
 
 
-def _signed(value: int) -> int:
-    """Return ``value`` modulo 2^64 as the int64 with the same bits."""
-    value %= _MODULUS
-    return value - _MODULUS if value >> 63 else value
+def _signed(value: int, bits: int = 64) -> int:
+    """Return the low ``bits`` of a number as a signed integer."""
+    half = 1 << (bits - 1)
+    return (value + half) % (2 * half) - half
 
 
 def combine(fingerprints: Iterable[int]) -> int:
@@ -123,7 +122,9 @@ def fingerprint_all(named: Mapping[str, Tensor | int]) -> str:
     >>> fingerprint_all({"w": torch.ones(2)}) == fingerprint_all({"v": torch.ones(2)})
     False
     """
-    numbers = {name: x if isinstance(x, int) else fingerprint(x) for name, x in named.items()}
-    pairs = (number.to_bytes(8, "little") + name.encode() for name, number in numbers.items())
-    hashes = (hashlib.blake2b(pair, digest_size=8).digest() for pair in pairs)
-    return f"{combine(int.from_bytes(digest, 'little') for digest in hashes):016x}"
+    hashes = []
+    for name, x in named.items():
+        number = fingerprint(x) if isinstance(x, Tensor) else x
+        pair = number.to_bytes(8, "little") + name.encode()
+        hashes.append(int.from_bytes(hashlib.blake2b(pair, digest_size=8).digest(), "little"))
+    return f"{combine(hashes):016x}"

@@ -236,9 +236,13 @@ def cast_sums(x: Tensor, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
             values.shape[0], values.shape[1], torch.zeros((), dtype=torch.int32, device=x.device)
         )
     quantized = quantize(values, cast, words=words, amax=amax)
-    values = values if cast.rotation == "none" else rotate(values, 1)
-    scaled = values if quantized.inner is None else values / spread(quantized.inner, values.shape)
-    scaled = scaled if quantized.outer is None else scaled / quantized.outer
+    if cast.rotation != "none":
+        values = rotate(values, 1)
+    scaled = values
+    if quantized.inner is not None:
+        scaled = scaled / spread(quantized.inner, values.shape)
+    if quantized.outer is not None:
+        scaled = scaled / quantized.outer
     rounded = quantized.values()
     nonzero = values != 0
     parts = (
@@ -255,9 +259,9 @@ def cast_sums(x: Tensor, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
 
 def _end(row: Format) -> float:
     """Return the largest magnitude that rounds to the format's largest: half an ulp beyond it."""
-    return row.max + (
-        0.5 if row.kind == "int" else 2.0 ** (row.max_exponent - row.mantissa_bits - 1)
-    )
+    if row.kind == "int":
+        return row.max + 0.5
+    return row.max + 2.0 ** (row.max_exponent - row.mantissa_bits - 1)
 
 
 def sqnr_of_sums(sums: Tensor) -> Tensor:

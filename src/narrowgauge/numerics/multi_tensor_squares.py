@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.exact_sums import exact_squares, largest_magnitude, steps_of_squares
+from narrowgauge.numerics.exact_sums import (
+    Squares,
+    exact_squares,
+    largest_magnitude,
+    steps_of_squares,
+)
 from narrowgauge.torch_support.compile import can_compile
 from narrowgauge.torch_support.edge_values import draw
 from narrowgauge.torch_support.printer import print_graph, prove, trace
@@ -108,8 +113,8 @@ def functions(interpret: bool) -> dict[str, Any]:
     return load(_KERNELS.format(body=body, coarse=coarse, fine=fine), interpret=interpret)
 
 
-class SquaresTable:
-    """Sum the squares of tensors of ``DTYPES`` on one device.
+class SquaresTable(Squares):
+    """Sum the squares of tensors of ``DTYPES`` on one GPU.
 
     Keep their addresses between steps.
     """
@@ -120,36 +125,42 @@ class SquaresTable:
         self._unsent: list[tuple[Tensor, Tensor]] = []
 
     def largest(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> list[Tensor]:
-        """Return the largest magnitude of each group of :func:`by_group`, float32 0-d.
-
-        It is 0 for no values, and may be NaN.
+        """Return the largest magnitude of each group.
 
         ``peaks`` holds the magnitudes of the tensors, in the groups' order.
         """
-        self._ids = [id(tensor) for _, members in groups for tensor in members]
-        self._tensors = [
-            local_of(tensor).contiguous() for _, members in groups for tensor in members
-        ]
-        device = self._tensors[0].device
         self._num_groups = len(groups)
-        numbers = [number for number, (_, members) in enumerate(groups) for _ in members]
-        sizes = [
-            (x.numel(), k, DTYPES.index(x.dtype))
-            for x, k in zip(self._tensors, numbers, strict=True)
-        ]
+        self._ids = []
+        self._tensors = []
+        sizes = []
+        addresses = []
+        for number, (_, members) in enumerate(groups):
+            for tensor in members:
+                x = local_of(tensor).contiguous()
+                self._ids.append(id(tensor))
+                self._tensors.append(x)
+                sizes.append((x.numel(), number, DTYPES.index(x.dtype)))
+                addresses.append(x.data_ptr())
+        device = self._tensors[0].device
         if sizes != self._sizes:
             counts = np.array([-(-numel // SPAN) for numel, *_ in sizes], np.int64)
-            self._sizes, self._first, self._addresses = sizes, np.cumsum(counts) - counts, []
+            self._sizes = sizes
+            self._first = np.cumsum(counts) - counts
+            self._addresses = []
             self._tiles = self._put(np.repeat(np.arange(len(sizes)), counts), device)
-        addresses = [x.data_ptr() for x in self._tensors]
         if addresses != self._addresses:
             self._addresses = addresses
             self._table = self._put(np.column_stack([addresses, self._first, sizes]), device)
         peaks = torch.zeros(len(sizes), dtype=torch.int32, device=device)
         self._launch("largest", peaks)
         self.peaks = peaks.view(torch.float32)
-        parts = self.peaks.split([len(members) for _, members in groups])
-        return [torch.nn.functional.pad(part, (1, 0)).amax() for part in parts]
+        result = []
+        start = 0
+        for _, members in groups:
+            part = self.peaks[start : start + len(members)]
+            start += len(members)
+            result.append(torch.nn.functional.pad(part, (1, 0)).amax())
+        return result
 
     def _put(self, values: Any, device: torch.device) -> Tensor:
         """Return an array on a device.
@@ -181,7 +192,7 @@ class SquaresTable:
 
         def flags() -> list[bool]:
             by_id = dict(zip(ids, peaks.isfinite().tolist(), strict=True))
-            return [by_id[number] for number in order]
+            return list(map(by_id.__getitem__, order))
 
         return flags
 
@@ -201,8 +212,9 @@ class SquaresTable:
 def sums_on(tensors: Sequence[Tensor]) -> bool:
     """Return whether a :class:`SquaresTable` sums the squares of tensors: on a GPU."""
     device = local_of(tensors[0]).device
-    is_possible = runs_on(device) and {tensor.dtype for tensor in tensors} <= {*DTYPES}
-    return is_possible and _is_proven(device)
+    if not runs_on(device) or any(tensor.dtype not in DTYPES for tensor in tensors):
+        return False
+    return _is_proven(device)
 
 
 @lru_cache(None)
@@ -210,19 +222,16 @@ def _is_proven(device: torch.device) -> bool:
     """Return whether the launches give the bits of the definition. Warn once if not."""
 
     def compare() -> bool:
-        kinds = [
-            (dtype, size, edges)
-            for dtype in DTYPES
-            for size in (1, SPAN, SPAN + 9)
-            for edges in (False, True)
-        ]
-        cases = [draw(dtype, (size,), edges=edges, seed=size) for dtype, size, edges in kinds]
+        cases = []
+        for dtype in DTYPES:
+            for size in (1, SPAN, SPAN + 9):
+                for edges in (False, True):
+                    cases.append(draw(dtype, (size,), edges=edges, seed=size))
         table = SquaresTable()
         actual = exact_squares([case.to(device) for case in cases], table=table).cpu()
         peaks = torch.stack([largest_magnitude(case) for case in cases])
-        return torch.equal(actual, exact_squares(cases, compile=False)) and torch.equal(
-            table.peaks.cpu(), peaks
-        )
+        is_sum_equal = torch.equal(actual, exact_squares(cases, compile=False))
+        return is_sum_equal and torch.equal(table.peaks.cpu(), peaks)
 
     if device.type != "cpu" and not can_compile("gpu"):
         return False

@@ -62,7 +62,9 @@ class Quantized(NamedTuple):
 
     def values(self) -> Tensor:
         """Return the matrix that this stands for, in float32."""
-        return self.operand() if self.outer is None else self.operand() * self.outer
+        if self.outer is None:
+            return self.operand()
+        return self.operand() * self.outer
 
 
 def quantize(
@@ -87,17 +89,16 @@ def quantize(
         raise FormatError(
             f"Cannot cast to {cast} without random words.", "Give words = random_words(…)."
         )
-    values = x if cast.rotation == "none" else rotate(x, dim)
+    values = x
+    if cast.rotation != "none":
+        values = rotate(x, dim)
     if cast.block is None:
         codes, outer = quantize_whole(values, cast, dim, words, None, amax)
         return Quantized(codes, None, outer)
     sides = sides_of(cast, dim)
-    chances = (
-        None
-        if words is None
-        else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
-    )
-    codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, chances, amax)
+    if words is not None:
+        words = blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1]))
+    codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, words, amax)
     return Quantized(codes.reshape(x.shape), inner.flatten(0, 1).flatten(1, 2), outer)
 
 
@@ -110,7 +111,9 @@ def quantize_whole(
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return :func:`quantize`'s codes and outer scale for a cast without blocks."""
-    values = x.float() if fold is None else x.float() * fold
+    values = x.float()
+    if fold is not None:
+        values = values * fold
     if cast.is_wide or cast.scaling == "static":
         return _codes(values, None, cast, words), None
     along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]
@@ -138,7 +141,9 @@ def quantize_blocks(
 def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
     """Return rows and columns of a block of a matrix contracted along ``dim``."""
     sides = cast.block or (1, 1)
-    return sides if dim == 1 else sides[::-1]
+    if dim == 1:
+        return sides
+    return sides[::-1]
 
 
 def _block_scales(
@@ -195,10 +200,11 @@ def _sum_by_halves(x: Tensor, dim: int) -> Tensor:
 def _codes(
     values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    scaled = values if inverse is None else values * inverse
+    if inverse is not None:
+        values = values * inverse
     if cast.rounding != "stochastic" or words is None:
-        return round_nearest(scaled, cast.element)
-    return round_stochastic(scaled, cast.element, uniform(words))
+        return round_nearest(values, cast.element)
+    return round_stochastic(values, cast.element, uniform(words))
 
 
 def random_words(
@@ -211,12 +217,10 @@ def random_words(
     step, the layer and the operand, and well mixed. Keys that differ only in low bits give the same
     words in another order.
     """
-    row, column = (
-        torch.arange(count, dtype=torch.int32, device=key.device) for count in (rows, columns)
-    )
-    return words_of(
-        row, column, key, torch.as_tensor(first_row, dtype=torch.int32, device=key.device)
-    )
+    row = torch.arange(rows, dtype=torch.int32, device=key.device)
+    column = torch.arange(columns, dtype=torch.int32, device=key.device)
+    first = torch.as_tensor(first_row, dtype=torch.int32, device=key.device)
+    return words_of(row, column, key, first)
 
 
 def words_of(row: Tensor, column: Tensor, key: Tensor, first_row: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,7 +254,9 @@ def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
     The OCP rule is the exponent of ``amax`` minus that of the largest value of format ``row``.
     """
     mantissa = int(math.frexp(row.max)[0] * (1 << 24)) - (1 << 23)
-    bits = bits_of(amax.clamp_min(TINY)) + (0x7FFFFF - mantissa if up else 0)
+    bits = bits_of(amax.clamp_min(TINY))
+    if up:
+        bits = bits + (0x7FFFFF - mantissa)
     return _or_nan(float_of((bits & EXPONENT) - (row.max_exponent << 23)), amax)
 
 
@@ -287,10 +293,11 @@ def rotate(x: Tensor, dim: int) -> Tensor:
             "Fill it up with zeros: padded(x, cast, dim).",
         )
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
-    places = [blocks.select(dim + 1, place) for place in range(ROTATION_SIZE)]
     # Negate, do not multiply by -1. A compiler turns listed numbers into arguments: 16 float64
     # scalars in each GPU launch.
-    places = [-values if place in _NEGATED else values for place, values in enumerate(places)]
+    places = list(blocks.unbind(dim + 1))
+    for place in _NEGATED:
+        places[place] = -places[place]
     # Sixteen tensors, not one of sixteen rows. Compiled, each is loaded once, and 64 additions make
     # all results.
     for size in (2, 4, 8, 16):
@@ -314,7 +321,9 @@ def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:
     if cast.rotation != "none":
         sides[dim] = math.lcm(sides[dim], ROTATION_SIZE)
     extra = [-size % side for size, side in zip(x.shape, sides, strict=True)]
-    return F.pad(x, (0, extra[1], 0, extra[0])) if any(extra) else x
+    if not any(extra):
+        return x
+    return F.pad(x, (0, extra[1], 0, extra[0]))
 
 
 def spread(inner: Tensor, shape: torch.Size) -> Tensor:
@@ -352,15 +361,8 @@ def four_bit_codes(values: Tensor) -> Tensor:
 
 def four_bit_values(codes: Tensor) -> Tensor:
     """Return the float32 numbers of e2m1 codes 0 … 15."""
-    table = (
-        torch.tensor(
-            [*_DOUBLED, *(-doubled for doubled in _DOUBLED)],
-            dtype=torch.float32,
-            device=codes.device,
-        )
-        / 2
-    )
-    return table[codes.to(torch.int32)]
+    positive = torch.tensor(_DOUBLED, dtype=torch.float32, device=codes.device) / 2
+    return torch.cat([positive, 0.0 - positive])[codes.to(torch.int32)]
 
 
 def packed_pairs(codes: Tensor, dim: int) -> Tensor:

@@ -96,8 +96,11 @@ def dither(random: Tensor, start: int, count: int, dropped: int) -> Tensor:
     used = min(count, dropped)
     missing = dropped - used
     shift = missing - start
-    moved = random << shift if shift > 0 else random >> -shift if shift < 0 else random
-    value = moved & (((1 << used) - 1) << missing)
+    if shift > 0:
+        random = random << shift
+    elif shift < 0:
+        random = random >> -shift
+    value = random & (((1 << used) - 1) << missing)
     return value + half(missing) if missing else value
 
 
@@ -119,7 +122,9 @@ def cut(x: Tensor, dropped: int, addend: Addend) -> Tensor:
     ``dropped`` is 0 to 22. With 23 no mantissa is left, and a NaN becomes infinite.
     """
     bits = canonical_bits(x)
-    return (bits + addend_of(bits, dropped, addend)) & -(1 << dropped) if dropped else bits
+    if not dropped:
+        return bits
+    return (bits + addend_of(bits, dropped, addend)) & -(1 << dropped)
 
 
 def half(dropped: int) -> int:
@@ -132,7 +137,9 @@ def addend_of(bits: Tensor, dropped: int, addend: Addend) -> Tensor | int:
 
     For ``None`` it is just under half a step, and half where the lowest kept bit is 1.
     """
-    return half(dropped) - 1 + ((bits >> dropped) & 1) if addend is None else addend
+    if addend is not None:
+        return addend
+    return half(dropped) - 1 + ((bits >> dropped) & 1)
 
 
 def cut_to_even(bits: Tensor, dropped: int) -> Tensor:
@@ -359,13 +366,13 @@ def _fit(
     outside = limit
     if not saturate and row.nans:
         outside = torch.full_like(rounded, math.inf if row.infinities else math.nan)
-        outside = torch.where(magnitude < math.inf, limit, outside) if finite_stays else outside
+        if finite_stays:
+            outside = torch.where(magnitude < math.inf, limit, outside)
     rounded = torch.where(rounded > limit, outside, rounded)
     if not row.signed:
         nothing_below = negative | (magnitude == 0)
-        rounded = torch.where(
-            nothing_below, row.min if saturate else math.nan, rounded.clamp(min=row.min)
-        )
+        least = row.min if saturate else math.nan
+        rounded = torch.where(nothing_below, least, rounded.clamp(min=row.min))
     return rounded
 
 

@@ -76,8 +76,10 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     values = SCRATCH.take("values", torch.float32, a.shape[0], b.shape[1])
     if a.shape[1] <= EXACT_TERMS:
         torch.mm(_widened("left", a), _widened("right", b), out=values)
-        # A sum of one term keeps the sign of 0 times a negative number. Integers have no such sign.
-        return values.add_(0.0) if a.shape[1] == 1 else values
+        if a.shape[1] == 1:
+            # The product of 0 and a negative number is -0. Integers have no such sign.
+            values.add_(0.0)
+        return values
     # Convert the sums first: PyTorch adds tensors of two dtypes one value at a time, 30 times
     # slower.
     wide = torch.int32 if a.shape[1] <= INT32_TERMS else torch.float64
@@ -115,9 +117,8 @@ class _Scratch(threading.local):
         if buffer is None or buffer.numel() < rows * columns:
             # A tensor made in inference mode cannot be written outside it.
             with torch.inference_mode(False):
-                buffer = self.buffers[name, dtype] = torch.empty(
-                    rows * columns, dtype=dtype, device="cpu"
-                )
+                buffer = torch.empty(rows * columns, dtype=dtype, device="cpu")
+                self.buffers[name, dtype] = buffer
         return buffer[: rows * columns].view(rows, columns)
 
 
@@ -148,17 +149,18 @@ def _in_float32(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
     dtype = next(value.dtype for value in args if isinstance(value, Tensor))
     if dtype not in _NARROW:
         return kernel(*args, **options)
-    results = kernel(
-        *map(_as_float32, args), **{name: _as_float32(value) for name, value in options.items()}
-    )
-    is_forward = len(results) == 2  # output and log-sums; backward gives three gradients
-    return tuple(
-        value if is_forward and index else value.to(dtype) for index, value in enumerate(results)
-    )
+    for name, value in options.items():
+        options[name] = _as_float32(value)
+    first, *others = kernel(*map(_as_float32, args), **options)
+    if len(others) == 1:  # output and log-sums; backward gives three gradients
+        return first.to(dtype), *others
+    return first.to(dtype), *(gradient.to(dtype) for gradient in others)
 
 
 def _as_float32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _NARROW else value
+    if isinstance(value, Tensor) and value.dtype in _NARROW:
+        return value.float()
+    return value
 
 
 # ── products of 16- and 32-bit operands ───────────────────────────────────────────────────────────
@@ -172,10 +174,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     weight = weight.to(x.dtype)
     if not is_widened(x.dtype, x.device.type):
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        if bias is not None:
+            bias = bias.to(x.dtype)
+        return F.linear(x, weight, bias)
     if is_transformed():  # transforms of torch.func do not take a custom operator
-        wide_bias = None if bias is None else bias.float()
-        return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+        if bias is not None:
+            bias = bias.float()
+        return F.linear(x.float(), weight.float(), bias).to(x.dtype)
     y: Tensor = multiply_plain(x.reshape(-1, x.shape[-1]), weight.t(), bias, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -193,7 +198,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """Return ``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
     if not is_widened(x.dtype, x.device.type):
-        return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, a, b, beta=beta, alpha=alpha)
+        if x.ndim == 2:
+            return torch.addmm(x, a, b, beta=beta, alpha=alpha)
+        return torch.baddbmm(x, a, b, beta=beta, alpha=alpha)
     wide = b.float()
     result = torch.empty_like(x)
     results = row_pieces(result)
@@ -209,9 +216,10 @@ def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype
     ``dtype``.
     """
     result = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
-    wide = None if bias is None else bias.float()
     for tile, values in float32_tiles(a, b):
-        result[tile].copy_(values if wide is None else values.add_(wide[tile[1]]))
+        if bias is not None:
+            values += bias[tile[1]].float()
+        result[tile].copy_(values)
     return result
 
 
@@ -223,7 +231,9 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 def bias_gradient(grad: Tensor) -> Tensor:
     """Return the gradient ``[out]`` of a bias: the sum of the output's gradient ``[rows, out]``."""
     # Opaque to a compiler. It would sum unrounded values, in another order.
-    total: Tensor = _sum_of_rows(grad) if is_traced() else grad.sum(0)
+    if not is_traced():
+        return grad.sum(0)
+    total: Tensor = _sum_of_rows(grad)
     return total
 
 
@@ -245,10 +255,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
     a, b = ctx.saved_tensors
-    by_a = multiply_plain(grad, b.t(), None, a.dtype) if ctx.needs_input_grad[0] else None
-    # In the weight's memory order: b is the weight's transpose.
-    by_b = multiply_plain(grad.t(), a, None, b.dtype).t() if ctx.needs_input_grad[1] else None
-    by_bias = bias_gradient(grad).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+    by_a = by_b = by_bias = None
+    if ctx.needs_input_grad[0]:
+        by_a = multiply_plain(grad, b.t(), None, a.dtype)
+    if ctx.needs_input_grad[1]:
+        # In the weight's memory order: b is the weight's transpose.
+        by_b = multiply_plain(grad.t(), a, None, b.dtype).t()
+    if ctx.needs_input_grad[2]:
+        by_bias = bias_gradient(grad).to(ctx.bias_dtype)
     return by_a, by_b, by_bias, None
 
 

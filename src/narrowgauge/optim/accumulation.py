@@ -71,15 +71,15 @@ class GradientAccumulator:
             raise RecipeError(
                 f"Cannot sum gradients in {dtype!r}.", "Take torch.float32 or torch.float64."
             )
-        self.dtype, self.parameters = dtype, list(dict.fromkeys(parameters))
+        self.dtype = dtype
+        self.parameters = list(dict.fromkeys(parameters))
         require_float64(self.parameters)
         # The parameters whose gradients are summed here, not by autograd.
         self._summed = [
             p for p in self.parameters if p.dtype in _FORMATS and p.dtype.itemsize < dtype.itemsize
         ]
-        self._buffers: dict[
-            Tensor, Tensor
-        ] = {}  # between the first micro-batch of a step and finish
+        # Between the first micro-batch of a step and finish.
+        self._buffers: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -98,9 +98,12 @@ class GradientAccumulator:
             )
         gradients: dict[Tensor, Tensor] = {}
         for parameter in self._summed:
-            if parameter.grad is not None and (gradient := gradient_of(parameter)) is not None:
-                check_gradient(parameter, gradient)
-                gradients[parameter] = local_of(gradient.detach())
+            if parameter.grad is None:  # Megatron adds up main_grad itself
+                continue
+            gradient = gradient_of(parameter)
+            assert gradient is not None
+            check_gradient(parameter, gradient)
+            gradients[parameter] = local_of(gradient.detach())
         for parameter, gradient in gradients.items():
             if parameter in self._buffers:
                 for total, chunk in flat_chunks(self._buffers[parameter], gradient):

@@ -1,7 +1,7 @@
 """The audit: measure during a run which fraction of the intended updates a storage stores.
 
 An audited step sums intended and stored changes over some rows of each tensor
-(:meth:`narrowgauge.optim.layout.Layout.audit`). One step is noisy, and stalls come late. So an
+(:func:`narrowgauge.optim.multi_tensor.audit_of`). One step is noisy, and stalls come late. So an
 alarm reads a window of the last steps. It is raised when the upper end of a confidence interval of
 the tensor's EDQ is below the threshold.
 """
@@ -107,8 +107,11 @@ def figures_of(sums: Tensor) -> dict[str, float | None]:
     """Return the metrics that a run records from a vector of sums; ``None`` if no change was
     intended.
     """
-    values = {name: float(value) for name, value in metrics.update_metrics(sums).items()}
-    return {name: None if math.isnan(value) else value for name, value in values.items()}
+    figures: dict[str, float | None] = {}
+    for name, metric in metrics.update_metrics(sums).items():
+        value = float(metric)
+        figures[name] = None if math.isnan(value) else value
+    return figures
 
 
 def read(rows: Iterable[Tensor]) -> AuditedUpdates:
@@ -120,7 +123,9 @@ def read(rows: Iterable[Tensor]) -> AuditedUpdates:
     """
     table = torch.stack(list(rows))
     values = {name: float(value) for name, value in metrics.update_metrics(table.sum(0)).items()}
-    error = float(edq_and_error(table, len(table))[1]) if len(table) > 1 else math.nan
+    error = math.nan
+    if len(table) > 1:
+        error = float(edq_and_error(table, len(table))[1])
     return AuditedUpdates(**values, edq_error=error, num_audits=len(table))
 
 
@@ -185,14 +190,19 @@ class Auditor:
         """
         if self.fresh:
             members, tables = zip(*self.fresh, strict=True)
-            self.fresh = [(list(chain.from_iterable(members)), HostCopy(torch.cat(tables)))]
+            self.fresh = [(list(chain(*members)), HostCopy(torch.cat(tables)))]
 
     def collect(self) -> Tensor:
         """Move the new sums into the windows and return their total."""
         if not self.fresh:
             return self._sums.new_zeros(NUM_SUMS)
-        table = torch.cat([sums.cpu() for _, sums in self.fresh])
-        places = self._places(list(chain.from_iterable(members for members, _ in self.fresh)))
+        parameters: list[Tensor] = []
+        tables = []
+        for members, sums in self.fresh:
+            parameters += members
+            tables.append(sums.cpu())
+        table = torch.cat(tables)
+        places = self._places(parameters)
         self._sums[places, self._counts[places] % WINDOW] = table
         self._counts[places] += 1
         self.fresh.clear()
@@ -210,15 +220,12 @@ class Auditor:
         """Return the tensors whose window stalls, all at once."""
         counts = self._counts.clamp(max=WINDOW)
         edq, error = edq_and_error(self._sums, counts)
-        widths = torch.tensor(
-            [student_t(max(1, n - 1), CONFIDENCE) for n in range(WINDOW + 1)], device="cpu"
-        )[counts]
-        low = (counts >= FEWEST) & (edq + widths * error < MIN_EDQ)
-        return (
-            [parameter for parameter, place in self._rows.items() if low[place]]
-            if low.any()
-            else []
-        )
+        widths = [student_t(max(1, n - 1), CONFIDENCE) for n in range(WINDOW + 1)]
+        width = torch.tensor(widths, device="cpu")[counts]
+        low = (counts >= FEWEST) & (edq + width * error < MIN_EDQ)
+        if not low.any():
+            return []
+        return [parameter for parameter, place in self._rows.items() if low[place]]
 
     def alarms(
         self, names_of: Callable[[], Mapping[Tensor, str]], storage_of: Callable[[Tensor], Storage]
@@ -229,9 +236,11 @@ class Auditor:
         """
         before = self._alarmed
         self._alarmed = set()
-        result = []
+        result: list[Alarm] = []
         stalled = self.stalled()
-        names = names_of() if stalled else {}
+        if not stalled:
+            return result
+        names = names_of()
         for parameter in stalled:
             if parameter not in names:
                 continue  # replaced since
@@ -252,9 +261,9 @@ def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Sums]], li
     """
 
     def join(sums: list[Sums]) -> list[Sums]:
-        local = {
-            p: row for members, table in sums for p, row in zip(members, table.cpu(), strict=True)
-        }
+        local: dict[Tensor, Tensor] = {}
+        for owners, rows in sums:
+            local.update(zip(owners, rows.cpu(), strict=True))
         joined: dict[Tensor, Tensor] = {}
         zeros = torch.zeros(NUM_SUMS, dtype=torch.float64, device="cpu")
         for groups, members in by_group(parameters):
@@ -262,23 +271,23 @@ def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Sums]], li
                 table = torch.stack([local.get(parameter, zeros) for parameter in members])
                 table = add_up(table.to(local_of(members[0]).device), groups, "sum").cpu()
                 joined.update(zip(members, table, strict=True))
-        audited = [
-            parameter for parameter in parameters if joined[parameter][len(metrics.KERNEL_SUMS)] > 0
-        ]
-        return (
-            [(audited, torch.stack([joined[parameter] for parameter in audited]))]
-            if audited
-            else []
-        )
+        audited = []
+        for parameter in parameters:
+            if joined[parameter][len(metrics.KERNEL_SUMS)] > 0:
+                audited.append(parameter)
+        if not audited:
+            return []
+        return [(audited, torch.stack([joined[parameter] for parameter in audited]))]
 
     return join
 
 
 def warn_of(alarms: Sequence[Alarm]) -> None:
     """Warn once, about the worst alarm. This is the default of ``Optimizer.on_alarm``."""
-    worst = min(alarms, key=lambda a: a.reading.edq)
-    more = f" So do {len(alarms) - 1} more tensors." if len(alarms) > 1 else ""
-    warnings.warn(worst.message + more, UpdateLossWarning, stacklevel=4)
+    message = min(alarms, key=lambda a: a.reading.edq).message
+    if len(alarms) > 1:
+        message += f" So do {len(alarms) - 1} more tensors."
+    warnings.warn(message, UpdateLossWarning, stacklevel=4)
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -286,9 +295,8 @@ def unwrapped(optimizer: Any) -> Any:
 
     Accelerate and Lightning store it as ``.optimizer``.
     """
-    while (inner := getattr(optimizer, "optimizer", None)) is not None:
-        optimizer = inner
-    return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is None else unwrapped(inner)
 
 
 class Audit(dict[str, AuditedUpdates]):
@@ -312,22 +320,24 @@ class Audit(dict[str, AuditedUpdates]):
     def __repr__(self) -> str:
         if self.total is None:
             return "No step has been audited yet."
-        worst = sorted(self.items(), key=lambda item: (math.isnan(item[1].edq), item[1].edq))[
-            : self.LINES
-        ]
-        rows = [*worst, (f"all {len(self)} tensors", self.total)] if len(self) > 1 else worst
-        table = [
-            {
+        rows = sorted(self.items(), key=lambda item: (math.isnan(item[1].edq), item[1].edq))
+        rows = rows[: self.LINES]
+        if len(self) > 1:
+            rows.append((f"all {len(self)} tensors", self.total))
+        table = []
+        for name, r in rows:
+            edq = _text(r.edq, ".3f")
+            if not math.isnan(r.edq_error):
+                edq += f" ± {r.edq_error:.3f}"
+            row = {
                 "tensor": name,
-                "EDQ": _text(r.edq, ".3f")
-                + ("" if math.isnan(r.edq_error) else f" ± {r.edq_error:.3f}"),
+                "EDQ": edq,
                 "updates lost": f"{r.lost_fraction:.1%}",
                 "decay lost": _text(r.lost_decay, ".1%"),
                 "noise": f"{r.noise:.3f}",
                 "steps": r.num_audits,
             }
-            for name, r in rows
-        ]
+            table.append(row)
         columns = tuple(Column(title, title, right=title != "tensor") for title in table[0])
         lines = Table(columns, table).plain().splitlines()
         if len(self) > self.LINES:
@@ -382,15 +392,15 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     inner.settle()
     auditor: Auditor = inner.auditor
     names = inner.parameter_names()
-    # A parameter may have left since the last step.
-    windows = {p: window for p, window in auditor.windows.items() if p in names}
-    if not windows:
+    readings: dict[str, AuditedUpdates] = {}
+    total = torch.zeros(WINDOW, NUM_SUMS, dtype=torch.float64, device="cpu")
+    longest = 0
+    for parameter, window in auditor.windows.items():
+        if parameter in names:  # it may have left since the last step
+            readings[names[parameter]] = read(window)
+            # Count steps from the latest: a tensor that joined late has no oldest ones.
+            total[WINDOW - len(window) :] += window
+            longest = max(longest, len(window))
+    if not readings:
         return Audit({}, None)
-    readings = {names[p]: read(window) for p, window in windows.items()}
-    longest = max(len(w) for w in windows.values())
-    # Count steps from the latest: a tensor that joined late has no oldest ones.
-    steps = [
-        torch.stack([w[-k] for w in windows.values() if len(w) >= k]).sum(0)
-        for k in range(1, longest + 1)
-    ]
-    return Audit(readings, read(steps))
+    return Audit(readings, read(total[WINDOW - longest :]))

@@ -104,11 +104,12 @@ class StepControl:
             norm = sqrt(exact_squares(gradients, compile=compile, table=table)).float()
         elif table is not None:
             table.largest(by_group(gradients))
-        finite = None if table is None else table.finite(gradients)
-        if table is None and device.type != "cpu":
-            finite = torch.stack(
-                [local_of(gradient).isfinite().all() for gradient in gradients]
-            ).tolist
+        finite = None
+        if table is not None:
+            finite = table.finite(gradients)
+        elif device.type != "cpu":
+            flags = [local_of(gradient).isfinite().all() for gradient in gradients]
+            finite = torch.stack(flags).tolist
         decided = decide(options[0].new_zeros(()) if norm is None else norm, options)
         if is_ours and scaler is not None:
             scaler.update_(decided[3])
@@ -163,4 +164,6 @@ class StepControl:
             )
         self._request = scaler.stepped = scaler.request
         ours = scaler.scale_tensor
-        return ours if grad_scale is None else grad_scale.to(ours.device) * ours, True
+        if grad_scale is not None:
+            ours = grad_scale.to(ours.device) * ours
+        return ours, True

@@ -80,17 +80,13 @@ def encode(
     if code.bits == 64:
         return torch.where(x.isnan(), QUIET_NAN64, x.double().view(torch.int64))
     if code.is_window:
-        return _encode_window(
-            code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale
-        )
+        return _encode_window(code, x, addend, shift, scale)
     # The code is the upper bits of the float32, already in place if shift == dropped. Otherwise a
     # mask clears the sign copies of a right shift, or the sign that an unsigned code leaves out.
     moved = _moved(cut(x, dropped_bits(code), addend), shift - dropped_bits(code))
-    return (
-        moved
-        if code.signed and shift == dropped_bits(code)
-        else moved & (((1 << code.bits) - 1) << shift)
-    )
+    if code.signed and shift == dropped_bits(code):
+        return moved
+    return moved & (((1 << code.bits) - 1) << shift)
 
 
 def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
@@ -101,20 +97,21 @@ def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) ->
     if code.bits == 64:
         return word.view(torch.float64)
     if code.is_window:
-        return _decode_window(code, word, shift, 2.0 ** _scale(code) if scale is None else scale)
-    mask = -(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE)
+        return _decode_window(code, word, shift, scale)
     aligned = _moved(word, dropped_bits(code) - shift)
-    return float_of(aligned & mask if code.bits < 32 else aligned)
+    if code.bits < 32:
+        aligned = aligned & (-(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE))
+    return float_of(aligned)
 
 
 def _encode_window(
-    code: Code, x: Tensor, addend: Addend, shift: int, scale: Tensor | float
+    code: Code, x: Tensor, addend: Addend, shift: int, scale: Tensor | None
 ) -> Tensor:
     """Encode a small float with subnormals.
 
     Scale by a power of two, so that its exponent field begins at zero.
     """
-    bits = bits_of(x * scale)
+    bits = bits_of(x * (2.0 ** -_scale(code) if scale is None else scale))
     dropped = dropped_bits(code)
     magnitude = (
         bits & MAGNITUDE
@@ -137,7 +134,9 @@ def _encode_window(
         return step
     sign = _sign(bits)
     place = shift + code.bits - 1
-    return step | (sign if place == 31 else (sign >> (31 - place)) & (1 << place))
+    if place < 31:
+        sign = (sign >> (31 - place)) & (1 << place)
+    return step | sign
 
 
 def _sign(bits: Tensor) -> Tensor:
@@ -147,17 +146,17 @@ def _sign(bits: Tensor) -> Tensor:
     return bits & (bits + MANTISSA) & SIGN
 
 
-def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | float) -> Tensor:
+def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | None) -> Tensor:
     steps = _last_step(code) << dropped_bits(code)
     moved = _moved(word, dropped_bits(code) - shift)
     place = shift + code.bits - 1
     if not code.signed:
-        return float_of(moved & steps) * scale
-    if place == 31:
-        return (
-            float_of(moved & (steps | SIGN)) * scale
-        )  # a right shift of an int32 keeps its sign in place
-    return float_of((moved & steps) | ((word << (31 - place)) & SIGN)) * scale
+        bits = moved & steps
+    elif place == 31:
+        bits = moved & (steps | SIGN)  # a right shift of an int32 keeps its sign in place
+    else:
+        bits = (moved & steps) | ((word << (31 - place)) & SIGN)
+    return float_of(bits) * (2.0 ** _scale(code) if scale is None else scale)
 
 
 def _last_step(code: Code) -> int:
@@ -175,7 +174,9 @@ def _scale(code: Code) -> int:
 
 def _moved(x: Tensor, places: int) -> Tensor:
     """Shift left, or right (copying the sign) by a negative number."""
-    return x << places if places > 0 else x >> -places if places < 0 else x
+    if places > 0:
+        return x << places
+    return x >> -places if places else x
 
 
 def finite_bound(bound: Tensor) -> Tensor:
@@ -208,7 +209,8 @@ def visible_value(visible: str, bits: Tensor) -> Tensor:
     and more.
     """
     exponent = VISIBLE[visible][2]
-    return float_of(bits) * 2.0**-exponent if exponent else float_of(bits)
+    value = float_of(bits)
+    return value * 2.0**-exponent if exponent else value
 
 
 def gradient_value(visible: str, bits: Tensor) -> Tensor:
@@ -231,7 +233,9 @@ def encode_visible(storage: Storage, x: Tensor, addend: Addend) -> Tensor:
     Pass ``addend=0`` for a value of the format, or one beyond its end.
     """
     _, below, exponent = VISIBLE[storage.visible]
-    return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
+    if exponent:
+        x = x * 2.0**exponent
+    return _in_range(storage, cut(x, below, addend))
 
 
 def encode_weight(
@@ -246,11 +250,8 @@ def encode_weight(
     _, below, exponent = VISIBLE[storage.visible]
     if storage.master:
         bits = encode(storage.weight, x, 0, 0)
-        return (
-            encode_visible(storage, x.float(), half(below)),
-            bits,
-            decode(storage.weight, bits, 0),
-        )
+        visible = encode_visible(storage, x.float(), half(below))
+        return visible, bits, decode(storage.weight, bits, 0)
     if storage.visible == "float32":
         bits = cut(x, 0, 0)
         return bits, None, float_of(bits)
@@ -264,11 +265,8 @@ def encode_weight(
         bits = canonical_bits(scaled)
         total = bits + addend_of(bits, dropped_bits(storage.weight), addend)
         visible = (total + half(below)) & -(1 << below)
-        return (
-            visible,
-            total,
-            visible_value(storage.visible, total & -(1 << dropped_bits(storage.weight))),
-        )
+        kept = total & -(1 << dropped_bits(storage.weight))
+        return visible, total, visible_value(storage.visible, kept)
     rounded = cut(scaled, dropped_bits(storage.weight), addend)
     # Find the nearest visible value and the signed rest. Adding half of the tail's range carries
     # exactly if the rest is negative. Only NaNs are large enough to wrap, and `cut` leaves none
@@ -453,7 +451,9 @@ def gradient_mantissa(visible: str, bits: Tensor) -> Tensor:
 
     A power of two on all gradients does not change it.
     """
-    return (bits >> 16) & 0x7F if visible == "bfloat16" else bits & MANTISSA
+    if visible == "bfloat16":
+        return (bits >> 16) & 0x7F
+    return bits & MANTISSA
 
 
 def addends(
@@ -468,12 +468,12 @@ def addends(
     Then it borrows its lower bits from its neighbour's upper bits. Without this, 12 bits for 18
     would lose every chance below 2^-12: at beta2 = 0.9999 a second moment would stop 2 % short.
     """
-    table = {
-        "weight": storage.weight,
-        **{state: storage.code(state) for state, _ in storage.states},
-    }
-    result: dict[str, Addend] = dict.fromkeys(table)  # to nearest
-    stochastic = [(n, dropped_bits(c)) for n, c in table.items() if c.rounding == "stochastic"]
+    result: dict[str, Addend] = {}
+    stochastic = []
+    for name in ("weight", *dict(storage.states)):
+        result[name] = None  # to nearest
+        if storage.code(name).rounding == "stochastic":
+            stochastic.append((name, dropped_bits(storage.code(name))))
     if not stochastic:
         return result
     random = random_bits(bits_of(weight) ^ gradient_mantissa(storage.visible, gradient_bits), seed)
@@ -483,11 +483,9 @@ def addends(
         missing = max(0, dropped - start)
         # The first code has no neighbour below. It wraps around and borrows the last code's upper
         # bits.
-        turned = (
-            random
-            if not missing
-            else (random << missing) | ((random >> (32 - missing)) & ((1 << missing) - 1))
-        )
+        turned = random
+        if missing:
+            turned = (random << missing) | ((random >> (32 - missing)) & ((1 << missing) - 1))
         result[name] = dither(turned, start + missing - dropped, dropped, dropped)
     return result
 
@@ -524,9 +522,8 @@ def write(
         fields["weight_low"] = encode(storage.weight, total - moved, addend["weight"], shift)
         taken = moved + (decode(storage.weight, fields["weight_low"], shift) - old.low)
     else:
-        visible, fields, stored = _split_weight(
-            storage, lane, old.weight + change, addend["weight"]
-        )
+        weight = old.weight + change
+        visible, fields, stored = _split_weight(storage, lane, weight, addend["weight"])
         taken = stored - old.weight
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
@@ -560,9 +557,9 @@ def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tens
     word, shift = lane.fields[storage.beside[0]]
     if storage.weight.parts > 1 and not storage.master:
         return visible, own_low(storage, lane, visible, decode(storage.weight, word, shift))
-    return decode_weight(
-        storage, lane.visible, word if storage.master else take_tail(storage, word, shift)
-    ), None
+    if not storage.master:
+        word = take_tail(storage, word, shift)
+    return decode_weight(storage, lane.visible, word), None
 
 
 def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
@@ -606,9 +603,8 @@ def write_weight(
     if storage.weight.parts > 1:
         fields = write_state(storage, lane, "weight", value, addend)
         into = _into(storage.weight, lane.scales, "weight", 0)
-        return encode_visible(
-            storage, decode(storage.weight, fields.pop("weight"), 0, _inverse(into)), 0
-        ), fields
+        value = decode(storage.weight, fields.pop("weight"), 0, _inverse(into))
+        return encode_visible(storage, value, 0), fields
     return _split_weight(storage, lane, value, addend)[:2]
 
 
@@ -620,19 +616,16 @@ def _split_weight(
         # All of the few bits are visible: a value of the row's code is also one of the visible
         # format.
         into = _into(storage.weight, lane.scales, "weight", 0)
-        stored = _stored(
-            storage.weight, encode(storage.weight, value, addend, 0, into), 0, into, value
-        )
+        bits = encode(storage.weight, value, addend, 0, into)
+        stored = _stored(storage.weight, bits, 0, into, value)
         return encode_visible(storage, stored, 0), {}, stored
     visible, field, stored = encode_weight(storage, value, addend)
     if field is None:
         return visible, {}, stored
     name = storage.beside[0]
-    return (
-        visible,
-        {name: field if storage.master else place_tail(storage, field, lane.fields[name][1])},
-        stored,
-    )
+    if not storage.master:
+        field = place_tail(storage, field, lane.fields[name][1])
+    return visible, {name: field}, stored
 
 
 def _stored(code: Code, bits: Tensor, shift: int, into: Tensor | None, value: Tensor) -> Tensor:
@@ -641,7 +634,9 @@ def _stored(code: Code, bits: Tensor, shift: int, into: Tensor | None, value: Te
     The visible format holds a NaN, also where the code has none.
     """
     stored = decode(code, bits, shift, _inverse(into))
-    return torch.where(value.isnan(), value, stored) if code.is_window else stored
+    if code.is_window:
+        return torch.where(value.isnan(), value, stored)
+    return stored
 
 
 def write_state(
@@ -682,9 +677,8 @@ def write_parts(
     stored: list[Tensor] = []
     for name, values in parts.items():
         code = storage.code(name)
-        for place, (part, value) in enumerate(
-            zip((name, *low_parts(name, code)), values, strict=True)
-        ):
+        for place, part in enumerate((name, *low_parts(name, code))):
+            value = values[place]
             shift = _shift(lane, part)
             into = _into(code, lane.scales, name, place)
             fields[part] = encode(code.part(place), value, None, shift, into)
@@ -703,13 +697,17 @@ def _back(
 
     Each part is finer by the bits of the one before.
     """
-    return scales[name][1] * 2.0 ** -(place * (code.mantissa_bits + 1)) if code.scaled else None
+    if not code.scaled:
+        return None
+    return scales[name][1] * 2.0 ** -(place * (code.mantissa_bits + 1))
 
 
 def _into(
     code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int
 ) -> Tensor | None:
-    return scales[name][0] * 2.0 ** (place * (code.mantissa_bits + 1)) if code.scaled else None
+    if not code.scaled:
+        return None
+    return scales[name][0] * 2.0 ** (place * (code.mantissa_bits + 1))
 
 
 def _inverse(into: Tensor | None) -> Tensor | None:
@@ -724,9 +722,11 @@ def _inverse(into: Tensor | None) -> Tensor | None:
 
 def alone_dtype(code: Code) -> torch.dtype:
     """Return PyTorch's dtype with the same bits, if there is one."""
-    return {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}.get(code) or INTEGER[
-        width_of([(code.name, code.bits)])
-    ]
+    if code == FLOAT32:
+        return torch.float32
+    if code == BFLOAT16:
+        return torch.bfloat16
+    return INTEGER[width_of([(code.name, code.bits)])]
 
 
 def saved_as(name: str, code: Code) -> str:
@@ -757,14 +757,12 @@ def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None 
     if code.rounding == "stochastic":
         rows = math.prod(value.shape[-2:-1])
         columns = (1, *value.shape)[-1]
-        row, column = (
-            torch.arange(count, dtype=torch.int32, device=value.device) for count in (rows, columns)
-        )
+        row = torch.arange(rows, dtype=torch.int32, device=value.device)
+        column = torch.arange(columns, dtype=torch.int32, device=value.device)
         # Modulo 2^32: the numbers of a matrix of more elements begin again.
         place = (row[:, None] * columns + column).view(value.shape[-2:])
-        addend = dither(
-            random_bits(place ^ (bits_of(value) & MANTISSA), seed), 32 - dropped, dropped, dropped
-        )
+        random = random_bits(place ^ (bits_of(value) & MANTISSA), seed)
+        addend = dither(random, 32 - dropped, dropped, dropped)
     dtype = alone_dtype(code)
     into = None if bound is None else multipliers(code, bound)[0]
     return encode(code, value, addend, 0, into).to(INTEGER[8 * dtype.itemsize]).view(dtype)

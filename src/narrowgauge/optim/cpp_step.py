@@ -152,12 +152,16 @@ class _Text(StepText):
     def walk(self, name: str, *, audited: bool = False, averages: bool = False) -> str:
         """Return a function that steps, audits or averages whole vectors of words."""
         printed = self.printed(audited=audited, averages=averages)
-        written = ["true" if word in dict(printed.writes) else "false" for word in self.words]
-        is_change_written = "true" if averages else "false"
-        written += [is_change_written] * (len(self.streams) - len(self.words))
-        text = f"constexpr bool WRITTEN_BY_{name}[] = {{{', '.join(written)}}};\n"
-        ends = [f"out[{k}] += sum_of(sum{k});" for k in range(len(printed.results))]
-        sums = [f"Floats sum{k}{{}};" for k in range(len(printed.results))]
+        is_written = [word in dict(printed.writes) for word in self.words]
+        is_written += [averages] * (len(self.streams) - len(self.words))
+        text = (
+            f"constexpr bool WRITTEN_BY_{name}[] = {{{', '.join(map(str, is_written)).lower()}}};\n"
+        )
+        ends = []
+        sums = []
+        for k in range(len(printed.results)):
+            sums.append(f"Floats sum{k}{{}};")
+            ends.append(f"out[{k}] += sum_of(sum{k});")
         if sums:
             sums.append("const auto counted = places() < inside;")
         return text + self._loop(name, self.streams, self.uniforms, sums, self.body(printed), ends)
@@ -191,8 +195,10 @@ class _Text(StepText):
         meanings = dict(zip(self.values, (*CONTROL, *self.rule.scalars), strict=True))
         for k, uniform in enumerate(uniforms):
             value = f"int_of(u[{k}])" if uniform == "seed" else f"u[{k}]"
-            comment = f"  // {meanings[uniform]}" if uniform in meanings else ""
-            lines.append(f"const auto {uniform} = {value};{comment}")
+            line = f"const auto {uniform} = {value};"
+            if uniform in meanings:
+                line += f"  // {meanings[uniform]}"
+            lines.append(line)
         lines += begin
         lines.append("for (int64_t at = 0; at < LANES * blocks; at += LANES) {")
         for k, stream in enumerate(streams):
@@ -257,11 +263,13 @@ class _Text(StepText):
         """Return lines that step a tile, or audit and step it."""
         scalars = len(self.rule.scalars)
         lines = [f"const float* scalars = numbers + number * {scalars + 1};"]
-        for k, value in enumerate(self.values):
-            source = f"control[{k}]" if k < len(CONTROL) else f"scalars[{k - len(CONTROL)}]"
+        sources = [f"control[{k}]" for k in range(len(CONTROL))]
+        sources += [f"scalars[{k}]" for k in range(scalars)]
+        for value, source in zip(self.values, sources, strict=True):
             lines.append(f"const float {value} = {source};")
         lines += self.bounds()
-        numbers = [f"scalars[{scalars}]" if n == "seed" else n for n in self.uniforms]
+        numbers = list(self.uniforms)
+        numbers[len(self.values)] = f"scalars[{scalars}]"  # the seed
         lines.append(f"const float u[] = {{{', '.join(numbers)}}};")
         call = "over({0}, STREAMS, SIZE, WRITTEN_BY_{0}, p, bytes, span, whole, u, {1});"
         if not audit:

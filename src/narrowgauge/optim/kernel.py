@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.metrics import CHANGE_SUMS, DECAY_SUMS, decay_terms, update_terms
 from narrowgauge.numerics.rounding import quiet
@@ -74,10 +73,10 @@ def in_expansions(
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
     weight = tuple(map(quiet, codes.read_parts(storage, lane, "weight")))
-    exp_avg, exp_avg_sq = (codes.read_parts(storage, lane, name) for name in rule.states)
-    gradient = quiet(
-        codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
-    )
+    exp_avg = codes.read_parts(storage, lane, rule.states[0])
+    exp_avg_sq = codes.read_parts(storage, lane, rule.states[1])
+    gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    gradient = quiet(gradient)
     change, *new = collage_adamw(weight, gradient, exp_avg, exp_avg_sq, scalars, rounding)
     parts = dict(zip(("weight", *rule.states), new, strict=True))
     return codes.write_parts(storage, lane, weight, change, parts)
@@ -138,11 +137,10 @@ def weight_decay(
     """
     factor = scalars[rule.decay]
     audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
-    weight = (
-        codes.read(storage, lane, ()).weight
-        if isinstance(rule, Rule)
-        else codes.read_weight(storage, lane)
-    )
+    if isinstance(rule, Rule):
+        weight = codes.read(storage, lane, ()).weight
+    else:
+        weight = codes.read_weight(storage, lane)
     intended = weight * audited
     without = advance(rule, storage, lane, change, {**scalars, rule.decay: factor - audited}, seed)
     return intended, written.changes[1] - without.changes[1]
@@ -206,7 +204,8 @@ def make_step(
     end = num_words + 2 * len(storage.scaled) * parts
 
     def step(*arguments: Tensor) -> Tensor:
-        words, (*changes, values, seed) = arguments[:num_words], arguments[end:]
+        words = arguments[:num_words]
+        *changes, values, seed = arguments[end:]
         numbers = {name: values[index] for index, name in enumerate(names)}
         done = []
         decayed = []
@@ -221,14 +220,16 @@ def make_step(
             new += layout.join_lanes([d.fields for d in done])
             skip = numbers["skip"] != 0
             for old, value in zip((*words[:parts], *words[2 * parts :]), new, strict=True):
-                old.copy_(value if values.is_cpu else torch.where(skip, old, value))
+                if not values.is_cpu:
+                    value = torch.where(skip, old, value)
+                old.copy_(value)
         if summarize is None:
             return values.new_zeros(0)
-        terms: list[tuple[Tensor, ...]] = [update_terms(*d.changes) for d in done]
-        if rule.decay:
-            terms = [
-                (*change, *shrinking) for change, shrinking in zip(terms, decayed, strict=True)
-            ]
+        terms: list[tuple[Tensor, ...]] = []
+        for written in done:
+            terms.append(update_terms(*written.changes))
+        for k, shrinking in enumerate(decayed):
+            terms[k] += shrinking
         return summarize([sum(term[1:], term[0]) for term in zip(*terms, strict=True)])
 
     return step
@@ -245,9 +246,8 @@ def make_average(rule: MatrixRule, storage: Storage) -> Step:
     def step(*arguments: Tensor) -> Tensor:
         *words, values, _ = arguments
         numbers = {name: values[index] for index, name in enumerate(names)}
-        for lane, into in zip(
-            lanes_of(storage, words[:-num_lanes], ()), words[-num_lanes:], strict=True
-        ):
+        lanes = lanes_of(storage, words[:-num_lanes], ())
+        for lane, into in zip(lanes, words[-num_lanes:], strict=True):
             into.copy_(average(rule, storage, lane, numbers)[0])
         return values.new_zeros(0)
 
@@ -291,23 +291,3 @@ class Kernel:
             return 0.0
         scalars = dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))
         return -float(scalars[self.rule.decay])
-
-    def run(
-        self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, *, audited: bool
-    ) -> Tensor | None:
-        """Step tensors in place by the definition, in chunks that fit a cache, without gradients.
-
-        ``tensors`` are the words, the multipliers of rows, and the changes of a matrix rule, of
-        equal length. ``values`` are the scalars of ``CONTROL`` and of the rule, float32 or float64.
-        ``seed`` is 0-d int32. Return the audit's sums, float64 ``[num_sums]``, if ``audited``.
-        """
-        step, audit = steps_of(self.rule, self.storage)
-        total = values.new_zeros(self.num_sums, dtype=torch.float64)
-        if tensors[0].numel():
-            rows = max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
-            for chunk in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
-                if audited:
-                    sums = audit(*chunk, values, seed)
-                    total += sums.double().view(self.num_sums, -1).sum(1)
-                step(*chunk, values, seed)
-        return total if audited else None

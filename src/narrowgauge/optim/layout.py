@@ -117,7 +117,8 @@ class Layout:
         sets of the caches, and a step that walks over seven of them takes up to 1.6 times as long.
         So each begins some lines later than the one before.
         """
-        words, place = {}, 2  # weight and gradient come first
+        words = {}
+        place = 2  # weight and gradient come first
         for plane in self.planes:
             count = self.num_tensors(plane)
             dtype = INTEGER[max(32, plane.bits)]
@@ -134,14 +135,19 @@ class Layout:
         """Return a zero bound of each row for each code scaled by row: float32 ``[parts, rows,
         1]``.
         """
-        return {
-            name: torch.zeros(self.num_parts, num_rows, 1, device=device, dtype=torch.float32)
-            for name in self.storage.scaled
-        }
+        bounds = {}
+        for name in self.storage.scaled:
+            bounds[name] = torch.zeros(
+                self.num_parts, num_rows, 1, device=device, dtype=torch.float32
+            )
+        return bounds
 
     def in_order(self, words: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the words of planes as the kernel's list of tensors."""
-        return [tensor for plane in self.planes for tensor in words[plane.name].unbind(0)]
+        tensors: list[Tensor] = []
+        for plane in self.planes:
+            tensors += words[plane.name].unbind(0)
+        return tensors
 
     # ── tensors in the parameter's order ──────────────────────────────────────────────────────────
 
@@ -186,73 +192,29 @@ class Layout:
         copy.copy_(values.reshape(matrix))
         return copy, memory
 
+    def memory(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a contiguous tensor as a matrix, and its memory ``[parts, *extent of elements]``:
+        its own, or that of a padded copy where ends or the address are odd.
+        """
+        extent = self.extent(values.shape)
+        offset = values.storage_offset() * values.element_size()
+        if math.prod(extent) * self.num_lanes != values.numel() or offset % 4:
+            return self.padded(values)
+        return values, values
+
     def lanes(self, values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return a contiguous tensor and its lanes, each of :meth:`extent`: views of its memory, or
-        of a padded copy.
-        """
-        matrix = values
-        memory = values
-        if math.prod(self.extent(values.shape)) * self.num_lanes != values.numel():
-            matrix, memory = self.padded(values)
-        parts = memory.view(self.num_parts, *self.extent(values.shape), self.per_word)
-        return matrix, [lane for part in parts for lane in part.unbind(-1)]
+        """Return a contiguous tensor as a matrix, and its lanes, each of :meth:`extent`."""
+        matrix, memory = self.memory(values)
+        lanes: list[Tensor] = []
+        for part in memory.view(self.num_parts, *self.extent(values.shape), self.per_word):
+            lanes += part.unbind(-1)
+        return matrix, lanes
 
-    def fields_of(
-        self, words: Mapping[str, Tensor], shape: Sequence[int]
-    ) -> dict[str, tuple[Tensor, int]]:
-        """Return the fields of a state in the parameter's order, as in a
-        :class:`narrowgauge.optim.codes.Lane`.
-        """
-        fields = {}
-        for plane in self.planes:
-            bits = self._bits(plane, words, shape).reshape(self.matrix(shape))
-            fields.update({name: (bits, shift) for name, shift, _ in plane.fields})
-        return fields
-
-    def set_fields(
-        self, words: Mapping[str, Tensor], shape: Sequence[int], fields: Mapping[str, Tensor]
-    ) -> None:
-        """Overwrite fields of a state's words.
-
-        They are in the parameter's order, in place in a word.
-        """
-        for plane in self.planes:
-            present = [field for field in plane.fields if field[0] in fields]
-            if not present:
-                continue
-            raw = self._bits(plane, words, shape)
-            for name, shift, bits in present:
-                mask = ((1 << bits) - 1) << shift if bits < 32 else -1
-                raw = (raw & ~mask) | (fields[name].reshape(shape) & mask)
-            value = raw.to(INTEGER[plane.bits]).view(plane.dtype)
-            words[plane.name].copy_(self.from_parameter_order(plane, value))
-
-    def _bits(self, plane: Plane, words: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-        values = self.to_parameter_order(plane, words[plane.name], shape)
-        return values.view(INTEGER[plane.bits]).to(INTEGER[max(32, plane.bits)])
-
-    # ── weights and gradients in memory ───────────────────────────────────────────────────────────
-
-    def in_place(self, tensor: Tensor, form: Sequence[int]) -> list[Tensor] | None:
-        """Return a weight or gradient in place as the kernel's words, or ``None`` if it has odd
-        ends, strides or address.
-        """
-        extent = self.extent(form)
-        offset = tensor.storage_offset() * tensor.element_size()
-        is_padded = math.prod(extent) * self.num_lanes != tensor.numel()
-        if is_padded or not tensor.is_contiguous() or offset % 4:
-            return None
-        words = tensor.view(-1).view(torch.int32).view(self.num_parts, *extent)
-        return list(words.unbind(0))
-
-    def copied(self, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Copy a weight or gradient.
-
-        Return the copy as a matrix, and its memory as the kernel's words.
-        """
-        copy, memory = self.padded(tensor)
+    def words(self, values: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return a contiguous weight or gradient as a matrix, and as the kernel's words."""
+        matrix, memory = self.memory(values)
         words = memory.view(-1).view(torch.int32)  # flat: a dim of no element may have any stride
-        return copy, list(words.view(self.num_parts, *self.extent(tensor.shape)).unbind(0))
+        return matrix, list(words.view(self.num_parts, *self.extent(values.shape)).unbind(0))
 
     # ── in the kernel ─────────────────────────────────────────────────────────────────────────────
 
@@ -266,8 +228,9 @@ class Layout:
             tensors = [next(queue) for _ in range(self.num_tensors(plane))]
             for lane, fields in enumerate(lanes):
                 tensor = tensors[lane // plane.per_word]
-                place = plane.bits * (lane % plane.per_word)
-                fields.update({name: (tensor, shift + place) for name, shift, _ in plane.fields})
+                place = lane % plane.per_word
+                for name, shift, _ in plane.fields:
+                    fields[name] = tensor, shift + plane.bits * place
         return lanes
 
     def join_lanes(self, fields: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
@@ -277,10 +240,10 @@ class Layout:
         result = []
         for plane in self.planes:
             for first in range(0, len(fields), plane.per_word):
-                lanes = fields[first : first + plane.per_word]
-                result.append(
-                    reduce(or_, [lane[name] for lane in lanes for name, _, _ in plane.fields])
-                )
+                present = []
+                for lane in fields[first : first + plane.per_word]:
+                    present += [lane[name] for name, _, _ in plane.fields]
+                result.append(reduce(or_, present))
         return result
 
     def with_fields(
@@ -294,9 +257,9 @@ class Layout:
             every = dict(replaced)
             for name, bits in self.storage.fields:
                 word, shift = lane.fields[name]
-                every.setdefault(
-                    name, word & (((1 << bits) - 1) << shift) if bits < 8 * word.itemsize else word
-                )
+                if bits < 8 * word.itemsize:
+                    word = word & (((1 << bits) - 1) << shift)
+                every.setdefault(name, word)
             merged.append(every)
         return self.join_lanes(merged)
 
@@ -309,21 +272,22 @@ def layout_of(storage: Storage) -> Layout:
         width = width_of(group)
         if len(group) == 1:
             ((name, bits),) = group
-            planes.append(Plane(name, width, ((name, 0, bits),), _dtype(storage, name, width)))
+            dtype = _dtype(storage, name, width)
+            planes.append(Plane(name, width, ((name, 0, bits),), dtype))
             continue
         # Signed codes come last. Then the topmost sign bit is where a float32 has it.
         states = dict(storage.states)
         ordered = sorted(
             group, key=lambda field: field[0] in states and storage.code(field[0]).signed
         )
-        shifts = [sum(bits for _, bits in ordered[:place]) for place in range(len(ordered))]
+        fields = []
+        shift = 0
+        for name, bits in ordered:
+            fields.append((name, shift, bits))
+            shift += bits
         number = sum(plane.name.startswith("packed") for plane in planes)
-        fields = tuple(
-            (name, shift, bits) for (name, bits), shift in zip(ordered, shifts, strict=True)
-        )
-        planes.append(
-            Plane(f"packed{number + 1}" if number else "packed", width, fields, INTEGER[width])
-        )
+        title = f"packed{number + 1}" if number else "packed"
+        planes.append(Plane(title, width, tuple(fields), INTEGER[width]))
     per_word = 32 // VISIBLE[storage.visible][0]
     num_lanes = max(per_word, *(plane.per_word for plane in planes), 1)
     num_parts = num_lanes // per_word
@@ -341,13 +305,12 @@ def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     """Return PyTorch's dtype with the bits of a lone field, if there is one."""
     if width >= 32:
         return torch.float32 if width == 32 else torch.float64
-    codes = {state: storage.code(state) for state in ("weight", *dict(storage.states))}
-    parts = {
-        part: code for state, code in codes.items() for part in (state, *low_parts(state, code))
-    }
-    code = parts.get(name)  # a tail and a master copy have none
-    plain = width == 16 and code is not None and not code.is_window and code.signed
-    return torch.bfloat16 if plain else INTEGER[width]
+    # A tail and a master copy have no code.
+    for state in ("weight", *dict(storage.states)):
+        code = storage.code(state)
+        if name in (state, *low_parts(state, code)) and width == 16:
+            return torch.bfloat16 if code.signed and not code.is_window else torch.int16
+    return INTEGER[width]
 
 
 def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
@@ -357,10 +320,15 @@ def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
     if visible == "float32":
         return list(words)
     if visible == "bfloat16":
-        return [lane for word in words for lane in (word << 16, word & -65536)]
+        lanes = []
+        for word in words:
+            lanes += [word << 16, word & -65536]
+        return lanes
     # A float16 in the upper half of a word becomes a float32 with its sign, exponent and mantissa
     # fields.
-    halves = [half for word in words for half in (word << 16, word)]
+    halves = []
+    for word in words:
+        halves += [word << 16, word]
     return [((half & 0x7FFF0000) >> 3) | (half & SIGN) for half in halves]
 
 
@@ -370,6 +338,7 @@ def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
         return list(lanes)
     if visible == "float16":
         lanes = [((lane << 3) & 0x7FFF0000) | (lane & SIGN) for lane in lanes]
-    return [
-        ((even >> 16) & 0xFFFF) | odd for even, odd in zip(lanes[::2], lanes[1::2], strict=True)
-    ]
+    words = []
+    for even, odd in zip(lanes[::2], lanes[1::2], strict=True):
+        words.append(((even >> 16) & 0xFFFF) | odd)
+    return words

@@ -31,7 +31,11 @@ def make_loaded_states(
     """
     states: dict[Tensor, ParameterState] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        values = {p: entry for p in group["params"] if (entry := tensors_of(entries.get(p, {})))}
+        values = {}
+        for parameter in group["params"]:
+            entry = tensors_of(entries.get(parameter, {}))
+            if entry:
+                values[parameter] = entry
         states |= states_of(optimizer, {**saved, "params": group["params"]}, values)
     return states
 
@@ -43,13 +47,13 @@ def states_of(
     states: dict[Tensor, ParameterState] = optimizer.make_states(group, entries)
     for parameter, entry in entries.items():
         state = states[parameter]
-        if (names := set(state.keys())) != entry.keys():
-            lost = sorted(names - entry.keys())
-            reason = (
-                f"it has no '{lost[0]}'"
-                if lost
-                else f"the rule has no '{min(entry.keys() - names)}'"
-            )
+        names = set(state.keys())
+        if names != entry.keys():
+            lost = names - entry.keys()
+            if lost:
+                reason = f"it has no '{min(lost)}'"
+            else:
+                reason = f"the rule has no '{min(entry.keys() - names)}'"
             raise RecipeError(
                 f"Cannot load a state with {sorted(entry)} into rule '{state.kernel.rule.name}' "
                 f"because {reason}.",
@@ -65,13 +69,13 @@ def tensors_of(entry: Mapping[str, Any]) -> dict[str, Tensor]:
 
     Leave out values ``{}``: torch sets them for what a flattened checkpoint lacks.
     """
-    return {
-        name: torch.tensor(value, dtype=torch.float32, device="cpu")
-        if isinstance(value, int | float)
-        else local_of(value)
-        for name, value in entry.items()
-        if value != {}
-    }
+    tensors = {}
+    for name, value in entry.items():
+        if isinstance(value, int | float):
+            tensors[name] = torch.tensor(value, dtype=torch.float32, device="cpu")
+        elif value != {}:
+            tensors[name] = local_of(value)
+    return tensors
 
 
 def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -79,10 +83,11 @@ def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
 
     This is a hook on ``state_dict``.
     """
-    state_dict["state"] = {
-        key: value.saved() if isinstance(value, ParameterState) else value
-        for key, value in state_dict["state"].items()
-    }
+    entries = dict(state_dict["state"])
+    for key, value in entries.items():
+        if isinstance(value, ParameterState):
+            entries[key] = value.saved()
+    state_dict["state"] = entries
 
 
 def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -93,26 +98,25 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     saved = copy.deepcopy(state_dict["param_groups"])
     agree(optimizer.param_groups, saved, optimizer.rule)
     # Keys are numbers, or names from a distributed checkpoint.
-    numbers = [key for group in saved for key in group["params"]]
-    parameters = dict(
-        zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True)
-    )
-    entries = {
-        parameters[key]: entry for key, entry in state_dict["state"].items() if key in parameters
-    }
+    parameters: dict[Any, Tensor] = {}
+    for theirs, ours in zip(saved, optimizer.param_groups, strict=True):
+        parameters.update(zip(theirs["params"], ours["params"], strict=True))
+    entries: dict[Tensor, Any] = {}
+    others: dict[Any, Any] = {}
+    strange = []
+    for key, value in state_dict["state"].items():
+        if key in parameters:
+            entries[parameters[key]] = value
+            continue
+        others[key] = value
+        if isinstance(key, int) or isinstance(value, Mapping):
+            strange.append(key)
     optimizer._taken = make_loaded_states(optimizer, entries, saved)
-    extra_entries = {
-        key: value for key, value in state_dict["state"].items() if key not in parameters
-    }
-    if strange := [
-        key
-        for key, value in extra_entries.items()
-        if isinstance(key, int) or isinstance(value, Mapping)
-    ]:
+    if strange:
         raise RecipeError(
             f"Cannot load the state because no param group lists its entry {strange[0]!r}."
         )
-    return {"state": extra_entries, "param_groups": saved}
+    return {"state": others, "param_groups": saved}
 
 
 def put_states(optimizer: Any) -> None:
@@ -130,9 +134,13 @@ def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
     group = optimizer.group_of(parameter)
     row = optimizer.storage_of(parameter)
     states = extras_of(optimizer.rule_in(group, parameter), parameter.shape, group)
-    stored = {name: extra_code(row, state.role) for name, state in states.items()}
-    bounds = {f"{name}_bound" for name, code in stored.items() if code.scaled}
-    return {codes.saved_as(name, code) for name, code in stored.items()} | bounds
+    names = set()
+    for name, state in states.items():
+        code = extra_code(row, state.role)
+        names.add(codes.saved_as(name, code))
+        if code.scaled:
+            names.add(f"{name}_bound")
+    return names
 
 
 def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -145,6 +153,13 @@ def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     optimizer.settle()
     for parameter, name in optimizer.parameter_names().items():
         state = optimizer.state_of(parameter)
-        tensors = [("", local_of(parameter).detach())] if state is None else state.named_tensors()
-        for field, tensor in tensors:
+        if state is None:
+            yield name, local_of(parameter).detach(), parameter
+            continue
+        for field, tensor in state.named_tensors():
             yield f"{field} of {name}" if field else name, tensor, parameter
+
+
+def unnamed(place: int) -> str:
+    """Return the name of a parameter without a name, by its place in the optimizer."""
+    return f"param {place}"

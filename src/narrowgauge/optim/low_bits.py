@@ -78,14 +78,14 @@ def fill_states(states: Mapping[Any, str], seed: int) -> None:
 
     Two may have one name.
     """
-    states = {state: name for state, name in states.items() if has_low_bits(state.storage)}
-    varying = set(_varying([state.owner for state in states]))
-    for state, name in states.items():
+    narrow = [state for state in states if has_low_bits(state.storage)]
+    varying = set(_varying([state.owner for state in narrow]))
+    for state in narrow:
         if state.owner not in varying:
             continue
         part = state.parameter
         random = torch.empty(part.shape or (1,), dtype=torch.int32, device=part.device)
-        for piece, bits in random_rows(state.owner, part, seed, name):
+        for piece, bits in random_rows(state.owner, part, seed, states[state]):
             random[piece] = bits
         state.put_low_bits(random.view(part.shape))
 
@@ -97,11 +97,14 @@ def _varying(owners: Sequence[Tensor]) -> list[Tensor]:
     for owner in vectors:
         bits = bits_of(local_of(owner.detach()).float().reshape(-1))
         # The largest bits and, turned around, the smallest. A rank without elements knows none.
-        nothing = bits.new_full((1,), -(1 << 31))
-        ends.append(torch.stack([torch.cat([x, nothing]).amax() for x in (bits, ~bits)]))
-    ends = largest_over_ranks(ends, [split_groups(owner) for owner in vectors])
-    constant = {owner for owner, end in zip(vectors, ends, strict=True) if bool(end[0] == ~end[1])}
-    return [owner for owner in owners if owner not in constant]
+        both = torch.nn.functional.pad(torch.stack([bits, ~bits]), (0, 1), value=-(1 << 31))
+        ends.append(both.amax(1))
+    ends = largest_over_ranks(ends, list(map(split_groups, vectors)))
+    varying = dict.fromkeys(owners)
+    for owner, (largest, smallest) in zip(vectors, ends, strict=True):
+        if bool(largest == ~smallest):
+            varying.pop(owner, None)
+    return list(varying)
 
 
 def num_off_grid(values: Sequence[tuple[Tensor, Tensor]], visible: str) -> list[int]:
@@ -110,11 +113,12 @@ def num_off_grid(values: Sequence[tuple[Tensor, Tensor]], visible: str) -> list[
     """
     dtype = getattr(torch, visible)
     counts = []
-    for _, value in values:
+    groups = []
+    for owner, value in values:
         count = (value.to(dtype).to(value.dtype) != value).sum()
         counts.append(count.clamp(max=(1 << 31) - 1).to(torch.int32).view(1))
-    groups = [split_groups(owner) for owner, _ in values]
-    return [int(count) for count in largest_over_ranks(counts, groups)]
+        groups.append(split_groups(owner))
+    return list(map(int, largest_over_ranks(counts, groups)))
 
 
 def fill_low_bits(model: nn.Module, seed: int = 0) -> int:

@@ -20,15 +20,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.chunks import PIECE
 from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
 from narrowgauge.optim import codes
-from narrowgauge.optim.kernel import CONTROL, Numbers, average, lanes_of
+from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.torch_support.triton import runs_on
@@ -54,17 +54,18 @@ def step_matrices(
         members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
         while members:
             count = 1
-            room = _room(members[0].owner.device) - members[0].owner.numel()
+            total = members[0].owner.numel()
             if ranks is not None and not ranks.has_stacks:
                 count = ranks.count
             else:
-                while count < len(members) and (room := room - members[count].owner.numel()) >= 0:
+                for state in members[1:]:
+                    total += state.owner.numel()
+                    if total > _room(state.owner.device):
+                        break
                     count += 1
-            batch = members[:count]
+            batch = {state: numbers_of(state) for state in members[:count]}
             members = members[count:]
-            yield from _step_batch(
-                ranks, {s: MatrixStep(s, options, numbers_of(s)) for s in batch}, launch
-            )
+            yield from _step_batch(ranks, batch, options, launch)
 
 
 def _room(device: torch.device) -> int:
@@ -77,71 +78,71 @@ def _room(device: torch.device) -> int:
 
 def _step_batch(
     ranks: Ranks | None,
-    batch: Mapping[ParameterState, MatrixStep],
+    batch: Mapping[ParameterState, Numbers],
+    options: Options,
     launch: Callable[..., list[ParameterState]],
 ) -> Iterator[tuple[ParameterState, Tensor]]:
     """Step one parameter per rank, or some of this process.
 
     All ranks compute between the last gather and the first scatter.
     """
-    steps = list(batch.values())
     measures: list[list[Tensor] | None] = []
-    for place, step in enumerate(steps):
-        measure = step.rule.measure and step.rule.measure(step.options)
-        weight = None if measure is None else _gather(ranks, place, step.owner, step.weight())
-        measures.append(
-            None if measure is None or weight is None else [measure(x) for x in _matrices(weight)]
-        )
+    for place, state in enumerate(batch):
+        measures.append(None)
+        rule = _rule(state)
+        measure = rule.measure and rule.measure(options)
+        if measure is None:
+            continue
+        weights = state.read(partial(codes.read_weight, state.storage), state.form)
+        weights = weights.reshape(state.parameter.shape).contiguous()
+        weight = _gather(ranks, place, state.owner, weights)
+        del weights
+        if weight is not None:
+            measures[place] = list(map(measure, _matrices(weight)))
         del weight
     for state in batch:
-        state.change = torch.empty(
-            state.parameter.shape, dtype=torch.float32, device=state.parameter.device
-        )
+        state.change = state.parameter.new_empty(state.parameter.shape, dtype=torch.float32)
     for state in launch(list(batch), True):
-        batch[state].average()
+        state.average(batch[state])
     gradients: list[Any] = []
     for place, state in enumerate(batch):
         gradients.append(_gather(ranks, place, state.owner, state.change))
         state.change = None
     changes: list[Tensor | None] = []
-    for shape, group in itertools.groupby(steps, lambda step: matrix_shape(step.owner.shape)):
+    for shape, group in itertools.groupby(batch, lambda state: matrix_shape(state.owner.shape)):
         equal = list(group)
-        if ranks is None and len(equal) > 1 and len(shape) == 2 and equal[0].rule.stacks:
-            changes += equal[0].direction(torch.stack([gradients.pop(0) for _ in equal]), None, 0)
+        if ranks is None and len(equal) > 1 and len(shape) == 2 and _rule(equal[0]).stacks:
+            joined = torch.stack([gradients.pop(0) for _ in equal])
+            changes += _direction(equal[0], joined, None, 0, options, batch[equal[0]])
             continue
-        for step in equal:
+        for state in equal:
             gradient = gradients.pop(0)
-            first = (
-                0
-                if ranks is None or not ranks.has_stacks
-                else ranks.rank * ranks.height(len(step.owner))
-            )
-            changes.append(
-                None
-                if gradient is None
-                else step.direction(gradient, measures[len(changes)], first)
-            )
+            first = 0
+            if ranks is not None and ranks.has_stacks:
+                first = ranks.rank * ranks.height(len(state.owner))
+            measured = measures[len(changes)]
+            changes.append(None)
+            if gradient is not None:
+                changes[-1] = _direction(state, gradient, measured, first, options, batch[state])
             del gradient
-    for place, step in enumerate(steps):
+    for place, state in enumerate(batch):
         change = changes[place]
         changes[place] = None
-        step.state.change = _scatter(ranks, place, step.owner, change)
+        state.change = _scatter(ranks, place, state.owner, change)
         del change
-        if ranks is not None:
-            for tensor in step.state.tensors_of_extras().values():
-                parts = (
-                    enumerate(tensor.split(ranks.height(len(tensor))))
-                    if ranks.has_stacks
-                    else [(place, tensor)]
-                )
-                for source, values in parts:
-                    # Neither gloo nor NCCL sends integers of 16 bits.
-                    torch.distributed.broadcast(
-                        values.view(-1).view(torch.uint8), group=ranks.group, group_src=source
-                    )
+        if ranks is None:
+            continue
+        for tensor in state.tensors_of_extras().values():
+            parts: list[tuple[int, Tensor]] = [(place, tensor)]
+            if ranks.has_stacks:
+                parts = list(enumerate(tensor.split(ranks.height(len(tensor)))))
+            for source, values in parts:
+                # Neither gloo nor NCCL sends integers of 16 bits.
+                octets = values.view(-1).view(torch.uint8)
+                torch.distributed.broadcast(octets, group=ranks.group, group_src=source)
     for state in launch(list(batch), False):
-        sums = batch[state].write()
-        if sums is not None:
+        sums = state.run(batch[state])
+        if sums is not None and state.parameter.numel():
             yield state, sums
     for state in batch:
         state.change = None
@@ -170,7 +171,10 @@ def _matrices(values: Tensor, size: int = 1) -> Sequence[Tensor]:
     """Return a matrix, or those of a stack: alone, or ``size`` together."""
     if values.ndim == 2:
         return (values,)
-    return values.unbind(0) if size == 1 or not len(values) else values.split(size)
+    if size == 1 or not len(values):
+        return values.unbind(0)
+    batches: Sequence[Tensor] = values.split(size)
+    return batches
 
 
 def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
@@ -185,26 +189,32 @@ def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Ten
         return part
     rows, columns = matrix_shape(owner.shape)
     height = ranks.height(rows)
-    buffer = part.new_empty(height * ranks.count, columns) if place == ranks.rank else None
-    into = None if buffer is None else list(buffer.split(height))
-    dist.gather(
-        _padded(part.reshape(len(part), columns), height), into, group=ranks.group, group_dst=place
-    )
-    return None if buffer is None else buffer[:rows]
+    mine = _padded(part.reshape(len(part), columns), height)
+    if place != ranks.rank:
+        dist.gather(mine, None, group=ranks.group, group_dst=place)
+        return None
+    buffer = part.new_empty(height * ranks.count, columns)
+    dist.gather(mine, list(buffer.split(height)), group=ranks.group, group_dst=place)
+    return buffer[:rows]
 
 
 def _scatter(ranks: Ranks | None, place: int, owner: Tensor, matrix: Tensor | None) -> Tensor:
     """Return this rank's part of what :func:`_gather` returned on the rank ``place``."""
     import torch.distributed as dist
 
-    if ranks is None or ranks.has_stacks:
+    if ranks is None:
         assert matrix is not None
-        return own_part(owner, matrix.view(owner.shape)) if ranks is None else matrix
+        return own_part(owner, matrix.view(owner.shape))
+    if ranks.has_stacks:
+        assert matrix is not None
+        return matrix
     rows, columns = matrix_shape(owner.shape)
     height = ranks.height(rows)
     local = local_of(owner)
     part = torch.empty(height, columns, dtype=torch.float32, device=local.device)
-    pieces = None if matrix is None else list(_padded(matrix, height * ranks.count).split(height))
+    pieces = None
+    if matrix is not None:
+        pieces = list(_padded(matrix, height * ranks.count).split(height))
     dist.scatter(part, pieces, group=ranks.group, group_src=place)
     return part[: len(local)].view(local.shape)
 
@@ -226,120 +236,48 @@ def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list
         owner: Any = state.owner
         if not owner.numel():
             continue
-        is_by_rows = (
-            is_sharded(owner) and owner.device_mesh.ndim == 1 and owner.placements[0].is_shard(0)
-        )
-        mesh = owner.device_mesh if is_by_rows else None
-        key = mesh, is_by_rows and len(matrix_shape(owner.shape)) == 3
-        if key not in batches:
-            ranks = (
-                None
-                if mesh is None
-                else Ranks(mesh.get_group(), mesh.get_local_rank(), mesh.size(), key[1])
-            )
-            batches[key] = ranks, []
-        batches[key][1].append(state)
+        ranks = None
+        key = None
+        if is_sharded(owner) and owner.device_mesh.ndim == 1 and owner.placements[0].is_shard(0):
+            mesh = owner.device_mesh
+            has_stacks = len(matrix_shape(owner.shape)) == 3
+            ranks = Ranks(mesh.get_group(), mesh.get_local_rank(), mesh.size(), has_stacks)
+            key = mesh, has_stacks
+        batches.setdefault(key, (ranks, []))[1].append(state)
     return list(batches.values())
 
 
 # ── one parameter ─────────────────────────────────────────────────────────────────────────────────
 
 
-class MatrixStep:
-    """Step this rank's shard of one parameter."""
+def _rule(state: ParameterState) -> MatrixRule:
+    assert isinstance(state.kernel.rule, MatrixRule)
+    return state.kernel.rule
 
-    def __init__(self, state: ParameterState, options: Options, numbers: Numbers) -> None:
-        assert isinstance(state.kernel.rule, MatrixRule)
-        self.state = state
-        self.options = options
-        self.numbers = numbers
-        self.owner = state.owner
-        self.storage = state.storage
-        self.kernel, self.rule = state.kernel, state.kernel.rule
 
-    def weight(self) -> Tensor:
-        """Return the stored weight of this rank's shard."""
-        weight = torch.empty(
-            self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device
-        )
-        for tensors, targets in self._pieces(weight):
-            for lane, target in zip(lanes_of(self.storage, tensors, ()), targets, strict=True):
-                target.copy_(codes.read_weight(self.storage, lane))
-        return weight
+def _direction(
+    state: ParameterState,
+    gradient: Tensor,
+    measures: Sequence[Tensor] | None,
+    first: int,
+    options: Options,
+    numbers: Numbers,
+) -> Tensor:
+    """Return the step of whole matrices in the gradient's memory, and store extras.
 
-    def average(self) -> None:
-        """Write the direction's gradient for this rank's shard into ``state.change``."""
-        scalars = dict(zip((*CONTROL, *self.rule.scalars), self.numbers.values, strict=True))
-        for tensors, targets in self._pieces(self.state.change):
-            for lane, target in zip(lanes_of(self.storage, tensors, ()), targets, strict=True):
-                target.copy_(average(self.rule, self.storage, lane, scalars)[0])
-
-    def direction(self, gradient: Tensor, measures: Sequence[Tensor] | None, first: int) -> Tensor:
-        """Return the step of whole matrices in the gradient's memory, and store extras.
-
-        ``first`` numbers the first matrix.
-        """
-        skip = self.numbers.values[1] != 0
-        size = (
-            max(1, _room(gradient.device) // math.prod(gradient.shape[-2:]))
-            if self.rule.stacks
-            else 1
-        )
-        for place, matrix in enumerate(_matrices(gradient, size)):
-            index = (first + place,) if gradient.ndim == 3 else ()
-            measure = None if measures is None else measures[place]
-            states = {name: self.state.extra(name, index) for name in self.state.extras}
-            change, new = self.rule.direction(
-                matrix, measure, states, self.options, self.state.step + 1
-            )
-            for name, values in new.items():
-                self.state.put_extra(name, values, self.numbers.seed, skip, index)
-            matrix.copy_(change)
-        return gradient
-
-    def write(self) -> Tensor | None:
-        """Write ``state.change``.
-
-        Return the sums of the audit, if it is audited and this rank has elements.
-        """
-        totals = []
-        numbers = self.numbers
-        for words, changes in self._pieces(self.state.change):
-            tensors = [
-                *words,
-                *(change.clone(memory_format=torch.contiguous_format) for change in changes),
-            ]
-            sums = self.kernel.run(tensors, numbers.values, numbers.seed, audited=numbers.audited)
-            if sums is not None:
-                totals.append(sums)
-        return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
-
-    def _pieces(self, values: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yield some words of the shard at a time, and the lanes of ``values`` there, a contiguous
-        float32 tensor in its shape.
-
-        The rule and the kernel make many temporaries of each piece. What is written into the lanes
-        ends up in ``values``.
-        """
-        state = self.state
-        if not state.parameter.numel():
-            return
-        tensors, weight = state.kernel_tensors()
-        in_form = values.view(state.form)
-        matrix, lanes = state.layout.lanes(in_form)
-        length = len(tensors[0])
-        row = tensors[0][0].numel()
-        # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16
-        # bytes at a time.
-        least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)
-        unit = 4 // math.gcd(row, 4)
-        size = max(least // (row * state.layout.num_lanes), -(-length // most), 1)
-        size = -(-size // unit) * unit
-        for start in range(0, length, size):
-            words, piece = (
-                [x[start : start + size] for x in several] for several in (tensors, lanes)
-            )
-            yield words, piece
-        if matrix is not in_form:
-            values.copy_(matrix.reshape(values.shape))
-        state.write_back(weight)
+    ``first`` numbers the first matrix.
+    """
+    rule = _rule(state)
+    skip = numbers.values[1] != 0
+    size = 1
+    if rule.stacks:
+        size = max(1, _room(gradient.device) // math.prod(gradient.shape[-2:]))
+    for place, matrix in enumerate(_matrices(gradient, size)):
+        index = (first + place,) if gradient.ndim == 3 else ()
+        measure = None if measures is None else measures[place]
+        extras = {name: state.extra(name, index) for name in state.extras}
+        change, new = rule.direction(matrix, measure, extras, options, state.step + 1)
+        for name, values in new.items():
+            state.put_extra(name, values, numbers.seed, skip, index)
+        matrix.copy_(change)
+    return gradient

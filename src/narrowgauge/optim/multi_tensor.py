@@ -39,8 +39,6 @@ from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.cpp_step import SIZES
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.layout import Layout, layout_of
-from narrowgauge.optim.matrix_step import MatrixStep
-from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.optim.step_graph import input_names, num_addresses, record_size
@@ -206,7 +204,8 @@ class Table:
 
         ``choices`` are the index in ``numbers``, the ``period`` and the ``phase`` of each state.
         """
-        self._states, self._shared = [], []  # a state of the last step may be gone
+        self._states = []  # a state of the last step may be gone
+        self._shared = []
         new = [state for state in states if id(state) not in self._places]
         if new or len(numbers) != len(self._numbers):
             self._add_rows(new, len(numbers))
@@ -358,13 +357,13 @@ class Table:
         audit, float64 ``[states, KERNEL_SUMS]``, if ``audited``.
         """
         records = self._find_peaks(control) if self._shared else None
-        call = self._call_cpp if self._is_cpp else self._call_triton
+        name = "average" if averages else "step"
         sums = None
         if audited:
+            name = "step_and_audit"
             shape = self._selection.num_programs, SUMS
             sums = torch.empty(shape, dtype=torch.float32, device=self.device)
-        name = "step_and_audit" if audited else "step"
-        call("average" if averages else name, control, records, sums)
+        self._call(name, control, records, sums)
         if not averages:
             for state, weight in self._copies:
                 state.write_back(weight)
@@ -380,18 +379,32 @@ class Table:
         """
         size = record_size(self.rule, self.storage)
         records = torch.zeros(self._num_records, size, dtype=torch.float32, device=self.device)
-        call = self._call_cpp if self._is_cpp else self._call_triton
-        call("find_peaks", control, records, None)
+        self._call("find_peaks", control, records, None)
         num_peaks = size - len(self.storage.scaled) * self.layout.num_parts
-        parts = records[:, :num_peaks].split([state.extent[0] for state in self._shared])
-        # As integers, in which a NaN is the largest.
-        bits = [part.reshape(-1).view(torch.int32) for part in parts]
-        groups = [state.column_groups for state in self._shared]
-        largest = largest_over_ranks(bits, groups)
-        for part, own, joined in zip(parts, bits, largest, strict=True):
+        parts = []
+        bits = []
+        groups = []
+        start = 0
+        for state in self._shared:
+            part = records[start : start + state.extent[0], :num_peaks]
+            start += len(part)
+            parts.append(part)
+            bits.append(part.reshape(-1).view(torch.int32))  # in which a NaN is the largest
+            groups.append(state.column_groups)
+        for part, own, joined in zip(parts, bits, largest_over_ranks(bits, groups), strict=True):
             if joined is not own:
                 part.copy_(joined.view(torch.float32).view(part.shape))
         return records
+
+    def _call(
+        self, name: str, control: Tensor, records: Tensor | None, sums: Tensor | None
+    ) -> None:
+        if self._is_cpp:
+            self._call_cpp(name, control, records, sums)
+        else:
+            # A kernel takes no missing tensor. It does not read these.
+            records = control if records is None else records
+            self._call_triton(name, control, records, control if sums is None else sums)
 
     def _call_cpp(
         self, name: str, control: Tensor, records: Tensor | None, sums: Tensor | None
@@ -409,16 +422,11 @@ class Table:
             torch.get_num_threads(),
         )
 
-    def _call_triton(
-        self, name: str, control: Tensor, records: Tensor | None, sums: Tensor | None
-    ) -> None:
+    def _call_triton(self, name: str, control: Tensor, records: Tensor, sums: Tensor) -> None:
         selection = self._selection
         buffer = self._on_device()
         start = len(buffer) - -(-self._numbers.size // 2)
         numbers = buffer[start:].view(torch.float32)
-        # A kernel takes no missing tensor. It does not read these.
-        records = control if records is None else records
-        sums = control if sums is None else sums
         arguments = buffer, selection.tiles, numbers, control, records, sums
         whole = selection.num_whole
         rest = selection.num_programs - selection.num_whole
@@ -496,7 +504,11 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
     numbers = Numbers(values, torch.tensor(seed, dtype=torch.int32), True)
     expected = _cases(rule, storage, torch.device("cpu"), device)
-    expected_sums = [_step_by_definition(kernel, state, numbers) for state in expected]
+    expected_sums: list[Any] = []
+    for state in expected:
+        if kernel.is_matrix:
+            state.average(numbers)
+        expected_sums.append(state.run(numbers))
     for audited in (False, True):
         actual = _cases(rule, storage, device, device)
         table = Table(rule, storage, device)
@@ -522,21 +534,6 @@ def _tensors_of(state: ParameterState) -> list[Tensor]:
     return [state.parameter, state.change, *state.in_parameter_order().values()]
 
 
-def _step_by_definition(kernel: Kernel, state: ParameterState, numbers: Numbers) -> Tensor:
-    if kernel.is_matrix:
-        step = MatrixStep(state, {}, numbers)
-        step.average()
-        sums = step.write()
-    else:
-        tensors, weight = state.kernel_tensors()
-        if state.bounds:
-            tensors += bound_rows(state, numbers.values)
-        sums = kernel.run(tensors, numbers.values, numbers.seed, audited=True)
-        state.write_back(weight)
-    assert sums is not None
-    return sums
-
-
 def _cases(
     rule: AnyRule, storage: Storage, device: torch.device, proven: torch.device
 ) -> list[ParameterState]:
@@ -555,7 +552,9 @@ def _cases(
             return draw(dtype, shape, edges=False, seed=seed)
         ordinary = draw(dtype, (shape[0] - 2, shape[1]), edges=False, seed=seed)
         last = draw(dtype, (2, shape[1]), edges=True, seed=seed)
-        return torch.cat([ordinary, with_nan(last) if seed == GRADIENT else last])
+        if seed == GRADIENT:
+            last = with_nan(last)
+        return torch.cat([ordinary, last])
 
     for shape, edges in (((3, 67), False), ((3, 67), True), ((rows, 256), True)):
         weight = drawn(dtype, shape, 1, edges)

@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
+from narrowgauge.optim.foreign_states import resume_from
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import (
     make_loaded_states,
@@ -36,6 +37,7 @@ from narrowgauge.optim.loading import (
     states_of,
     take_states,
     tensors_of,
+    unnamed,
 )
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
 from narrowgauge.optim.multi_tensor import Launches, Table
@@ -122,16 +124,15 @@ class Optimizer(torch.optim.Optimizer):
         loss_scaler: LossScaler | None = None, low_bits: str = "random", maximize: bool | None = False,
         keep_float32: Callable[[str, Tensor], bool] | None = None, **flags: bool | None,
     ) -> None:  # fmt: skip
-        if unknown := flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}:
+        unknown = flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}
+        if unknown:
             raise TypeError(
                 f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'"
             )
         validation.check_options({**defaults, **flags}, rule)
         Range(is_integer=True).check("audit_every", audit_every)
-        if max_grad_norm not in (
-            None,
-            math.inf,
-        ):  # infinity never clips, but skips steps with a non-finite norm
+        # Infinity never clips, but skips steps with a non-finite norm.
+        if max_grad_norm not in (None, math.inf):
             Range(above=True).check("max_grad_norm", max_grad_norm)
         self.rule = rule
         self.compile = compile
@@ -142,10 +143,8 @@ class Optimizer(torch.optim.Optimizer):
         # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before
         # each step.
         self.skip_above = math.inf
-        self.num_skipped, self.num_calls = (
-            0,
-            0,
-        )  # calls of step(): torch.amp.GradScaler may leave one out
+        self.num_skipped = 0
+        self.num_calls = 0  # calls of step(): torch.amp.GradScaler may leave one out
         self.last_overflow: list[str] = []
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
@@ -157,18 +156,13 @@ class Optimizer(torch.optim.Optimizer):
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._tables: dict[tuple[Kernel, torch.device], Table] = {}
         self._control = StepControl(self._is_worth_compiling)
-        self.loss_scaler = (
-            loss_scaler  # frameworks that make the scaler later set it before the first step
-        )
+        self.loss_scaler = loss_scaler  # frameworks that make it later set it before the first step
         self._stepped = False
         self._uncompiled: Callable[..., Any] | None = None
-        # After a step: whether it was skipped, its states, and a function that returns whose
-        # gradients were finite.
-        self._pending: (
-            tuple[HostCopy | Tensor | None, list[ParameterState], Finite | None] | None
-        ) = None
+        self._pending: _Pending | None = None
         self._captured: _Captured | None = None
-        self.keep_float32, self.maximize = keep_float32, bool(maximize)
+        self.keep_float32 = keep_float32
+        self.maximize = bool(maximize)
         # The visible format of each parameter to be rounded, until all groups are checked.
         self._to_round: dict[Tensor, str] | None = {}
         self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
@@ -210,9 +204,11 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         # A repeated weight is one parameter, under its first name. Torch has warned of it.
-        first = {p: place for place, p in reversed([*enumerate(group["params"])])}
+        first: dict[Tensor, int] = {}
+        for place, parameter in enumerate(group["params"]):
+            first.setdefault(parameter, place)
         for key in {"params", "param_names"} & group.keys():
-            group[key] = [group[key][place] for place in sorted(first.values())]
+            group[key] = [group[key][place] for place in first.values()]
         to_round: dict[Tensor, str] = {}
         try:
             require_float64(group["params"])
@@ -221,15 +217,13 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 validation.check_real(parameter)
                 visible = self._row_of(group, parameter).visible
-                is_wide = (
-                    parameter.requires_grad
-                    and parameter.dtype is torch.float32
-                    and visible != "float32"
-                )
-                if is_wide and not (
-                    self.keep_float32 and self.keep_float32(names[parameter], parameter)
-                ):
-                    to_round[parameter] = visible
+                if not parameter.requires_grad or parameter.dtype is not torch.float32:
+                    continue
+                if visible == "float32":
+                    continue
+                if self.keep_float32 and self.keep_float32(names[parameter], parameter):
+                    continue
+                to_round[parameter] = visible
             if is_any_taken(to_round):
                 asked = validation.known_row(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
@@ -253,11 +247,9 @@ class Optimizer(torch.optim.Optimizer):
     def _round(self, formats: Mapping[Tensor, str]) -> None:
         """Round float32 parameters in place, and store the values that they had."""
         if formats:
-            values = {
-                p: value
-                for p, visible in formats.items()
-                for value in round_in_place([p], visible).values()
-            }
+            values: dict[Tensor, Tensor] = {}
+            for parameter, visible in formats.items():
+                values |= round_in_place([parameter], visible)
             self.adopt(values)
             names = self.parameter_names()
             self.rounded += [names[p] for p in values]
@@ -279,7 +271,8 @@ class Optimizer(torch.optim.Optimizer):
     # ── what belongs to a parameter ───────────────────────────────────────────────────────────────
 
     def _parameters(self) -> Iterator[Tensor]:
-        return (p for group in self.param_groups for p in group["params"])
+        for group in self.param_groups:
+            yield from group["params"]
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
         """Return the stored state of a parameter, or ``None`` before its first step.
@@ -347,7 +340,10 @@ class Optimizer(torch.optim.Optimizer):
         ``"param 1"`` …
         """
         model = self._model()
-        of_model = {} if model is None else {p: name for name, p in model.named_parameters()}
+        of_model: dict[Any, str] = {}
+        if model is not None:
+            for name, parameter in model.named_parameters():
+                of_model[parameter] = name
         return self._names_of_parameters(of_model)
 
     def _names_of_parameters(self, of_model: Mapping[Any, str]) -> dict[Tensor, str]:
@@ -394,9 +390,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _why_not_printed(self, num_elements: int, device: torch.device) -> str:
         """Return why a step of so many elements runs by its definition, or an empty string."""
-        if self.compile is not None:
-            return "" if self.compile else "compile=False"
-        if device.type == "cpu" and num_elements < PRINTED_ELEMENTS:
+        if self.compile is False:
+            return "compile=False"
+        if self.compile is None and device.type == "cpu" and num_elements < PRINTED_ELEMENTS:
             return f"{num_elements:,} elements, fewer than {PRINTED_ELEMENTS:,}"
         return ""
 
@@ -446,20 +442,18 @@ class Optimizer(torch.optim.Optimizer):
         """
         known = values.keys() & set(self._parameters())
         states = states or {}
-        if unknown := {*values, *states} - known:
+        unknown = {*values, *states} - known
+        if unknown:
             raise RecipeError(
                 f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the "
                 "optimizer does not step it, or it "
                 "has states and no weight.",
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
-        members = [
-            (group, [p for p in group["params"] if p in known]) for group in self.param_groups
-        ]
-        for group, parameters in members:
-            for parameter in parameters:
-                self._check_adopted(group, parameter, values[parameter], states.get(parameter, {}))
-        for group, parameters in members:
+        for parameter in values:
+            self._check_adopted(parameter, values[parameter], states.get(parameter, {}))
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p in known]
             with torch.no_grad():
                 self.make_missing(group, parameters, fills=False)
             for index, parameter in enumerate(parameters):
@@ -484,7 +478,9 @@ class Optimizer(torch.optim.Optimizer):
         for dtype in {p.dtype for p in parameters} - {torch.float32}:
             alike = [p for p in parameters if p.dtype is dtype]
             counts = num_off_grid([(p, local_of(values[p])) for p in alike], dtype_name(dtype))
-            result += [p for p, count in zip(alike, counts, strict=True) if not count]
+            for parameter, count in zip(alike, counts, strict=True):
+                if not count:
+                    result.append(parameter)
         return result
 
     def _fill(self, group: Group, parameters: Sequence[Tensor]) -> None:
@@ -493,15 +489,15 @@ class Optimizer(torch.optim.Optimizer):
             names = self._names_of_parameters({})
             fill_states({self.state[p]: names[p] for p in parameters}, group["seed"])
 
-    def _check_adopted(
-        self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
-    ) -> None:
+    def _check_adopted(self, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]) -> None:
         """Refuse states of unknown names, and values of another shape than the parameter and its
         states here.
         """
+        group = self.group_of(parameter)
         rule = self.rule_in(group, parameter)
         names = shapes_of_states(rule, parameter.shape, group)
-        if strange := sorted({*states} - {"step", *names}):
+        strange = sorted({*states} - {"step", *names})
+        if strange:
             has = ", ".join(names) or "no states"
             raise RecipeError(f"Cannot adopt '{strange[0]}': rule '{rule.name}' has {has}.")
         extras = extras_of(rule, parameter.shape, group)
@@ -518,10 +514,10 @@ class Optimizer(torch.optim.Optimizer):
         self, group: Group, parameters: Sequence[Tensor], *, fills: bool = True
     ) -> None:
         """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
-        if missing := [p for p in parameters if self.state_of(p) is None]:
-            validation.check_captured(
-                is_possible=not is_captured()
-            )  # a graph would fill new states in a replay alone
+        missing = [p for p in parameters if self.state_of(p) is None]
+        if missing:
+            # A graph would fill new states in a replay alone.
+            validation.check_captured(is_possible=not is_captured())
             stepped = {*missing, *self.state}
             refuse_shared_memory([p for p in self._parameters() if p in stepped])
             self.state.update(self.make_states(group, missing))
@@ -550,11 +546,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         state = self.state_of(parameter)
         if state is not None and (name == "weight" or name in state.shapes_of_states):
-            return (
-                state.stored(name)
-                if name in state.extras
-                else placed_like(parameter, state.stored(name))
-            )
+            values = state.stored(name)
+            return values if name in state.extras else placed_like(parameter, values)
         group = self.group_of(parameter)
         rule = self.rule_in(group, parameter)
         shapes = shapes_of_states(rule, parameter.shape, group)
@@ -577,15 +570,15 @@ class Optimizer(torch.optim.Optimizer):
         """Return bytes per parameter of live weights, gradients (in the parameters' format) and
         states.
         """
-        parameters = [local_of(p) for p in self._parameters()]
-        states = [
-            t
-            for state in map(self.state_of, self._parameters())
-            if state is not None
-            for t in state.tensors()
-        ]
-        total = sum(t.nbytes for t in [*parameters, *parameters, *states])
-        return total / max(1, sum(p.numel() for p in parameters))
+        total = count = 0
+        for parameter in self._parameters():
+            local = local_of(parameter)
+            count += local.numel()
+            total += 2 * local.nbytes
+            state = self.state_of(parameter)
+            if state is not None:
+                total += sum(tensor.nbytes for tensor in state.tensors())
+        return total / max(1, count)
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -626,18 +619,20 @@ class Optimizer(torch.optim.Optimizer):
             validation.check_replaced(self.state, list(self._parameters()))
             validation.check_in_use(self.parameter_names(), self._model(), self._members)
         gradients = self._gradients()
-        work = [(group, self._with_gradient(group, gradients)) for group in self.param_groups]
-        states = [state for _, members in work for state in members]
+        work: list[tuple[Group, list[ParameterState]]] = []
+        states: list[ParameterState] = []
+        for group in self.param_groups:
+            work.append((group, self._with_gradient(group, gradients)))
+            states += work[-1][1]
         if not states:
             return
         device = validation.check_one_device([state.parameter for state in states])
         if is_captured():
-            self._capture(work, gradients)
+            self._capture(work, states, gradients)
             return
         self._stepped = True
-        found_inf = getattr(
-            self, "found_inf", None
-        )  # torch.amp.GradScaler sets it and `grad_scale` during a step
+        # torch.amp.GradScaler sets it and `grad_scale` during a step.
+        found_inf = getattr(self, "found_inf", None)
         num_elements: dict[Kernel, int] = defaultdict(int)
         for state in states:
             num_elements[state.kernel] += state.parameter.numel()
@@ -652,9 +647,8 @@ class Optimizer(torch.optim.Optimizer):
         placed = [gradients[state.owner] for state in states]
         self.last_control, norm, finite = self._decide(self._control, placed, device, **scaling)
         control = self.last_control
-        with torch.autocast(
-            device.type, enabled=False
-        ):  # it would round the operands of matrix rules
+        # Autocast would round the operands of matrix rules.
+        with torch.autocast(device.type, enabled=False):
             launches = Launches(self._tables)
             for group, members in work:
                 Stepper(group, control, self.auditor, self.audit_every, launches).step(members)
@@ -663,7 +657,8 @@ class Optimizer(torch.optim.Optimizer):
         for state in states:
             state.step += 1
         may_skip = norm is not None or found_inf is not None
-        self._pending = (HostCopy(control[1]) if may_skip else None, states, finite)
+        skip = HostCopy(control[1]) if may_skip else None
+        self._pending = _Pending(skip, states, finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank
         # may ask for it alone.
         if control.is_cpu or (self.auditor.join is not None and self._is_audited(states)):
@@ -690,20 +685,19 @@ class Optimizer(torch.optim.Optimizer):
     def _capture(
         self,
         work: list[tuple[Group, list[ParameterState]]],
+        states: list[ParameterState],
         gradients: Mapping[Tensor, Tensor],
     ) -> None:
         """Record the kernels of a step in a CUDA graph.
 
         They take their numbers from :meth:`advance`.
         """
-        states = [state for _, members in work for state in members]
         step_control = StepControl(self._is_worth_compiling)
         launches = Launches({})
         placed = [gradients[state.owner] for state in states]
         decision = self._decide(step_control, placed, states[0].parameter.device)
-        captured = _Captured(
-            work, [state.gradient for state in states], step_control, launches.tables, decision
-        )
+        pairs = [(state, state.gradient) for state in states]
+        captured = _Captured(work, pairs, step_control, launches.tables, decision)
         is_scaled = self.loss_scaler is not None or getattr(self, "found_inf", None) is not None
         is_first = any(state.step == 0 for state in states)
         validation.check_captured(
@@ -752,19 +746,20 @@ class Optimizer(torch.optim.Optimizer):
                 "step without a norm.",
                 "Set them before the capture.",
             )
-        states = [state for _, members in captured.work for state in members]
         launches = Launches(captured.tables)
-        for state, gradient in zip(states, captured.gradients, strict=True):
+        for state, gradient in captured.gradients:
             state.gradient = gradient
         captured.take(self.auditor, launches)
         with torch.no_grad():
             launches.run(control, self.auditor, launches=False)
             captured.step_control.send(control.device, self.max_grad_norm, self.skip_above)
-        for state in states:
+        states = []
+        for state, _ in captured.gradients:
             state.step += 1
             state.gradient = NO_GRADIENT
+            states.append(state)
         self.num_calls += 1
-        self._pending = (None if norm is None else control[1], states, finite)
+        self._pending = _Pending(None if norm is None else control[1], states, finite)
 
     def _gradients(self) -> dict[Tensor, Tensor]:
         """Return the gradients of all parameters that have one, in the parameters' formats.
@@ -808,21 +803,18 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._pending is None:
             return
-        (skip, states, finite), self._pending, self.last_audit = self._pending, None, None
+        skip, states, finite = self._pending
+        self._pending = None
+        self.last_audit = None
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
+            self.last_overflow = []
             names = self.parameter_names()
-            is_finite = (
-                finite()
-                if finite is not None
-                else [bool(s.gradient.isfinite().all()) for s in states]
-            )
-            self.last_overflow = [
-                names[s.owner]
-                for s, fine in zip(states, is_finite, strict=True)
-                if not fine and s.owner in names
-            ]
-            for state in states:
+            flags = None if finite is None else finite()
+            for place, state in enumerate(states):
+                is_finite = flags[place] if flags else bool(state.gradient.isfinite().all())
+                if not is_finite and state.owner in names:
+                    self.last_overflow.append(names[state.owner])
                 state.step -= 1
             self.auditor.fresh.clear()
             return
@@ -831,7 +823,8 @@ class Optimizer(torch.optim.Optimizer):
             self.auditor.fresh = self.auditor.join(self.auditor.fresh)
         if self.auditor.fresh:
             self.last_audit = self.auditor.collect()
-            if alarms := self.auditor.alarms(self.parameter_names, self.storage_of):
+            alarms = self.auditor.alarms(self.parameter_names, self.storage_of)
+            if alarms:
                 self.on_alarm(alarms)
 
     def _is_audited(self, states: list[ParameterState]) -> bool:
@@ -863,13 +856,10 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: the groups do not match, as in ``torch.optim``.
         """
         if any("storage" not in group for group in state_dict["param_groups"]):
-            from narrowgauge.optim.adam_states import resume_from  # it imports this module
-
             resume_from(self, state_dict)
             return
-        handle = self.register_load_state_dict_pre_hook(
-            take_states
-        )  # after other hooks have changed it
+        # After other hooks have changed it.
+        handle = self.register_load_state_dict_pre_hook(take_states)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -881,11 +871,11 @@ class Optimizer(torch.optim.Optimizer):
         A refused state changes nothing.
         """
         states = make_loaded_states(self, entries, self.param_groups)
-        state: dict[Any, Any] = self.state
-        notes = {
-            key: value for key, value in state.items() if not isinstance(key, Tensor)
-        }  # of hooks and users
-        self.__setstate__({"state": defaultdict(dict, {**notes, **states})})
+        state: dict[Any, Any] = defaultdict(dict, states)
+        for key, value in self.state.items():
+            if not isinstance(key, Tensor):  # a note of hooks and users
+                state[key] = value
+        self.__setstate__({"state": state})
         self.keep(states)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -896,19 +886,30 @@ class Optimizer(torch.optim.Optimizer):
                 "Build another one, and pass it this one's state_dict().",
             )
         self.settle()
-        entries = [
-            None if (state := self.state_of(p)) is None else state.saved()
-            for p in self._parameters()
-        ]
+        entries = []
+        for parameter in self._parameters():
+            state = self.state_of(parameter)
+            entries.append({} if state is None else state.saved())
         return _rebuilt, (type(self), {name: getattr(self, name) for name in _COPIED}, entries)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Replace states and groups. ``load_state_dict`` calls this."""
         super().__setstate__(state)
-        self._pending, self.auditor = None, Auditor(join=self.auditor.join)
+        self._pending = None
+        self.auditor = Auditor(join=self.auditor.join)
         # Both hold the old states.
         self._captured = None
         self._tables.clear()
+
+
+class _Pending(NamedTuple):
+    """Hold what :meth:`Optimizer.settle` reads after a step: whether it was skipped, its states,
+    and a function that returns whose gradients were finite.
+    """
+
+    skip: HostCopy | Tensor | None
+    states: list[ParameterState]
+    finite: Finite | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -918,18 +919,18 @@ class _Captured:
     """
 
     work: list[tuple[Group, list[ParameterState]]]
-    gradients: list[Tensor]
+    gradients: list[tuple[ParameterState, Tensor]]
     step_control: StepControl
     tables: dict[tuple[Kernel, torch.device], Table]
     decision: Decision
 
     def take(self, auditor: Auditor, launches: Launches) -> list[ParameterState]:
         """Set the numbers of the next step. Return the states that a launch cannot step."""
-        steppers = [
-            (Stepper(group, self.decision.control, auditor, 0, launches), members)
-            for group, members in self.work
-        ]
-        return [state for stepper, members in steppers for state in launches.take(stepper, members)]
+        refused = []
+        for group, members in self.work:
+            stepper = Stepper(group, self.decision.control, auditor, 0, launches)
+            refused += launches.take(stepper, members)
+        return refused
 
 
 _COPIED = (
@@ -939,7 +940,7 @@ _COPIED = (
 
 
 def _rebuilt(
-    kind: type[Optimizer], values: dict[str, Any], entries: list[dict[str, Tensor] | None]
+    kind: type[Optimizer], values: dict[str, Any], entries: list[dict[str, Tensor]]
 ) -> Optimizer:
     """Return an optimizer of the values ``_COPIED`` and of the saved state of each parameter."""
     optimizer = kind.__new__(kind)
@@ -951,11 +952,5 @@ def _rebuilt(
         keep_float32=lambda name, parameter: True,  # a copy rounds no weight
     )
     optimizer.__dict__.update(values)
-    pairs = zip(optimizer._parameters(), entries, strict=True)
-    optimizer.load_states({parameter: entry for parameter, entry in pairs if entry is not None})
+    optimizer.load_states(dict(zip(optimizer._parameters(), entries, strict=True)))
     return optimizer
-
-
-def unnamed(place: int) -> str:
-    """Return the name of a parameter without a name, by its place in the optimizer."""
-    return f"param {place}"

@@ -68,17 +68,17 @@ def cast_statistics(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
             and module.running_mean is not None
             and module.running_var is not None
         ):
-            module.running_mean, module.running_var = (
-                cast(module.running_mean),
-                cast(module.running_var),
-            )
+            module.running_mean = cast(module.running_mean)
+            module.running_var = cast(module.running_var)
 
 
 def rounded(values: Tensor, visible: str) -> Tensor:
     """Return float32 values rounded to a visible format, and others unchanged, or in float32."""
     if visible == "float32":
         return values.float()
-    return narrowed(values, getattr(torch, visible)) if values.dtype is torch.float32 else values
+    if values.dtype is torch.float32:
+        return narrowed(values, getattr(torch, visible))
+    return values
 
 
 def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, Tensor]:
@@ -88,10 +88,10 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
     """
     values = {}
     for parameter in parameters:
-        values[parameter], new = parameter.data.float(), rounded(parameter.data, visible)
-        parameter.data = torch.empty_like(parameter.data, dtype=new.dtype).copy_(
-            new
-        )  # in the strides of the old one
+        values[parameter] = parameter.data.float()
+        new = rounded(parameter.data, visible)
+        # In the strides of the old one.
+        parameter.data = torch.empty_like(parameter.data, dtype=new.dtype).copy_(new)
         if parameter.grad is not None:
             parameter.grad = rounded(parameter.grad, visible)
     return values

@@ -11,7 +11,6 @@ from narrowgauge.spec.update_rules import refuse_pair
 RULES = {
     rule.name: rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)
 }
-LANGUAGES = ("cpp", "triton")
 
 
 def printed_step(storage: str, rule: str = "adamw", language: str = "cpp") -> str:

@@ -7,12 +7,13 @@ bounds every new state of the row. So a row's scale depends only on its own grad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.numerics.dtensor import largest_over_ranks
 from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL
@@ -21,8 +22,6 @@ from narrowgauge.spec.storages import Storage
 
 SMALLEST_BOUND = 2.0**-8
 """The smallest bound of a row of weights scaled by row, so that a row of zeros can grow."""
-PIECE_ELEMENTS = 1 << 16
-"""Elements to search for the largest magnitude at a time."""
 
 
 def bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
@@ -108,6 +107,4 @@ def largest_of_rows(matrix: Tensor) -> Tensor:
     """Return the largest magnitude of each row of a matrix, float32. A NaN is the largest."""
     if not matrix.numel():
         return torch.zeros(len(matrix), dtype=torch.float32, device=matrix.device)
-    rows = max(1, PIECE_ELEMENTS // matrix.shape[1])
-    pieces: Sequence[Tensor] = matrix.split(rows)
-    return torch.cat([piece.abs().amax(1).float() for piece in pieces])
+    return torch.cat([piece.abs().amax(1).float() for piece in row_pieces(matrix)])

@@ -8,8 +8,8 @@ uses tensors in the parameter's shape: :meth:`ParameterState.saved` returns copi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ from narrowgauge.numerics.dtensor import (
 )
 from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim import codes
-from narrowgauge.optim.kernel import Kernel, lanes_of
+from narrowgauge.optim.codes import Lane
+from narrowgauge.optim.kernel import Kernel, Numbers, lanes_of, make_average, steps_of
 from narrowgauge.optim.layout import layout_of
-from narrowgauge.optim.row_bounds import largest_of_rows, weight_bound
-from narrowgauge.optim.rules.matrix import MatrixState
+from narrowgauge.optim.row_bounds import bound_rows, largest_of_rows, weight_bound
+from narrowgauge.optim.rules.matrix import MatrixRule, MatrixState
 from narrowgauge.spec.storages import FLOAT32, Code, Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -67,7 +68,8 @@ class ParameterState:
         self, owner: Tensor, storage: Storage, kernel: Kernel, requested: str = "",
         extras: Mapping[str, MatrixState] | None = None,
     ) -> None:  # fmt: skip
-        self.owner, self.parameter = owner, local_of(owner)
+        self.owner = owner
+        self.parameter = local_of(owner)
         self.made_for = self.parameter.shape, self.parameter.dtype, self.parameter.device
         self.storage = storage
         self.kernel = kernel
@@ -77,6 +79,8 @@ class ParameterState:
         self.order = self.memory_order()
         self.form = self.form_of(self.order)
         self.extent = self.layout.extent(self.form)
+        num_tensors = sum(map(self.layout.num_tensors, self.layout.planes))
+        self.num_words = 2 * self.layout.num_parts + num_tensors
         self.words: dict[str, Tensor] = {}
         self.bounds: dict[str, Tensor] = {}
         self.step = 0
@@ -86,7 +90,8 @@ class ParameterState:
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
         for name, extra in (extras or {}).items():
-            self._extra_codes[name] = code = extra_code(storage, extra.role)
+            code = extra_code(storage, extra.role)
+            self._extra_codes[name] = code
             self.extras[name] = torch.zeros(
                 extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device
             )
@@ -99,14 +104,13 @@ class ParameterState:
         """Set the bounds and the master from the parameter. Allocate memory first."""
         if "weight" in self.bounds:
             self._set_bounds("weight", self.parameter.detach())
+
+        def master(lane: Lane) -> dict[str, Tensor]:
+            value = codes.visible_value(self.storage.visible, lane.visible)
+            return codes.write_weight(self.storage, lane, value, None)[1]
+
         if self.storage.master:
-            for lanes, words in self.pieces():
-                pairs = [
-                    (lane, codes.visible_value(self.storage.visible, lane.visible))
-                    for lane in lanes
-                ]
-                masters = [codes.write_weight(self.storage, *pair, None)[1] for pair in pairs]
-                torch._foreach_copy_(words, self.layout.with_fields(lanes, masters))
+            self._rewrite(master)
 
     # ── the parameter's memory ────────────────────────────────────────────────────────────────────
 
@@ -121,14 +125,15 @@ class ParameterState:
             return None
         order = tuple(sorted(range(parameter.ndim), key=parameter.stride, reverse=True))
         first = parameter.ndim - self.row_dims
-        keeps_rows = not self.layout.by_rows or order[:first] == tuple(range(first))
-        return order if keeps_rows and parameter.permute(order).is_contiguous() else None
+        if self.layout.by_rows and order[:first] != tuple(range(first)):
+            return None
+        return order if parameter.permute(order).is_contiguous() else None
 
     def form_of(self, order: tuple[int, ...] | None) -> tuple[int, ...]:
         """Return the shape in which the layout sees the parameter."""
         shape = tuple(self.parameter.shape)
         if order is not None:
-            shape = tuple(shape[dim] for dim in order)
+            shape = tuple([shape[dim] for dim in order])
         if not self.layout.by_rows or not shape:
             return shape
         first = len(shape) - self.row_dims
@@ -187,13 +192,13 @@ class ParameterState:
         """
         saved = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
         extras = self.tensors_of_extras()
-        bounds = {f"{name}_bound" for name in self.bounds}
         for name, value in self.in_parameter_order().items():
             if name in extras:
                 saved[name] = sendable(self.owner, value)
+            elif name.removesuffix("_bound") in self.bounds and name not in self.words:
+                saved[name] = placed_like(self.owner, value, row_dims=self.row_dims)
             else:
-                row_dims = self.row_dims if name in bounds else 0
-                saved[name] = placed_like(self.owner, value, row_dims=row_dims)
+                saved[name] = placed_like(self.owner, value)
         return saved
 
     def keys(self) -> list[str]:
@@ -212,9 +217,9 @@ class ParameterState:
 
     def __getitem__(self, name: str) -> Tensor:
         saved = self.saved()
-        return (
-            saved[name] if name in saved or name not in self.shapes_of_states else self.stored(name)
-        )
+        if name not in saved and name in self.shapes_of_states:
+            return self.stored(name)
+        return saved[name]
 
     # Not a Mapping to isinstance, since frameworks build those anew.
     __contains__ = Mapping.__contains__
@@ -280,10 +285,12 @@ class ParameterState:
 
     def tensors_of_extras(self) -> dict[str, Tensor]:
         """Return the tensors of all extras, by saved name."""
-        bounds = {f"{name}_bound": bound for name, bound in self.extra_bounds.items()}
-        return {
-            codes.saved_as(name, self._extra_codes[name]): x for name, x in self.extras.items()
-        } | bounds
+        tensors = {}
+        for name, tensor in self.extras.items():
+            tensors[codes.saved_as(name, self._extra_codes[name])] = tensor
+        for name, bound in self.extra_bounds.items():
+            tensors[f"{name}_bound"] = bound
+        return tensors
 
     def tensors(self) -> list[Tensor]:
         """Return all live tensors."""
@@ -301,71 +308,62 @@ class ParameterState:
                 beside.append(entry)
             else:
                 yield entry
-        yield from (
-            (f"{name} bound", bound) for name, bound in self.row_bounds.items() if name != "weight"
-        )
+        for name, bound in self.row_bounds.items():
+            if name == "weight":
+                beside.append(("weight bound", bound))
+            else:
+                yield f"{name} bound", bound
         yield from self.tensors_of_extras().items()
         yield "", self.parameter.detach()
         yield from beside
-        yield from (
-            (f"{name} bound", bound) for name, bound in self.row_bounds.items() if name == "weight"
-        )
 
     # ── values ────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
     def shapes_of_states(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each state of the rule, by name."""
-        beside = dict.fromkeys(dict(self.storage.states), tuple(self.owner.shape))
-        return {**beside, **{name: tuple(tensor.shape) for name, tensor in self.extras.items()}}
+        shapes = dict.fromkeys(dict(self.storage.states), tuple(self.owner.shape))
+        for name, tensor in self.extras.items():
+            shapes[name] = tuple(tensor.shape)
+        return shapes
 
     def code(self, name: str) -> Code:
         """Return the code of the weight or of a state."""
         return self._extra_codes.get(name) or self.storage.code(name)
 
-    def stored(self, name: str) -> Tensor:
+    def stored(self, name: str, count: int | None = None) -> Tensor:
         """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in
-        float32.
+        float32, or flat its first ``count`` values.
 
         A weight rounds to the parameter (:func:`narrowgauge.optim.codes.inside_cell`).
         """
         if name in self.extras:
             return self.extra(name).clone()
-        lane = self._lane()
-        is_weight = name == "weight"
-        value = (
-            codes.read_weight(self.storage, lane)
-            if is_weight
-            else codes.read_state(self.storage, lane, name)
-        )
-        if is_weight and self.storage.visible != "float32" and not self.storage.weight.scaled:
-            value = codes.inside_cell(self.storage, lane.visible, value)
-        return self.in_shape(value).clone()
+        storage = self.storage
+        is_rounded = name == "weight" and storage.visible != "float32"
 
-    def leading(self, count: int, name: str) -> Tensor | None:
-        """Return the first ``count`` values of :meth:`stored`, if the name is stored.
+        def value(lane: Lane) -> Tensor:
+            if name != "weight":
+                return codes.read_state(storage, lane, name)
+            weight = codes.read_weight(storage, lane)
+            if is_rounded and not storage.weight.scaled:
+                return codes.inside_cell(storage, lane.visible, weight)
+            return weight
 
-        Storages in rows are unpacked whole.
-        """
-        if name != "weight" and name not in dict(self.storage.states):
-            return None
-        if self.layout.by_rows or self.order is not None:
+        if count is None:
+            return self.in_shape(self.read(value, self.form))
+        if self.layout.by_rows or self.order is not None:  # unpacked whole
             return self.stored(name).reshape(-1)[:count]
-        lanes = self.layout.num_lanes
-        places = -(-count // lanes)
-        weight = self.parameter.detach().reshape(-1)[: places * lanes]
-        part = ParameterState(
-            torch.nn.functional.pad(weight, (0, -len(weight) % lanes)), self.storage, self.kernel
-        )
-        part.words = {plane: words[:, :places] for plane, words in self.words.items()}
-        return part.stored(name)[: min(count, self.parameter.numel())]
+        return self.read(value, (min(count, self.parameter.numel()),))
 
     def extra(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
         """Return the float32 values of an extra, or of its ``index``.
 
         For a float32 extra this is its own memory, not a copy.
         """
-        bound = self.extra_bounds[name][index] if name in self.extra_bounds else None
+        bound = None
+        if name in self.extra_bounds:
+            bound = self.extra_bounds[name][index]
         return codes.alone_value(self._extra_codes[name], self.extras[name][index], bound)
 
     def put_extra(
@@ -377,46 +375,44 @@ class ParameterState:
         index: tuple[int, ...] = (),
     ) -> None:
         """Store values of an extra, or of its ``index``, unless ``skip`` (0-d bool)."""
-        bound = values.abs().amax(-1, keepdim=True) if name in self.extra_bounds else None
+        bound = None
+        if name in self.extra_bounds:
+            bound = values.abs().amax(-1, keepdim=True)
         new = codes.encode_alone(self._extra_codes[name], values, seed, bound)
         for tensor, value in ((self.extras[name], new), (self.extra_bounds.get(name), bound)):
-            if tensor is not None and value is not None:
-                tensor[index].copy_(
-                    value if skip is None else torch.where(skip, tensor[index], value)
-                )
+            if tensor is None or value is None:
+                continue
+            if skip is not None:
+                value = torch.where(skip, tensor[index], value)
+            tensor[index].copy_(value)
 
     def adopt(self, values: Tensor) -> None:
         """Store ``values`` as the weight, rounded to nearest.
 
         The parameter becomes its visible part.
         """
-        value = self._as_matrix("weight", values)
-        lane = self._lane()
-        value = codes.into_cell(self.storage, value)
-        bits, fields = codes.write_weight(self.storage, lane, value, None)
-        visible = self.in_shape(codes.visible_value(self.storage.visible, bits))
-        visible = narrowed(visible, getattr(torch, self.storage.visible))
+        weights = self._as_matrix("weight", values)
+        seen, lanes = self.layout.lanes(torch.empty_like(weights, dtype=torch.float32))
+
+        def write(lane: Lane, weight: Tensor, into: Tensor) -> dict[str, Tensor]:
+            weight = codes.into_cell(self.storage, weight)
+            bits, fields = codes.write_weight(self.storage, lane, weight, None)
+            into.copy_(codes.visible_value(self.storage.visible, bits))
+            return fields
+
+        self._rewrite(write, *self.layout.lanes(weights)[1], *lanes)
+        visible = narrowed(self.in_shape(seen), getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
             self.parameter.data.copy_(visible)  # in place, since this memory may have views
         else:
             self.parameter.data = visible
-        self.layout.set_fields(self.words, self.form, fields)
 
     def put_low_bits(self, random: Tensor) -> None:
         """Fill the weight's low bits of a new state from 32 random bits for each element, int32 in
         the parameter's shape.
         """
-        if not random.numel():
-            return
-        _, random_lanes = self.layout.lanes(self.in_form(random))
-        start = 0
-        for lanes, words in self.pieces():
-            piece = slice(start, start + len(lanes[0].visible))
-            start = piece.stop
-            fields = []
-            for lane, bits in zip(lanes, random_lanes, strict=True):
-                fields.append(codes.random_low_bits(self.storage, lane, bits[piece]))
-            torch._foreach_copy_(words, self.layout.with_fields(lanes, fields))
+        write = partial(codes.random_low_bits, self.storage)
+        self._rewrite(write, *self.layout.lanes(self.in_form(random))[1])
 
     def put(self, name: str, values: Tensor, seed: Tensor) -> None:
         """Store the values of a state.
@@ -426,25 +422,14 @@ class ParameterState:
         if name in self.extras:
             self.put_extra(name, values, seed)
             return
-        value = self._as_matrix(name, values)
-        lane = self._lane()
-        # The random bits are a hash of the stored weights, as in a step.
-        addends = codes.addends(
-            self.storage, codes.read_weight(self.storage, lane), lane.gradient, seed
-        )
-        fields = codes.write_state(self.storage, lane, name, value, addends[name])
-        self.layout.set_fields(self.words, self.form, fields)
 
-    def _lane(self) -> codes.Lane:
-        """Return the state as one lane in memory order, as a matrix or flat."""
-        scales = {}
-        for name, bound in self.row_bounds.items():
-            scales[name] = codes.multipliers(self.storage.code(name), bound)
-        weight = self.in_form(self.parameter.detach().float())
-        visible = codes.visible_bits(self.storage.visible, weight)
-        fields = self.layout.fields_of(self.words, self.form)
-        # No gradient: only a step has one.
-        return codes.Lane(visible, visible.new_zeros(()), fields, scales)
+        def write(lane: Lane, value: Tensor) -> dict[str, Tensor]:
+            # The random bits are a hash of the stored weights, as in a step.
+            weight = codes.read_weight(self.storage, lane)
+            addends = codes.addends(self.storage, weight, lane.gradient, seed)
+            return codes.write_state(self.storage, lane, name, value, addends[name])
+
+        self._rewrite(write, *self.layout.lanes(self._as_matrix(name, values))[1])
 
     def _as_matrix(self, name: str, values: Tensor) -> Tensor:
         """Return values as the layout sees them, and set the bounds of their rows."""
@@ -471,52 +456,108 @@ class ParameterState:
     def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
         """Return parameter, gradient and states as words: in place, or else as copies.
 
-        After a step of copies, pass the second result to :meth:`write_back`. It is ``None`` in
-        place.
+        After a step of a copied weight, pass the second result to :meth:`write_back`.
         """
-        states = self.layout.in_order(self.words)
-        has_gradient = self.gradient is not NO_GRADIENT
-        weight = self.parameter.detach()
-        if self.order is None:
-            weights = self.layout.in_place(weight, self.form)
-            if weights is not None and not has_gradient:
-                return [*weights, *_zeros_like(weights), *states], None
-            slopes = self.layout.in_place(self.gradient, self.form) if has_gradient else None
-            if weights is not None and slopes is not None:
-                return [*weights, *slopes, *states], None
-        copy, weights = self.layout.copied(self.in_form(weight).view(self.form))
-        slopes = _zeros_like(weights)
-        if has_gradient:
-            _, slopes = self.layout.copied(self.in_form(self.gradient).view(self.form))
-        return [*weights, *slopes, *states], copy
+        weight = self.parameter.detach().to(getattr(torch, self.storage.visible))
+        matrix, weights = self.layout.words(self.in_form(weight))
+        slopes = [words.new_zeros(()).expand_as(words) for words in weights]
+        if self.gradient is not NO_GRADIENT:
+            _, slopes = self.layout.words(self.in_form(self.gradient))
+        is_in_place = matrix.data_ptr() == self.parameter.data_ptr()
+        tensors = [*weights, *slopes, *self.layout.in_order(self.words)]
+        return tensors, None if is_in_place else matrix
 
-    def pieces(self) -> Iterator[tuple[list[codes.Lane], list[Tensor]]]:
-        """Yield the lanes of some elements at a time, and the words of their planes: a walk that
-        takes little memory.
+    def pieces(
+        self, *lanes: Tensor, scales: Sequence[Tensor] | None = None, writes: bool = False
+    ) -> Iterator[list[Tensor]]:
+        """Yield some elements at a time, as the arguments of a definition: words, the multipliers
+        of their rows, and ``lanes``, which other tensors have of :meth:`Layout.lanes`.
+
+        The walk is as long as its lanes. ``scales`` replace the multipliers of the bounds. A walk
+        that ``writes`` may change the words of the weight, others only those of the planes.
         """
         if not self.parameter.numel():
             return
-        tensors, _ = self.kernel_tensors()
-        first = 2 * self.layout.num_parts
-        end = len(tensors)
-        for name, bound in self.bounds.items():
-            into, back = codes.multipliers(self.storage.code(name), bound)
-            for part in zip(into, back, strict=True):
-                tensors += part
-        rows = max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
-        for start in range(0, len(tensors[0]), rows):
-            chunk = [tensor[start : start + rows] for tensor in tensors]
-            yield lanes_of(self.storage, chunk[:end], chunk[end:]), chunk[first:end]
+        tensors, weight = self.kernel_tensors()
+        if scales is None:
+            scales = []
+            for name, bound in self.bounds.items():
+                into, back = codes.multipliers(self.storage.code(name), bound)
+                for part in zip(into, back, strict=True):
+                    scales += part
+        tensors += [*scales, *lanes]
+        words = chunk_size(tensors[0].device)
+        if self.kernel.is_matrix:  # beside whole matrices, temporaries are to be few
+            words //= 2 * self.layout.num_lanes
+        rows = max(1, words // tensors[0][0].numel())
+        length = len(tensors[-1])
+        for start in range(0, length, rows):
+            stop = min(start + rows, length)
+            yield [tensor[start:stop] for tensor in tensors]
+        if writes:
+            self.write_back(weight)
+
+    def _by_lane(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Lane, Sequence[Tensor]]]:
+        """Yield each lane of a piece, with its part of the other tensors."""
+        end = self.num_words + 2 * len(self.bounds) * self.layout.num_parts
+        lanes = lanes_of(self.storage, tensors[: self.num_words], tensors[self.num_words : end])
+        for number, lane in enumerate(lanes):
+            yield lane, tensors[end + number :: self.layout.num_lanes]
+
+    def read(self, value: Callable[[Lane], Tensor], form: Sequence[int]) -> Tensor:
+        """Return the values of the lanes, in the order of the words, of as many as ``form`` has."""
+        dtype = codes.value_dtype(self.storage)
+        values = torch.empty(tuple(form), dtype=dtype, device=self.parameter.device)
+        matrix, lanes = self.layout.lanes(values)
+        for tensors in self.pieces(*lanes):
+            for lane, (into,) in self._by_lane(tensors):
+                into.copy_(value(lane))
+        return matrix
+
+    def _rewrite(self, write: Callable[..., dict[str, Tensor]], *lanes: Tensor) -> None:
+        """Replace the fields that ``write(lane, *parts of other tensors)`` returns."""
+        for tensors in self.pieces(*lanes):
+            old = []
+            new = []
+            for lane, parts in self._by_lane(tensors):
+                old.append(lane)
+                new.append(write(lane, *parts))
+            planes = tensors[2 * self.layout.num_parts : self.num_words]
+            torch._foreach_copy_(planes, self.layout.with_fields(old, new))
+
+    def run(self, numbers: Numbers) -> Tensor | None:
+        """Step by the definition, in place. Return the audit's sums, float64, if it is audited.
+
+        The state has its gradient. That of a matrix rule has its change.
+        """
+        step, audit = steps_of(self.kernel.rule, self.storage)
+        scales = bound_rows(self, numbers.values) if self.bounds else []
+        total = numbers.values.new_zeros(self.kernel.num_sums, dtype=torch.float64)
+        lanes: Sequence[Tensor] = ()
+        if self.kernel.is_matrix:
+            _, lanes = self.layout.lanes(self.change.view(self.form))
+        for tensors in self.pieces(*lanes, scales=scales, writes=True):
+            if numbers.audited:
+                sums = audit(*tensors, numbers.values, numbers.seed)
+                total += sums.double().view(len(total), -1).sum(1)
+            step(*tensors, numbers.values, numbers.seed)
+        return total if numbers.audited else None
+
+    def average(self, numbers: Numbers) -> None:
+        """Write a matrix rule's average of the gradients into ``change``, by the definition."""
+        assert isinstance(self.kernel.rule, MatrixRule)
+        definition = make_average(self.kernel.rule, self.storage)
+        matrix, lanes = self.layout.lanes(self.change.view(self.form))
+        for tensors in self.pieces(*lanes):
+            definition(*tensors, numbers.values, numbers.seed)
+        if matrix.data_ptr() != self.change.data_ptr():
+            # The sums of a matmul follow the strides of its operands: only values are padded.
+            self.change.copy_(matrix.reshape(self.change.shape))
 
     def write_back(self, weight: Tensor | None) -> None:
         """Write the copy of the weight that a step has changed."""
         if weight is not None:
             self.parameter.detach().copy_(self.in_shape(weight))
-
-
-def _zeros_like(words: Sequence[Tensor]) -> list[Tensor]:
-    """Return a zero for each word, without memory of their size."""
-    return [tensor.new_zeros(()).expand_as(tensor) for tensor in words]
 
 
 def extra_code(storage: Storage, role: str | None) -> Code:

@@ -19,21 +19,8 @@ from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import Numbers, least_decay
 from narrowgauge.optim.matrix_step import step_matrices
 from narrowgauge.optim.multi_tensor import Launches
-from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.torch_support.torch_names import to_device
-
-
-def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Copy a seed, int32 0-d, and floats ``[n]`` to a device at once.
-
-    Each begins at a multiple of 16 bytes.
-    """
-    if device.type == "cpu":
-        return seed, values
-    both = torch.cat([seed.view(1), seed.new_zeros(3), values.view(torch.int32)])
-    sent = to_device(both, device)
-    return sent[0], sent[4:].view(values.dtype)
 
 
 class Stepper:
@@ -57,11 +44,10 @@ class Stepper:
         key = kernel.rule.name, count, dtype
         if key not in self._numbers:
             scalars = [1.0, 0.0, *kernel.rule.prepare(self.group, count)]
-            number = torch.tensor(
-                step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu"
-            )
-            on_host = torch.tensor(scalars, dtype=dtype, device="cpu")
-            seed, values = on_device(number, on_host, self.control.device)
+            number = step_seed(self.group["seed"], count)
+            device = self.control.device
+            seed = to_device(torch.tensor(number, dtype=torch.int32, device="cpu"), device)
+            values = to_device(torch.tensor(scalars, dtype=dtype, device="cpu"), device)
             values[:2] = self.control
             is_audited = self.audit_every > 0 and count % self.audit_every == 0
             self._numbers[key] = Numbers(values, seed, is_audited)
@@ -77,17 +63,9 @@ class Stepper:
         for state, sums in step_matrices(matrices, self.group, self.numbers, self._launch):
             self.note(state, sums)
         for state in refused:
-            self._step_by_definition(state)
-
-    def _step_by_definition(self, state: ParameterState) -> None:
-        numbers = self.numbers(state)
-        tensors, weight = state.kernel_tensors()
-        if state.bounds:
-            tensors += bound_rows(state, numbers.values)
-        sums = state.kernel.run(tensors, numbers.values, numbers.seed, audited=numbers.audited)
-        state.write_back(weight)
-        if sums is not None:
-            self.note(state, sums)
+            audit = state.run(self.numbers(state))
+            if audit is not None:
+                self.note(state, audit)
 
     def _launch(self, states: Sequence[ParameterState], averages: bool) -> list[ParameterState]:
         """Step matrices by one launch, or average them. Return the states that have none."""

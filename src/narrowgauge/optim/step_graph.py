@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from textwrap import indent
 from typing import Any, ClassVar
 
@@ -87,18 +87,18 @@ def streams_of(rule: AnyRule, storage: Storage) -> list[Stream]:
 
 def scale_names(storage: Storage) -> list[str]:
     """Return the names of the multipliers of rows, in the order of the definition."""
-    return [
-        f"{way}_{name}{part}"
-        for name in storage.scaled
-        for part in range(layout_of(storage).num_parts)
-        for way in ("into", "back")
-    ]
+    names = []
+    for name in storage.scaled:
+        for part in range(layout_of(storage).num_parts):
+            names += [f"into_{name}{part}", f"back_{name}{part}"]
+    return names
 
 
 def lane_names(rule: AnyRule, storage: Storage) -> list[str]:
     """Return the names of the lanes of a matrix rule's change: ``d0``, ``d1`` …"""
-    count = layout_of(storage).num_lanes if isinstance(rule, MatrixRule) else 0
-    return [f"d{lane}" for lane in range(count)]
+    if not isinstance(rule, MatrixRule):
+        return []
+    return [f"d{lane}" for lane in range(layout_of(storage).num_lanes)]
 
 
 @lru_cache(16)
@@ -114,12 +114,11 @@ def step_graph(
     """Trace a step of ``word`` streams, multipliers, changes, ``values`` and ``seed``, or the
     average of a matrix rule.
     """
-    by_rows = layout_of(storage).by_rows
-    shape = (4, 8) if by_rows else (8,)
-    words = [s for s in streams_of(rule, storage) if not s.floats]
-    arguments: list[tuple[torch.dtype, Sequence[int]]] = [(torch.int32, shape) for _ in words]
-    arguments += [(torch.float32, (4, 1)) for _ in scale_names(storage)]
-    arguments += [(torch.float32, shape) for _ in lane_names(rule, storage)]
+    shape = (4, 8) if layout_of(storage).by_rows else (8,)
+    num_words = sum(not stream.floats for stream in streams_of(rule, storage))
+    arguments: list[tuple[torch.dtype, Sequence[int]]] = [(torch.int32, shape)] * num_words
+    arguments += [(torch.float32, (4, 1))] * len(scale_names(storage))
+    arguments += [(torch.float32, shape)] * len(lane_names(rule, storage))
     arguments += [(torch.float32, (num_values(rule),)), (torch.int32, ())]
     if averages:
         definition = make_average(rule, storage)
@@ -146,7 +145,7 @@ def magnitude_graph(storage: Storage, language: Language) -> Graph:
         lanes = lanes_of_weight(storage.visible, [word])
         values = [codes.gradient_value(storage.visible, lane) for lane in lanes]
         bits = [bits_of(value) & MAGNITUDE for value in values]
-        return bits[0] if len(bits) == 1 else torch.maximum(*bits)
+        return reduce(torch.maximum, bits)
 
     return trace(magnitude, language.device, (torch.int32, (8,)))
 
@@ -164,7 +163,10 @@ def scales_graph(rule: Rule, storage: Storage, language: Language) -> Graph:
         weights = rest[0] if count == 2 else torch.zeros_like(slopes)
         old = dict(zip(storage.scaled, rest[count - 1 :], strict=True))
         new = scales_of_rows(rule, storage, slopes, weights, old, values)
-        return [tensor for name in storage.scaled for tensor in new[name]]
+        tensors: list[Tensor] = []
+        for name in storage.scaled:
+            tensors += new[name]
+        return tensors
 
     rows = [(torch.float32, (1,))] * (count + len(storage.scaled))
     return trace(scales, language.device, (torch.float32, (num_values(rule),)), *rows)
@@ -191,10 +193,13 @@ class StepText:
     indentation: str
 
     def __init__(self, rule: AnyRule, storage: Storage, *, with_sources: bool = False) -> None:
-        self.rule, self.storage, self.layout = rule, storage, layout_of(storage)
+        self.rule = rule
+        self.storage = storage
+        self.layout = layout_of(storage)
         self.with_sources = with_sources
         self.streams = streams_of(rule, storage)
-        self.words = [f"w{k}" for k, stream in enumerate(self.streams) if not stream.floats]
+        num_words = sum(not stream.floats for stream in self.streams)  # changes come last
+        self.words = [f"w{k}" for k in range(num_words)]
         self.loads: dict[str, str] = {}
         self.stores: dict[str, str] = {}
         self.peaks: list[tuple[str, int]] = []
@@ -227,14 +232,21 @@ class StepText:
 
     def body(self, printed: Printed) -> list[str]:
         """Return lines that load words, step them, add up the audit's terms and store."""
-        lines = [self.assign(name, value) for name, value in self.loads.items()]
+        lines = []
+        for name, value in self.loads.items():
+            lines.append(self.assign(name, value))
         lines += printed.lines
-        lines += [self.text("sum", k, term) for k, term in enumerate(printed.results)]
-        return [*lines, *(self.stores[name].format(value) for name, value in printed.writes)]
+        for k, term in enumerate(printed.results):
+            lines.append(self.text("sum", k, term))
+        for name, value in printed.writes:
+            lines.append(self.stores[name].format(value))
+        return lines
 
     def place_of_peak(self, name: str, part: int) -> int:
         """Return the stream of a weight's or gradient's part."""
-        return part if name == "weight" else self.layout.num_parts + part
+        if name == "weight":
+            return part
+        return self.layout.num_parts + part
 
     def peak_lines(self) -> list[str]:
         """Return lines that find the largest magnitudes of a program's rows: ``peak_NAME_PART``."""

@@ -73,7 +73,9 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
                 f"Cannot obey {name} = {options[name]}: this optimizer does not have it.",
                 "Leave it out.",
             )
-    allowed = [rule.name, *([ADAMW.name] if isinstance(rule, MatrixRule) else [])]
+    allowed = [rule.name]
+    if isinstance(rule, MatrixRule):
+        allowed.append(ADAMW.name)
     if options.get("rule", rule.name) not in allowed:
         raise RecipeError(
             f"rule = {options['rule']!r} was requested in a param group of an optimizer whose rule "
@@ -115,9 +117,9 @@ def check_captured(*, is_possible: bool) -> None:
 
 def known_row(storage: object) -> Storage:
     """Return the row of a name."""
-    row = STORAGES.get(storage) if isinstance(storage, str) else None
+    name = storage if isinstance(storage, str) else ""
+    row = STORAGES.get(name)
     if row is None:
-        name = storage if isinstance(storage, str) else ""
         near = suggestion(name, STORAGES)
         last = name.rpartition("/")[2]
         if last in STORAGES:
@@ -211,14 +213,12 @@ def check_fits(state: ParameterState, storage: str, parameter: Tensor) -> None:
             "Build a new optimizer with that storage. Its adopt(weights, moments) takes the old "
             "one's stored() values.",
         )
-    present = (parameter.shape, parameter.dtype)
-    earlier = state.made_for[:2]
-    if present != earlier:
-        now, then = (
-            f"{dtype_name(dtype)} of shape {tuple(shape)}" for shape, dtype in (present, earlier)
-        )
+    shape, dtype, _ = state.made_for
+    if (parameter.shape, parameter.dtype) != (shape, dtype):
         raise RecipeError(
-            f"Cannot step because a parameter is {now}, and its state was made for {then}.",
+            f"Cannot step because a parameter is {dtype_name(parameter.dtype)} of shape "
+            f"{tuple(parameter.shape)}, and its state was made for {dtype_name(dtype)} of shape "
+            f"{tuple(shape)}.",
             "Change the shapes and formats of a model before its optimizer is built.",
         )
 
@@ -229,9 +229,10 @@ def check_same_rule(
     """Refuse options for which a parameter needs another rule, or states that it does not have."""
     name = state.kernel.rule.name
     present = state.shapes_of_states
-    missing = {
-        state: tuple(shape) for state, shape in shapes.items() if present.get(state) != tuple(shape)
-    }
+    missing = {}
+    for needed, shape in shapes.items():
+        if present.get(needed) != tuple(shape):
+            missing[needed] = tuple(shape)
     if missing or (isinstance(state.kernel.rule, MatrixRule) and rule != name):
         raise RecipeError(
             f"Cannot step because an option now asks for rule '{rule}' with states "
@@ -268,11 +269,11 @@ def check_in_use(
     model_params: dict[str, Tensor] = {}
     fsdp_shards: set[Tensor] = set()
     if model is not None:
-        model_params = {
-            plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)
-        }
+        for name, p in model.named_parameters(remove_duplicate=False):
+            model_params[plain_name(name)] = p
         # FSDP2's own shards. They are not in the modules while the whole parameters are gathered.
-        fsdp_shards = {p for _, group in fsdp_groups(model) for p in fsdp_parameters(group)}
+        for _, group in fsdp_groups(model):
+            fsdp_shards.update(fsdp_parameters(group))
     present = {*model_params.values(), *fsdp_shards}
     for parameter, name in names.items():
         if not parameter.requires_grad or parameter.grad is not None:
@@ -290,9 +291,14 @@ def check_in_use(
             )
 
 
+def sizes_of(groups: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Return the number of parameters of each param group."""
+    return [len(group["params"]) for group in groups]
+
+
 def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: AnyRule) -> None:
     """Refuse saved param groups of other sizes, storages or rules."""
-    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+    if sizes_of(saved) != sizes_of(groups):
         raise ValueError(
             "loaded state dict has parameter groups of other sizes than the optimizer's"
         )
@@ -304,7 +310,8 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
                 "Build the optimizer with the storage of the state, or convert it: "
                 "ng.load_states(optimizer, state).",
             )
-        if missing := sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys()):
+        missing = sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys())
+        if missing:
             raise RecipeError(
                 f"Cannot load a state without the option '{missing[0]}'.",
                 "Save it by this version.",

@@ -84,11 +84,9 @@ Part of Inductor's cache key.
 class Compiled:
     """Hold a compiled function and the sizes that its trace supports."""
 
-    def __init__(self, call: Callable[..., Any], guards: str | None) -> None:
-        self._call, self._guards = (
-            call,
-            None if guards is None else compile(guards, "<sizes>", "eval"),
-        )
+    def __init__(self, call: Callable[..., Any], guards: str) -> None:
+        self._call = call
+        self._guards = compile(guards or "True", "<sizes>", "eval")
         self._accepted: set[tuple[torch.Size, ...]] = set()
 
     def __call__(self, *arguments: Tensor) -> Any:
@@ -99,13 +97,11 @@ class Compiled:
         sizes = tuple([argument.shape for argument in arguments])
         if sizes in self._accepted:
             return True
-        if self._guards is not None:
-            from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
-            if not eval(
-                self._guards, SYMPY_INTERP, {"L": {f"t{k}": x for k, x in enumerate(arguments)}}
-            ):
-                return False
+        names = {f"t{k}": argument for k, argument in enumerate(arguments)}
+        if not eval(self._guards, SYMPY_INTERP, {"L": names}):
+            return False
         self._accepted.add(sizes)
         return True
 
@@ -145,7 +141,7 @@ def is_worth_compiling(num_elements: int, place: str) -> bool:
 
 def compiled_for_pattern(function: Callable[..., Any], *arguments: Tensor | None) -> Any:
     """Call a function compiled for this pattern of arguments and any size."""
-    tensors = [argument for argument in arguments if argument is not None]
+    tensors = present(arguments)
     run = compiled(function, arguments)
     with torch.no_grad():
         return function(*arguments) if run is None else run(*tensors)
@@ -168,7 +164,7 @@ def compiled(
             are always compared bit for bit.
     Cost: 5 to 15 s the first time on a machine, under a second from Inductor's cache.
     """
-    tensors = [argument for argument in arguments if argument is not None]
+    tensors = present(arguments)
     versions = _COMPILED.setdefault((function, _pattern(arguments), torch.get_num_threads()), [])
     for version in versions:
         if version is None or version.accepts(tensors):
@@ -217,36 +213,37 @@ def _compile_and_compare(
 ) -> Outcome:
     if not can_compile(place_of(arguments)):
         return Outcome(None, False)
-    present = [argument is not None for argument in arguments]
-    tensors = [argument for argument in arguments if argument is not None]
+    tensors = present(arguments)
 
-    def of_tensors(*present_tensors: Tensor) -> Any:
-        queue = iter(present_tensors)
-        return function(*(next(queue) if there else None for there in present))
+    def of_tensors(*values: Tensor) -> Any:
+        queue = list(values)
+        filled = []
+        for argument in arguments:
+            filled.append(None if argument is None else queue.pop(0))
+        return function(*filled)
 
+    is_same = True
     try:
         with torch.no_grad(), quiet(), usual_defaults():  # the first call still compiles
             run = _compiled_code(of_tensors, tensors)
-            same = [
-                matches(run, of_tensors, case, exact=exact, results=exact or number == 0)
-                for number, case in enumerate(_cases(run, tensors))
-            ]
+            for number, case in enumerate(_cases(run, tensors)):
+                results = exact or number == 0
+                is_same &= matches(run, of_tensors, case, exact=exact, results=results)
     except Exception as error:  # a broken compiler or a full disk must not stop a training run
         if _is_out_of_memory(error):
             raise  # not the compiler's fault: another call may have the memory
-        line = (str(error).splitlines() or [""])[0][:160]
-        why = (
-            "a signal stopped the compiler"
-            if _is_stopped(error)
-            else f"{type(error).__name__}: {line}"
-        )
+        why = "a signal stopped the compiler"
+        if not _is_stopped(error):
+            line = str(error).partition("\n")[0][:160]
+            why = f"{type(error).__name__}: {line}"
         _warn_once(f"Cannot compile {_name(function)} ({why})")
         return Outcome(None, False)
-    if not all(same):
-        _warn_once(
-            f"PyTorch {torch.__version__} compiles {_name(function)} to code that gives other bits"
-        )
-    return Outcome(run if all(same) else None, True)
+    if is_same:
+        return Outcome(run, True)
+    _warn_once(
+        f"PyTorch {torch.__version__} compiles {_name(function)} to code that gives other bits"
+    )
+    return Outcome(None, True)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -287,31 +284,29 @@ def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor]) ->
     graph = make_fx(function, tracing_mode="symbolic")(*fakes)
     call = torch._inductor.compile(graph, list[Any](fakes), options=options(arguments[0].device))
     guards = sizes.produce_guards_expression(fakes, ignore_static=False) or ""
-    return Compiled(
-        call, " and ".join(g for g in guards.split(" and ") if "storage_offset" not in g) or None
-    )
+    kept = [guard for guard in guards.split(" and ") if "storage_offset" not in guard]
+    return Compiled(call, " and ".join(kept))
 
 
 def options(device: torch.device) -> dict[str, Any]:
     """Return Inductor's options for a device, without those that this release lacks."""
     from torch._inductor import config
 
+    chosen = dict(_ON_GPU)
     if device.type == "cpu":
         bits = _VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
-        by_machine = {
-            "cpp.threads": torch.get_num_threads(),
-            "cpp.simdlen": bits,
-            "cpp.march": _machine_flags(bits),
-        }
-        chosen = _ON_CPU | {name: value for name, value in by_machine.items() if value}
-    else:
-        chosen = _ON_GPU
-
-    def is_known(name: str) -> bool:
+        chosen = {**_ON_CPU, "cpp.threads": torch.get_num_threads()}
+        if bits:
+            chosen["cpp.simdlen"] = bits
+        flags = _machine_flags(bits)
+        if flags:
+            chosen["cpp.march"] = flags
+    for name in list(chosen):
         folder, _, option = name.rpartition(".")
-        return hasattr(getattr(config, folder, None) if folder else config, option)
-
-    return {name: value for name, value in chosen.items() if is_known(name)}
+        place = getattr(config, folder, None) if folder else config
+        if not hasattr(place, option):
+            del chosen[name]
+    return chosen
 
 
 @lru_cache
@@ -356,13 +351,17 @@ def matches(
 
     NaN bits of a float may differ. The arguments of the case do not change.
     """
-    ours, theirs = ([argument.clone() for argument in case] for _ in range(2))
-    expected, actual = (_tensors(f(*copies)) for f, copies in ((function, ours), (run, theirs)))
+    ours = [argument.clone() for argument in case]
+    theirs = [argument.clone() for argument in case]
+    expected = _tensors(function(*ours))
+    actual = _tensors(run(*theirs))
     if not all(map(same_numbers, ours, theirs)):
         return False
-    return not results or all(
-        _same(*pair, exact=exact) for pair in zip(actual, expected, strict=True)
-    )
+    if results:
+        for one, other in zip(actual, expected, strict=True):
+            if not _same(one, other, exact=exact):
+                return False
+    return True
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -370,7 +369,12 @@ def _tensors(result: Any) -> list[Tensor]:
 
     A function that only writes into its arguments returns ``None``.
     """
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if leaf is not None]
+    return present(torch.utils._pytree.tree_leaves(result))
+
+
+def present(values: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the values that are not ``None``."""
+    return [value for value in values if value is not None]
 
 
 def _same(actual: Tensor, expected: Tensor, *, exact: bool) -> bool:
@@ -386,17 +390,20 @@ def _cases(run: Compiled, arguments: Sequence[Tensor]) -> Iterator[list[Tensor]]
     Shorten sides if the trace supports it.
     """
     for edges in (False, True):
-        case = [
-            _drawn_like(x, [_cut(side) for side in x.shape], edges, seed)
-            for seed, x in enumerate(arguments)
-        ]
+        case = []
+        for seed, x in enumerate(arguments):
+            case.append(_drawn_like(x, list(map(_cut, x.shape)), edges, seed))
         if not run.accepts(case):
-            case = [_drawn_like(x, x.shape, edges, seed) for seed, x in enumerate(arguments)]
+            case = []
+            for seed, x in enumerate(arguments):
+                case.append(_drawn_like(x, x.shape, edges, seed))
         yield case
 
 
 def _cut(side: int) -> int:
-    return side if side <= 2 * SMALL_SIDE else SMALL_SIDE + side % SMALL_SIDE
+    if side <= 2 * SMALL_SIDE:
+        return side
+    return SMALL_SIDE + side % SMALL_SIDE
 
 
 def _drawn_like(like: Tensor, shape: Sequence[int], edges: bool, seed: int) -> Tensor:
@@ -415,18 +422,18 @@ def _drawn_like(like: Tensor, shape: Sequence[int], edges: bool, seed: int) -> T
 
 
 def _pattern(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    return tuple(
-        None
-        if x is None
-        else (x.dtype, x.device, tuple([min(side, 2) for side in x.shape]), x.is_contiguous())
-        for x in arguments
-    )
+    patterns: list[Any] = []
+    for x in arguments:
+        if x is None:
+            patterns.append(None)
+            continue
+        sides = tuple([min(side, 2) for side in x.shape])
+        patterns.append((x.dtype, x.device, sides, x.is_contiguous()))
+    return tuple(patterns)
 
 
 def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
-    return (
-        "cpu" if next(argument.is_cpu for argument in arguments if argument is not None) else "gpu"
-    )
+    return "cpu" if present(arguments)[0].is_cpu else "gpu"
 
 
 def _name(function: Callable[..., Any]) -> str:

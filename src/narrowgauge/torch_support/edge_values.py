@@ -86,15 +86,11 @@ def edge_values(
     )
     edges = listed[torch.randint(len(listed), shape, generator=generator)]
     normal = torch.randn(shape, dtype=torch.float64, generator=generator)
-    low, high = (
-        torch.tensor(end, dtype=torch.float64).log2().floor() for end in (tiny * eps, info.max)
-    )
+    low, high = torch.tensor([tiny * eps, info.max], dtype=torch.float64).log2().floor().tolist()
     exponents = torch.randint(int(low), int(high), shape, generator=generator)
     kinds = torch.randint(3, shape, generator=generator)
-    spread = (
-        torch.ldexp(1 + torch.rand(shape, dtype=torch.float64, generator=generator), exponents)
-        * normal.sign()
-    )
+    mantissas = 1 + torch.rand(shape, dtype=torch.float64, generator=generator)
+    spread = torch.ldexp(mantissas, exponents) * normal.sign()
     chosen = torch.where(kinds == 0, edges, torch.where(kinds == 1, spread, normal))
     return chosen.float().to(dtype)
 
@@ -109,23 +105,21 @@ def with_nan(values: Tensor, seed: int = 0) -> Tensor:
     width = 8 * values.dtype.itemsize
     infinity = int(torch.tensor(torch.inf, dtype=values.dtype).view(kind))
     patterns = [infinity | (infinity >> 1), infinity + 1, (1 << (width - 1)) - 1]
-    signed = torch.tensor(
-        [*patterns, *(bits - (1 << (width - 1)) for bits in patterns)], dtype=torch.int64
-    )
+    positive = torch.tensor(patterns, dtype=torch.int64)
+    signed = torch.cat([positive, positive - (1 << (width - 1))])
     place = torch.arange(values.numel(), dtype=torch.int64).view(values.shape) + seed
     integers = values.view(kind)
     chosen = signed[place // 17 % len(signed)].to(integers.device)
-    return (
-        torch.where((place % 17 == 16).to(integers.device), chosen, integers)
-        .to(integers.dtype)
-        .view(values.dtype)
-    )
+    result = torch.where((place % 17 == 16).to(integers.device), chosen, integers)
+    return result.to(integers.dtype).view(values.dtype)
 
 
 def same_numbers(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same bits. Any NaN of a float tensor equals any other."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
-    bits = [x.view(INTEGERS[x.dtype.itemsize]) for x in (a, b)]
-    same = bits[0] == bits[1]
-    return bool((same | (a.isnan() & b.isnan()) if a.is_floating_point() else same).all())
+    kind = INTEGERS[a.dtype.itemsize]
+    same = a.view(kind) == b.view(kind)
+    if a.is_floating_point():
+        same |= a.isnan() & b.isnan()
+    return bool(same.all())

@@ -123,7 +123,9 @@ def compiler_missing(*, by_pytorch: bool = True) -> str:
             return f"PyTorch's compiler cannot work from '{torch.origin}'"
     else:
         name = shlex.split(name)[0]
-    return "" if shutil.which(name) else f"no C++ compiler ('{name}') is on PATH"
+    if shutil.which(name):
+        return ""
+    return f"no C++ compiler ('{name}') is on PATH"
 
 
 def gpu_compiler_missing() -> str:

@@ -47,7 +47,9 @@ def objects_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
         items: dict[Any, Any] = {}
         if is_module:
             items = {**value._parameters, **value._buffers, **value._modules}
-            items |= {name: item for name, item in vars(value).items() if name not in _BUILT_IN}
+            for name, item in vars(value).items():
+                if name not in _BUILT_IN:
+                    items[name] = item
         elif isinstance(value, dict):
             items = value
         elif isinstance(value, (list, tuple, set, deque)):
@@ -60,11 +62,9 @@ def objects_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 @contextmanager
 def generators_put_back() -> Iterator[None]:
     """Restore the random generators of PyTorch, Python and NumPy at the end."""
-    devices = (
-        range(torch.cuda.device_count())
-        if torch.cuda.is_available() and torch.cuda.is_initialized()
-        else ()
-    )
+    devices = range(0)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
@@ -104,10 +104,13 @@ def put_back(
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in stepped:
             stepped.add(optimizer)
-            memo = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+            memo: dict[int, Any] = {}
+            for group in optimizer.param_groups:
+                restore.append(partial(_refill, group, dict(group)))
+                for p in group["params"]:
+                    memo[id(p)] = p
             states = {p: copy.deepcopy(state, memo) for p, state in optimizer.state.items()}
             restore.append(partial(_refill, optimizer.state, states))
-            restore.extend(partial(_refill, group, dict(group)) for group in optimizer.param_groups)
 
     handles = [optimizer.register_step_pre_hook(before_step) for optimizer in optimizers]
     try:
@@ -123,7 +126,8 @@ def put_back(
 
 def _refill(container: Any, saved: Any) -> None:
     container.clear()
-    (container.extend if hasattr(container, "extend") else container.update)(saved)
+    add = container.extend if hasattr(container, "extend") else container.update
+    add(saved)
 
 
 def _write_back(tensor: Tensor, values: Tensor) -> None:
@@ -138,9 +142,8 @@ def _restores(value: Any) -> Iterator[Callable[[], object]]:
     """
     kind = type(value)
     if isinstance(value, nn.Module):
-        yield from (
-            partial(_refill, values, dict(values)) for values in (vars(value), value._buffers)
-        )
+        yield partial(_refill, vars(value), dict(vars(value)))
+        yield partial(_refill, value._buffers, dict(value._buffers))
     elif isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
         yield partial(setattr, value, "grad", value.grad)
         value.grad = None

@@ -111,11 +111,9 @@ class _Steps:
     """The hooks on one optimizer's step, and who follows it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self.followers, self._has_begun = (
-            weakref.ref(optimizer),
-            list[Follower](),
-            False,
-        )
+        self._optimizer = weakref.ref(optimizer)
+        self.followers: list[Follower] = []
+        self._has_begun = False
         _STEPS[optimizer] = weakref.ref(self)
         # A compiler that traces the step skips the hooks.
         self._handles = [

@@ -80,7 +80,9 @@ from torch import Tensor, nn
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to a device without waiting. The copy joins the device's queue."""
     # A copy from unpinned memory would have to end before its memory is reused.
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def send(values: Tensor, target: Tensor) -> None:
@@ -264,8 +266,11 @@ def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
             state = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)
             if groups is None:  # PyTorch before 2.12
-                groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-            by_id.update((id(group), (module, group)) for group in groups)
+                groups = []
+                if state._fsdp_param_group is not None:
+                    groups.append(state._fsdp_param_group)
+            for group in groups:
+                by_id[id(group)] = module, group
     return list(by_id.values())
 
 
@@ -387,7 +392,8 @@ def graph_nodes(outputs: Any) -> Iterator[Any]:
     nodes: list[Any] = [x.grad_fn for x in tree_leaves(outputs) if isinstance(x, Tensor)]
     seen: set[Any] = {None}
     while nodes and len(seen) < 100_000:
-        if (node := nodes.pop()) not in seen:
+        node = nodes.pop()
+        if node not in seen:
             seen.add(node)
             nodes += [before for before, _ in node.next_functions]
             yield node

@@ -91,7 +91,8 @@ def moving_average(average: Any, value: Any, share: Any) -> Any:
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    lr = float(group["lr"])
+    beta1, beta2 = map(float, group["betas"])
     correction1 = 1 - beta1**step
     correction2 = (1 - beta2**step) ** 0.5
     # Adafactor's eps is a pair; AdamW's is called adam_eps there.
@@ -185,7 +186,8 @@ SGD = Rule(
 
 
 def _lion_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    lr = float(group["lr"])
+    beta1, beta2 = map(float, group["betas"])
     return 1 - beta1, 1 - beta2, -lr, -lr * group["weight_decay"]
 
 

@@ -95,7 +95,9 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape in which a parameter is stepped: ``(number, rows, cols)`` for three dims,
     else ``(rows, cols)``.
     """
-    return tuple(shape) if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
+    if len(shape) == 3:
+        return tuple(shape)
+    return shape[0], math.prod(shape[1:])
 
 
 def shapes_of_states(
@@ -113,9 +115,9 @@ def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str
         return {}
     *number, rows, cols = matrix_shape(shape)
     states = rule.states((rows, cols), options)
-    return {
-        name: MatrixState((*number, *state.shape), state.role) for name, state in states.items()
-    }
+    for name, state in states.items():
+        states[name] = MatrixState((*number, *state.shape), state.role)
+    return states
 
 
 def decay_of(options: Options) -> float:
@@ -128,15 +130,14 @@ def _lengths(matrices: Sequence[Tensor]) -> Tensor:
     overflow nor vanish.
     """
     # The sum of a tensor in such a list does not depend on the others.
-    norms = torch._foreach_norm(
-        [rows for matrix in matrices for rows in row_pieces(matrix)], dtype=torch.float64
-    )
+    parts: list[Tensor] = []
+    for matrix in matrices:
+        parts += row_pieces(matrix)
+    norms = torch._foreach_norm(parts, dtype=torch.float64)
     pieces = torch.stack(norms).view(len(matrices), -1)
-    return (
-        pieces.squeeze(1)
-        if pieces.shape[1] == 1
-        else torch.stack(torch._foreach_norm(pieces.unbind()))
-    )
+    if pieces.shape[1] == 1:
+        return pieces.squeeze(1)
+    return torch.stack(torch._foreach_norm(pieces.unbind()))
 
 
 def _root_mean_square(matrix: Tensor) -> Tensor:
@@ -180,12 +181,14 @@ def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor
         >>> [round(value, 1) for value in x.flatten().tolist()]
         [0.7, 0.0, 0.0, -0.0]
     """
-    is_stack = matrix.ndim == 3
-    lengths = _lengths(matrix.unbind() if is_stack else [matrix]).float().clamp(min=TINY)
-    x = matrix.div_(lengths.view(-1, 1, 1) if is_stack else lengths).to(dtype)
-    if is_stack and not _multiplies_stacks(tuple(x.shape), dtype, x.device):
-        return torch.stack([_newton_schulz(matrix.clone(), iterations) for matrix in x]).float()
-    return _newton_schulz(x, iterations).float()
+    if matrix.ndim == 2:
+        length = _lengths([matrix]).float().clamp(min=TINY)
+        return _newton_schulz(matrix.div_(length).to(dtype), iterations).float()
+    lengths = _lengths(matrix.unbind()).float().clamp(min=TINY)
+    x = matrix.div_(lengths.view(-1, 1, 1)).to(dtype)
+    if _multiplies_stacks(tuple(x.shape), dtype, x.device):
+        return _newton_schulz(x, iterations).float()
+    return torch.stack([_newton_schulz(matrix.clone(), iterations) for matrix in x]).float()
 
 
 def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
@@ -222,9 +225,8 @@ def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
 
 def _momentum(g: Tensor, states: States, scalars: Scalars) -> Result:
     m = moving_average(states["momentum_buffer"], g, scalars["one_minus_momentum"])
-    return torch.where(scalars["nesterov"] != 0, g + (m - g) * scalars["momentum"], m), {
-        "momentum_buffer": m
-    }
+    gradient = torch.where(scalars["nesterov"] != 0, g + (m - g) * scalars["momentum"], m)
+    return gradient, {"momentum_buffer": m}
 
 
 def _muon(g: Tensor, measure: Tensor | None, states: States, options: Options, step: int) -> Result:
@@ -270,14 +272,13 @@ def _adafactor(
     for rows, root in zip(pieces, root_row.split([len(rows) for rows in pieces]), strict=True):
         rows.div_((root * root_col).clamp_(min=TINY))
     g.div_((_root_mean_square(g) / options["clip_threshold"]).clamp(min=1.0).float())
-    size = (
-        min(float(options["lr"]), step**-0.5) if options["relative_step"] else float(options["lr"])
-    )
+    size = float(options["lr"])
+    if options["relative_step"]:
+        size = min(size, step**-0.5)
     change = g.mul_(-size)
-    return change if rms is None else change.mul_(rms), {
-        "exp_avg_sq_row": row,
-        "exp_avg_sq_col": col,
-    }
+    if rms is not None:
+        change = change.mul_(rms)
+    return change, {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
 
 
 # ── Low rank ──────────────────────────────────────────────────────────────────────────────────────

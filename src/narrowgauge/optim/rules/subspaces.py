@@ -56,7 +56,9 @@ def leading_basis(matrix: Tensor, rank: int) -> Tensor:
 
 def project(basis: Tensor, matrix: Tensor) -> Tensor:
     """Return the coordinates of a matrix."""
-    return matrix @ basis if is_tall(*matrix.shape) else basis.mT @ matrix
+    if is_tall(*matrix.shape):
+        return matrix @ basis
+    return basis.mT @ matrix
 
 
 def lift(basis: Tensor, coordinates: Tensor, tall: bool) -> Tensor:
