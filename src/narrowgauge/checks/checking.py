@@ -44,13 +44,13 @@ def check(
         model: as the loop calls it, possibly wrapped or compiled.
         optimizer: any ``torch.optim.Optimizer``, of this or another library, possibly wrapped; or a
             list of several.
-        batch: this rank's batch: tensors with a first dim of sequences, in tuples or dicts. A list
-            holds micro-batches, unless ``loss`` takes it whole.
+        batch: this rank's batch: tensors with a first dim of sequences, in tuples, dicts or
+            dataclasses. A list holds micro-batches, unless ``loss`` takes it whole.
         loss: ``loss(model, batch)`` returns the objective, a mean over its batch, with the loop's
             autocast.
         backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, with
-            its accumulation, loss scale and reductions. ``None``: each micro-batch's loss, divided
-            by their number.
+            its accumulation, loss scale and reductions, by calls of ``.backward()``. ``None``: each
+            micro-batch's loss, divided by their number.
     Returns:
         The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()``
         raises otherwise. ``taught`` is a flat dict of what the loss teaches.
