@@ -29,10 +29,10 @@ import torch
 from board import table
 from finetune import pretrained, source_of
 from long_runs import visible
+from serving import delta_bytes
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.checks.deltas import delta_bytes
 
 FILE = Path(__file__).with_name("grpo.jsonl")
 ROWS = ("torch AdamW bfloat16", "masters", "word")

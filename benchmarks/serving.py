@@ -16,17 +16,23 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+from typing import Any
 
 import torch
 from finetune import Start, loss_of, prepared, start_of
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.checks.deltas import delta_bytes
 
 ROWS = ("word random", "autocast", "torch AdamW bfloat16")
 LENGTH = 32
 RATES = (1e-6, 5e-6, 2e-5)
+
+
+def delta_bytes(changes: dict[str, Any]) -> int:
+    """Return the bytes of a delta, those of tied parameters once."""
+    sizes = {id(gaps): gaps.nbytes + values.nbytes for gaps, values, _ in changes.values()}
+    return sum(sizes.values())
 
 
 def visible(model: nn.Module, row: str) -> nn.Module:

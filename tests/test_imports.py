@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -249,3 +250,28 @@ def test_a_gradient_has_one_door() -> None:
             is_call = isinstance(node, ast.Call) and ast.unparse(node.func) == "local_of"
             assert not (is_call and ast.unparse(node.args[0]).endswith(".grad")), file
     assert offenders == READ_GRADIENTS_IN_PLACE
+
+
+def test_scripts_import_names_that_exist() -> None:
+    """Names that benchmarks and examples import from the package are there, which no other test of
+    a benchmark that needs a GPU, a model or hours would see.
+    """
+    missing = []
+    for folder in ("benchmarks", "examples", "docs"):
+        for file in sorted((SOURCE.parents[1] / folder).glob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.ImportFrom):
+                    continue
+                package = node.module or ""
+                if package.partition(".")[0] != "narrowgauge":
+                    continue
+                try:
+                    module = importlib.import_module(package)
+                except ModuleNotFoundError as error:  # of a framework that is not installed
+                    assert "narrowgauge" not in str(error.name), file
+                    continue
+                for alias in node.names:
+                    file_of = SOURCE.parent / package.replace(".", "/") / f"{alias.name}.py"
+                    if not hasattr(module, alias.name) and not file_of.is_file():
+                        missing.append(f"{file.name}: {package}.{alias.name}")
+    assert not missing
