@@ -1,8 +1,8 @@
 """Measure how much of the visible weights a step changes: what a trainer has to send to a server.
 
 Claim: with random low bits a step at 1e-6 changes about one visible weight of a hundred, and a
-delta takes a few per cent of the weights' bytes. Stochastic rounding of masters at each step
-changes many more.
+delta takes a few per cent of the weights' bytes. bfloat16 weights that are rounded stochastically
+change as many. Masters that are rounded so for each pass change many more (``long_runs.py``).
 
 Model, text and optimizer are those of ``finetune.py``: SmolLM2-135M, AdamW, batches of 1 × 32
 tokens, a constant rate.
@@ -24,7 +24,7 @@ from torch import nn
 
 import narrowgauge as ng
 
-ROWS = ("word random", "autocast", "torch AdamW bfloat16")
+ROWS = ("word random", "stochastic", "autocast", "torch AdamW bfloat16")
 LENGTH = 32
 RATES = (1e-6, 5e-6, 2e-5)
 
@@ -63,7 +63,8 @@ def measured(start: Start, row: str, lr: float, steps: int) -> tuple[float, floa
         changes = ng.delta(seen)
         ng.apply_delta(server, changes)
         if step >= steps // 2:
-            shares.append(sum(len(change[1]) for change in changes.values()) / total)
+            counts = {id(gaps): len(values) for gaps, values, _ in changes.values()}  # tied ones once
+            shares.append(sum(counts.values()) / total)
             sizes.append(delta_bytes(changes) / (2 * total))
     pairs = zip(server.parameters(), seen.parameters(), strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)
