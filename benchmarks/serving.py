@@ -63,7 +63,9 @@ def measured(start: Start, row: str, lr: float, steps: int) -> tuple[float, floa
         changes = ng.delta(seen)
         ng.apply_delta(server, changes)
         if step >= steps // 2:
-            counts = {id(gaps): len(values) for gaps, values, _ in changes.values()}  # tied ones once
+            counts = {
+                id(gaps): len(values) for gaps, values, _ in changes.values()
+            }  # tied ones once
             shares.append(sum(counts.values()) / total)
             sizes.append(delta_bytes(changes) / (2 * total))
     pairs = zip(server.parameters(), seen.parameters(), strict=True)
