@@ -366,3 +366,9 @@ def test_positions_that_see_their_label_see_later_tokens(ahead: int) -> None:
     lesson = ng.teaches(Model(ahead=ahead), data(False), usual)
     assert lesson.taught["sees_later"] is True
     assert [reading.what for reading in lesson] == ["wrong-shift"]
+
+
+def test_a_mask_of_booleans_is_no_position() -> None:
+    tokens, real, labels = data()
+    lesson = ng.teaches(Model(), (tokens, real.bool(), labels), usual)
+    assert lesson.taught["shift"] == 1 and lesson.taught["restart"] is None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.checks.gradients import set_training
+from narrowgauge.checks.shadow import is_integer
 from narrowgauge.checks.softmaxes import Trace, as_sequences, terms_of
 from narrowgauge.torch_support.put_back import put_back
 
@@ -136,7 +137,7 @@ def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) ->
 def restart(batch: Any, tokens: Tensor) -> int | None:
     """Return where positions of the batch begin anew for the last time, in packed rows."""
     for x in tree_leaves(batch):
-        if isinstance(x, Tensor) and x.shape == tokens.shape and not x.is_floating_point():
+        if isinstance(x, Tensor) and x.shape == tokens.shape and is_integer(x):
             is_start = x[:, 1:] == 0
             counts_up = (x[:, 1:] - x[:, :-1] == 1) | is_start
             if bool(counts_up.all()) and bool(is_start.any()):

@@ -459,6 +459,23 @@ def test_an_optimizer_that_never_steps_is_said(other_steps: bool) -> None:
     assert len([words for words in said if "has not stepped" in words]) == 1
 
 
+def test_an_optimizer_that_steps_first_and_alone_is_one_that_steps() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=1e-2) for layer in model]
+    watch = ng.watch(model, optimizers)
+
+    def one_step(step: int) -> None:
+        loss = square(model, 4, 8)
+        loss.backward()
+        optimizers[step >= 24].step()
+        watch.step(loss)
+        model.zero_grad()
+
+    said = run(30, one_step)
+    watch.remove()
+    assert not [words for words in said if "has not stepped" in words]
+
+
 class Fourier(nn.Module):
     """Weights of frequencies, and an output that is complex."""
 

@@ -249,7 +249,7 @@ class Watch(Listener):
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
         """
         self._num_calls += 1
-        if self._num_calls == UNSTEPPED and self._step == 0:
+        if self._num_calls == UNSTEPPED and not self._stepped() & {*self.optimizers}:
             words = f", and watch.step() was called {self._num_calls} times: does the loop step?"
             self._report([KINDS["never-steps"].reading("", self._num_backward, words=words)])
         if loss is not None:
