@@ -372,3 +372,18 @@ def test_a_mask_of_booleans_is_no_position() -> None:
     tokens, real, labels = data()
     lesson = ng.teaches(Model(), (tokens, real.bool(), labels), usual)
     assert lesson.taught["shift"] == 1 and lesson.taught["restart"] is None
+
+
+@pytest.mark.parametrize("teacher_first", [False, True])
+def test_a_teacher_over_more_rows_is_no_look_ahead(teacher_first: bool) -> None:
+    teacher = torch.randn(ROWS * LENGTH, V, generator=torch.Generator().manual_seed(5)).softmax(-1)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        tokens, _, labels = batch
+        logits = model(tokens)
+        soft = F.kl_div(logits.log_softmax(-1).flatten(0, 1), teacher, reduction="batchmean")
+        hard = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return soft + hard if teacher_first else hard + soft
+
+    lesson = ng.teaches(Model(), data(False), loss)
+    assert lesson.ok and lesson.taught["sees_later"] is not True

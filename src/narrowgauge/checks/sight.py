@@ -77,7 +77,9 @@ def sight_of(
                     sources.append(term.source)
             if sum(map(len, sources)) < len(rows) or not embedded:
                 raise ArithmeticError("no such logits, or other tokens are looked up")
-            logits = torch.cat(sources)[: len(rows)]
+            # A loss may have another softmax over the same logits and more rows, as a teacher's.
+            whole = [source for source in sources if len(source) == len(rows)]
+            logits = torch.cat(whole or sources)[: len(rows)]
             noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
             weights = noise.to(logits) * rows.to(logits)[:, None]
             (logits * weights).sum().backward()
