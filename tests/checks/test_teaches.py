@@ -387,3 +387,14 @@ def test_a_teacher_over_more_rows_is_no_look_ahead(teacher_first: bool) -> None:
 
     lesson = ng.teaches(Model(), data(False), loss)
     assert lesson.ok and lesson.taught["sees_later"] is not True
+
+
+def test_weights_that_bfloat16_rounds_are_equal() -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        logits = model(batch[0])[:, :-1].float()
+        own = logits.gather(-1, batch[0][:, 1:, None])[..., 0]
+        return (logits.logsumexp(-1) - own).mean()
+
+    model = Model().bfloat16()
+    model.mask = model.mask.bfloat16()
+    assert ng.teaches(model, data(False), loss).taught["weights"] == "equal"

@@ -185,7 +185,7 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
     facts: Facts = dict.fromkeys(str(column.key) for columns in _COLUMNS for column in columns)
     facts |= arithmetic_facts(rows, terms) | {"other_terms": ", ".join(others)}
     facts |= look(model, loss, batch, rows, terms)
-    facts |= label_facts(rows, terms[0].teaches) | weight_facts(rows)
+    facts |= label_facts(rows, terms[0].teaches) | weight_facts(rows, _format_of(terms)[1])
     if has_own_batches(model):
         facts = over_ranks(facts)
     lines = []
@@ -462,13 +462,17 @@ def label_facts(rows: Rows, taught: str) -> Facts:
     return facts
 
 
-def weight_facts(rows: Rows) -> Facts:
-    """Return the weights of rows that learn: their sum, and by what they differ."""
+def weight_facts(rows: Rows, unit: float) -> Facts:
+    """Return the weights of rows that learn: their sum, and by what they differ.
+
+    Args:
+        unit: relative rounding of the gradients from which weights are read.
+    """
     weights = rows.weight[rows.is_known]
     if not len(weights):
         return {"weights": None}
     misfit = float(rows.target.misfit[rows.is_known].max())
-    tolerance = max(_SAME, 5 * misfit)
+    tolerance = max(_SAME, 5 * misfit, 2 * unit)
     low, high = weights.aminmax()
     facts: Facts = {"weight": float(weights.median()), "weight_sum": float(weights.sum())}
     facts |= {"misfit": misfit, "unlearned": int((weights < 0).sum())}
@@ -500,12 +504,20 @@ def _spread_within(weights: Tensor, keys: Tensor) -> float:
     return float(((high - low) / torch.maximum(high.abs(), low.abs())).max())
 
 
+def _format_of(terms: Sequence[Term]) -> tuple[torch.dtype, float]:
+    """Return the narrowest format of the softmaxes' rows, and half its epsilon; 0 for float32."""
+    dtype = min((term.rows.dtype for term in terms), key=lambda dtype: dtype.itemsize)
+    unit = 0.0
+    if dtype.itemsize < 4:
+        unit = torch.finfo(dtype).eps / 2
+    return dtype, unit
+
+
 def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
     """Return smoothing, z-loss, and the arithmetic of the softmax."""
     target = rows.target
     known = rows.is_known
-    dtype = min((term.rows.dtype for term in terms), key=lambda dtype: dtype.itemsize)
-    unit = 0.0 if dtype.itemsize >= 4 else torch.finfo(dtype).eps / 2
+    dtype, unit = _format_of(terms)
     facts: Facts = {"dtype": dtype_name(dtype), "function": terms[0].name, "log_error": 0.0}
     facts["classes"] = terms[0].classes
     facts["probabilities"] = all(map(_holds_probabilities, terms))
