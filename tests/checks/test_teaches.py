@@ -323,6 +323,12 @@ def test_positions_are_not_taken_for_tokens(kind: str) -> None:
     assert lesson.taught["sees_padding"] is False and lesson.ok
 
 
+def test_tokens_that_count_up_are_tokens() -> None:
+    tokens = (torch.arange(LENGTH) + torch.arange(ROWS)[:, None]) % 7
+    lesson = ng.teaches(Model(), (tokens, torch.ones_like(tokens), tokens), usual)
+    assert lesson.taught["shift"] == 1 and lesson.taught["sees_later"] is False
+
+
 class Classifier(Model):
     """A classifier of sequences, with a hidden layer as wide as the table of tokens."""
 

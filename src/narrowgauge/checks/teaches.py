@@ -207,13 +207,16 @@ class Pass(NamedTuple):
 
         Take a table of as many rows as there are classes, else the largest.
         """
+        earlier = [lookup for lookup in self.lookups if lookup[0] <= term.order]
+        lookups = [lookup for lookup in earlier if not _are_positions(lookup[1])]
+        if not lookups:  # tokens may count up as well
+            lookups = [lookup for lookup in earlier if lookup[2] == term.classes]
         tables = {}
         fitting = {}
-        for order, ids, size in self.lookups:
-            if order <= term.order and not _are_positions(ids):
-                tables[size] = ids
-                if num_columns(len(term.rows), ids):
-                    fitting[size] = ids
+        for _, ids, size in lookups:
+            tables[size] = ids
+            if num_columns(len(term.rows), ids):
+                fitting[size] = ids
         tables = fitting or tables
         size = term.classes if term.classes in tables else max(tables, default=0)
         return tables.get(size)
