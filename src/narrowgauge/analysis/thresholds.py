@@ -9,6 +9,7 @@ The bound of each kind of reading is in ``data/kinds.toml``, and the limit of ea
 SETTLED = 50  # steps: only then is a tensor without a gradient or without a change reported
 UNIFORM_STEPS = 20  # steps in a row: a loss that passes ln V stays near it for fewer
 EVALUATIONS_APART = 4  # steps for each evaluation: a loop with passes in training mode in more of its steps means them
+MOST_PROBES = 8  # optimizers: of more, as of one for each tensor, only one is looked at for gradients that were kept
 UNSTEPPED = 20  # backward passes before the first step, while another optimizer steps
 LOSS_APART = 1.0  # nats: a rank's loss above twice the median and this, since small losses differ by large factors
 TWICE = 2.0  # factor: a fault is told again when it is this many times as far beyond its bound

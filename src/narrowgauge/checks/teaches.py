@@ -321,7 +321,7 @@ def padding_of(tokens: Tensor) -> int | None:
         for token in side[:, -1:].unique():
             is_token = side == token
             runs = is_token.flip(1).cumprod(1).sum(1)
-            is_common = int((runs > 1).sum()) >= max(1, len(tokens) // 4)
+            is_common = int((runs > 1).sum()) >= max(2, len(tokens) // 4)
             if int(is_token.sum()) == int(runs.sum()) and is_common and len(runs.unique()) > 1:
                 return int(token)
     return None

@@ -161,9 +161,9 @@ class Gauges:
             hook = module.register_forward_hook(hooks.record_module, with_kwargs=True)
             self._undo.callback(hook.remove)
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        self._head = ""
+        self._head: str | None = None
         for name, layer in self._layers.items():
-            if layer is head and not self._head:
+            if layer is head and self._head is None:
                 self._head = name
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
@@ -208,7 +208,7 @@ class Gauges:
                 updates[name] = _update_metrics(reading)
         if updates:
             row["updates"] = updates
-        if logits is not None:
+        if logits is not None and self._head is not None:
             numbers = fetched["logits"].tolist()
             row["logits"] = {self._head: [rounded(x, keep_nan=True) for x in numbers]}
         row["seconds"] = rounded(time.perf_counter() - began)
@@ -224,7 +224,9 @@ class Gauges:
         ``None`` if the model does not name its head, as models of transformers do, or its weight is
         shared out over ranks.
         """
-        head: Any = self._layers.get(self._head)
+        if self._head is None:
+            return None
+        head: Any = self._layers[self._head]
         sample = self.recorder.samples.get(("input", self._head))
         if (
             sample is None

@@ -434,6 +434,47 @@ class SecondOptimizer(Loop):
         self.second.step()
 
 
+class KeptBySecond(Loop):
+    """Two optimizers, of which the loop clears the gradients of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        second = torch.optim.SGD(self.model.head.parameters(), lr=1e-3)
+        rest = [p for name, p in self.model.named_parameters() if not name.startswith("head")]
+        self.optimizer = [self.adamw(rest), second]
+
+    def update(self, step: int) -> None:
+        for optimizer in self.optimizer:
+            optimizer.step()
+
+    def clear(self) -> None:
+        self.optimizer[0].zero_grad()
+
+
+class ThawedLate(Loop):
+    """A block is thawed after 60 steps, and the optimizer does not know it."""
+
+    def optimizer_of(self, model: Any) -> Any:
+        model.blocks[0].requires_grad_(False)
+        return self.adamw([p for p in model.parameters() if p.requires_grad])
+
+    def after(self, step: int) -> None:
+        if step == 60:
+            self.model.blocks[0].requires_grad_(True)
+
+
+class LeavesBlockInEvaluation(Loop):
+    """An evaluation puts the model in evaluation mode, and only a part of it back."""
+
+    def after(self, step: int) -> None:
+        if step == 20:
+            self.model.eval()
+            with torch.no_grad():
+                loss_of(self.model, batch(99))
+            self.model.training = True
+            self.model.blocks[1].train()
+
+
 class Overflows(Loop):
     """Every loss overflows float16, whatever its scale.
 
@@ -493,6 +534,9 @@ FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     KeepsTheAverage: ("weights-not-restored", "", 20),
     SlowNorms: ("never-moved", "blocks.0.norm.weight and 2 others", 50),
     Twice: ("repeated-step", "", 2),
+    KeptBySecond: ("gradients-kept", "head.bias", 2),
+    ThawedLate: ("missing-parameters", "blocks.0.mlp.2.weight and 5 others", 103),
+    LeavesBlockInEvaluation: ("wrong-mode", "", 21),
     ClearedTooEarly: ("zero-gradients", "", 3),
     SecondOptimizer: ("parameters-twice", "head.weight", 3),
     AverageInBfloat16: ("average-unmoved", "embedding.weight and 9 others", 60),
@@ -503,7 +547,7 @@ FAULTS: dict[type[Loop], tuple[str, str, int]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_told_with_its_tensor(fault: type[Loop]) -> None:
     what, tensor, step = FAULTS[fault]
-    reading = watched(fault(), 70)[0][what]
+    reading = watched(fault(), max(step, 70))[0][what]
     assert (reading.tensor, reading.step) == (tensor, step)
 
 
@@ -651,6 +695,35 @@ class OneOfTwoOptimizers(TwoOptimizers):
         return super().optimizer_of(model)[1]
 
 
+class TwoThatShareBackward(Loop):
+    """Two networks as of a GAN: the gradients that one's loss leaves in the other are cleared
+    before the other's own pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        second = torch.optim.SGD(self.model.head.parameters(), lr=1e-3)
+        rest = [p for name, p in self.model.named_parameters() if not name.startswith("head")]
+        self.optimizer = [self.adamw(rest), second]
+
+    def train(self, steps: int) -> Loop:
+        for step in range(1, steps + 1):
+            for optimizer in self.optimizer:
+                optimizer.zero_grad()
+                self.backward(step)
+                optimizer.step()
+        return self
+
+
+class ThawedInTime(ThawedLate):
+    """A block is thawed, and the optimizer is told."""
+
+    def after(self, step: int) -> None:
+        super().after(step)
+        if step == 60:
+            self.optimizer.add_param_group({"params": [*self.model.blocks[0].parameters()]})
+
+
 class SparseGradients(Loop):
     def made(self) -> Any:
         model = super().made()
@@ -663,13 +736,14 @@ class SparseGradients(Loop):
 
 HEALTHY = [
     Loop, Scaled, partial(Scaled, fused=True), Averaged, ClearedBeforeBackward, OtherLossBefore, Closure, Projected, TargetPasses,
-    TwoOptimizers, OneOfTwoOptimizers, SparseGradients, AverageInFloat32, CopiesThatAreNoAverages,
+    TwoOptimizers, OneOfTwoOptimizers, TwoThatShareBackward, ThawedInTime, SparseGradients,
+    AverageInFloat32, CopiesThatAreNoAverages,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", HEALTHY)
 def test_a_healthy_loop_is_silent(make: Callable[[], Loop]) -> None:
-    assert watched(make())[0] == {}
+    assert watched(make(), 110 if make is ThawedInTime else 60)[0] == {}
 
 
 def test_copies_of_a_watched_model_are_not_watched() -> None:

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from narrowgauge.analysis.reading import Reading, in_order, of_all
 from narrowgauge.analysis.thresholds import (
     EVALUATIONS_APART,
     LOSS_APART,
+    MOST_PROBES,
     SETTLED,
     TWICE,
     UNIFORM_STEPS,
@@ -146,8 +148,9 @@ class Watch(Listener):
         self._square: tuple[int, Tensor | float] = -1, 0.0
         self._flags: dict[str, Tensor] = {}
         self._modes: set[bool] = set()
+        self._num_dropping = 0
         self._evaluations: set[bool] = set()
-        self._was_cleared: bool | Tensor = True
+        self._was_cleared: dict[Tensor, bool | Tensor] = {}
         self._intended: IntendedStep | None = None
         self._frozen: dict[Tensor, Tensor] = {}
         # Between steps:
@@ -157,6 +160,7 @@ class Watch(Listener):
         self._was_evaluated = False
         self._has_own_writes = False
         self._num_evaluated = 0
+        self._num_dropped = 0
         self._after: Tensor | None = None
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
         self._hashes: tuple[str, str] | None = None
@@ -196,7 +200,7 @@ class Watch(Listener):
         return evenly_spread(weight_of(self._optimizer_of[p], p)).clone()
 
     def _follow(self) -> None:
-        """Follow the blocks and the smallest trained parameter."""
+        """Follow the blocks and the smallest trained parameter of each optimizer."""
         self._began = next(_CLOCK)
         after_every_step(_remember)
         model = self.watched_model
@@ -215,8 +219,13 @@ class Watch(Listener):
         trained = self._trained.values()
         whole = [p for p in trained if p.is_leaf and not is_sharded(p) and p.numel()]
         self._probe: Tensor | None = min(whole, key=Tensor.numel, default=None)
-        if self._probe is not None:
-            self.hub.follow_gradients(self, self._see_gradient, self._undo, self._probe)
+        self._probes: dict[torch.optim.Optimizer, Tensor] = {}
+        for p in sorted(whole, key=Tensor.numel):
+            self._probes.setdefault(self._optimizer_of[p], p)
+        if self._probe is not None and len(self._probes) > MOST_PROBES:
+            self._probes = {self._optimizer_of[self._probe]: self._probe}
+        for p in self._probes.values():
+            self.hub.follow_gradients(self, partial(self._see_gradient, p), self._undo, p)
         self._vocabulary = vocabulary_of(model)
         self.hub.listeners.append(self)
 
@@ -296,6 +305,7 @@ class Watch(Listener):
         """Note the mode of a pass, and hash the first batch on several ranks."""
         self._num_passes += 1
         self._modes.add(module.training or _trains(self._modal))
+        self._num_dropping = sum(dropout.training for dropout in self._dropouts)
         if self._here.size == 1 or self._step != 1 or self._hashes is not None:
             return
         batch = {}
@@ -312,11 +322,11 @@ class Watch(Listener):
         )
 
     def after_pass(self, output: Any) -> None:
-        """Walk the graph of the first two steps to its leaves, and remember those that the
-        optimizers do not step.
+        """Walk the graph to its leaves in two steps, and remember those that the optimizers do not
+        step.
         """
         # The leaves of sharded parameters are gathered copies.
-        if self._step >= 2 or self._is_sharded:
+        if self._since_walk() >= 2 or self._is_sharded:
             return
         for node in graph_nodes(output):
             leaf = getattr(node, "variable", None)
@@ -328,14 +338,28 @@ class Watch(Listener):
                 steps = set()
             self._leaves[id(leaf)] = weakref.ref(leaf), values, steps | {self._step}
 
+    def _since_walk(self) -> int:
+        """Return the steps since the last one in which walks to the leaves began: the first one,
+        and later ones, since parameters may be thawed while the loop runs.
+        """
+        if self.every == 0 or self._step < SETTLED:
+            return self._step
+        return self._step % max(self.every, SETTLED)
+
     def _add_sum(self, name: str, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.element_size() > 1:
             total = x.sum(dtype=torch.float32)
             self._sums[name] = total if name not in self._sums else self._sums[name] + total
 
-    def _see_gradient(self, gradient: Tensor) -> None:
+    def _see_gradient(self, probe: Tensor, gradient: Tensor) -> None:
         """See one backward pass, before its gradient is added to the last one."""
-        assert self._probe is not None
+        last = probe.grad
+        is_cleared: bool | Tensor = True
+        if last is not None and last.layout is torch.strided:
+            is_cleared = ~last.any()
+        self._was_cleared[probe] = self._was_cleared.get(probe, False) | is_cleared
+        if probe is not self._probe:
+            return
         self._num_backward += 1
         if self._num_backward == UNSTEPPED and self._step == 0:
             # Several micro-batches make one step, so another optimizer must have stepped.
@@ -351,11 +375,6 @@ class Watch(Listener):
             if step != self._step:
                 square = 0.0
             self._square = self._step, gradient.float().square().sum() + square
-        last = self._probe.grad
-        if last is None or last.layout is not torch.strided:
-            self._was_cleared = True
-        else:
-            self._was_cleared |= ~last.any()
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -384,13 +403,16 @@ class Watch(Listener):
         scale = getattr(optimizer, "grad_scale", None)
         for name, norm in zip(gradients, norms, strict=True):
             self._flags[f"grad:{name}"] = norm if scale is None else norm / scale
-        probe = self._probe
-        if probe is not None and optimizer is self._optimizer_of[probe]:
-            if self._num_backward > last.num_backward and step > 1:
-                self._flags["cleared"] = torch.as_tensor(self._was_cleared, device=probe.device)
-            if self._after is not None:
-                is_written = ((probe != self._after) & (self._after == self._after)).any()
-                self._flags["swapped" if self._was_evaluated else "written"] = is_written
+        probe = self._probes.get(optimizer)
+        if probe in self._was_cleared and step > 1:
+            is_cleared = self._was_cleared[probe]
+            name = ""
+            if len(self._probes) > 1:
+                name = self._name(probe)
+            self._flags[f"cleared:{name}"] = torch.as_tensor(is_cleared, device=probe.device)
+        if probe is self._probe and self._after is not None:
+            is_written = ((probe != self._after) & (self._after == self._after)).any()
+            self._flags["swapped" if self._was_evaluated else "written"] = is_written
         if is_sampled:
             self._frozen = {p: evenly_spread(p).clone() for p in self._names if not p.requires_grad}
             self._intended = None if isinstance(optimizer, Optimizer) else IntendedStep(optimizer)
@@ -417,7 +439,6 @@ class Watch(Listener):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Send the flags of a step to the host, and read a sampled step."""
         step = self._step + 1
-        probe = self._probe
         skipped = getattr(optimizer, "found_inf", None)
         if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
             skipped = optimizer.last_control[1]
@@ -431,9 +452,11 @@ class Watch(Listener):
             flags.append(x if is_ready else x.to(device, torch.float32))
         vector = torch.stack(flags) if flags else torch.zeros(0, device=device)
         self._unread.append((step, list(self._flags), HostCopy(vector)))
-        if probe is not None and optimizer is self._optimizer_of[probe]:
-            self._was_cleared = False
-            self._after = probe.detach().clone()
+        probe = self._probes.get(optimizer)
+        if probe is not None:
+            self._was_cleared.pop(probe, None)
+            if probe is self._probe:
+                self._after = probe.detach().clone()
         if self._is_sampled(step):
             self._report(self._sampled_readings(optimizer, step))
         if device.type == "cpu":
@@ -467,8 +490,8 @@ class Watch(Listener):
         return self.every > 0 and (step == 2 or step % self.every == 0)
 
     def _pass_readings(self, step: int) -> Iterator[Reading]:
-        """Read the modes of the passes since the last step, and once the leaves that no optimizer
-        steps.
+        """Read the modes of the passes since the last step, and after two steps with walks the
+        leaves that no optimizer steps.
         """
         things = of_all(f"dropout {m.p:g}" for m in self._dropouts) or "batch statistics"
         self._was_evaluated = self._is_evaluated
@@ -478,13 +501,19 @@ class Watch(Listener):
         if self._modal and self._modes == {False}:
             words = f"the model trains in evaluation mode, without {things}: call model.train()"
             yield kind.reading("", 1, 0, step=step, words=words)
+        elif self._was_evaluated and 0 < self._num_dropping < self._num_dropped:
+            left = self._num_dropped - self._num_dropping
+            words = f"an evaluation left {left} of {counted(self._num_dropped, 'dropout')} in"
+            words += " evaluation mode: call model.train() after it"
+            yield kind.reading("", left, 0, step=step, words=words)
+        self._num_dropped = self._num_dropping
         # A loop with such passes in most steps means them.
         if self._evaluations == {True} and step >= EVALUATIONS_APART * self._num_evaluated:
             words = f"the evaluation ran in training mode, with {things}: call model.eval() before"
             yield kind.reading("", 1, 0, step=step - 1, words=f"{words} it")
         self._modes = set()
         self._evaluations = set()
-        if step == 3:
+        if self._since_walk() == 2:
             yield from self._leaf_readings(step)
 
     def _stepped(self) -> set[torch.optim.Optimizer]:
@@ -511,7 +540,7 @@ class Watch(Listener):
         leaves = []
         for reference, values, steps in self._leaves.values():
             leaf = reference()
-            if leaf is None or leaf.grad is None or leaf in stepped or steps != {0, 1}:
+            if leaf is None or leaf.grad is None or leaf in stepped or len(steps) < 2:
                 continue
             if torch.equal(evenly_spread(leaf), values):
                 leaves.append(leaf)
@@ -531,15 +560,16 @@ class Watch(Listener):
         self._has_own_writes |= bool(values.pop("written", 0.0))
         if values.pop("swapped", 0.0) and not self._has_own_writes:
             yield KINDS["weights-not-restored"].reading("", 1, 0, step=step - 1)
-        if not values.pop("cleared", 1.0):
-            yield KINDS["gradients-kept"].reading("", 1, 0, step=step)
         is_skipped = bool(values.pop("skipped", 0.0))
         norms = {}
         outputs = []
         gradients = []
         for key, value in values.items():
             kind, _, name = key.partition(":")
-            if kind == "grad":
+            if kind == "cleared":
+                if not value:
+                    yield KINDS["gradients-kept"].reading(name, 1, 0, step=step)
+            elif kind == "grad":
                 norms[name] = value
                 if not math.isfinite(value):
                     gradients.append(name)
