@@ -329,6 +329,15 @@ def test_tokens_that_count_up_are_tokens() -> None:
     assert lesson.taught["shift"] == 1 and lesson.taught["sees_later"] is False
 
 
+def test_what_one_sequence_repeats_at_its_start_is_no_padding() -> None:
+    tokens = data(False)[0][:2]
+    tokens[1, :4] = 6
+    tokens[tokens == 6] = 7
+    tokens[1, :4] = 6
+    lesson = ng.teaches(Model(), (tokens, torch.ones_like(tokens), tokens), usual)
+    assert lesson.taught["padding"] is None and lesson.ok
+
+
 class Classifier(Model):
     """A classifier of sequences, with a hidden layer as wide as the table of tokens."""
 

@@ -310,8 +310,8 @@ def rows_of(passes: Sequence[Pass], terms: Sequence[Term]) -> Rows:
 
 
 def padding_of(tokens: Tensor) -> int | None:
-    """Return the id found only in runs at the ends, or starts, of rows, of different lengths;
-    ``None`` without one.
+    """Return the id found only in runs at the ends, or starts, of two or more rows, of different
+    lengths; ``None`` without one.
 
     Example:
         >>> padding_of(torch.tensor([[5, 6, 7, 8], [5, 0, 0, 0], [7, 9, 0, 0]]))

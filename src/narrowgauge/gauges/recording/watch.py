@@ -845,7 +845,7 @@ def watch(
 
     * the learning rate at which the weights really train, for any optimizer;
     * after 50 steps, tensors that never moved or never had a gradient;
-    * at the third step, tensors with a gradient and no optimizer, or with two;
+    * at the third step, and later after sampled ones, tensors with a gradient and no optimizer, or with two;
     * on sampled steps, frozen tensors that the optimizer changes;
     * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
     * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
