@@ -157,9 +157,9 @@ def test_every_kind_of_the_check_is_provoked_and_the_table_has_a_source_for_each
 
 @pytest.mark.parametrize("name", PROVOKED)
 def test_a_kind_reads_what_it_says_and_nothing_else(name: str) -> None:
-    provoke, others = PROVOKED[name]
+    provoke, related = PROVOKED[name]
     check = provoke()
-    assert name in whats(check) and set(whats(check)) - others <= {name}, check
+    assert name in whats(check) and set(whats(check)) - related <= {name}, check
     reading = next(reading for reading in check if reading.what == name)
     assert reading.tensor and reading.advice.endswith(".") and "{" not in reading.advice
     assert reading.severity == KINDS[name].severity and (reading.value is not None)
@@ -231,8 +231,10 @@ def test_other_libraries_that_keep_what_rounding_takes_are_clean() -> None:
         "master_weight_bits": 24,
     }
     for option in options.items():
-        other = torch.optim.SGD([{"params": list(model.parameters()), **dict([option])}], lr=1e-3)
-        assert not whats(ng.check(model, other)), option
+        optimizer = torch.optim.SGD(
+            [{"params": list(model.parameters()), **dict([option])}], lr=1e-3
+        )
+        assert not whats(ng.check(model, optimizer)), option
     assert "truncated-setting" not in whats(
         ng.check(*torch_adamw(torch.float16, eps=1e-8, fused=True))
     )
@@ -246,15 +248,15 @@ def test_flat_partitions_meta_models_adapters_and_optimizers_with_their_own_rate
     model = language_model()
     assert not whats(ng.check(model, torch.optim.AdamW([flat(model)])))
     assert not whats(ng.check(model, Adafactor(model.parameters())))
-    both = nn.ModuleDict(
+    adapted = nn.ModuleDict(
         {"base": model.bfloat16().requires_grad_(False), "adapter": nn.Linear(8, 8)}
     )
-    weight, bias = both["adapter"].parameters()
+    weight, bias = adapted["adapter"].parameters()
     weight.grad, bias.main_grad = (
         torch.ones_like(weight),
         torch.ones_like(bias),
     )  # as Megatron keeps it
-    assert not whats(ng.check(both, torch.optim.AdamW(both["adapter"].parameters())))
+    assert not whats(ng.check(adapted, torch.optim.AdamW(adapted["adapter"].parameters())))
     with torch.device("meta"):
         assert not whats(ng.check(*torch_adamw()))
 
@@ -551,25 +553,25 @@ def test_the_part_of_ten_updates_that_the_forward_pass_sees_is_predicted(lr: flo
     seen = float((model.weight.detach().float().abs() - before.abs()).mean()) / (10 * lr)
     assert float(line.split(": ")[1].split()[0]) == pytest.approx(seen, abs=0.03)
     copied = nn.Linear(96, 96).bfloat16().float()
-    for other, options in (
+    for candidate, options in (
         (model, {}),
         (copied, {}),
         (nn.Linear(8, 8), {}),
         (nn.Linear(8, 8).bfloat16(), {}),
     ):
-        if other is copied:
+        if candidate is copied:
             assert any(
                 "fill_low_bits" in line
                 for line in ng.check(copied, torch.optim.AdamW(copied.parameters())).lines
             )
             ng.fill_low_bits(copied)
-        storage = "float32" if next(other.parameters()).dtype is torch.float32 else "word"
+        storage = "float32" if next(candidate.parameters()).dtype is torch.float32 else "word"
         stepper = (
             optimizer
-            if other is model
-            else ng.AdamW(other.parameters(), storage=storage, **options)
+            if candidate is model
+            else ng.AdamW(candidate.parameters(), storage=storage, **options)
         )
-        assert not any("grid" in line for line in ng.check(other, stepper).lines)
+        assert not any("grid" in line for line in ng.check(candidate, stepper).lines)
 
 
 def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(

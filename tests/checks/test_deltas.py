@@ -62,13 +62,13 @@ def test_a_copy_begins_anew_and_another_model_is_refused() -> None:
     model[1].bias.data[3] += 1
     changes = ng.delta(model)
     wide = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 501)).bfloat16()
-    for other in (
+    for refused in (
         model_of(torch.float16), wide, nn.Sequential(nn.Embedding(4, 4)), nn.Linear(4, 4),
     ):  # fmt: skip
-        before = bits_of(other)
+        before = bits_of(refused)
         with pytest.raises(ng.errors.DataError, match="Cannot apply a delta"):
-            ng.apply_delta(other, changes)
-        assert bits_of(other) == before
+            ng.apply_delta(refused, changes)
+        assert bits_of(refused) == before
 
 
 def test_a_tied_model_and_a_complex_one_reach_an_untied_server() -> None:

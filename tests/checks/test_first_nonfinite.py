@@ -91,16 +91,16 @@ WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_way_an_operation_writes(way: str) -> None:
-    make, operation, what = WAYS[way]
+    make, operation, bad_value = WAYS[way]
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():
-            made = make(x + 1.5)
-        return made * weight
+            operand = make(x + 1.5)
+        return operand * weight
 
     model = chain(before=Layer(torch.mul), bad=Layer(function), after=Layer(torch.mul))
     words = first_of(model, step_of(model, torch.ones(3, 4)))
-    assert words.startswith(f"{operation} in ") and f"made {what} in" in words
+    assert words.startswith(f"{operation} in ") and f"made {bad_value} in" in words
 
 
 def attention(how: str) -> Callable[[Tensor, Tensor], Tensor]:

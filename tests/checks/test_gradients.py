@@ -584,8 +584,8 @@ def by_hand(rank: int, fault: str) -> Any:
         ):  # deepspeedai/DeepSpeed#8224: of a module's two uses one graph is reduced
             local = [p.grad.clone() for p in model.shared.parameters()]
             averaged(model, divide=1)
-            for p, own in zip(model.shared.parameters(), local, strict=True):
-                p.grad.mul_(0.5).add_(own, alpha=0.5)
+            for p, local_gradient in zip(model.shared.parameters(), local, strict=True):
+                p.grad.mul_(0.5).add_(local_gradient, alpha=0.5)
         elif (
             fault == "partial sums"
         ):  # NVIDIA/Megatron-LM#7452: norms keep the partial sum of their rank
@@ -663,7 +663,7 @@ def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) 
         "ddp, unlike counts": "gradient",
         "ddp, equal batches": "equal-ranks",
     }
-    assert {what for what, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
+    assert {kind for kind, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
 
 
 # ── set-ups of strangers ──────────────────────────────────────────────────────────────────────────
@@ -682,11 +682,11 @@ def test_a_factor_is_seen_where_casts_are_coarse(compute: str) -> None:
     batch = (torch.randn(64, 32).bfloat16(), torch.randn(64, 64))
     assert ng.check(model, optimizer, batch=batch, loss=mean_square).ok
     for factor in (-1.0, 0.5, 2.0):
-        found = ng.check(
+        check = ng.check(
             model, optimizer, batch=batch, loss=mean_square,
             backward=lambda model, batch, factor=factor: (factor * mean_square(model, batch)).backward(),
         )  # fmt: skip
-        assert "gradient-factor" in {reading.what for reading in found}
+        assert "gradient-factor" in {reading.what for reading in check}
 
 
 def test_a_step_in_backward_is_said_and_undone() -> None:
@@ -698,10 +698,10 @@ def test_a_step_in_backward_is_said_and_undone() -> None:
 
     model.weight.register_post_accumulate_grad_hook(step_at_once)
     before = model.weight.detach().clone()
-    found = ng.check(
+    check = ng.check(
         model, optimizer, batch=(torch.randn(8, 8), torch.randn(8, 4)), loss=mean_square
     )
-    assert [reading.what for reading in found] == ["step-in-backward"]
+    assert [reading.what for reading in check] == ["step-in-backward"]
     assert torch.equal(model.weight, before)
 
 
@@ -750,8 +750,8 @@ def test_models_and_batches_of_any_class_are_compared(
     loss(model, parts[0])
     before = random.getstate(), numpy.random.get_state()[2]
     for batch in (parts[0], parts):
-        found = check(model, batch, loss=loss)
-        assert found.ok and not found.unseen, str(found)
+        readings = check(model, batch, loss=loss)
+        assert readings.ok and not readings.unseen, str(readings)
     assert (random.getstate(), numpy.random.get_state()[2]) == before
 
 
@@ -762,11 +762,11 @@ def test_our_loss_scale_is_no_factor() -> None:
     )
     scaler = optimizer.loss_scaler
     assert scaler is not None
-    found = ng.check(
+    readings = ng.check(
         model, optimizer, batch=(torch.randn(8, 16).half(), torch.randn(8, 4)), loss=mean_square,
         backward=lambda model, batch: scaler.scale(mean_square(model, batch)).backward(),
     )  # fmt: skip
-    assert found.ok and scaler.request is None
+    assert readings.ok and scaler.request is None
 
 
 def test_small_networks_whose_units_flip_are_not_accused() -> None:

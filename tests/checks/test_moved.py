@@ -63,10 +63,10 @@ CASES: dict[str, tuple[Weights, str, str, bool]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_moved_and_what_did_not_is_read(case: str) -> None:
-    after, what, tensor, is_ok = CASES[case]
+    after, kind, tensor, is_ok = CASES[case]
     result = moved(weights(), after)
     readings = {reading.what: reading.tensor for reading in result}
-    assert (readings.get(what, "") == tensor) and result.ok == is_ok and (what or not readings), (
+    assert (readings.get(kind, "") == tensor) and result.ok == is_ok and (kind or not readings), (
         str(result)
     )
     assert json.dumps(result.to_dict()) and {row["name"] for row in result.rows} <= set(weights())

@@ -170,19 +170,19 @@ def trainer_for(case: str, dtype: torch.dtype) -> Any:
     [*((case, torch.float32) for case in CASES), *((case, torch.bfloat16) for case in NARROW)],
 )
 def test_the_place_of_a_difference_is_named_with_its_number(case: str, dtype: torch.dtype) -> None:
-    change, place, what, words = CASES[case]
+    change, place, kind, words = CASES[case]
     trainer = trainer_for(case, dtype)
     server = copy.deepcopy(trainer)
     server = change(server) or server
     result = ng.same(trainer, server, TOKENS)
     sentence = "has a place"
     if dtype is torch.bfloat16:
-        what, sentence = NARROW[case]
-    reading = next(r for r in result if r.what == what)
+        kind, sentence = NARROW[case]
+    reading = next(r for r in result if r.what == kind)
     assert reading.tensor.startswith(place), result
     assert reading.value is not None and reading.bound is not None
     assert abs(reading.value) > reading.bound
-    assert words in reading.advice or what == "other-buffers"
+    assert words in reading.advice or kind == "other-buffers"
     assert sentence in result.lines[-1]
     assert all(p.grad is None for p in trainer.parameters()) and trainer.training
 

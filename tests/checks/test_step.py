@@ -160,10 +160,12 @@ def test_a_fault_of_the_step_is_read_with_its_tensor_and_number(fault: str) -> N
     loop = Loop(every=4).run(2)
     assert not loop.readings
     patched(change)(loop)
-    found = loop.run(2).numbers()
-    assert set(found) == set(numbers), loop.readings
-    for what, value in numbers.items():
-        assert value is None or math.isclose(found[what], value, rel_tol=5e-3, abs_tol=1e-4), found
+    values = loop.run(2).numbers()
+    assert set(values) == set(numbers), loop.readings
+    for kind, value in numbers.items():
+        assert value is None or math.isclose(values[kind], value, rel_tol=5e-3, abs_tol=1e-4), (
+            values
+        )
     if tensor:
         assert [reading.tensor for reading in loop.readings] == [tensor]
 
@@ -189,10 +191,10 @@ SEEN += [
 
 @pytest.mark.parametrize(("storage", "fault"), SEEN)
 def test_a_fault_is_read_through_the_rounding_of_a_storage(storage: str, fault: str) -> None:
-    change, what, value = STORED[fault]
+    change, kind, value = STORED[fault]
     loop = Loop(**ours(ng.AdamW, storage), every=6).run(3)
     patched(change)(loop)
-    values = [r.value for r in loop.run(3).readings if r.what == what]
+    values = [r.value for r in loop.run(3).readings if r.what == kind]
     assert any(
         value is None or math.isclose(v, value, rel_tol=3e-2, abs_tol=2e-2) for v in values
     ), loop.readings
@@ -258,7 +260,11 @@ def test_a_clipped_norm_that_its_format_rounds_up_is_no_reading() -> None:
     readings = list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     StepCheck(
-        model, optimizer, 1, lambda step, found, row: readings.extend(found), max_grad_norm=0.3
+        model,
+        optimizer,
+        1,
+        lambda step, new_readings, row: readings.extend(new_readings),
+        max_grad_norm=0.3,
     )
     for _ in range(3):
         model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
@@ -325,12 +331,12 @@ WRITTEN: dict[str, tuple[Callable[[Loop], object], str, str]] = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_after_a_compared_step_is_read(name: str) -> None:
-    write, what, words = WRITTEN[name]
+    write, kind, words = WRITTEN[name]
     loop = Loop(every=4).run(4)
     with torch.no_grad():
         write(loop)
     between = [r for r in loop.run(1).readings if r.step == 4]
-    assert {r.what for r in between} == ({what} if what else set())
+    assert {r.what for r in between} == ({kind} if kind else set())
     assert all(words in r.advice and r.stage == "between steps" for r in between)
 
 
@@ -371,10 +377,10 @@ def test_a_new_parameter_that_no_optimizer_steps_is_read(is_stepped: bool) -> No
     loop = Loop(every=1).run(3)
     head = nn.Parameter(loop.model.head.weight.detach().clone())
     loop.model.head.weight = head
-    other = torch.optim.SGD([head], lr=0.1)
+    second_optimizer = torch.optim.SGD([head], lr=0.1)
     update = loop.update
     if is_stepped:
-        loop.update = lambda: (update(), other.step())  # type: ignore[method-assign,func-returns-value]
+        loop.update = lambda: (update(), second_optimizer.step())  # type: ignore[method-assign,func-returns-value]
     readings = loop.run(3).readings
     assert {r.what for r in readings} == (set() if is_stepped else {"missing-parameters"})
     assert all(r.tensor == "head.weight" for r in readings)
@@ -415,6 +421,6 @@ def test_readings_of_one_factor_are_joined_whatever_its_last_digit() -> None:
         Reading(1, "gradient", name, "step-factor", 0.875 + 1e-7 * n, 1.0, 0.001)
         for n, name in enumerate("abc")
     ]
-    (one,) = joined([*readings, replace(readings[0], tensor="d", value=0.8749999)], 9)
-    assert one.tensor == "a and 3 others"
+    (reading,) = joined([*readings, replace(readings[0], tensor="d", value=0.8749999)], 9)
+    assert reading.tensor == "a and 3 others"
     assert len(joined([readings[0], replace(readings[0], value=1.25)], 9)) == 2

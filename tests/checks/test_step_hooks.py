@@ -70,10 +70,10 @@ def test_a_step_that_calls_its_parents_step_is_one_step(closure: Any) -> None:
 
 def test_a_copy_or_a_pickle_of_an_optimizer_has_no_followers() -> None:
     optimizer, calls = followed(torch.optim.SGD)
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        other.step()
-        Follower(other, lambda _: None, lambda _: None)
-        other.step()
+    for duplicate in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        duplicate.step()
+        Follower(duplicate, lambda _: None, lambda _: None)
+        duplicate.step()
     assert not calls
 
 

@@ -371,8 +371,8 @@ def test_a_loss_is_beside_that_of_equal_probabilities_of_its_classes(
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     check = ng.check(model, optimizer, batch=data(False), loss=loss)
-    found = [words for words in check.lines if words.startswith("loss ")]
-    assert [line in words for words in found] == [True] * bool(line)
+    loss_lines = [words for words in check.lines if words.startswith("loss ")]
+    assert [line in words for words in loss_lines] == [True] * bool(line)
     assert "loss-at-start" not in [reading.what for reading in check]
 
 
@@ -407,8 +407,8 @@ def test_a_teacher_over_more_rows_is_no_look_ahead(teacher_first: bool) -> None:
 def test_weights_that_bfloat16_rounds_are_equal() -> None:
     def loss(model: Any, batch: Any) -> Tensor:
         logits = model(batch[0])[:, :-1].float()
-        own = logits.gather(-1, batch[0][:, 1:, None])[..., 0]
-        return (logits.logsumexp(-1) - own).mean()
+        label_logits = logits.gather(-1, batch[0][:, 1:, None])[..., 0]
+        return (logits.logsumexp(-1) - label_logits).mean()
 
     model = Model().bfloat16()
     model.mask = model.mask.bfloat16()

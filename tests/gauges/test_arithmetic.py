@@ -32,20 +32,22 @@ def test_the_number_of_threads_changes_sums_of_whole_tensors_alone() -> None:
     finally:
         torch.set_num_threads(before)
     assert list(PROBES) == list(load_data("probes", "runs"))
-    one, other = ({"arithmetic": machine} for machine in machines)
-    assert [difference.name for difference in settings_diff(one, other)] == ["sum of a tensor"]
+    single_thread, two_threads = ({"arithmetic": machine} for machine in machines)
+    assert [difference.name for difference in settings_diff(single_thread, two_threads)] == [
+        "sum of a tensor"
+    ]
     assert [machine["settings"]["threads"] for machine in machines] == ["1", "2"]
 
 
 def test_flushed_subnormals_are_seen() -> None:
-    kept = measure_arithmetic(CPU)
+    subnormal = measure_arithmetic(CPU)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals to zero")
     try:
         flushed = measure_arithmetic(CPU)
     finally:
         torch.set_flush_denormal(False)
-    changes = settings_diff({"arithmetic": kept}, {"arithmetic": flushed})
+    changes = settings_diff({"arithmetic": subnormal}, {"arithmetic": flushed})
     assert "subnormals" in [difference.name for difference in changes]
 
 
@@ -54,7 +56,7 @@ def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Pat
     RunWriter.create(tmp_path / "run", {"config": {}, **present}).close()
     table = read_run(tmp_path / "run").run["arithmetic"]
     assert table == present["arithmetic"] and table["settings"]["torch"] == torch.__version__
-    started, other = (
+    started, resumed = (
         {**present, "arithmetic": {**table, "results": {**table["results"], "softmax": text}}}
         for text in ("fused", "pairwise")
     )
@@ -63,7 +65,7 @@ def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Pat
         == changes_since({**present, "arithmetic": "none"}, present)
         == []
     )
-    assert changes_since(started, other) == [
+    assert changes_since(started, resumed) == [
         "this machine's arithmetic is not that of the run's start, in: softmax"
     ]
 

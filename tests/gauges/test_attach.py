@@ -29,7 +29,7 @@ def small() -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
-def made(recipe: str = "bfloat16/word", **options: Any) -> tuple[nn.Module, Any]:
+def prepared(recipe: str = "bfloat16/word", **options: Any) -> tuple[nn.Module, Any]:
     return ng.prepare(small(), recipe, **{"lr": 1e-3, "audit_every": 2, **options})
 
 
@@ -43,7 +43,7 @@ def trained(model: nn.Module, optimizer: Any, steps: int) -> None:
 
 
 def test_readings_are_those_of_the_tensors() -> None:
-    model, optimizer = made(audit_every=1)
+    model, optimizer = prepared(audit_every=1)
     seen: dict[str, Tensor] = {}
     model.down.register_forward_pre_hook(lambda m, args: seen.update(x=args[0].detach()))
     gauges = attach_gauges(model, optimizer, every=1)
@@ -69,7 +69,7 @@ def test_readings_are_those_of_the_tensors() -> None:
 
 
 def test_a_pass_without_gradients_is_not_read() -> None:
-    model, optimizer = made()
+    model, optimizer = prepared()
     gauges = attach_gauges(model, optimizer, every=1)
     x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     loss = model(x).float().square().mean()
@@ -104,7 +104,7 @@ def test_a_loop_that_goes_on_samples_at_the_same_steps() -> None:
 
 
 def test_the_heads_logits_are_those_of_the_sampled_inputs() -> None:
-    model, optimizer = made()
+    model, optimizer = prepared()
     seen: dict[str, Tensor] = {}
     model.get_output_embeddings = lambda: model.head
     model.head.register_forward_pre_hook(lambda m, args: seen.update(x=args[0].detach()))
@@ -137,7 +137,7 @@ def test_what_a_cast_loses_is_read_from_its_own_scale(
     recipe: str, least: int | None, most: int | None
 ) -> None:
     """By row e4m3 has 31.5 dB for normal values."""
-    model, optimizer = made(recipe)
+    model, optimizer = prepared(recipe)
     gauges = attach_gauges(model, optimizer, every=2)
     trained(model, optimizer, 2)
     sqnr, overflow = (
@@ -152,7 +152,7 @@ def test_what_a_cast_loses_is_read_from_its_own_scale(
 
 
 def test_training_in_eval_mode_is_told_as_such() -> None:
-    model, optimizer = made()
+    model, optimizer = prepared()
     attach_gauges(model, optimizer, every=1)
     model.eval()
     with pytest.warns(GaugeNotice, match="in eval mode, and only training is watched"):

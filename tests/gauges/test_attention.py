@@ -76,11 +76,11 @@ def test_the_bound_is_the_product_of_the_largest_norms(
     operands = list[Tensor]()
     kernel = F.scaled_dot_product_attention
 
-    def kept(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
+    def recording_kernel(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
         operands.extend([query, key])
         return kernel(query, key, *args, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", kept)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recording_kernel)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gauges = attach_gauges(model, optimizer, every=1)
     output = model(input_ids=torch.arange(2 * LENGTH).reshape(2, LENGTH))

@@ -74,13 +74,13 @@ def test_an_error_ends_its_listener_and_nothing_else(event: str) -> None:
     broken = Diary(event)
     well = Diary()
     hub, model, optimizer = hub_of(broken, well)
-    said = []
-    hub.say = said.append
+    messages = []
+    hub.say = messages.append
     for _ in range(2):
         train(model, optimizer)
     assert well.events == 2 * ONE_STEP and not well.is_ended
     assert broken.is_ended and broken.events == ONE_STEP[: ONE_STEP.index(event) + 1]
-    assert hub.listeners == [well] and said == ["the diary ended: ValueError: no ink"]
+    assert hub.listeners == [well] and messages == ["the diary ended: ValueError: no ink"]
 
 
 def test_ranks_wait_for_each_other_so_an_error_ends_the_loop() -> None:

@@ -79,10 +79,10 @@ def train(
             model.even.weight.grad.to_local()[spoil, 0] = math.nan
         optimizer.step()
         optimizer.zero_grad()
-    whole = {
+    full_tensors = {
         n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()
     }
-    return rows, {name: value.detach().clone() for name, value in whole.items()}
+    return rows, {name: value.detach().clone() for name, value in full_tensors.items()}
 
 
 def look(rank: int) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def look(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def gauges_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
     return run_ranks(look, 2, tmp_path_factory.mktemp("gauges_sharded"))
 
@@ -124,9 +124,9 @@ def column(row: Row, field: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("case", [*CASES, "copies", "spoiled", "fsdp", "ddp"])
 def test_every_rank_writes_every_row_and_all_say_the_same_of_parameters(
-    case: str, found: list[Any]
+    case: str, gauges_of_ranks: list[Any]
 ) -> None:
-    first, second = (result[case][0] for result in found)
+    first, second = (result[case][0] for result in gauges_of_ranks)
     assert [row["step"] for row in first] == [row["step"] for row in second] == [2, 4]
     # As text: NaN is not equal to itself.
     assert [str(shared(row)) for row in first] == [str(shared(row)) for row in second]
@@ -134,9 +134,9 @@ def test_every_rank_writes_every_row_and_all_say_the_same_of_parameters(
 
 
 @pytest.mark.parametrize("case", [*CASES, "copies"])
-def test_what_is_split_over_ranks_is_read_whole(case: str, found: list[Any]) -> None:
+def test_what_is_split_over_ranks_is_read_whole(case: str, gauges_of_ranks: list[Any]) -> None:
     rows, weights = train(*start("ours" if case == "copies" else case))
-    for result in found:
+    for result in gauges_of_ranks:
         assert all(torch.equal(value, result[case][1][name]) for name, value in weights.items())
         for row, alone in zip(result[case][0], rows, strict=True):
             assert row["tensors"].keys() == alone["tensors"].keys()
@@ -150,8 +150,8 @@ def test_what_is_split_over_ranks_is_read_whole(case: str, found: list[Any]) -> 
                 assert column(row, field) == pytest.approx(column(alone, field), **near), field
 
 
-def test_a_bad_value_on_one_rank_is_seen_on_all(found: list[Any]) -> None:
-    for result in found:
+def test_a_bad_value_on_one_rank_is_seen_on_all(gauges_of_ranks: list[Any]) -> None:
+    for result in gauges_of_ranks:
         before, row = result["spoiled"][0]
         assert metric_of(before, "tensors", "grad:even.weight", "nonfinite") == 0
         assert metric_of(row, "tensors", "grad:even.weight", "nonfinite") == 1

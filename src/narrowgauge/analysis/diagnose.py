@@ -300,12 +300,12 @@ def alarms_of(run: Run) -> list[Row]:
 def _of_event(event: Row) -> Reading:
     detector = str(event.get("detector") or "")
     step = step_of(event)
-    what = detector or str(event.get("kind") or "")
+    kind = detector or str(event.get("kind") or "")
     expected = number(event.get("expected"))
     bound = number(event.get("threshold"))
     advice = str(event.get("advice") or "")
     if detector == "audit":
-        what = "lost-updates"
+        kind = "lost-updates"
         expected = 1.0
         bound = 1.0 - MIN_EDQ
         advice = ""  # the message names the storage
@@ -314,7 +314,7 @@ def _of_event(event: Row) -> Reading:
     if stage not in STAGES:
         stage = "between steps" if step else "start"
     tensor = str(event.get("tensor") or "")
-    return Reading(step, stage, tensor, what, number(event.get("value")), expected, bound, advice)
+    return Reading(step, stage, tensor, kind, number(event.get("value")), expected, bound, advice)
 
 
 # ── counts ────────────────────────────────────────────────────────────────────────────────────────
@@ -524,22 +524,22 @@ def _slower(run: Run) -> Iterator[Reading]:
         while rates[last] >= least:
             last -= 1
         value = float(np.median(rates[first : last + 1]))
-        begun = int(steps[first])
+        started = int(steps[first])
         ended = int(steps[last])
         seconds = column(run, "steps", "seconds")
-        within = seconds.y[(seconds.x >= begun) & (seconds.x <= ended)]
+        within = seconds.y[(seconds.x >= started) & (seconds.x <= ended)]
         lost = within.sum() * (1 - value / usual)
         if lost >= _LEAST_SECONDS or not len(seconds):
-            more = "".join(_changes(run, begun, ended))
-            words = {"first": begun, "last": ended, "factor": usual / value, "more": more}
-            yield kind.reading("", value, usual, kind.bound * usual, begun, **words)
+            more = "".join(_changes(run, started, ended))
+            words = {"first": started, "last": ended, "factor": usual / value, "more": more}
+            yield kind.reading("", value, usual, kind.bound * usual, started, **words)
             return
 
 
 def _idle(run: Run) -> Iterator[Reading]:
     """Yield a device that was idle for most of the median step, and one far below its peak."""
-    for name, what in (("utilization", "idle-device"), ("mfu", "low-mfu")):
-        kind = KINDS[what]
+    for name, kind_name in (("utilization", "idle-device"), ("mfu", "low-mfu")):
+        kind = KINDS[kind_name]
         values = column(run, "steps", name)
         if len(values.y) < 2:
             continue
@@ -586,12 +586,12 @@ def _batches(run: Run) -> Iterator[Reading]:
         while place + length < total and checksums[place + length] == checksums[start + length]:
             length += 1
         if start < place and length >= FEWEST_BATCHES:
-            begun = steps[place]
-            words = {"begun": begun, "end": steps[place + length - 1]}
+            started = steps[place]
+            words = {"begun": started, "end": steps[place + length - 1]}
             words |= {"first": steps[start], "last": steps[start + length - 1]}
-            reading = KINDS["repeated-batches"].reading("", length, 0, step=begun, **words)
+            reading = KINDS["repeated-batches"].reading("", length, 0, step=started, **words)
             resumes = [event.get("step") for event in _events(run, "resume")]
-            if begun > 1 and begun - 1 in resumes:
+            if started > 1 and started - 1 in resumes:
                 reading = replace(reading, severity="warning")
             yield reading
             return

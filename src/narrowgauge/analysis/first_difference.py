@@ -122,8 +122,8 @@ def _roundoff(run: Run) -> float:
         names = [recipe.compute.dtype, recipe.storage.visible]
     elif isinstance(model, dict):
         names = str(model.get("formats", "")).split(", ")
-    known = [FORMATS[name].epsilon for name in names if name in FORMATS]
-    return max(known, default=FORMATS["bfloat16"].epsilon) / 2
+    roundoffs = [FORMATS[name].epsilon for name in names if name in FORMATS]
+    return max(roundoffs, default=FORMATS["bfloat16"].epsilon) / 2
 
 
 # ── the search ────────────────────────────────────────────────────────────────────────────────────

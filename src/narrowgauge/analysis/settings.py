@@ -130,15 +130,15 @@ def acting_at(
 
     A setting that :data:`ACTS` does not name, such as one of a user's loop, can act at any stage.
     """
-    known = set[str]()
+    listed = set[str]()
     settings = set[str]()
     for row in ACTS:
-        known.update(row["settings"])
+        listed.update(row["settings"])
         if stage in row["stages"] and (is_rounding or not row.get("only_rounds")):
             settings.update(row["settings"])
     acting = []
     for difference in differences:
         names = {f"{difference.table}.{difference.name}", f"{difference.table}.*"}
-        if names & settings or not names & known:
+        if names & settings or not names & listed:
             acting.append(difference)
     return tuple(acting)

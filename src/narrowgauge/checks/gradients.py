@@ -154,7 +154,7 @@ def gradient_readings(
         configured = run(False)
         if ranks.largest(int(configured.draws)):
             samples = [run(False, seed=seed) for seed in range(_DRAWS)]
-    differing = _apart(configured.gradients, ranks)
+    differing = _differing_ranks(configured.gradients, ranks)
     of_ranks = ranks.gather(parts)
     all_parts = list(chain.from_iterable(of_ranks))
     twin = None if follows else float32_copy(model, widens=False)
@@ -351,9 +351,14 @@ def configured_step(
                 shadows[name] = _unscaled(x, scale)
             causes = [mode.first_bad(x) for x in (value, *raw.values()) if x is not None]
         unstepped = []
-        known = set(map(id, (*model.parameters(), *outside.values())))
+        named_ids = set(map(id, (*model.parameters(), *outside.values())))
         for name, x in objects_of(model):
-            if isinstance(x, Tensor) and x.is_leaf and x.grad is not None and id(x) not in known:
+            if (
+                isinstance(x, Tensor)
+                and x.is_leaf
+                and x.grad is not None
+                and id(x) not in named_ids
+            ):
                 unstepped.append(inner_name(name))
     unseen |= unrestored
     return _Configured(
@@ -427,14 +432,14 @@ def _scalers_put_back() -> Iterator[_Scales]:
             vars(scaler).update(attributes)
 
 
-def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
+def _differing_ranks(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
     """Return the number of ranks whose gradient has other bits than rank 0's, by tensor, without
     equal tensors.
     """
-    own = {name: fingerprint(gradient) for name, gradient in gradients.items()}
-    first, *others = ranks.gather(own)
+    fingerprints = {name: fingerprint(gradient) for name, gradient in gradients.items()}
+    first, *other_ranks = ranks.gather(fingerprints)
     counts = Counter[str]()
-    for prints in others:
+    for prints in other_ranks:
         counts.update(name for name, bits in first.items() if prints.get(name) != bits)
     return counts
 
@@ -637,9 +642,9 @@ class _Reference:
             return KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals)
         if length and self.terms():
             columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
-            right, left = _fit(columns, r)
+            right, misfit = _fit(columns, r)
             weights, rest = _fit(columns, g)
-            if left > 16 * LEAST:
+            if misfit > 16 * LEAST:
                 # Such as a balance loss, or pairs within a batch: the sum of the parts is another
                 # function than the whole.
                 self.is_sum = False
@@ -672,8 +677,8 @@ def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
     columns = columns.cpu()
     target = target.flatten().cpu()
     weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-    left = float((target - columns @ weights).norm())
-    return weights.tolist(), left / (float(target.norm()) or 1.0)
+    residual = float((target - columns @ weights).norm())
+    return weights.tolist(), residual / (float(target.norm()) or 1.0)
 
 
 def first_not_finite(gradients: Mapping[str, Tensor]) -> str:

@@ -255,9 +255,9 @@ def equal_pairs(model: nn.Module) -> Iterator[tuple[str, str]]:
             continue
         sample = spread(p).view(torch.uint8).view(-1, p.element_size())
         key = (p.shape, p.dtype, sample.numpy().tobytes())
-        other, q = first.setdefault(key, (name, p))
-        if other != name and bool((sample != sample[0]).any()) and _bits_are_equal(p, q):
-            yield other, name
+        first_name, q = first.setdefault(key, (name, p))
+        if first_name != name and bool((sample != sample[0]).any()) and _bits_are_equal(p, q):
+            yield first_name, name
 
 
 def _bits_are_equal(p: Tensor, q: Tensor) -> bool:

@@ -110,10 +110,10 @@ def moved(before: Weights, after: Weights) -> Moved:
     first = tensors_of(before)
     second = tensors_of(after)
     rows = []
-    other: list[str] = []
+    reshaped: list[str] = []
     only_after: list[str] = []
     equal: list[str] = []
-    ones: list[str] = []
+    all_ones: list[str] = []
     nonfinite: list[str] = []
     for name, read in second.items():
         if name not in first:
@@ -122,22 +122,22 @@ def moved(before: Weights, after: Weights) -> Moved:
         a = first[name]()
         b = read()
         if a.shape != b.shape:
-            other.append(name)
+            reshaped.append(name)
             continue
         row = _compared(name, a, b)
         rows.append(row)
         if not row["differ"]:
             equal.append(name)
         if row["constant"] == 1 and b.ndim == 1:
-            ones.append(name)
+            all_ones.append(name)
         if row["nonfinite"]:
             nonfinite.append(name)
     only_before = [name for name in first if name not in second]
     kinds = {"nothing-moved": equal}
     if len(equal) < len(rows):
-        kinds = {"equal-tensors": equal, "exactly-one": ones}
+        kinds = {"equal-tensors": equal, "exactly-one": all_ones}
     lacking = only_before + only_after
-    kinds |= {"nonfinite-values": nonfinite, "other-shapes": other, "other-tensors": lacking}
+    kinds |= {"nonfinite-values": nonfinite, "other-shapes": reshaped, "other-tensors": lacking}
     sides = f"{len(only_before)} only before, {len(only_after)} only after"
     readings = list[Reading]()
     for kind, names in kinds.items():

@@ -84,8 +84,8 @@ def recorded(names: dict[nn.Module, str], forced: Outputs | None = None) -> Iter
         return values
 
     def was_returned(x: Tensor) -> bool:
-        known = returned.get(id(x))
-        return known is not None and known() is x
+        reference = returned.get(id(x))
+        return reference is not None and reference() is x
 
     def before(module: nn.Module, args: Any) -> Any:
         if module not in names:
@@ -202,13 +202,15 @@ def paired(first: Outputs, second: Outputs, place: str) -> Pairs:
     (padding).
     """
     calls = first[place]
-    others = second.get(place, [])
-    if len(calls) == 1 < len(others):
-        others = [[_joined(x, pieces) for x, *pieces in zip(calls[0], *others, strict=False)]]
-    if len(calls) != len(others):
+    second_calls = second.get(place, [])
+    if len(calls) == 1 < len(second_calls):
+        second_calls = [
+            [_joined(x, pieces) for x, *pieces in zip(calls[0], *second_calls, strict=False)]
+        ]
+    if len(calls) != len(second_calls):
         return []
     pairs = Pairs()
-    for tensors, theirs in zip(calls, others, strict=True):
+    for tensors, theirs in zip(calls, second_calls, strict=True):
         for x, y in zip(tensors, theirs, strict=False):
             y = _cropped(x, y)
             if x.shape != y.shape:
@@ -279,14 +281,14 @@ def places(
         if not (value > bound).any():
             bound = _noise(first, fine, name) + flip
             kind = "other-rounding" if (value > bound).any() else ""
-        which = int((value / bound).argmax())
+        worst = int((value / bound).argmax())
         farthest = max(pairs, key=lambda pair: float(distance([pair])[1]))
         words = pattern(*farthest, float(bound[1]), num_heads)
-        yield Place(name, kind, float(value[which]), float(bound[which]), words)
+        yield Place(name, kind, float(value[worst]), float(bound[worst]), words)
 
 
 def _noise(first: Outputs, passes: list[Outputs], name: str) -> Tensor:
-    distances = [distance(paired(first, other, name)) for other in passes]
+    distances = [distance(paired(first, repeated, name)) for repeated in passes]
     return MARGIN * torch.stack(distances).amax(0)
 
 

@@ -90,8 +90,8 @@ def distance(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Di
         total += float(x.square().sum())
         by_tensor[n] = float(error.norm()) / lengths[n]
     worst = max(by_tensor, key=by_tensor.__getitem__, default="")
-    whole = math.sqrt(off / (total or 1e-300))
-    return Distance(whole, by_tensor.get(worst, 0.0), worst, by_tensor)
+    overall = math.sqrt(off / (total or 1e-300))
+    return Distance(overall, by_tensor.get(worst, 0.0), worst, by_tensor)
 
 
 class Place(NamedTuple):
@@ -164,13 +164,13 @@ class Ranked:
         if not self.unit:
             return ["nothing was rounded below float32"]
         total = self.total
-        whole = total.largest if self.focus else total.all
+        reference = total.largest if self.focus else total.all
         lines = [
             f"{total.all:.2g} of their length from float32's, {self.roundings:.3g} roundings of "
             f"{self.format}; most in {total.tensor}, {total.largest:.2g}"
         ]
         for place in self.places:
-            lines.append(f"  {place.line(whole)}")
+            lines.append(f"  {place.line(reference)}")
         return lines + self.notes
 
     def readings(self) -> list[Reading]:
@@ -230,19 +230,19 @@ def rank(
 
     def place_of(site: Site, alone: float, before: float) -> Place:
         sites.remove(site)
-        left = measured(sites) if sites else 0.0
+        remaining = measured(sites) if sites else 0.0
         operations = []
-        own = 0.0
+        own_unit = 0.0
         for key in units:
             if key[0] == site:
                 operations.append(key[1])
-                own = max(own, units[key])
-        own = min(unit, own)
+                own_unit = max(own_unit, units[key])
+        own_unit = min(unit, own_unit)
         is_first = not result.places and slack == 1.0
         least = SUMMED if site.line == SUM else RANKED
-        is_most = is_first and alone >= max(least * own, MOST * size)
-        is_unusual = alone >= slack * UNUSUAL * own or (is_most and left <= LEFT * before)
-        return Place(site, tuple(operations), alone, own, left, is_unusual)
+        is_most = is_first and alone >= max(least * own_unit, MOST * size)
+        is_unusual = alone >= slack * UNUSUAL * own_unit or (is_most and remaining <= LEFT * before)
+        return Place(site, tuple(operations), alone, own_unit, remaining, is_unusual)
 
     sums = [site for site in sites if site.line == SUM]
     if size < RANKED * unit:
@@ -259,29 +259,29 @@ def rank(
             "narrow format"
         )
         return result
-    left = size
-    while sites and len(result.places) < _PLACES and passes < _PASSES and left >= RANKED * unit:
+    error = size
+    while sites and len(result.places) < _PLACES and passes < _PASSES and error >= RANKED * unit:
         group = list(sites)
-        whole = left
-        alone = left if len(group) == 1 else math.nan
+        group_error = error
+        alone = error if len(group) == 1 else math.nan
         while len(group) > 1:
             half = group[: len(group) // 2]
-            other = group[len(group) // 2 :]
+            second_half = group[len(group) // 2 :]
             part = measured(half)
-            rest = math.sqrt(max(0.0, whole**2 - part**2)) if math.isfinite(part) else 0.0
+            rest = math.sqrt(max(0.0, group_error**2 - part**2)) if math.isfinite(part) else 0.0
             if part < rest:
-                group = other
-                whole = rest
+                group = second_half
+                group_error = rest
                 alone = math.nan
             else:
                 group = half
-                whole = part
+                group_error = part
                 alone = part
         if math.isnan(alone):
             alone = measured(group)
-        place = place_of(group[0], alone, left)
+        place = place_of(group[0], alone, error)
         result.places.append(place)
-        left = place.left
+        error = place.left
     if result.flips:
         (site, name), count = mode.others.most_common(1)[0]
         result.notes.append(f"  {count} choices of {name} in {site} are others in float32")
@@ -336,8 +336,8 @@ def not_finite(causes: Iterable[Any]) -> Ranked:
     """Return the result of a step whose gradients are not finite: the earliest of the operations
     that reached them.
     """
-    known = sorted(filter(None, causes))
-    words = known[0].words if known else "no operation of the step made it"
+    sorted_causes = sorted(filter(None, causes))
+    words = sorted_causes[0].words if sorted_causes else "no operation of the step made it"
     return Ranked(Distance(math.inf, math.inf, "", {}), 0.0, not_finite=words)
 
 

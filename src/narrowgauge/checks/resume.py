@@ -92,7 +92,7 @@ def check_resume(
     undrawn = generators()
     returned = step()
     before = snapshot(returned, unseen)
-    held = snapshot(_not_returned(step, returned), {})
+    not_returned = snapshot(_not_returned(step, returned), {})
     saved = save()
     states = generators()
     after = [snapshot(_last_of(step, steps), unseen) for _ in range(resumes)]
@@ -121,8 +121,8 @@ def check_resume(
             return Readings(readings, lines, unseen=unseen)
         if number == 1:
             fresh = snapshot(_not_returned(fresh_step, objects), {})
-            held = {name: entry for name, entry in held.items() if name in fresh}
-            for reading in differences(held, fresh, when, " Return it too.", []):
+            not_returned = {name: entry for name, entry in not_returned.items() if name in fresh}
+            for reading in differences(not_returned, fresh, when, " Return it too.", []):
                 notes.append(replace(reading, severity="note"))
         now = snapshot(_last_of(fresh_step, steps), unseen)
         before = now
@@ -150,16 +150,16 @@ def _not_returned(step: Step, returned: Objects) -> Objects:
 
     Arrays are left out: they may be the data, mapped from a file.
     """
-    held: dict[str, Any] = getattr(getattr(step, "__self__", step), "__dict__", {})
+    attributes: dict[str, Any] = getattr(getattr(step, "__self__", step), "__dict__", {})
     if isinstance(step, FunctionType):
-        held = {}
+        attributes = {}
         for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
             if cell != CellType():
-                held[name] = cell.cell_contents
-    known = [x for x in returned.values() if not isinstance(x, PLAIN)]
-    ids = set(map(id, [None, *known]))
+                attributes[name] = cell.cell_contents
+    returned_objects = [x for x in returned.values() if not isinstance(x, PLAIN)]
+    ids = set(map(id, [None, *returned_objects]))
     unknown = {}
-    for name, x in held.items():
+    for name, x in attributes.items():
         if id(x) not in ids and not isinstance(x, np.ndarray):
             unknown[f"{name} (not returned)"] = x
     return unknown
@@ -183,11 +183,11 @@ def differences(
     for name in sorted(names, key=_rank):
         kinds.setdefault(name.split("|")[1], []).append(name)
     readings = []
-    for kind, others in kinds.items():
-        entry = before[others[0]]
-        loaded = now.get(others[0], _MISSING)
-        first = others[0].split("|", 2)[2]
-        label = f"{len(others)} of {members[kind]}: {first}: " if first else ""
+    for kind, group in kinds.items():
+        entry = before[group[0]]
+        loaded = now.get(group[0], _MISSING)
+        first = group[0].split("|", 2)[2]
+        label = f"{len(group)} of {members[kind]}: {first}: " if first else ""
         message = f"{label}{entry['shown']} was saved, {loaded['shown']} is there {when}.{hint}"
         readings.append(
             KINDS["not-restored"].reading(kind, loaded["number"], entry["number"], message=message)

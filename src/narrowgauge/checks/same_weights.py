@@ -140,10 +140,10 @@ def _one_sided(lacking: Iterable[str], more: Iterable[str]) -> Iterator[Reading]
 def _factor(x: Tensor, y: Tensor) -> str:
     """Say by which factor a tensor is another one, if it is."""
     wide = x.double().flatten()
-    other = y.double().flatten()
-    factor = float(wide @ other / (wide @ wide))
-    rest = float((other - factor * wide).norm())
-    is_factor = rest < 0.05 * float(other.norm()) and abs(factor - 1) > 0.01
+    target = y.double().flatten()
+    factor = float(wide @ target / (wide @ wide))
+    rest = float((target - factor * wide).norm())
+    is_factor = rest < 0.05 * float(target.norm()) and abs(factor - 1) > 0.01
     if is_factor:
         return f" It is {factor:.4g} times the trainer's."
     return ""
@@ -159,13 +159,13 @@ def _adapters(
     effective = {}
     times = {}
     for layer, name in names_of(trainer).items():
-        other = servers.get(name)
-        adapted = next(filter(is_adapted, (layer, other)), None)
-        if adapted is None or not hasattr(_base_of(layer), "weight") or other is None:
+        server_layer = servers.get(name)
+        adapted = next(filter(is_adapted, (layer, server_layer)), None)
+        if adapted is None or not hasattr(_base_of(layer), "weight") or server_layer is None:
             continue
         product = product_of(adapted)
         x = _with_adapters(layer)
-        y = _with_adapters(other)
+        y = _with_adapters(server_layer)
         effective[f"{name}.weight"] = (x, y)
         number = float(((y - x) * product).sum() / product.square().sum())
         if abs(number) > KINDS["adapter-times"].bound:

@@ -157,12 +157,12 @@ class Shadow(TorchDispatchMode):
         """Return the shadow of a tensor: a view with its shape, or its value where none is kept."""
         if not is_float(x) and not (isinstance(x, Tensor) and x.dtype is torch.bool):
             return x
-        kept = self._shadows.get(_key(x))
-        if kept is None or kept[2] != x.element_size():
+        stored = self._shadows.get(_key(x))
+        if stored is None or stored[2] != x.element_size():
             if x.dtype in NARROW:
                 return x.float()
             return x
-        return kept[1].as_strided(x.size(), x.stride(), x.storage_offset())
+        return stored[1].as_strided(x.size(), x.stride(), x.storage_offset())
 
     def follows(self, x: Tensor) -> bool:
         """Return whether no operation that made a tensor cut the chain of shadows."""
@@ -178,13 +178,13 @@ class Shadow(TorchDispatchMode):
 
     def _was_rounded(self, x: Tensor) -> bool:
         """Return whether the storage of a tensor holds floats that differ from their shadow."""
-        kept = self._shadows.get(_key(x))
-        if kept is None:
+        stored = self._shadows.get(_key(x))
+        if stored is None:
             return False
         storage = x.untyped_storage()
-        dtype = kept[3]
+        dtype = stored[3]
         values = torch.empty(0, dtype=dtype, device=x.device).set_(storage)
-        return not torch.equal(values.to(kept[1].dtype), kept[1])
+        return not torch.equal(values.to(stored[1].dtype), stored[1])
 
     def _keep(self, x: Tensor, value: Tensor) -> None:
         storage = x.untyped_storage()
@@ -204,13 +204,13 @@ class Shadow(TorchDispatchMode):
 
     def _own(self, x: Tensor) -> None:
         """Keep a shadow of a whole storage that is about to be written in place."""
-        kept = self._shadows.get(_key(x))
-        if kept is None or kept[2] != x.element_size():
+        stored = self._shadows.get(_key(x))
+        if stored is None or stored[2] != x.element_size():
             storage = x.untyped_storage()
             values = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage)
             values = values.float() if x.dtype in NARROW else values.clone()
-            kept = StorageWeakRef(storage), values, x.element_size(), x.dtype
-            self._shadows[storage._cdata] = kept
+            stored = StorageWeakRef(storage), values, x.element_size(), x.dtype
+            self._shadows[storage._cdata] = stored
 
     def _forget(self, x: Tensor) -> None:
         self._shadows.pop(_key(x), None)
@@ -349,9 +349,9 @@ class Shadow(TorchDispatchMode):
     def _choose(self, func: Any, name: str, wide: Any, result: Any) -> None:
         if isinstance(result, Tensor) and result.dtype is torch.bool:
             args, kwargs = wide
-            other = func(*args, **kwargs)
-            self.others[self.site(), name] += int((other != result).sum())
-            self._keep(result, other)
+            shadow_result = func(*args, **kwargs)
+            self.others[self.site(), name] += int((shadow_result != result).sum())
+            self._keep(result, shadow_result)
 
     def _compare_indices(self, func: Any, key: Key, wide: Any, result: Any) -> None:
         args, kwargs = wide
@@ -414,13 +414,13 @@ class Shadow(TorchDispatchMode):
                 shadows = run(*narrow, call, needs)
             else:
                 shadows = (wide[0] @ wide[1], wide[0].t() @ source, wide[0].sum(0))
-            made = []
+            gradients = []
             for x, value in zip(results, shadows, strict=True):
                 if x is not None:
                     self._keep(x, value.float())
-                    made.append(x)
-            self._trace_layer(call, [grad, weight], made)
-        for x in made:
+                    gradients.append(x)
+            self._trace_layer(call, [grad, weight], gradients)
+        for x in gradients:
             self._lose_after(x, grad, weight)
         return results
 
@@ -493,9 +493,11 @@ class Shadow(TorchDispatchMode):
         for x in tensors:
             if is_float(x) and x.numel():
                 sizes.append(f"{dtype_name(x.dtype)} {list(x.shape)} up to {_largest(x):.3g}")
-        made = f"{_bad_value(result)} in {count} of {result.numel()} values"
-        made += f" ({dtype_name(result.dtype)})"
-        return f"{name} in {self.site()} made {made}, from {'; '.join(sizes[:4]) or 'nothing'}"
+        bad_values = f"{_bad_value(result)} in {count} of {result.numel()} values"
+        bad_values += f" ({dtype_name(result.dtype)})"
+        return (
+            f"{name} in {self.site()} made {bad_values}, from {'; '.join(sizes[:4]) or 'nothing'}"
+        )
 
     # ── places ──────────────────────────────────────────────────────────────────────────────────
 

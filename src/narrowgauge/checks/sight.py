@@ -78,8 +78,8 @@ def sight_of(
             if sum(map(len, sources)) < len(rows) or not embedded:
                 raise ArithmeticError("no such logits, or other tokens are looked up")
             # A loss may have another softmax over the same logits and more rows, as a teacher's.
-            whole = [source for source in sources if len(source) == len(rows)]
-            logits = torch.cat(whole or sources)[: len(rows)]
+            matching = [source for source in sources if len(source) == len(rows)]
+            logits = torch.cat(matching or sources)[: len(rows)]
             noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
             weights = noise.to(logits) * rows.to(logits)[:, None]
             (logits * weights).sum().backward()

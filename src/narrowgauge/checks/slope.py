@@ -62,8 +62,8 @@ def slope_readings(
     """
     default = torch.get_default_dtype()
     plain_dtypes = {m: m.plain_dtype for m in model.modules() if isinstance(m, NarrowLayer)}
-    held = [*(x for _, x in objects_of(model)), *leaves.values()]
-    data = {x: x.data for x in held if is_float(x)}
+    objects = [*(x for _, x in objects_of(model)), *leaves.values()]
+    data = {x: x.data for x in objects if is_float(x)}
     wrong = dict[str, tuple[float, float, float]]()
     try:
         torch.set_default_dtype(torch.float64)
@@ -180,10 +180,10 @@ class _Slope:
         if census.narrow:
             return f"a part is computed in a narrower format by {census.narrow[0]}"
         step = 1e-6
-        right = (self._loss_at(list(self.leaves), step) - first) / step
-        left = (first - self._loss_at(list(self.leaves), -step)) / step
-        if abs(right - left) > 1e-3 * max(abs(left), abs(right)):
-            return f"the loss has a kink here: slopes {left:.4g} and {right:.4g}, the gradient says {product:.4g}"
+        right_slope = (self._loss_at(list(self.leaves), step) - first) / step
+        left_slope = (first - self._loss_at(list(self.leaves), -step)) / step
+        if abs(right_slope - left_slope) > 1e-3 * max(abs(left_slope), abs(right_slope)):
+            return f"the loss has a kink here: slopes {left_slope:.4g} and {right_slope:.4g}, the gradient says {product:.4g}"
         return f"steps of different lengths give different slopes; the gradient says {product:.4g}"
 
     def difference(self, names: Sequence[str]) -> tuple[float, float, float] | None:

@@ -218,11 +218,11 @@ def terms_of(loss: Tensor, trace: Trace) -> tuple[list[Term], set[str]]:
             term = _function(node, name, trace)
             if term is not None:
                 terms[node] = term
-    others = set()
+    other_names = set()
     for node, name, term_name in _nodes(loss, terms):
         if _PRODUCTS.match(name) and node not in terms:
-            others.add(term_name or "a sum")
-    return sorted(terms.values(), key=lambda term: term.order), others
+            other_names.add(term_name or "a sum")
+    return sorted(terms.values(), key=lambda term: term.order), other_names
 
 
 def _chain(node: Any) -> list[Any]:
@@ -387,15 +387,15 @@ def _fitted_block(rows: Tensor, head: Tensor | None, g: Tensor, tolerance: float
     along = (mean * g).sum(-1, keepdim=True) - _logits(g, head)
     floor = (tolerance / 20) ** 2 * float(torch.as_tensor(squares).mean())
     label = (along / (lengths.clamp_min(0) + floor).sqrt()).abs().argmax(-1, keepdim=True)
-    one = torch.zeros_like(p).scatter(-1, label, 1.0)
+    one_hot = torch.zeros_like(p).scatter(-1, label, 1.0)
     # A label alone, or with smoothing and a z-loss.
-    columns = torch.stack([through(p - one), through(one - 1 / p.shape[1]), mean], -1)
+    columns = torch.stack([through(p - one_hot), through(one_hot - 1 / p.shape[1]), mean], -1)
     alone = along.gather(-1, label)[:, 0] / lengths.gather(-1, label)[:, 0].clamp_min(1e-300)
     parts = torch.linalg.lstsq(columns.cpu(), g[..., None].cpu()).solution[..., 0].to(g.device)
     misfits = []
     for solution in (torch.stack([alone, 0 * alone, 0 * alone], -1), parts):
-        left = g - (columns @ solution[..., None])[..., 0]
-        misfits.append(left.norm(dim=-1) / g.norm(dim=-1).clamp_min(1e-300))
+        residual = g - (columns @ solution[..., None])[..., 0]
+        misfits.append(residual.norm(dim=-1) / g.norm(dim=-1).clamp_min(1e-300))
     is_alone = misfits[0] < tolerance
     misfit = torch.where(is_alone, misfits[0], misfits[1])
     weight = torch.where(is_alone, alone, parts[:, 0])

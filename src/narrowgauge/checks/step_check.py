@@ -158,7 +158,7 @@ class StepCheck:
         projection: this is a note.
         """
         readings = []
-        held = self._first_writes
+        first_writes = self._first_writes
         self._first_writes = dict[str, Reading]()
         for reading, is_plain in between_readings(last):
             name = reading.tensor
@@ -167,11 +167,11 @@ class StepCheck:
             elif last.step == 1 and not last.is_compared:
                 self._first_writes[name] = replace(reading, step=1)
             else:
-                if held.pop(name, None) is not None:
+                if first_writes.pop(name, None) is not None:
                     self._projected.add(name)
                 is_note = name in self._projected
                 readings.append(replace(reading, severity="note") if is_note else reading)
-        return joined([*held.values(), *readings], len(last.samples))
+        return joined([*first_writes.values(), *readings], len(last.samples))
 
     def _send(self, step: int, read: Callable[[], Iterable[Reading] | None], row: Row) -> None:
         readings: list[Reading] = []

@@ -135,9 +135,11 @@ class Written:
             return Difference(distance, bound, numbers, errors)
         return Difference(distance, bound, {}, {})
 
-    def _explains(self, numbers: Mapping[str, float], outside: float, left: float) -> bool:
+    def _explains(self, numbers: Mapping[str, float], outside: float, max_distance: float) -> bool:
         computed = self.value(numbers)
-        return self._outside(computed) <= _FEWER * outside or self._distance(computed) <= left
+        return (
+            self._outside(computed) <= _FEWER * outside or self._distance(computed) <= max_distance
+        )
 
     def fitted(self) -> tuple[dict[str, float], dict[str, float]]:
         """Fit each number.

@@ -170,20 +170,20 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
     passes = list[Pass]()
 
     def note(value: Tensor) -> None:
-        terms, others = terms_of(value, trace)
-        passes.append(Pass(terms, others, trace.lookups))
+        terms, other_terms = terms_of(value, trace)
+        passes.append(Pass(terms, other_terms, trace.lookups))
         trace.lookups = []
         trace.tensors.clear()
 
     with torch.compiler.set_stance("force_eager"), Trace(before_backward=note) as trace:
         scale = run()
-    terms, others = main_terms(passes)
+    terms, other_terms = main_terms(passes)
     if all_ranks().largest(int(not terms)):
-        return _unread(passes, others)
+        return _unread(passes, other_terms)
     rows = rows_of(passes, terms)
     rows.weight /= scale
     facts: Facts = dict.fromkeys(str(column.key) for columns in _COLUMNS for column in columns)
-    facts |= arithmetic_facts(rows, terms) | {"other_terms": ", ".join(others)}
+    facts |= arithmetic_facts(rows, terms) | {"other_terms": ", ".join(other_terms)}
     facts |= look(model, loss, batch, rows, terms)
     facts |= label_facts(rows, terms[0].teaches) | weight_facts(rows, _format_of(terms)[1])
     if has_own_batches(model):
@@ -279,11 +279,11 @@ def rows_of(passes: Sequence[Pass], terms: Sequence[Term]) -> Rows:
     targets = []
     marks = []
     tokens = list[Tensor]()
-    for number, one in enumerate(passes):
+    for number, one_pass in enumerate(passes):
         groups = dict[int, tuple[Tensor | None, list[Term]]]()
-        for term in one.terms:
+        for term in one_pass.terms:
             if term in terms:
-                ids = one.tokens(term)
+                ids = one_pass.tokens(term)
                 groups.setdefault(id(ids), (ids, []))[1].append(term)
         for ids, members in groups.values():
             sizes = []
@@ -332,12 +332,12 @@ def main_terms(passes: Sequence[Pass]) -> tuple[list[Term], list[str]]:
     names of the other terms.
     """
     terms = []
-    others = set()
+    other_terms = set()
     live = set()
     roots = set()
-    for one in passes:
-        others |= one.others
-        for term in one.terms:
+    for one_pass in passes:
+        other_terms |= one_pass.others
+        for term in one_pass.terms:
             if term.target is None:
                 continue
             terms.append(term)
@@ -359,21 +359,23 @@ def main_terms(passes: Sequence[Pass]) -> tuple[list[Term], list[str]]:
         if kind == taught and term.classes == classes:
             main.append(term)
         else:
-            others.add(f"{kind} ({term.name} over {term.classes})")
-    return main, sorted(others)
+            other_terms.add(f"{kind} ({term.name} over {term.classes})")
+    return main, sorted(other_terms)
 
 
-def _unread(passes: Sequence[Pass], others: list[str]) -> Readings:
+def _unread(passes: Sequence[Pass], other_terms: list[str]) -> Readings:
     """Return a line about a loss without a softmax, or with one whose target cannot be read."""
     unread = set()
-    for one in passes:
-        unread |= {f"the target of {term.name}" for term in one.terms if term.name != "Softmax"}
+    for one_pass in passes:
+        unread |= {
+            f"the target of {term.name}" for term in one_pass.terms if term.name != "Softmax"
+        }
     if unread:
         return Readings(unseen={"what the loss teaches": ", ".join(sorted(unread))})
     if not passes:
         return Readings(unseen={"what the loss teaches": "no call of .backward() was seen"})
     line = "not a softmax loss"
-    names = ", ".join(name for name in others if name != "a sum")
+    names = ", ".join(name for name in other_terms if name != "a sum")
     if names:
         line += f": {names}"
     return Readings([], [line], "what the loss teaches")
@@ -428,22 +430,22 @@ def label_facts(rows: Rows, taught: str) -> Facts:
     sequence.
     """
     learned = rows.is_learned
-    known = rows.is_known & (rows.column >= 0)
+    has_label = rows.is_known & (rows.column >= 0)
     facts: Facts = {"rows": len(learned), "learned": int(learned.sum()), "learns": taught}
     facts["sequences"] = len(rows.tokens)
     facts["smoothed_alone"] = int(rows.is_smoothed.sum())
     facts["not_sure"] = int((learned & ~rows.is_known).sum())
     facts["padding_learned"] = 0
     facts["shift"] = None
-    if not known.any():
+    if not has_label.any():
         return facts
     if rows.padding is not None:
-        facts["padding_learned"] = int((rows.target.label[known] == rows.padding).sum())
-    facts["next_share"] = rows.share_at(1, known)
+        facts["padding_learned"] = int((rows.target.label[has_label] == rows.padding).sum())
+    facts["next_share"] = rows.share_at(1, has_label)
     tried = dict.fromkeys((*SHIFTS, 1 - rows.offset))
     shifts = []
     for head in rows.head.unique():
-        of_head = known & (rows.head == head)
+        of_head = has_label & (rows.head == head)
         shares = {shift: rows.share_at(shift, of_head) for shift in tried}
         best = max(tried, key=shares.__getitem__)
         if shares[best] >= MOST:
@@ -519,7 +521,7 @@ def _format_of(terms: Sequence[Term]) -> tuple[torch.dtype, float]:
 def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
     """Return smoothing, z-loss, and the arithmetic of the softmax."""
     target = rows.target
-    known = rows.is_known
+    has_label = rows.is_known
     dtype, unit = _format_of(terms)
     facts: Facts = {"dtype": dtype_name(dtype), "function": terms[0].name, "log_error": 0.0}
     facts["classes"] = terms[0].classes
@@ -528,8 +530,8 @@ def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
         facts["log_error"] = unit * float(terms[0].rows.abs().median())
     facts |= {"smoothing": 0.0, "z_loss": 0.0}
     for name, floor in (("smoothing", 1e-4), ("z_loss", 3e-6 + unit)):
-        values = getattr(target, name)[known]
-        value = float(values.nanmedian()) if known.any() else 0.0
+        values = getattr(target, name)[has_label]
+        value = float(values.nanmedian()) if has_label.any() else 0.0
         if abs(value) <= floor:
             continue
         # One value for all rows. An entropy looks like another one in each row.

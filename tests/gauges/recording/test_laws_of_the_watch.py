@@ -62,9 +62,9 @@ def test_a_scalar_parameter_does_not_switch_the_rate_off(shape: tuple[int, ...])
     model = Scaled(shape).to(B16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     watch = ng.watch(model, optimizer, every=10)
-    said = run(10, loop(model, optimizer, 8, 64, dtype=B16))
+    messages = run(10, loop(model, optimizer, 8, 64, dtype=B16))
     assert watch.numbers()["effective_lr/group0"] < 5e-6 and not watch.unseen
-    assert any("you train at" in words for words in said)
+    assert any("you train at" in words for words in messages)
 
 
 def test_parameters_that_are_added_or_thawed_later_are_watched() -> None:
@@ -88,16 +88,16 @@ def test_the_watched_optimizer_that_never_steps_is_said() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     ng.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    said = run(25, loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 4, 8))
-    assert len(said) == 1 and "has not stepped in 20 backward passes" in said[0]
-    assert "AdamW" in said[0]
+    messages = run(25, loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 4, 8))
+    assert len(messages) == 1 and "has not stepped in 20 backward passes" in messages[0]
+    assert "AdamW" in messages[0]
 
 
 def test_an_optimizer_of_an_earlier_loop_says_nothing_of_this_one() -> None:
     earlier = nn.Linear(8, 8)
-    kept = torch.optim.AdamW(earlier.parameters(), lr=1e-3)
-    ng.watch(earlier, kept)
-    run(3, loop(earlier, kept, 4, 8))
+    earlier_optimizer = torch.optim.AdamW(earlier.parameters(), lr=1e-3)
+    ng.watch(earlier, earlier_optimizer)
+    run(3, loop(earlier, earlier_optimizer, 4, 8))
     model = nn.Linear(8, 8)
     ng.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -120,8 +120,8 @@ def test_a_watch_that_ended_leaves_no_hook_of_its_own(
     watch = ng.watch(model, optimizer)
     assert all(block._forward_hooks for block in model)
     assert any(p._backward_hooks for p in model.parameters())
-    said = run(2, loop(model, optimizer, 4, 8))
-    assert said == ["the watch ended: ValueError: no ink"] and watch.is_ended
+    messages = run(2, loop(model, optimizer, 4, 8))
+    assert messages == ["the watch ended: ValueError: no ink"] and watch.is_ended
     assert not any(block._forward_hooks for block in model)
     assert not any(p._backward_hooks for p in model.parameters())
     watch.remove()
@@ -216,8 +216,10 @@ def test_one_value_that_is_not_finite_is_one_reading_at_the_first_place() -> Non
         optimizer.step()
         optimizer.zero_grad()
 
-    said = run(10, one_step)
-    assert len(said) == 1 and said[0].startswith("step 5: 2.bias: its gradient is the first"), said
+    messages = run(10, one_step)
+    assert len(messages) == 1 and messages[0].startswith(
+        "step 5: 2.bias: its gradient is the first"
+    ), messages
 
 
 def test_a_tensor_without_a_gradient_that_moves_is_said() -> None:
@@ -233,8 +235,8 @@ def test_a_tensor_without_a_gradient_that_moves_is_said() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    said = run(60, one_step)
-    assert len(said) == 1 and "tensors without a gradient move: 2" in said[0], said
+    messages = run(60, one_step)
+    assert len(messages) == 1 and "tensors without a gradient move: 2" in messages[0], messages
 
 
 class Coded(Tensor):
@@ -340,8 +342,8 @@ def whats(diagnosis: Any) -> list[tuple[str, int, str]]:
 
 def test_repeated_batches_are_read_from_their_checksums(tmp_path: Path) -> None:
     loss = {"loss": 2.0}
-    one = recorded(tmp_path / "a", lambda step: {**loss, "batch_crc": "aa"}, 20)
-    assert whats(one) == [("same-batch", 2, "warning")]
+    repeated = recorded(tmp_path / "a", lambda step: {**loss, "batch_crc": "aa"}, 20)
+    assert whats(repeated) == [("same-batch", 2, "warning")]
     again = recorded(tmp_path / "b", lambda step: {**loss, "batch_crc": f"{step % 20:02}"}, 40)
     assert whats(again) == [("repeated-batches", 21, "note")]
     shuffled = recorded(
@@ -407,8 +409,10 @@ def test_masters_of_a_loop_s_own_are_no_replaced_parameters() -> None:
         p.data = master.detach().to(B16)
     readings = ng.check(model, torch.optim.AdamW(masters, lr=1e-3))
     assert not [r for r in readings if r.what in ("replaced-parameters", "missing-parameters")]
-    other = [nn.Parameter(torch.randn_like(p.float())) for p in model.parameters()]
-    assert "replaced-parameters" in [r.what for r in ng.check(model, torch.optim.AdamW(other))]
+    float32_params = [nn.Parameter(torch.randn_like(p.float())) for p in model.parameters()]
+    assert "replaced-parameters" in [
+        r.what for r in ng.check(model, torch.optim.AdamW(float32_params))
+    ]
 
 
 def test_a_step_of_forward_passes_alone_is_no_evaluation() -> None:
@@ -434,29 +438,29 @@ def test_a_step_of_forward_passes_alone_is_no_evaluation() -> None:
                 p.grad = direction * (losses[0] - losses[1]) / 2e-3
         optimizer.step()
 
-    said = run(20, one_step)
+    messages = run(20, one_step)
     watch.remove()
-    assert not [words for words in said if "evaluation" in words]
+    assert not [words for words in messages if "evaluation" in words]
 
 
 @pytest.mark.parametrize("other_steps", [False, True])
 def test_an_optimizer_that_never_steps_is_said(other_steps: bool) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1e-2)
+    second_optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1e-2)
     watch = ng.watch(model, optimizer)
 
     def one_step(step: int) -> None:
         loss = square(model, 4, 8)
         loss.backward()
         if other_steps:
-            other.step()
+            second_optimizer.step()
         else:
             watch.step(loss)
 
-    said = run(25, one_step)
+    messages = run(25, one_step)
     watch.remove()
-    assert len([words for words in said if "has not stepped" in words]) == 1
+    assert len([words for words in messages if "has not stepped" in words]) == 1
 
 
 def test_an_optimizer_that_steps_first_and_alone_is_one_that_steps() -> None:
@@ -471,9 +475,9 @@ def test_an_optimizer_that_steps_first_and_alone_is_one_that_steps() -> None:
         watch.step(loss)
         model.zero_grad()
 
-    said = run(30, one_step)
+    messages = run(30, one_step)
     watch.remove()
-    assert not [words for words in said if "has not stepped" in words]
+    assert not [words for words in messages if "has not stepped" in words]
 
 
 class Fourier(nn.Module):
@@ -529,9 +533,9 @@ def test_unusual_tensors_are_watched_to_the_end(kind: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    said = run(60, one_step)
+    messages = run(60, one_step)
     watch.remove()
-    assert [words for words in said if not words.startswith("watch: ")] == []
+    assert [words for words in messages if not words.startswith("watch: ")] == []
     assert 0 < watch.numbers()["grad_norm"] < math.inf
 
 

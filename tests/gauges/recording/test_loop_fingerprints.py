@@ -64,12 +64,12 @@ def recorded(
 
 
 def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
-    found = recorded(tmp_path / "a")
+    hashed = recorded(tmp_path / "a")
     unhashed = recorded(tmp_path / "b", every=0)
     assert (
-        unhashed.fingerprints == [] and TwoRuns(found, unhashed).is_complete
+        unhashed.fingerprints == [] and TwoRuns(hashed, unhashed).is_complete
     )  # the last weights are the same
-    rows = {row["step"]: row["tensors"] for row in found.fingerprints}
+    rows = {row["step"]: row["tensors"] for row in hashed.fingerprints}
     assert list(rows) == list(range(STEPS + 1))
     names = [name for name, _ in model_of().named_parameters()]
     assert list(rows[0]) == [f"weight:{name}" for name in names]
@@ -107,17 +107,17 @@ def scale_a_weight(model: nn.Module, step: int) -> None:
 
 
 def test_a_weight_that_changes_between_steps_is_located(tmp_path: Path) -> None:
-    found = TwoRuns(
+    runs = TwoRuns(
         recorded(tmp_path / "plain"), recorded(tmp_path / "other", after_step=scale_a_weight)
     )
-    first = found.readings[0]
+    first = runs.readings[0]
     assert (first.step, first.stage, first.tensor, first.what) == (
         5,
         "between steps",
         "held:1.weight",
         "changed",
     )
-    assert "Only other has held:1.weight." in str(found)
+    assert "Only other has held:1.weight." in str(runs)
 
 
 def test_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ def test_an_error_while_hashing_ends_no_run(
 
     run = recorded(tmp_path, after_step=break_hashes)
     assert len(run.steps) == STEPS and [row["step"] for row in run.fingerprints] == [0, 1]
-    said = [event["message"] for event in run.events if event["kind"] == "note"]
-    assert said.count("the record of fingerprints ended: ValueError: no bits") == 1
+    notes = [event["message"] for event in run.events if event["kind"] == "note"]
+    assert notes.count("the record of fingerprints ended: ValueError: no bits") == 1
 
 
 def test_a_module_with_parameters_may_return_its_loss(tmp_path: Path) -> None:

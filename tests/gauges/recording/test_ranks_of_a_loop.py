@@ -59,8 +59,12 @@ def test_the_step_the_tensor_and_the_rank_of_a_fault_are_told(tmp_path: Path) ->
     healthy, _, _, plain = run_ranks(train_all, 2, tmp_path / "ranks", tmp_path)[0]
     for fault in ("after", "before"):
         runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / fault))
-        found = runs.difference
-        assert found is not None and (found.step, found.tensor, found.ranks) == (
+        difference = runs.difference
+        assert difference is not None and (
+            difference.step,
+            difference.tensor,
+            difference.ranks,
+        ) == (
             AT,
             f"grad:{NAME}",
             (1,),

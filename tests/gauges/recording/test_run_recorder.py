@@ -80,23 +80,23 @@ def recorded(run: OwnRun, folder: Path, **options: Any) -> Loop:
 def test_a_recorded_loop_has_the_rows_and_the_bits_of_the_trainer(tmp_path: Path) -> None:
     run = reference()
     loop = recorded(run, tmp_path / "mine", gauges_every=2)
-    found = ng.read_run(tmp_path / "mine")
-    assert [list(row.items()) for row in lasting(found.steps)] == [
+    record = ng.read_run(tmp_path / "mine")
+    assert [list(row.items()) for row in lasting(record.steps)] == [
         list(row.items()) for row in lasting(run.rows)
     ]
     assert all(
         torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items()
     )
-    assert [row["step"] for row in found.gauges] == [2, 4, 6] and "updates" in found.gauges[0]
-    assert [event["kind"] for event in found.events] == ["start", "note", "finish"]
-    assert found.config["recipe"] == "bfloat16/word" and found.config["steps"] == 6
-    assert found.summary is not None and 8 <= found.summary["bytes_per_param"] < 8.2
-    assert found.summary["edq"] > 0.99 and found.summary["tokens"] == 6 * 128
+    assert [row["step"] for row in record.gauges] == [2, 4, 6] and "updates" in record.gauges[0]
+    assert [event["kind"] for event in record.events] == ["start", "note", "finish"]
+    assert record.config["recipe"] == "bfloat16/word" and record.config["steps"] == 6
+    assert record.summary is not None and 8 <= record.summary["bytes_per_param"] < 8.2
+    assert record.summary["edq"] > 0.99 and record.summary["tokens"] == 6 * 128
 
 
 def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path: Path) -> None:
     run = reference()
-    whole = recorded(run, tmp_path / "whole")
+    uninterrupted = recorded(run, tmp_path / "whole")
     loop = Loop(run)
     options: dict[str, Any] = {"recipe": run.recipe, "settings": {"model": "tiny"}}
     recorder = ng.RunRecorder(tmp_path / "cut", loop.model, loop.optimizer, **options)
@@ -115,9 +115,9 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
         recorder.go_back(3)
         again.take(range(3, 6), recorder)
         recorder.evaluate(run.losses[-1])
-    one, other = (ng.read_run(tmp_path / name) for name in ("whole", "cut"))
-    assert lasting(one.steps) == lasting(other.steps)
-    assert one.summary is not None and other.summary is not None
+    reference_run, resumed_run = (ng.read_run(tmp_path / name) for name in ("whole", "cut"))
+    assert lasting(reference_run.steps) == lasting(resumed_run.steps)
+    assert reference_run.summary is not None and resumed_run.summary is not None
     for name in (
         "edq",
         "noise",
@@ -127,11 +127,12 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
         "val_loss",
         "steps",
     ):
-        assert one.summary[name] == other.summary[name], name
+        assert reference_run.summary[name] == resumed_run.summary[name], name
     assert all(
-        torch.equal(again.model.state_dict()[n], t) for n, t in whole.model.state_dict().items()
+        torch.equal(again.model.state_dict()[n], t)
+        for n, t in uninterrupted.model.state_dict().items()
     )
-    kinds = [event["kind"] for event in other.events if event["kind"] != "note"]
+    kinds = [event["kind"] for event in resumed_run.events if event["kind"] != "note"]
     assert kinds == ["start", "resume", "finish"]
 
 
@@ -172,12 +173,12 @@ def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
         tmp_path / "run", model, optimizer, recipe="float32/float32", settings=settings
     ) as recorder:
         train(model, optimizer, recorder, 3)
-    found = ng.read_run(tmp_path / "run")
-    assert found.summary is not None and 16 <= found.summary["bytes_per_param"] < 17
-    assert found.steps[0]["skipped"] is False and found.steps[0]["lr"] == 1e-2
-    assert found.run["optimizer"]["class"] == "AdamW"
+    record = ng.read_run(tmp_path / "run")
+    assert record.summary is not None and 16 <= record.summary["bytes_per_param"] < 17
+    assert record.steps[0]["skipped"] is False and record.steps[0]["lr"] == 1e-2
+    assert record.run["optimizer"]["class"] == "AdamW"
     # It is finished; what it lacks is an evaluation.
-    compared = ng.compare_runs([found])
+    compared = ng.compare_runs([record])
     assert "without a validation loss: float32/float32, seed 0 (3 steps)" in compared.text()
     assert (
         "not recorded" in compared.table().plain() and "unfinished" not in compared.table().plain()
@@ -212,20 +213,20 @@ def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> N
             optimizer.step()
             recorder.step(1e6)
         recorder.step(1.0)  # a step that torch.amp.GradScaler left out
-    found = ng.read_run(tmp_path / "run")
-    assert [row["skipped"] for row in found.steps] == [False] * 5 + [True, False, True]
-    kinds = {event["kind"]: event for event in found.events}
+    record = ng.read_run(tmp_path / "run")
+    assert [row["skipped"] for row in record.steps] == [False] * 5 + [True, False, True]
+    kinds = {event["kind"]: event for event in record.events}
     assert "no weight changed" in kinds["skip"]["message"] and kinds["skip"]["step"] == 6
-    assert found.summary is not None and found.summary["num_skipped"] == 2
+    assert record.summary is not None and record.summary["num_skipped"] == 2
 
 
 def test_a_step_of_another_optimizer_is_no_skipped_step(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
-    watched, other = (torch.optim.SGD(model.parameters(), lr=1e-2) for _ in range(2))
+    watched, unwatched = (torch.optim.SGD(model.parameters(), lr=1e-2) for _ in range(2))
     with ng.RunRecorder(tmp_path / "run", model, watched) as recorder:
         train(model, watched, recorder, 1)
         recorder.step(1.0)  # the loop left the step out
-        train(model, other, recorder, 1)
+        train(model, unwatched, recorder, 1)
     rows = ng.read_run(tmp_path / "run").steps
     assert [row.get("skipped") for row in rows] == [False, True, None]
 
@@ -241,13 +242,13 @@ def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
         train(model, optimizer, recorder, 6)
         with pytest.raises(ng.errors.NarrowgaugeError, match="'step'"):
             recorder.step(1.0, step=9)
-    found = ng.read_run(tmp_path / "run")
-    assert [row["step"] for row in found.gauges] == [4, 8] and [row["step"] for row in found.steps][
-        -1
-    ] == 8
-    assert [row["skipped"] for row in found.steps] == [False, True] + [
+    record = ng.read_run(tmp_path / "run")
+    assert [row["step"] for row in record.gauges] == [4, 8] and [
+        row["step"] for row in record.steps
+    ][-1] == 8
+    assert [row["skipped"] for row in record.steps] == [False, True] + [
         False
-    ] * 6 and "lr" not in found.steps[1]
+    ] * 6 and "lr" not in record.steps[1]
 
 
 def test_a_damaged_summary_is_said_and_no_lock_is_left(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
     """
     record(tmp_path / "one")
     assert run_ranks(record_on_a_rank, 2, tmp_path, tmp_path / "two") == [4, 4]
-    one, two = (ng.read_run(tmp_path / name) for name in ("one", "two"))
+    single, ranked = (ng.read_run(tmp_path / name) for name in ("one", "two"))
 
     def lasting(row: Any) -> dict[str, Any]:
         return {
@@ -73,30 +73,32 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
             if name not in TIMINGS
         }
 
-    assert [row["skipped"] for row in two.steps] == [False, False, True, False]
-    assert {row["loss"] for row in two.steps} == {1.0} and two.steps[0]["edq"] > 0.99
-    for found, wanted in zip(two.steps, one.steps, strict=True):
-        sums = found.pop("audit_sums", None)
-        exact = wanted.pop("audit_sums", None)
+    assert [row["skipped"] for row in ranked.steps] == [False, False, True, False]
+    assert {row["loss"] for row in ranked.steps} == {1.0} and ranked.steps[0]["edq"] > 0.99
+    for row, expected in zip(ranked.steps, single.steps, strict=True):
+        sums = row.pop("audit_sums", None)
+        exact = expected.pop("audit_sums", None)
         assert sums == (None if exact is None else pytest.approx(exact, rel=1e-6))
         # Of float32 sums, in another order. The noise is the root of a small difference of them.
         for name, power, bound in (("edq", 1, 1e-4), ("noise", 2, 1e-6)):
-            values = [lasting(row).get(name) for row in (found, wanted)]
+            values = [lasting(row).get(name) for row in (row, expected)]
             if None not in values:
                 powers = [value**power for value in values]
                 assert powers[0] == pytest.approx(powers[1], abs=bound, nan_ok=True)
             else:
                 assert values == [None, None]
-            found.pop(name, None)
-            wanted.pop(name, None)
-        assert lasting(found) == pytest.approx(lasting(wanted), rel=1e-12, nan_ok=True)
+            row.pop(name, None)
+            expected.pop(name, None)
+        assert lasting(row) == pytest.approx(lasting(expected), rel=1e-12, nan_ok=True)
     # What the watch sees is a note. On ranks it is not all that it sees in one process.
-    events = [[event for event in run.events if event["kind"] != "note"] for run in (one, two)]
+    events = [
+        [event for event in run.events if event["kind"] != "note"] for run in (single, ranked)
+    ]
     assert [event["kind"] for event in events[1]] == ["start", "nonfinite", "skip", "finish"]
     assert events[1] == events[0]
-    assert one.summary is not None and two.summary is not None
+    assert single.summary is not None and ranked.summary is not None
     for name in ("weights_fingerprint", "num_skipped", "tokens", "val_loss", "steps"):
-        assert two.summary[name] == one.summary[name], name
+        assert ranked.summary[name] == single.summary[name], name
 
 
 def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:

@@ -113,10 +113,10 @@ class Loop:
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
-        self.model = self.made().to(dtype)
+        self.model = self.build_model().to(dtype)
         self.optimizer: Any = self.optimizer_of(self.model)
 
-    def made(self) -> Any:
+    def build_model(self) -> Any:
         return Model()
 
     def optimizer_of(self, model: nn.Module) -> Any:
@@ -324,7 +324,7 @@ class KeptGradients(Loop):
 
 
 class PythonList(Loop):
-    def made(self) -> Any:
+    def build_model(self) -> Any:
         class WithList(Model):
             def __init__(self) -> None:
                 super().__init__()
@@ -337,8 +337,8 @@ class PythonList(Loop):
 
 
 class Detached(Loop):
-    def made(self) -> Any:
-        model = super().made()
+    def build_model(self) -> Any:
+        model = super().build_model()
         model.blocks[1].mlp.register_forward_hook(lambda module, args, output: output.detach())
         return model
 
@@ -546,8 +546,8 @@ FAULTS: dict[type[Loop], tuple[str, str, int]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_told_with_its_tensor(fault: type[Loop]) -> None:
-    what, tensor, step = FAULTS[fault]
-    reading = watched(fault(), max(step, 70))[0][what]
+    kind, tensor, step = FAULTS[fault]
+    reading = watched(fault(), max(step, 70))[0][kind]
     assert (reading.tensor, reading.step) == (tensor, step)
 
 
@@ -725,8 +725,8 @@ class ThawedInTime(ThawedLate):
 
 
 class SparseGradients(Loop):
-    def made(self) -> Any:
-        model = super().made()
+    def build_model(self) -> Any:
+        model = super().build_model()
         model.embedding.sparse = True
         return model
 

@@ -265,11 +265,11 @@ def _paired_difference(
     base = {run.seed: run for run in baseline if run.counts}
     pairs = []
     for run in group:
-        other = base.get(run.seed)
-        if other is None or not run.counts:
+        base_run = base.get(run.seed)
+        if base_run is None or not run.counts:
             continue
-        if run.data == other.data or run.data is None or other.data is None:
-            pairs.append(run.loss - other.loss)
+        if run.data == base_run.data or run.data is None or base_run.data is None:
+            pairs.append(run.loss - base_run.loss)
     if not pairs:
         return None
     return PairedDifference(label, *interval(pairs), len(pairs))

@@ -229,7 +229,7 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         seconds = column(run.run, "steps", "seconds").finite
         if len(seconds):
             durations.append(statistics.median(seconds.tolist()))
-    known = counting or ended
+    measured = counting or ended
     losses = [float(summary["val_loss"]) for summary in counting]
     deviation = None
     if len(losses) > 1:
@@ -238,11 +238,11 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         "recipe": label,
         "val_loss": _reduced(losses, statistics.fmean),
         "val_loss_std": deviation,
-        "tokens_per_second": _over(known, "tokens_per_second", statistics.median),
-        "bytes_per_param": _over(known, "bytes_per_param", statistics.median),
+        "tokens_per_second": _over(measured, "tokens_per_second", statistics.median),
+        "bytes_per_param": _over(measured, "bytes_per_param", statistics.median),
         # Few steps compile, so they do not move a median.
         "step_seconds": _reduced(durations, statistics.median),
-        "step_memory_bytes": _over(known, "step_memory_bytes", max),
+        "step_memory_bytes": _over(measured, "step_memory_bytes", max),
         "edq": _over(counting, "edq", statistics.fmean),
         "noise": _over(counting, "noise", statistics.fmean),
         "lost_fraction": _over(counting, "lost_fraction", statistics.fmean),

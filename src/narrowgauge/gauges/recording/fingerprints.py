@@ -228,7 +228,7 @@ class Fingerprints(Listener):
         if not self.is_on or self._recorded_step != step - 1:
             return
         stored = self._stored(is_stepped=step > 1)
-        numbers, own = fingerprints_whole_and_own(stored)
+        numbers, local_numbers = fingerprints_whole_and_own(stored)
         before, own_before = self._recorded
         for key, number in numbers.items():
             if number != before.get(key):
@@ -236,7 +236,9 @@ class Fingerprints(Listener):
         for key in before:
             if key not in numbers:  # a state that was lost
                 self._changed[_held_key(key)] = [0, 0.0, 0]
-        changed = {key: number for key, number in own.items() if number != own_before.get(key)}
+        changed = {
+            key: number for key, number in local_numbers.items() if number != own_before.get(key)
+        }
         self._own["held"] = 0
         if changed:
             self._own["held"] = _digest(changed)
@@ -323,16 +325,18 @@ class Fingerprints(Listener):
         return tensors
 
     def _record(self, named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
-        numbers, own = fingerprints_whole_and_own(named)
+        numbers, local_numbers = fingerprints_whole_and_own(named)
         for key, number in numbers.items():
             self._entries[key] = _entry(number, named[key])
         if self.here.size > 1:
             for key, tensor in named.items():
                 # A DTensor knows which other ranks hold the same shard.
                 for group in replica_groups(tensor):
-                    self._alike[key, tuple(dist.get_process_group_ranks(group))] = own[key]
-            self._digest_kinds(own)
-        return numbers, own
+                    self._alike[key, tuple(dist.get_process_group_ranks(group))] = local_numbers[
+                        key
+                    ]
+            self._digest_kinds(local_numbers)
+        return numbers, local_numbers
 
     def _digest_kinds(self, numbers: Mapping[str, int]) -> None:
         of_kinds: dict[str, dict[str, int]] = {}

@@ -126,9 +126,14 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
         return ""
     if dist.is_initialized() and dist.get_world_size() > 1:
         return "its step may talk to other ranks"
-    known = {"step", "found_inf", "grad_scale", *vars(torch.optim.Optimizer([torch.zeros(1)], {}))}
+    plain_names = {
+        "step",
+        "found_inf",
+        "grad_scale",
+        *vars(torch.optim.Optimizer([torch.zeros(1)], {})),
+    }
     for name, value in vars(optimizer).items():
-        if name not in known and not isinstance(value, _PLAIN):
+        if name not in plain_names and not isinstance(value, _PLAIN):
             return f"its attribute {name} may be shared with the run"
     return ""
 

@@ -39,14 +39,14 @@ def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
     tensors = dict(model.named_parameters())
     shapes = {name: p.shape for name, p in tensors.items()}
     copies = []
-    for other in gc.get_objects():
-        kind = type(other)
+    for candidate in gc.get_objects():
+        kind = type(candidate)
         # Code of other libraries is not called.
-        if not issubclass(kind, nn.Module) or "_modules" not in vars(other):
+        if not issubclass(kind, nn.Module) or "_modules" not in vars(candidate):
             continue
         if kind.named_parameters is not nn.Module.named_parameters:
             continue
-        parameters = dict(other.named_parameters())
+        parameters = dict(candidate.named_parameters())
         is_other = {*parameters.values()}.isdisjoint(tensors.values())
         if is_other and shapes == {name: p.shape for name, p in parameters.items()}:
             copies.append(parameters)
@@ -89,12 +89,17 @@ class Averages:
             elements: reads the present ones.
             stepped: parameters with an optimizer.
         """
-        others = {*stepped}
+        stepped_params = {*stepped}
         written = []
         norms = []
         for name, reference, version, first in self._copies:
             p = reference()
-            if p is None or p in others or p._version - version < SETTLED or name not in start:
+            if (
+                p is None
+                or p in stepped_params
+                or p._version - version < SETTLED
+                or name not in start
+            ):
                 continue
             values = evenly_spread(p)
             written.append((name, dtype_name(p.dtype)))
@@ -103,14 +108,14 @@ class Averages:
             norms.append(torch.stack([x.double().norm().to(values.device) for x in tensors]))
         kind = KINDS["average-apart"]
         still = {}
-        apart = []
+        runaways = []
         for (name, format), (change, size, *sizes) in zip(written, on_host(norms), strict=True):
             largest = max(sizes)
             if largest < math.inf and not size <= kind.bound * largest:
-                apart.append((name, size, largest))
+                runaways.append((name, size, largest))
             if change == 0 and step >= self._step + SETTLED:
                 still[name] = format
-        for name, size, largest in apart[:1]:
+        for name, size, largest in runaways[:1]:
             yield kind.reading(name, size / largest, step=step, size=size, largest=largest)
         formats = of_all(dict.fromkeys(still.values()))
         yield from KINDS["average-unmoved"].of(still, step, formats=formats)

@@ -257,8 +257,8 @@ class RunRecorder(Watch):
         self._check_clip(entries)
         self._recomputed = {}
         self._columns = {}
-        known = {name: value for name, value in entries.items() if value is not None}
-        row = self._record.step(known)
+        present = {name: value for name, value in entries.items() if value is not None}
+        row = self._record.step(present)
         super().step(row.get("loss"))
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
@@ -390,13 +390,13 @@ class RunRecorder(Watch):
         Missing parameters may have another optimizer. Report each kind once.
         """
         try:
-            found = static_readings(set_up_of(self.model, self.optimizer))
+            readings = static_readings(set_up_of(self.model, self.optimizer))
         except Exception as error:  # states of another library
             self.event("note", f"the set-up was not checked: {words_of(error)}")
             return
         silent = {"missing-parameters", "no-gradient"}
         first: dict[str, Reading] = {}
-        for reading in in_order(found):
+        for reading in in_order(readings):
             if reading.severity != "note" and reading.what not in silent:
                 first.setdefault(reading.what, reading)
         self._record_new(list(first.values()), step, static=True)

@@ -217,10 +217,10 @@ class Watch(Listener):
                 self._modal.append(module)
         self.hub.follow_outputs(self, self._add_sum, self._undo, blocks)
         trained = self._trained.values()
-        whole = [p for p in trained if p.is_leaf and not is_sharded(p) and p.numel()]
-        self._probe: Tensor | None = min(whole, key=Tensor.numel, default=None)
+        unsharded = [p for p in trained if p.is_leaf and not is_sharded(p) and p.numel()]
+        self._probe: Tensor | None = min(unsharded, key=Tensor.numel, default=None)
         self._probes: dict[torch.optim.Optimizer, Tensor] = {}
-        for p in sorted(whole, key=Tensor.numel):
+        for p in sorted(unsharded, key=Tensor.numel):
             self._probes.setdefault(self._optimizer_of[p], p)
         if self._probe is not None and len(self._probes) > MOST_PROBES:
             self._probes = {self._optimizer_of[self._probe]: self._probe}
@@ -273,8 +273,8 @@ class Watch(Listener):
         """Say what is new: each kind once, and again when it is twice as far beyond its bound."""
         fresh = []
         for reading in readings:
-            told = self._told.get(reading.what)
-            if told is None or reading.excess > TWICE * told:
+            reported = self._told.get(reading.what)
+            if reported is None or reading.excess > TWICE * reported:
                 fresh.append(reading)
         for reading in fresh:
             self._told[reading.what] = reading.excess
@@ -364,9 +364,9 @@ class Watch(Listener):
         if self._num_backward == UNSTEPPED and self._step == 0:
             # Several micro-batches make one step, so another optimizer must have stepped.
             stepped = self._stepped()
-            others = stepped.difference(self.optimizers)
-            if others and others == stepped:
-                names = of_all(type(other).__name__ for other in others)
+            unwatched = stepped.difference(self.optimizers)
+            if unwatched and unwatched == stepped:
+                names = of_all(type(optimizer).__name__ for optimizer in unwatched)
                 words = f", and another one has ({names}): watch the one that steps"
                 self._report([KINDS["never-steps"].reading("", UNSTEPPED, words=words)])
         if self._here.size > 1 and self._is_sampled(self._step + 1):
@@ -530,9 +530,11 @@ class Watch(Listener):
         ours = set(map(id, self.optimizers))
         for optimizer in self.optimizers:
             ours.update(map(id, optimizer.param_groups))
-        for other in self._stepped().difference(self.optimizers):
-            names = [self._names[p] for p in members_of(other) if p in self._names]
-            if names and ours.isdisjoint(map(id, (*other.param_groups, *vars(other).values()))):
+        for unwatched in self._stepped().difference(self.optimizers):
+            names = [self._names[p] for p in members_of(unwatched) if p in self._names]
+            if names and ours.isdisjoint(
+                map(id, (*unwatched.param_groups, *vars(unwatched).values()))
+            ):
                 yield names
 
     def _leaf_readings(self, step: int) -> Iterator[Reading]:
@@ -604,10 +606,10 @@ class Watch(Listener):
         if was_bad:
             return
         if outputs:
-            held = _nonfinite_weights(self.watched_model, outputs[0])
+            bad_weights = _nonfinite_weights(self.watched_model, outputs[0])
             words = ", at finite weights"
-            if held:
-                words = f", at weights that are not finite ({held})"
+            if bad_weights:
+                words = f", at weights that are not finite ({bad_weights})"
             output = KINDS["nonfinite-output"]
             yield output.reading(outputs[0], math.nan, step=step, words=words)
         if self._num_overflows == kind.bound:
