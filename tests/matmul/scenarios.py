@@ -48,8 +48,8 @@ gaussian = partial(tensors.gaussian, dtype=torch.bfloat16)
 def with_threshold(name: str, magnitude: float) -> Compute:
     """A compute whose outliers begin at another magnitude."""
     row = COMPUTES[name]
-    left = replace(row.output.left, outliers=magnitude)
-    return replace(row, name=f"{name} from {magnitude:g}", output=replace(row.output, left=left))
+    lhs = replace(row.output.left, outliers=magnitude)
+    return replace(row, name=f"{name} from {magnitude:g}", output=replace(row.output, left=lhs))
 
 
 def make_layer(
@@ -95,11 +95,11 @@ def passed(
     return Result(y.detach(), x.grad, layer.weight.grad.clone(), bias)
 
 
-def same(one: Result, other: Result) -> bool:
+def same(first: Result, second: Result) -> bool:
     """Whether two results agree bit for bit, NaN for NaN."""
     return all(
         a.dtype == b.dtype and torch.equal(bits_with_one_nan(a), bits_with_one_nan(b))
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(first, second, strict=True)
     )
 
 
@@ -149,28 +149,28 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
         "grad_input": (grad, weight),
         "grad_weight": (grad, x),
     }
-    found = {}
+    values = {}
     for place in PLACES:
         (first, second), (of_left, of_right), matmul = (
             sources[place],
             DIMS[place],
             row.products[place],
         )
-        right = quantized(second, matmul.right, of_right)
+        rhs = quantized(second, matmul.right, of_right)
         fold = None
         if matmul.right.granularity == "column":
             # Scales along the contraction: a factor of the left operand, before it is cast.
-            fold = right.outer.view((1, -1) if of_left else (-1, 1))
-            right = right._replace(outer=None)
+            fold = rhs.outer.view((1, -1) if of_left else (-1, 1))
+            rhs = rhs._replace(outer=None)
         key = KEY
         if layer.keys() is not None:
             key = _draw(2 + of_left, grad, layer.clock.words(CPU), layer.key[None])[0]
-        left = quantized(first, matmul.left, of_left, key=key, fold=fold)
-        found[place] = (
-            exact(left) if of_left else exact(left).t(),
-            exact(right) if of_right else exact(right).t(),
+        lhs = quantized(first, matmul.left, of_left, key=key, fold=fold)
+        values[place] = (
+            exact(lhs) if of_left else exact(lhs).t(),
+            exact(rhs) if of_right else exact(rhs).t(),
         )
-    return found
+    return values
 
 
 def off(exactly: Product, matmul: computes.Product, num_terms: int, dtype: torch.dtype) -> Tensor:
@@ -179,9 +179,10 @@ def off(exactly: Product, matmul: computes.Product, num_terms: int, dtype: torch
     """
     of_sum = 0.0 if matmul.accumulation == "int32" else num_terms * 2.0**-23
     is_narrow = not {matmul.left.format, matmul.right.format} <= {"int8", "float32", "float16"}
-    own = ROUNDING[torch.bfloat16 if is_narrow else torch.float32]
+    product_rounding = ROUNDING[torch.bfloat16 if is_narrow else torch.float32]
     return exactly.off(
-        of_sum, [own, ROUNDING[torch.float32], ROUNDING[torch.float32], ROUNDING[dtype]]
+        of_sum,
+        [product_rounding, ROUNDING[torch.float32], ROUNDING[torch.float32], ROUNDING[dtype]],
     )
 
 
@@ -200,20 +201,23 @@ def expected(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
         "grad_weight": (outputs, inputs),
     }
     dtypes = {"output": x.dtype, "grad_input": x.dtype, "grad_weight": layer.weight.dtype}
-    found = {}
-    for place, (left, right) in operands(layer, x, grad).items():
+    results = {}
+    for place, (lhs, rhs) in operands(layer, x, grad).items():
         # A group's cast pads the contraction of its operand with zeros, and only that.
-        depth = max(left.shape[1], right.shape[1])
-        left, right = (
-            torch.nn.functional.pad(side, (0, depth - side.shape[1])) for side in (left, right)
+        depth = max(lhs.shape[1], rhs.shape[1])
+        lhs, rhs = (
+            torch.nn.functional.pad(side, (0, depth - side.shape[1])) for side in (lhs, rhs)
         )
-        whole = product(left, right)
+        padded = product(lhs, rhs)
         height, width = sizes[place]
-        cut = Product(whole.value[:height, :width], whole.magnitude[:height, :width])
-        found[place] = cut.value, off(cut, row.products[place], left.shape[1], dtypes[place])
+        cropped = Product(padded.value[:height, :width], padded.magnitude[:height, :width])
+        results[place] = (
+            cropped.value,
+            off(cropped, row.products[place], lhs.shape[1], dtypes[place]),
+        )
     sums = grad.double().sum(0)
-    found["grad_bias"] = (
+    results["grad_bias"] = (
         sums,
         rows * 2.0**-23 * grad.double().abs().sum(0) + ROUNDING[layer.weight.dtype] * sums.abs(),
     )
-    return found
+    return results

@@ -31,7 +31,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop: None) -> None:
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, optimizer = ng.prepare(llama(), "bfloat16/word", lr=0.01)
         ng.prepare(llama(), "bfloat16/word")
@@ -43,7 +43,7 @@ def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop: No
             optimizer.zero_grad()
             losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.3
-    assert [str(warning.message) for warning in found if warning.category is EmulationNotice] == [
+    assert [str(warning.message) for warning in caught if warning.category is EmulationNotice] == [
         "bfloat16 multiplies bfloat16, which this CPU cannot; it is emulated here by float32 "
         "products "
         "(same values, float32's speed)."

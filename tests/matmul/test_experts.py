@@ -49,9 +49,9 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     linears = swap_experts(model, "bfloat16")
     assert sorted(linears.layers) == [
-        f"model.layers.{k}.mlp.experts.{own}"
+        f"model.layers.{k}.mlp.experts.{weight}"
         for k in (0, 1)
-        for own in ("down_proj", "gate_up_proj")
+        for weight in ("down_proj", "gate_up_proj")
     ]
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
     assert [name for name, _ in model.named_parameters()] == [
@@ -63,8 +63,8 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
         != IMPLEMENTATION
     )
     losses = []
-    for each in (model, plain):
-        out = each(TOKENS, labels=TOKENS)
+    for candidate in (model, plain):
+        out = candidate(TOKENS, labels=TOKENS)
         out.loss.backward()
         losses.append(out.logits)
     # A CPU without bfloat16 products computes transformers' own in another order.
@@ -90,10 +90,10 @@ def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compu
     for expert in range(4):
         token, place = (chosen == expert).nonzero(as_tuple=True)
         layers = nn.ModuleDict()
-        for own in ("gate_up_proj", "down_proj"):
-            weight = getattr(experts, own).detach()[expert]
-            layers[own] = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
-            layers[own].weight.data.copy_(weight)
+        for projection in ("gate_up_proj", "down_proj"):
+            weight = getattr(experts, projection).detach()[expert]
+            layers[projection] = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
+            layers[projection].weight.data.copy_(weight)
         swap_linears(layers, row)
         gate, up = layers["gate_up_proj"](x[token]).chunk(2, -1)
         sums[token, place] = layers["down_proj"](nn.functional.silu(gate) * up).float()

@@ -45,33 +45,39 @@ def test_integers_multiply_bit_for_bit(
         Operand(side, scale) if dim else Operand(side.t().contiguous(), scale.t())
         for side, scale, dim in zip(codes, scales, DIMS[place], strict=True)
     )
-    found = multiply(lhs, rhs, DIMS[place], COMPUTES["int8-row"].products[place], dtype, bias)
+    result = multiply(lhs, rhs, DIMS[place], COMPUTES["int8-row"].products[place], dtype, bias)
     exactly = oracle.scaled_integers(
         oracle.integer_product(*codes), scales[0], scales[1].t(), bias, dtype
     )
-    assert torch.equal(bits_with_one_nan(found), bits_with_one_nan(exactly))
+    assert torch.equal(bits_with_one_nan(result), bits_with_one_nan(exactly))
 
 
 @exhaustive("sign", [1, -1])
 def test_integer_sums_hold_beyond_what_int32_does(sign: int) -> None:
     terms = (1 << 17) * 2 + 5
-    left = torch.full((2, terms), 127, dtype=torch.int8)
-    right = torch.full((3, terms), 127 * sign, dtype=torch.int8)
-    left[1, ::2] = -127
-    one = torch.ones((1, 1))
-    found = multiply(
-        Operand(left, one), Operand(right, one), (1, 1), COMPUTES["int8-row"].output, torch.float32
+    lhs = torch.full((2, terms), 127, dtype=torch.int8)
+    rhs = torch.full((3, terms), 127 * sign, dtype=torch.int8)
+    lhs[1, ::2] = -127
+    unit_scale = torch.ones((1, 1))
+    result = multiply(
+        Operand(lhs, unit_scale),
+        Operand(rhs, unit_scale),
+        (1, 1),
+        COMPUTES["int8-row"].output,
+        torch.float32,
     )
     assert abs(127 * 127 * terms) > 2**31
-    assert torch.equal(found, oracle.integer_product(left, right).float())
+    assert torch.equal(result, oracle.integer_product(lhs, rhs).float())
 
 
 @every_row
 @pytest.mark.usefixtures("native_formats")
 def test_what_this_cpu_multiplies_itself(row: Compute) -> None:
-    own = {"int8", "bfloat16", "float32", "float64"}
+    native_formats = {"int8", "bfloat16", "float32", "float64"}
     for matmul in row.products.values():
-        assert is_native(matmul, CPU) == ({matmul.left.format, matmul.right.format} <= own)
+        assert is_native(matmul, CPU) == (
+            {matmul.left.format, matmul.right.format} <= native_formats
+        )
 
 
 @every_row

@@ -72,11 +72,11 @@ def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> No
         {"weight"} if row == "int8-outlier" else set()
     )
     save_file(state, tmp_path / "model.safetensors")
-    other = quantize_for_inference(tiny_llama(seed=1), row)
+    loaded = quantize_for_inference(tiny_llama(seed=1), row)
     with torch.no_grad():
-        assert not torch.equal(other(TOKENS).logits, model(TOKENS).logits)
-        other.load_state_dict(load_file(tmp_path / "model.safetensors"))
-        assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
+        assert not torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+        loaded.load_state_dict(load_file(tmp_path / "model.safetensors"))
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,14 @@ def test_a_layer_is_the_oracle_s(
     layer, linears = make_layer(row, *shape[1:], dtype=dtype)
     linears.step = 5
     x, grad = batch(shape, dtype)
-    found = passed(layer, x, grad)
-    wanted = expected(layer, x, grad)
+    results = passed(layer, x, grad)
+    reference = expected(layer, x, grad)
     bias = layer.bias.detach().double()
     u = oracle.ROUNDING[dtype]
-    value, off = wanted["output"]
-    wanted["output"] = value + bias, off * (1 + u) + u * ((value + bias).abs() + bias.abs())
-    for got, place in zip(found, PLACES, strict=True):
-        value, off = wanted[place]
+    value, off = reference["output"]
+    reference["output"] = value + bias, off * (1 + u) + u * ((value + bias).abs() + bias.abs())
+    for got, place in zip(results, PLACES, strict=True):
+        value, off = reference[place]
         assert got.dtype == dtype and got.shape == value.shape
         assert ((got.double() - value).abs() <= off + 2.0**-130).all(), place
         assert got.any()
@@ -121,15 +121,15 @@ def test_every_cast_that_is_accepted_multiplies(cast: Cast) -> None:
     shape = (20, 40, 24)
     layer, _ = make_layer(row, *shape[1:], bias=False)
     x, grad = batch(shape)
-    found = passed(layer, x, grad)
-    wanted = expected(layer, x, grad)
-    for got, place in zip(found, PLACES[:3], strict=False):
-        value, off = wanted[place]
+    results = passed(layer, x, grad)
+    reference = expected(layer, x, grad)
+    for got, place in zip(results, PLACES[:3], strict=False):
+        value, off = reference[place]
         assert ((got.double() - value).abs() <= off + 2.0**-130).all(), place
     # As far from the layer in float64 as the format is coarse, so the codes are no garbage.
     steps = {4: 0.4, 6: 0.15, 8: 0.13}[cast.element.bits]
     truth = x.double() @ layer.weight.double().t()
-    assert (found.output.double() - truth).norm() <= steps * truth.norm()
+    assert (results.output.double() - truth).norm() <= steps * truth.norm()
 
 
 def test_there_are_many_casts() -> None:
@@ -146,13 +146,13 @@ def test_a_compute_may_cast_one_tensor_and_leave_the_others_in_float32(
     )
     linears.step = 5
     x, grad = batch(SHAPES[0], torch.float32)
-    for got, (left, right) in zip(
+    for got, (lhs, rhs) in zip(
         passed(layer, x, grad), operands(layer, x, grad).values(), strict=False
     ):
-        terms = slice(min(left.shape[1], right.shape[1]))  # only a narrow operand is padded
-        wanted = oracle.product(left[:, terms], right[:, terms])
+        terms = slice(min(lhs.shape[1], rhs.shape[1]))  # only a narrow operand is padded
+        reference = oracle.product(lhs[:, terms], rhs[:, terms])
         value, magnitude = (
-            part[: len(got), : got.shape[1]] for part in (wanted.value, wanted.magnitude)
+            part[: len(got), : got.shape[1]] for part in (reference.value, reference.magnitude)
         )
         assert ((got.double() - value).abs() <= 2.0**-17 * magnitude).all()
 
@@ -161,19 +161,19 @@ def test_a_compute_may_cast_one_tensor_and_leave_the_others_in_float32(
 def test_a_step_s_bits_come_back_and_another_s_differ(row: Compute) -> None:
     layer, linears = make_layer(row)
     x, grad = batch(SHAPES[0])
-    found = {}
+    results = {}
     for step in (7, 8, 7):
         linears.step = step
         result = passed(layer, x, grad)
-        assert step not in found or same(result, found[step])
-        found[step] = result
-    assert not torch.equal(found[7].grad_input, found[8].grad_input)
-    assert not torch.equal(found[7].grad_weight, found[8].grad_weight)
-    assert torch.equal(found[7].output, found[8].output)
-    other, others = make_layer(row)
-    others.clock.set(seed=1)
-    others.step = 7
-    assert not torch.equal(passed(other, x, grad).grad_input, found[7].grad_input)
+        assert step not in results or same(result, results[step])
+        results[step] = result
+    assert not torch.equal(results[7].grad_input, results[8].grad_input)
+    assert not torch.equal(results[7].grad_weight, results[8].grad_weight)
+    assert torch.equal(results[7].output, results[8].output)
+    reseeded, reseeded_linears = make_layer(row)
+    reseeded_linears.clock.set(seed=1)
+    reseeded_linears.step = 7
+    assert not torch.equal(passed(reseeded, x, grad).grad_input, results[7].grad_input)
 
 
 @pytest.mark.parametrize("shape", [(24, 65), (1, 24, 65), (6, 4, 65), (6, 2, 2, 65)], ids=str)
@@ -183,8 +183,8 @@ def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int
     grad = gaussian(1, 17, seed=4).expand(24, 17)
     layer, linears = make_layer("int8-row")
     linears.set_first_token(0)
-    whole = passed(layer, x, grad).grad_input
-    assert not torch.equal(whole[:1], whole[8:9])  # equal gradients round differently
+    full_batch = passed(layer, x, grad).grad_input
+    assert not torch.equal(full_batch[:1], full_batch[8:9])  # equal gradients round differently
     is_packed = shape[0] != 6
     for first, last in ((0, 7), (7, 19), (19, 24)) if is_packed else ((0, 4), (4, 16), (16, 24)):
         linears.set_first_sequence(99) if is_packed else linears.set_first_token(
@@ -192,8 +192,10 @@ def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int
         )  # another place, which no longer counts
         linears.set_first_token(first) if is_packed else linears.set_first_sequence(first // 4)
         part = (1, last - first, 65) if shape[0] == 1 else (-1, *shape[1:])
-        found = passed(layer, x[first:last].reshape(part), grad[first:last].reshape(*part[:-1], 17))
-        assert torch.equal(found.grad_input.reshape(-1, 65), whole[first:last])
+        micro_batch = passed(
+            layer, x[first:last].reshape(part), grad[first:last].reshape(*part[:-1], 17)
+        )
+        assert torch.equal(micro_batch.grad_input.reshape(-1, 65), full_batch[first:last])
 
 
 # ── as a module ───────────────────────────────────────────────────────────────────────────────────
@@ -214,29 +216,29 @@ def test_any_leading_shape_gives_the_same_bits(row: Compute) -> None:
     flat = passed(layer, x, grad)
     for shape in ((3, 4), (2, 3, 2)):
         layer, _ = make_layer(row)
-        found = passed(layer, x.view(*shape, 65), grad.view(*shape, 17))
-        assert found.output.shape == (*shape, 17) and found.grad_input.shape == (*shape, 65)
-        flattened = Result(found.output.view(12, 17), found.grad_input.view(12, 65), *found[2:])
+        shaped = passed(layer, x.view(*shape, 65), grad.view(*shape, 17))
+        assert shaped.output.shape == (*shape, 17) and shaped.grad_input.shape == (*shape, 65)
+        flattened = Result(shaped.output.view(12, 17), shaped.grad_input.view(12, 65), *shaped[2:])
         assert same(flattened, flat)
-    one = passed(make_layer(row)[0], x[0], grad[0])
-    assert one.output.shape == (17,) and one.grad_input.shape == (65,)
+    vector = passed(make_layer(row)[0], x[0], grad[0])
+    assert vector.output.shape == (17,) and vector.grad_input.shape == (65,)
 
 
 @every_one_of_eight
-@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
+@pytest.mark.parametrize("requires_grad", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
 def test_gradients_are_those_wanted_and_no_others(
-    row: Compute, wanted: tuple[int, int, int]
+    row: Compute, requires_grad: tuple[int, int, int]
 ) -> None:
     x, grad = batch(SHAPES[0])
-    whole = passed(make_layer(row)[0], x, grad)
+    reference = passed(make_layer(row)[0], x, grad)
     layer, _ = make_layer(row)
     leaves = [x.clone(), layer.weight, layer.bias]
-    for leaf, needed in zip(leaves, wanted, strict=True):
+    for leaf, needed in zip(leaves, requires_grad, strict=True):
         leaf.requires_grad_(bool(needed))
     y = layer(leaves[0])
     y.backward(grad)
-    assert torch.equal(y.detach(), whole.output)
-    for leaf, needed, value in zip(leaves, wanted, whole[1:], strict=True):
+    assert torch.equal(y.detach(), reference.output)
+    for leaf, needed, value in zip(leaves, requires_grad, reference[1:], strict=True):
         assert (leaf.grad is None) == (not needed)
         assert leaf.grad is None or torch.equal(leaf.grad, value)
 
@@ -310,8 +312,8 @@ def test_matrices_that_stay_wide_are_named_and_counted() -> None:
         "embedding": nn.Embedding(7, 32), "encoder": nn.TransformerEncoderLayer(32, 2, 64), "halved": Halved(32, 32),
         "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "lm_head": nn.Linear(32, 7),
     })  # fmt: skip
-    said = r"^5,152 of 10,496 .*\(49%\).*in_proj_weight \(MultiheadAttention\).*halved"
-    with pytest.warns(UserWarning, match=said):
+    pattern = r"^5,152 of 10,496 .*\(49%\).*in_proj_weight \(MultiheadAttention\).*halved"
+    with pytest.warns(UserWarning, match=pattern):
         linears = swap_linears(model, "float8-row")
     assert linears.matrices() == {
         "encoder.self_attn.in_proj_weight": "MultiheadAttention",
@@ -337,13 +339,13 @@ def test_the_step_is_that_of_the_optimizer_that_steps_the_model() -> None:
     model = Model()
     linears = swap_linears(model, "int8-row", seed=3)
     mine = torch.optim.SGD(model.parameters(), lr=0.0)
-    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-    other.step()
+    unrelated = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+    unrelated.step()
     assert linears.step == 0
     mine.step()
-    other.step()
+    unrelated.step()
     assert linears.step == 1 and mine.param_groups[0]["matmul_step"] == 1
-    assert "matmul_step" not in other.param_groups[0]
+    assert "matmul_step" not in unrelated.param_groups[0]
     mine.step()
     assert linears.step == 2
     assert len({id(layer.clock_words) for layer in linears.layers.values()}) == 1
@@ -404,8 +406,8 @@ def test_a_resumed_run_has_the_random_bits_of_one_that_never_stopped(
         optimizer.load_state_dict(saved[1])
 
 
-def same_parameters(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
+def same_parameters(first: nn.Module, second: nn.Module) -> bool:
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -507,7 +509,7 @@ def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(
     """The casts fuse with the products around the layer, whose results are rounded first all the
     same.
     """
-    eager, others = make_layer(row)
+    eager, eager_linears = make_layer(row)
     layer, linears = make_layer(row)
     call = torch.compile(
         lambda x: layer(x * 1.3) * 0.7,
@@ -515,14 +517,16 @@ def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(
         options={"cpp.vec_isa_ok": True, **COMPILE_OPTIONS},
     )
     for step in range(3):
-        linears.step = others.step = step
-        for handle in (linears, others) if step else ():  # at first the gradient's own bits key it
+        linears.step = eager_linears.step = step
+        for handle in (
+            (linears, eager_linears) if step else ()
+        ):  # at first the gradient's own bits key it
             handle.set_first_sequence(2 * step)
         x = gaussian(2, 12, 65, seed=step)
         grad = gaussian(2, 12, 17, seed=step + 50)
-        wanted = passed(eager, x, grad, lambda x: eager(x * 1.3) * 0.7)
+        reference = passed(eager, x, grad, lambda x: eager(x * 1.3) * 0.7)
         with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
-            assert same(passed(layer, x, grad, call), wanted)
+            assert same(passed(layer, x, grad, call), reference)
 
 
 # ── what models do around a layer ─────────────────────────────────────────────────────────────────
@@ -571,8 +575,8 @@ def test_func_grad_gives_the_bits_of_backward(compute: str, fresh_compiler: None
     if "compiled" in compute:
         model.requires_grad_(False)
         gradient = torch.compile(gradient, backend="aot_eager")
-    found = gradient({name: p.detach() for name, p in model.named_parameters()}, x)
-    assert all(torch.equal(found[name], p.grad) for name, p in model.named_parameters())
+    gradients = gradient({name: p.detach() for name, p in model.named_parameters()}, x)
+    assert all(torch.equal(gradients[name], p.grad) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -581,7 +585,7 @@ def test_several_forward_passes_before_backward_and_calls_without_gradient_betwe
     compute: str, cached: bool
 ) -> None:
     """As in loops of GANs, of reinforcement learning, and with losses that the model returns."""
-    found = []
+    trained = []
     for interleaved in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).bfloat16()
@@ -602,8 +606,11 @@ def test_several_forward_passes_before_backward_and_calls_without_gradient_betwe
                     loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append([*model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        trained.append([*model.parameters()])
+    assert all(
+        torch.equal(plain, interleaved_param)
+        for plain, interleaved_param in zip(*trained, strict=True)
+    )
 
 
 def test_exceptions_of_a_float16_recipe_compute_in_float16() -> None:
@@ -620,14 +627,14 @@ def test_a_copy_counts_steps_and_another_optimizer_may_step_before_backward() ->
     original = nn.Sequential(nn.Linear(32, 32)).bfloat16()
     swap_linears(original, "nvfp4")
     model = copy.deepcopy(original)
-    other = nn.Linear(2, 2)
+    unrelated = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     x = torch.randn(8, 32).bfloat16()
     gradients = []
     for _ in range(3):
         y = model(x)
-        other(torch.ones(2)).sum().backward()
-        torch.optim.SGD(other.parameters()).step()
+        unrelated(torch.ones(2)).sum().backward()
+        torch.optim.SGD(unrelated.parameters()).step()
         y.float().square().sum().backward()
         gradients.append(model[0].weight.grad)
         optimizer.step()

@@ -120,26 +120,26 @@ def values_of(operand: Operand, dim: int) -> Tensor:
 
 
 def test_which_computes_each_chip_multiplies_itself() -> None:
-    whole = {"float8-tensor", "float8-row", "float8-row-wide-gw", "float8-tensor-e5m2", "scalify"}
+    float8 = {"float8-tensor", "float8-row", "float8-row-wide-gw", "float8-tensor-e5m2", "scalify"}
     mx = {"mxfp8", "mxfp8-ocp"}
     blocks = {"float8-block", "float8-block-float32"}
     nv = {"nvfp4", "nvfp4-4over6"}
     expected = {
-        **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942"), whole),
-        "gfx950": whole | mx | {"mxfp4"}, "sm90": whole | blocks,
-        "sm100": whole | mx | nv | {"mxfp4"}, "sm120": whole | mx | nv,
+        **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942"), float8),
+        "gfx950": float8 | mx | {"mxfp4"}, "sm90": float8 | blocks,
+        "sm100": float8 | mx | nv | {"mxfp4"}, "sm120": float8 | mx | nv,
     }  # fmt: skip
     for architecture, computes in expected.items():
         needed = {
             name: [p for p in row.products.values() if needs_kernel(p)]
             for name, row in COMPUTES.items()
         }
-        found = {
+        native = {
             name
             for name, of in needed.items()
             if of and all(kernel_for(product, architecture) for product in of)
         }
-        assert found == computes, architecture
+        assert native == computes, architecture
 
 
 @every_way
@@ -170,16 +170,16 @@ def test_a_native_product_is_the_exact_one_rounded_once(
     And the emulation of the same codes is as near as it states.
     """
     bias = gaussian(shape[2], seed=5)
-    for dtype, given in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
+    for dtype, added_bias in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
         with device(chip):
             pair = cast_operands(row, place, shape)
             assert not is_opaque(*pair, row.products[place])
-            found = multiply(*pair, DIMS[place], row.products[place], dtype, given)
-        left, right = (values_of(x, dim) for x, dim in zip(pair, DIMS[place], strict=True))
-        product = oracle.product(left, right)
+            result = multiply(*pair, DIMS[place], row.products[place], dtype, added_bias)
+        lhs, rhs = (values_of(x, dim) for x, dim in zip(pair, DIMS[place], strict=True))
+        product = oracle.product(lhs, rhs)
         wide = (
             F.pad(bias, (0, product.value.shape[1] - len(bias))).double()
-            if given is not None
+            if added_bias is not None
             else 0.0
         )
         exactly = product.value + wide
@@ -188,13 +188,13 @@ def test_a_native_product_is_the_exact_one_rounded_once(
         first = torch.bfloat16 if row.name == "mxfp4" or chip == "gfx950" else dtype
         roundings = 2.0**-22 + oracle.ROUNDING[first] + oracle.ROUNDING[dtype]
         bound = product.magnitude * 2.0**-40 + (exactly.abs() + product.value.abs()) * roundings
-        assert found.dtype == dtype and found.shape == exactly.shape
-        assert ((found.double() - exactly).abs() <= bound).all()
-        emulated = multiply(*pair, DIMS[place], row.products[place], dtype, given)
+        assert result.dtype == dtype and result.shape == exactly.shape
+        assert ((result.double() - exactly).abs() <= bound).all()
+        emulated = multiply(*pair, DIMS[place], row.products[place], dtype, added_bias)
         accumulated = max(shape[1], 1) * 2.0**-23 * product.magnitude + 2.0**-7 * (
             exactly.abs() + product.value.abs()
         )
-        assert ((found.double() - emulated.double()).abs() <= bound + accumulated).all()
+        assert ((result.double() - emulated.double()).abs() <= bound + accumulated).all()
 
 
 class LargeOperations(TorchDispatchMode):

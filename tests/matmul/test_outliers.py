@@ -15,7 +15,7 @@ from oracles.linear import ROUNDING, Product, product
 ROW = COMPUTES["int8-outlier"]
 CODES = COMPUTES["int8-outlier-codes"]
 THRESHOLD = ROW.output.left.outliers
-both = pytest.mark.parametrize("row", [ROW, CODES], ids=["16 bits", "codes"])
+both_storages = pytest.mark.parametrize("row", [ROW, CODES], ids=["16 bits", "codes"])
 
 
 def with_outliers(columns: tuple[int, ...] = (3, 40), rows: int = 33) -> torch.Tensor:
@@ -37,13 +37,13 @@ def test_a_column_with_one_magnitude_at_the_threshold_is_an_outlier() -> None:
 
 
 @pytest.mark.parametrize("columns", [(), (3,), (3, 40), tuple(range(65))], ids=len)
-@both
+@both_storages
 def test_the_output_is_int8_plus_the_thin_product_in_16_bits(
     row: Compute, columns: tuple[int, ...]
 ) -> None:
     layer, _ = make_layer(row)
     x = with_outliers(columns)
-    found = passed(layer, x, gaussian(33, 17)).output.double()
+    output = passed(layer, x, gaussian(33, 17)).output.double()
     rest = without_outliers(x, THRESHOLD)
     weight = layer.weight.detach()
     codes = exact(quantized(weight, row.output.right, 1))
@@ -60,4 +60,4 @@ def test_the_output_is_int8_plus_the_thin_product_in_16_bits(
         + u * off
         + u * wide.value.abs()
     )
-    assert ((found - value).abs() <= off).all()
+    assert ((output - value).abs() <= off).all()

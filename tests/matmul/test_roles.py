@@ -97,10 +97,10 @@ def test_a_label_head_and_the_head_that_a_model_names() -> None:
 def test_swapping_leaves_them_and_says_why(compute: str) -> None:
     model = Model().bfloat16()
     linears = swap_linears(model, compute)
-    kept = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    kept -= {name for name, layer in linears.layers.items() if not layer.compute.is_wide}
+    wide_layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    wide_layers -= {name for name, layer in linears.layers.items() if not layer.compute.is_wide}
     roles = roles_of(model, 0.15 if compute == "nvfp4" else 0.0)
-    assert kept == {name for name in kept | set(linears.layers) if name in roles}
+    assert wide_layers == {name for name in wide_layers | set(linears.layers) if name in roles}
     assert "blocks.0.gate" in linears.layers
     assert "to_vocabulary.weight (head)" in linears.describe(limit=99)
     assert "blocks.1.scores.weight (router)" in linears.describe(limit=99)

@@ -57,24 +57,26 @@ def on_a_rank(rank: int) -> dict[str, Any]:
     ng.swap_linears(model, "mxfp8", keep=())
     with pytest.raises(RecipeError, match=r"layer 'up': its weight is distributed.*plain tensor"):
         model.up(torch.randn(2, 64, 128).bfloat16())  # not through the model that was sharded
-    found: dict[str, Any] = {}
+    tensors_of: dict[str, Any] = {}
     for order in ("swap,split", "split,swap"):
         for compute in RIGHT:
-            found[f"{compute} {order}"] = [t.float() for t in results(compute, order, mesh)]
+            tensors_of[f"{compute} {order}"] = [t.float() for t in results(compute, order, mesh)]
         for compute in REFUSED:
             with pytest.raises(RecipeError, match=r"Cannot split layer 'up'"):
                 results(compute, order, mesh)
-    return found
+    return tensors_of
 
 
 def test_two_ranks_have_the_values_of_one_process(tmp_path: Path) -> None:
     first, second = run_ranks(on_a_rank, 2, tmp_path)
     for name, tensors in first.items():
-        whole = results(name.split()[0])
-        for found, other, wanted in zip(tensors, second[name], whole, strict=True):
-            assert torch.equal(found, other)
+        single_process = results(name.split()[0])
+        for first_value, second_value, reference in zip(
+            tensors, second[name], single_process, strict=True
+        ):
+            assert torch.equal(first_value, second_value)
             # Two roundings to bfloat16, of sums in another order.
-            assert (found - wanted.float()).norm() <= 2**-7 * wanted.float().norm()
+            assert (first_value - reference.float()).norm() <= 2**-7 * reference.float().norm()
 
 
 def test_every_compute_is_split_or_refused() -> None:

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 import narrowgauge as ng
-from analysis.comparison.made_runs import made, seeds
+from analysis.comparison.made_runs import make_run, seeds
 from analysis.diagnosis.records import AT, healthy_run
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.cli.main import main
@@ -79,7 +79,7 @@ def mistakes() -> str:
 def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float) -> list[Run]:
     """Make runs with a validation half way."""
     return [
-        made(recipe, seed, loss, evals=[(5, loss + 1), (10, loss)], step_seconds=step_seconds)
+        make_run(recipe, seed, loss, evals=[(5, loss + 1), (10, loss)], step_seconds=step_seconds)
         for seed, loss in enumerate(losses)
     ]
 

@@ -1,4 +1,4 @@
 """The fixtures of tests that train."""
 
 from trainer.fixtures import place as place
-from trainer.fixtures import whole as whole
+from trainer.fixtures import uninterrupted as uninterrupted

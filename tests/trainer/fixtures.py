@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Each case, trained at once."""
     folder = tmp_path_factory.mktemp("whole")
     return {

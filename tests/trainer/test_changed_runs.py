@@ -289,16 +289,16 @@ def test_an_edited_batch_size_reads_on_where_the_run_was(
 
 def test_a_second_resume_at_once_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true_open = loop.open_on_ranks
-    told = []
+    messages = []
 
-    def opened(*given: Any) -> Any:
-        if not told:
-            told.append(call("resume", str(stopped)).stderr)
-        return true_open(*given)
+    def opened(*arguments: Any) -> Any:
+        if not messages:
+            messages.append(call("resume", str(stopped)).stderr)
+        return true_open(*arguments)
 
     monkeypatch.setattr(loop, "open_on_ranks", opened)
     loop.resume(stopped, stop_after=5)
-    assert told == [
+    assert messages == [
         f"RecordError: Cannot write the run {stopped}: another process, or a recorder of this one "
         "that was not closed, is "
         "writing it. Close it, or wait until the process ends.\n"

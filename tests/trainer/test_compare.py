@@ -44,13 +44,13 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
         calls.append((recipe, seed))
         return trained(recipe, seed, log)
 
-    found = compare(train, ["bfloat16/master", "bfloat16/word"], seeds=2, out=tmp_path / "out")
+    comparison = compare(train, ["bfloat16/master", "bfloat16/word"], seeds=2, out=tmp_path / "out")
     assert calls == [
         (recipe, seed) for seed in (0, 1) for recipe in ("bfloat16/master", "bfloat16/word")
     ]
     assert (
-        found.verdict[0].startswith("bfloat16/word is the cheapest")
-        and found.rows[0]["tokens_per_second"] > 0
+        comparison.verdict[0].startswith("bfloat16/word is the cheapest")
+        and comparison.rows[0]["tokens_per_second"] > 0
     )
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "compare.json", "report.html", "bfloat16-master-seed0", "bfloat16-master-seed1", "bfloat16-word-seed0",
@@ -62,7 +62,7 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
     ] == [5, 10]
     assert all(row["seconds"] >= 0 for row in (*run.steps, *run.evals))
     assert run.summary is not None and run.summary["val_loss"] == 4.1 and run.summary["steps"] == 10
-    assert compare_runs(read_runs([tmp_path / "out"])).rows == found.rows
+    assert compare_runs(read_runs([tmp_path / "out"])).rows == comparison.rows
     with pytest.raises(RecordError, match="is not empty"):
         compare(train, ["bfloat16/word"], out=tmp_path / "out")
 
@@ -76,8 +76,10 @@ def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
         log.eval({"val_loss": 2.5})
         return returned
 
-    found = compare(train, ["anything at all"])
-    assert found.rows[0]["val_loss"] == loss and found.rows[0]["diverged"] is (loss is None)
+    comparison = compare(train, ["anything at all"])
+    assert comparison.rows[0]["val_loss"] == loss and comparison.rows[0]["diverged"] is (
+        loss is None
+    )
 
 
 def test_contradictory_requests_are_refused() -> None:
@@ -118,7 +120,7 @@ def watched(recipe: str, seed: int, log: Record) -> float:
 
 
 def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> None:
-    found = compare(watched, ["bfloat16/word", "bfloat16/naive"], out=tmp_path)
+    comparison = compare(watched, ["bfloat16/word", "bfloat16/naive"], out=tmp_path)
     word, naive = (read_run(tmp_path / f"bfloat16-{name}-seed0") for name in ("word", "naive"))
     for run, is_lossless in ((word, True), (naive, False)):
         assert [row["step"] for row in run.gauges] == [3, 6]
@@ -128,7 +130,7 @@ def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> 
         assert (run.summary["edq"] > 0.9) == is_lossless and (
             run.summary["lost_fraction"] < 0.1
         ) == is_lossless
-    assert [row["bytes_per_param"] for row in found.rows] == pytest.approx([8.5, 8.0], abs=0.2)
+    assert [row["bytes_per_param"] for row in comparison.rows] == pytest.approx([8.5, 8.0], abs=0.2)
 
 
 RECIPES = (parse("bfloat16/word"), parse("bfloat16/naive"))
@@ -205,8 +207,12 @@ def test_runs_on_other_tokens_are_not_compared(
     with pytest.raises(RecordError, match="has data = other tokens, not those in"):
         done(short, tmp_path / "out", RECIPES, 1)
     done(short, tmp_path / "other", RECIPES[1:], 1)
-    both = compare_runs(read_runs([tmp_path / "out", tmp_path / "other"], print))
-    assert not both.differences and "other data" not in both.text() and "data" in both.verdict[-1]
+    comparison = compare_runs(read_runs([tmp_path / "out", tmp_path / "other"], print))
+    assert (
+        not comparison.differences
+        and "other data" not in comparison.text()
+        and "data" in comparison.verdict[-1]
+    )
 
 
 def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_bits(

@@ -58,7 +58,7 @@ def test_compilation_follows_size(
     model: str, steps: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for missing in ("", "no compiler is here"):
-        monkeypatch.setattr(config_module, "_compiler_missing", lambda said=missing: said)
+        monkeypatch.setattr(config_module, "_compiler_missing", lambda reason=missing: reason)
         filled = TrainConfig(model=model, steps=steps).filled()
         assert filled.compile is (compiled and not missing)
 

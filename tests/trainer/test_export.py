@@ -50,9 +50,9 @@ def test_an_export_is_the_model_bit_for_bit(run: Path, tmp_path: Path) -> None:
 def test_the_tokenizer_goes_along(run: Path, tmp_path: Path) -> None:
     out = export(run, tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(out)
-    own = Tokenizer.from_file(str(out / "tokenizer.json"))
+    reference = Tokenizer.from_file(str(out / "tokenizer.json"))
     text = "def one(two):\n\treturn  'ü' , 3\n"
-    assert tokenizer(text)["input_ids"] == own.encode(text).ids
+    assert tokenizer(text)["input_ids"] == reference.encode(text).ids
     assert (
         tokenizer.decode(tokenizer(text)["input_ids"]) == text
         and tokenizer.eos_token == END_OF_TEXT

@@ -61,7 +61,7 @@ def test_at_a_checkpoint_the_ones_before_stay(
 ) -> None:
     config = settings(place, tmp_path / "run", **CASES["naive"])
     folder = loop.train(replace(config, stop_after=2))
-    whole = loop.train(replace(config, out=str(tmp_path / "whole")))
+    uninterrupted = loop.train(replace(config, out=str(tmp_path / "whole")))
     with monkeypatch.context() as patch:
         patch.setattr(saving, "_publish", full)
         refused = call("resume", str(folder))
@@ -73,7 +73,7 @@ def test_at_a_checkpoint_the_ones_before_stay(
         "step-00000002"
     ]
     loop.resume(folder)
-    assert_same_run(read_run(folder), read_run(whole))
+    assert_same_run(read_run(folder), read_run(uninterrupted))
 
 
 def test_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

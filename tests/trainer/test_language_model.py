@@ -69,17 +69,19 @@ def test_weights_are_a_function_of_the_seed_alone() -> None:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    other = build("llama-1m", vocab_size=300, seed=6).state_dict()
-    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    reseeded = build("llama-1m", vocab_size=300, seed=6).state_dict()
+    assert not torch.equal(
+        first["model.embed_tokens.weight"], reseeded["model.embed_tokens.weight"]
+    )
 
 
 def test_a_folder_with_a_config_alone_is_drawn_from_the_seed(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "shape")
-    one = build(str(folder), seed=1)
-    two = build(str(folder / "config.json"), seed=1)
-    assert torch.equal(one.lm_head.weight, two.lm_head.weight)
-    assert one.lm_head.weight.dtype == torch.float32
-    assert one.config.attention_dropout == 0
+    from_folder = build(str(folder), seed=1)
+    from_file = build(str(folder / "config.json"), seed=1)
+    assert torch.equal(from_folder.lm_head.weight, from_file.lm_head.weight)
+    assert from_folder.lm_head.weight.dtype == torch.float32
+    assert from_folder.config.attention_dropout == 0
     assert build(str(folder), vocab_size=50, seed=1).lm_head.weight.shape == (50, 32)
 
 
@@ -114,11 +116,11 @@ def test_model_code_never_runs(
     mark = tmp_path / "was run"
     folder.mkdir()
     (folder / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
-    given = {
+    settings = {
         "model_type": model_type,
         "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"},
     }
-    (folder / "config.json").write_text(json.dumps({**SMALL, **given}))
+    (folder / "config.json").write_text(json.dumps({**SMALL, **settings}))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     if command == "build":
@@ -225,8 +227,8 @@ def test_weights_of_another_model_and_missing_ones_are_refused(tmp_path: Path) -
 def test_the_loss_is_the_sum_of_the_models_own_mean(tied: bool) -> None:
     model = small(tie_word_embeddings=tied)
     tokens = TOKENS
-    own = model(input_ids=tokens, labels=tokens).loss * 3 * 16
-    assert loss_sum(model, tokens).item() == pytest.approx(own.item(), rel=1e-6)
+    model_loss = model(input_ids=tokens, labels=tokens).loss * 3 * 16
+    assert loss_sum(model, tokens).item() == pytest.approx(model_loss.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "CohereForCausalLM"])
@@ -239,11 +241,11 @@ def test_layers_beside_body_and_head_train(name: str, monkeypatch: pytest.Monkey
         torch.manual_seed(0)
         model = kind(kind.config_class(**shape, is_decoder=True, pad_token_id=0)).eval()
     tokens = TOKENS[TOKENS.ne(0).all(1)]
-    wanted = loss_sum(model, tokens)
+    reference = loss_sum(model, tokens)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
     loss = compiled_loss(model)(tokens)
-    assert loss.item() == wanted.item()
+    assert loss.item() == reference.item()
     loss.backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
@@ -255,18 +257,18 @@ def test_compiled_equals_eager(kind: str, light: bool) -> None:
     tokens = TOKENS
     if kind == "bfloat16":
         narrowed(model)
-    wanted_loss = loss_sum(model, tokens)
-    wanted = gradients(model, wanted_loss)
+    eager_loss = loss_sum(model, tokens)
+    eager_gradients = gradients(model, eager_loss)
     if light:
         enable_activation_checkpointing(model)
     names = list(model.state_dict())
     loss = compiled_loss(model)
-    found_loss = loss(tokens)
-    found = gradients(model, found_loss)
+    measured_loss = loss(tokens)
+    compiled_gradients = gradients(model, measured_loss)
     assert list(model.state_dict()) == names
     tolerance = 1e-5 if kind == "float32" else 3e-2
-    assert found_loss.dtype == torch.float32
-    assert found_loss.item() == pytest.approx(
-        wanted_loss.item(), rel=1e-5 if kind == "float32" else 1e-3
+    assert measured_loss.dtype == torch.float32
+    assert measured_loss.item() == pytest.approx(
+        eager_loss.item(), rel=1e-5 if kind == "float32" else 1e-3
     )
-    assert largest_relative_error(found, wanted) < tolerance
+    assert largest_relative_error(compiled_gradients, eager_gradients) < tolerance

@@ -126,9 +126,9 @@ def test_micro_batches_add_up_to_the_batch(place: Path, tmp_path: Path) -> None:
         ).steps
         for k in (1, 4)
     ]
-    for one, other in zip(*parts, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    for first, second in zip(*parts, strict=True):
+        assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
+        assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
 
 
 def test_a_micro_batch_has_the_random_bits_of_its_place(place: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ BASE: dict[str, Any] = {
 
 def train_here(rank: int, place: Path, runs: dict[Path, dict[str, Any]]) -> list[Any]:
     """One rank of some trainings; what it said, or why it was refused, or what it found corrupt."""
-    said: list[Any] = []
+    outcomes: list[Any] = []
     for out, changes in runs.items():
         stream = io.StringIO()
         with (
@@ -46,13 +46,13 @@ def train_here(rank: int, place: Path, runs: dict[Path, dict[str, Any]]) -> list
                     loop.resume(out)
                 else:
                     loop.train(settings(place, out, **changes))
-                told: Any = stream.getvalue()
+                outcome: Any = stream.getvalue()
             except CorruptionError as error:
-                told = error.message, error.rank, error.tensor
+                outcome = error.message, error.rank, error.tensor
             except NarrowgaugeError as error:
-                told = f"{stream.getvalue()}{error}"
-        said.append(told)
-    return said
+                outcome = f"{stream.getvalue()}{error}"
+        outcomes.append(outcome)
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def alone(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_path: Path) -> None:
     size = 4
-    said = run_ranks(train_here, size, tmp_path / "ranks", place, {tmp_path / "run": BASE})
+    outputs = run_ranks(train_here, size, tmp_path / "ranks", place, {tmp_path / "run": BASE})
     run = read_run(tmp_path / "run")
     assert [row["step"] for row in run.steps] == [1, 2, 3, 4] and run.run["machine"][
         "ranks"
@@ -78,7 +78,9 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     assert run.evals[-1]["val_loss"] == pytest.approx(alone.evals[-1]["val_loss"], rel=1e-6)
     assert [row["step"] for row in run.gauges] == [2, 4] and run.summary is not None
     assert run.summary["edq"] == pytest.approx(1, abs=1e-5) and run.summary["bytes_per_param"] == 16
-    assert said[0][0].count("validation loss") == 2 and all(other == [""] for other in said[1:])
+    assert outputs[0][0].count("validation loss") == 2 and all(
+        silent == [""] for silent in outputs[1:]
+    )
 
 
 def train_on_a_copy(rank: int, place: Path, copies: list[Path], out: Path) -> str:
@@ -99,9 +101,11 @@ def test_ranks_with_other_tokens_are_refused(place: Path, tmp_path: Path) -> Non
     shutil.copytree(*copies)
     content = (copies[1] / "tokens.bin").read_bytes()
     (copies[1] / "tokens.bin").write_bytes(content[2:] + content[:2])
-    said = run_ranks(train_on_a_copy, 2, tmp_path / "ranks", place, copies, tmp_path / "run")
+    messages = run_ranks(train_on_a_copy, 2, tmp_path / "ranks", place, copies, tmp_path / "run")
     assert (
-        "rank 1 has tokens = " in said[0] and said[0] == said[1] and not (tmp_path / "run").exists()
+        "rank 1 has tokens = " in messages[0]
+        and messages[0] == messages[1]
+        and not (tmp_path / "run").exists()
     )
 
 
@@ -140,8 +144,8 @@ def train_with_a_flipped_bit(rank: int, place: Path, out: Path) -> Any:
 
     def batch(self: Session) -> list[torch.Tensor]:
         if (rank, self.step) == (1, 5):
-            kept = kept_tensors(self.optimizer)
-            tensor = next(tensor for name, tensor, _ in kept if name.startswith("exp_avg_sq of"))
+            tensors = kept_tensors(self.optimizer)
+            tensor = next(tensor for name, tensor, _ in tensors if name.startswith("exp_avg_sq of"))
             tensor.data.view(-1).view(torch.int32)[5] ^= 1 << 30
         return true_batch(self)
 
@@ -153,12 +157,12 @@ def train_with_a_flipped_bit(rank: int, place: Path, out: Path) -> Any:
 def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(
     place: Path, tmp_path: Path
 ) -> None:
-    first, *others = run_ranks(
+    first, *other_ranks = run_ranks(
         train_with_a_flipped_bit, 3, tmp_path / "ranks", place, tmp_path / "run"
     )
     message, rank, tensor = first
     assert (
-        others == [first] * 2
+        other_ranks == [first] * 2
         and rank == 1
         and tensor.startswith("exp_avg_sq of")
         and "rank 1" in message

@@ -55,23 +55,23 @@ def run_with(place: Path, folder: Path, **changes: Any) -> Run:
     )
 
 
-def kinds(run: Run, *wanted: str) -> list[tuple[str, int]]:
-    return [(e["kind"], e["step"]) for e in run.events if e["kind"] in wanted]
+def kinds(run: Run, *names: str) -> list[tuple[str, int]]:
+    return [(e["kind"], e["step"]) for e in run.events if e["kind"] in names]
 
 
 def test_a_spike_is_reported_at_its_step(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
-    told: list[str] = []
-    stop = on_event(lambda event: told.append(event.kind))
+    kinds_seen: list[str] = []
+    stop = on_event(lambda event: kinds_seen.append(event.kind))
     try:
         reported = run_with(place, tmp_path / "reported")
     finally:
         stop()
     assert (
         kinds(reported, "loss_spike", "skip") == [("loss_spike", SPIKE_STEP)]
-        and "loss_spike" in told
+        and "loss_spike" in kinds_seen
     )
     assert (
         not any(row["skipped"] for row in reported.steps)

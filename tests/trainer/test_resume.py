@@ -115,7 +115,7 @@ class Nursery:
         return int(self.process.stdout.readline())
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         return self.output.read_text()
 
     @property
@@ -125,10 +125,10 @@ class Nursery:
 
 @pytest.fixture(scope="module")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery(tmp_path_factory.mktemp("nursery"))
-    with made.process:
-        yield made
-        made.process.stdin.close()
+    processes = Nursery(tmp_path_factory.mktemp("nursery"))
+    with processes.process:
+        yield processes
+        processes.process.stdin.close()
 
 
 # ── resume ────────────────────────────────────────────────────────────────────────────────────────
@@ -136,15 +136,15 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_stopped_and_resumed_is_the_same_run(
-    name: str, place: Path, whole: dict[str, Run], tmp_path: Path
+    name: str, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
 ) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES[name], stop_after=3))
     assert read_run(folder).summary is None and len(read_run(folder).steps) == 3
     loop.resume(folder, stop_after=5)
     loop.resume(folder)
-    assert_same_run(read_run(folder), whole[name])
-    others = ("note", "warning", "checkpoint")
-    kinds = [e["kind"] for e in read_run(folder).events if e["kind"] not in others]
+    assert_same_run(read_run(folder), uninterrupted[name])
+    left_out = ("note", "warning", "checkpoint")
+    kinds = [e["kind"] for e in read_run(folder).events if e["kind"] not in left_out]
     assert kinds == ["start", "stop", "resume", "stop", "resume", "finish"]
 
 
@@ -159,34 +159,36 @@ def test_gauges_go_on_and_fingerprints_have_a_row_for_each_start(
         for stop in stops[1:]:
             loop.resume(folder, stop_after=stop)
         runs.append(read_run(folder))
-    whole, parts = runs
-    assert len(whole.gauges) > 2
-    assert [lasting(row) for row in parts.gauges] == [lasting(row) for row in whole.gauges]
+    uninterrupted, parts = runs
+    assert len(uninterrupted.gauges) > 2
+    assert [lasting(row) for row in parts.gauges] == [lasting(row) for row in uninterrupted.gauges]
     steps = [[row["step"] for row in run.fingerprints] for run in runs]
     assert sorted(set(steps[1]) - set(steps[0])) == [3]
     assert len(steps[1]) == len(steps[0]) + 2
 
 
 def test_a_killed_run_is_the_same(
-    place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
+    place: Path, uninterrupted: dict[str, Run], nursery: Nursery, tmp_path: Path
 ) -> None:
     name = "word, accumulated"
     config = settings(place, tmp_path / "counted", **CASES[name])
-    assert nursery(*words_of(config)) == 0, nursery.said
-    assert_same_run(read_run(tmp_path / "counted"), whole[name])
+    assert nursery(*words_of(config)) == 0, nursery.printed
+    assert_same_run(read_run(tmp_path / "counted"), uninterrupted[name])
     draw = random.Random(name)
     last = nursery.num_calls
     for moment in draw.sample(range(last // 4, last - 4), 4):
         folder = tmp_path / str(moment)
         command = words_of(replace(config, out=str(folder)))
-        assert nursery(*command, at={str(moment): signal.SIGKILL}) == -signal.SIGKILL, nursery.said
+        assert nursery(*command, at={str(moment): signal.SIGKILL}) == -signal.SIGKILL, (
+            nursery.printed
+        )
         if read_run(folder).summary is not None:
             continue
         again = nursery("resume", str(folder), at={str(draw.randrange(1, 40)): signal.SIGKILL})
-        assert again in (0, -signal.SIGKILL), nursery.said
+        assert again in (0, -signal.SIGKILL), nursery.printed
         if again and read_run(folder).summary is None:
-            assert nursery("resume", str(folder)) == 0, nursery.said
-        assert_same_run(read_run(folder), whole[name])
+            assert nursery("resume", str(folder)) == 0, nursery.printed
+        assert_same_run(read_run(folder), uninterrupted[name])
 
 
 JITTERING = {
@@ -200,12 +202,12 @@ def test_a_resumed_model_draws_the_same_random_numbers(place: Path, tmp_path: Pa
     (tmp_path / "jittering").mkdir()
     (tmp_path / "jittering" / "config.json").write_text(json.dumps(JITTERING))
     changes = {"model": str(tmp_path / "jittering"), "gradient_accumulation_steps": 2}
-    whole = read_run(loop.train(settings(place, tmp_path / "whole", **changes)))
+    uninterrupted = read_run(loop.train(settings(place, tmp_path / "whole", **changes)))
     torch.rand(3), random.random(), np.random.rand()
     folder = loop.train(settings(place, tmp_path / "stopped", **changes, stop_after=5))
     torch.rand(7)
     loop.resume(folder)
-    assert_same_run(read_run(folder), whole)
+    assert_same_run(read_run(folder), uninterrupted)
 
 
 # ── signals ───────────────────────────────────────────────────────────────────────────────────────
@@ -213,7 +215,11 @@ def test_a_resumed_model_draws_the_same_random_numbers(place: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_saves_and_says_how_to_go_on(
-    number: signal.Signals, place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
+    number: signal.Signals,
+    place: Path,
+    uninterrupted: dict[str, Run],
+    nursery: Nursery,
+    tmp_path: Path,
 ) -> None:
     name = "naive"
     folder = tmp_path / "run"
@@ -221,21 +227,21 @@ def test_an_interruption_saves_and_says_how_to_go_on(
     assert nursery(*words_of(config), at={'{"step":3,"loss"': number}) == (
         130 if number == signal.SIGINT else 143
     )
-    lines = nursery.said.splitlines()
+    lines = nursery.printed.splitlines()
     assert f"narrowgauge resume {folder}" in lines[-2] and lines[-1].startswith("Interrupted: ")
     assert sum("Stopping after this step" in line for line in lines) == 1
     run = read_run(folder)
     assert run.events[-1]["kind"] == "stop" and len(run.steps) == 3
     assert os.listdir(folder / "checkpoints").count("step-00000003") == 1
-    assert nursery("resume", str(folder)) == 0, nursery.said
-    assert_same_run(read_run(folder), whole[name])
+    assert nursery("resume", str(folder)) == 0, nursery.printed
+    assert_same_run(read_run(folder), uninterrupted[name])
 
 
 def test_a_second_interruption_ends_at_once(place: Path, nursery: Nursery, tmp_path: Path) -> None:
     config = settings(place, tmp_path / "run", recipe="bfloat16/naive", checkpoint_every=0)
     at = {'{"step":3,"loss"': signal.SIGINT, "Ctrl-C again": signal.SIGINT}
     assert nursery(*words_of(config), at=at) == -signal.SIGINT
-    assert "Traceback" not in nursery.said
+    assert "Traceback" not in nursery.printed
     assert (
         not (tmp_path / "run" / "checkpoints").exists()
         and len(read_run(tmp_path / "run").steps) == 2
@@ -246,14 +252,14 @@ def test_an_interruption_before_the_first_step_leaves_nothing(
     place: Path, nursery: Nursery, tmp_path: Path
 ) -> None:
     assert nursery(*words_of(settings(place, tmp_path / "run")), at={"8": signal.SIGINT}) == 130
-    assert "Traceback" not in nursery.said and not (tmp_path / "run").exists()
+    assert "Traceback" not in nursery.printed and not (tmp_path / "run").exists()
 
 
 # ── damage ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(
-    place: Path, whole: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, uninterrupted: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "word, accumulated"
     folder = loop.train(settings(place, tmp_path / "run", **CASES[name], stop_after=4))
@@ -262,12 +268,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     )
     capsys.readouterr()
     loop.resume(folder)
-    said = capsys.readouterr().out
-    assert "checkpoint damaged: step-00000004 is damaged" in said and "checksum" in said
+    output = capsys.readouterr().out
+    assert "checkpoint damaged: step-00000004 is damaged" in output and "checksum" in output
     events = {e["kind"]: e for e in read_run(folder).events}
     assert "step-00000004" in events["checkpoint_damaged"]["message"]
     assert events["resume"]["step"] == 2
-    assert_same_run(read_run(folder), whole[name])
+    assert_same_run(read_run(folder), uninterrupted[name])
 
 
 def flip_all(folder: Path) -> None:
@@ -295,7 +301,7 @@ def lose_and_leave_a_begun_one(folder: Path) -> None:
 
 @pytest.mark.parametrize("fault", [flip_all, lose, lose_and_edit, lose_and_leave_a_begun_one])
 def test_a_lost_run_restarts_if_asked(
-    fault: Any, place: Path, whole: dict[str, Run], tmp_path: Path
+    fault: Any, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
 ) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=3))
     fault(folder)
@@ -311,11 +317,11 @@ def test_a_lost_run_restarts_if_asked(
         )
     assert (folder / "steps.jsonl").read_bytes() == before
     assert call("resume", str(folder), "--restart").exit_code == 0
-    assert_same_run(read_run(folder), whole["naive"])
+    assert_same_run(read_run(folder), uninterrupted["naive"])
 
 
 def test_its_command_resumes_a_run(
-    place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
+    place: Path, uninterrupted: dict[str, Run], nursery: Nursery, tmp_path: Path
 ) -> None:
     """As torchrun and Slurm give it again: after a kill before and behind the first checkpoint, a
     stop, and the end.
@@ -326,8 +332,8 @@ def test_its_command_resumes_a_run(
         ('{"step":5,"loss"', signal.SIGKILL),
         ("", None),
     ):
-        assert nursery(*words, at={written: kill} if kill else {}) == -(kill or 0), nursery.said
-    assert_same_run(read_run(tmp_path / "run"), whole["naive"])
+        assert nursery(*words, at={written: kill} if kill else {}) == -(kill or 0), nursery.printed
+    assert_same_run(read_run(tmp_path / "run"), uninterrupted["naive"])
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     assert call(*words).exit_code == 0
     refused = call(*words, "--lr", "0.01")
@@ -384,12 +390,12 @@ def test_a_failed_save_ends_the_run_at_the_next_step(
 
 
 def test_each_checkpoint_is_an_event_once_it_is_there(
-    whole: dict[str, Run], tmp_path: Path
+    uninterrupted: dict[str, Run], tmp_path: Path
 ) -> None:
-    for run in whole.values():
+    for run in uninterrupted.values():
         steps = [event["step"] for event in run.events if event["kind"] == "checkpoint"]
         assert steps == [2, 4, 6, 8]
-    run = whole["naive"]
+    run = uninterrupted["naive"]
     copy = Path(shutil.copytree(run.path, tmp_path / "run"))
     lines = (copy / "events.jsonl").read_text().splitlines(keepends=True)
     (copy / "events.jsonl").write_text("".join(x for x in lines if '"checkpoint"' not in x))
@@ -406,7 +412,7 @@ def test_each_checkpoint_is_an_event_once_it_is_there(
 
 
 def test_what_has_changed_since_the_run_began_is_told(
-    place: Path, whole: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, uninterrupted: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
     record = load_toml((folder / "run.toml").read_text())
@@ -423,8 +429,8 @@ def test_what_has_changed_since_the_run_began_is_told(
     assert notes[0] == f"the run started with torch 2.0.1 and resumes with {now}{ends}"
     assert len(notes) == 4 and "started with num_threads 64 and resumes with 1" in notes[2]
     assert "ABACUS" in notes[1] and "NVIDIA H200" in notes[3]
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line.startswith("note: ")] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("note: ")] == [
         f"note: {message}." for message in notes
     ]
-    assert_same_run(read_run(folder), whole["naive"])
+    assert_same_run(read_run(folder), uninterrupted["naive"])

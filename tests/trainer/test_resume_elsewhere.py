@@ -43,7 +43,7 @@ def copies(stopped: dict[str, Path], tmp_path: Path, where: str) -> dict[Path, d
 
 
 @pytest.fixture(scope="module")
-def found(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
+def runs(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Run]]:
     """Every case, whole on one process; stopped on two and on one; and gone on with on one, two and
     three.
     """
@@ -68,24 +68,24 @@ def found(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["two, then one", "two, then three", "one, then two"])
-def test_it_is_the_same_run(way: str, case: str, found: dict[str, dict[str, Run]]) -> None:
-    run = found[way][case]
-    whole = found["whole"][case]
-    assert run.summary["weights_fingerprint"] == whole.summary["weights_fingerprint"]
+def test_it_is_the_same_run(way: str, case: str, runs: dict[str, dict[str, Run]]) -> None:
+    run = runs[way][case]
+    uninterrupted = runs["whole"][case]
+    assert run.summary["weights_fingerprint"] == uninterrupted.summary["weights_fingerprint"]
     assert [(row["loss"], row["grad_norm"]) for row in run.steps] == [
-        (r["loss"], r["grad_norm"]) for r in whole.steps
+        (r["loss"], r["grad_norm"]) for r in uninterrupted.steps
     ]
-    assert [lasting(row) for row in run.evals] == [lasting(row) for row in whole.evals]
+    assert [lasting(row) for row in run.evals] == [lasting(row) for row in uninterrupted.evals]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_process_exports_what_three_wrote(
-    case: str, found: dict[str, dict[str, Run]], tmp_path: Path
+    case: str, runs: dict[str, dict[str, Run]], tmp_path: Path
 ) -> None:
-    one, three = (found[way][case].path for way in ("whole", "two, then three"))
+    single, three = (runs[way][case].path for way in ("whole", "two, then three"))
     assert any((three / "checkpoints").glob("*/shard-00003-*.safetensors"))
-    out = [export.export(folder, tmp_path / str(k)) for k, folder in enumerate((one, three))]
+    out = [export.export(folder, tmp_path / str(k)) for k, folder in enumerate((single, three))]
     assert_same_bits(
         *(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()) for folder in out)
     )
-    assert session.load(three).weights_fingerprint() == session.load(one).weights_fingerprint()
+    assert session.load(three).weights_fingerprint() == session.load(single).weights_fingerprint()

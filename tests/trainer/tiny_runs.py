@@ -31,13 +31,13 @@ ENVIRONMENT = {
 
 
 def settings(place: Path, out: Path, **changes: Any) -> TrainConfig:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "steps": 8, "batch_size": 4, "sequence_length": 16, "lr": 3e-3, "eval_every": 3, "eval_sequences": 8,
         "checkpoint_every": 2, "audit_every": 2, "log_every": 1, "held_out": 0.2,
     }  # fmt: skip
     where = {"model": str(place / "model"), "data": str(place / "tokens"), "out": str(out)}
     named = {"recipe": parse(changes["recipe"])} if "recipe" in changes else {}
-    return TrainConfig(**{**given, **where, **changes, **named})
+    return TrainConfig(**{**defaults, **where, **changes, **named})
 
 
 def words_of(config: TrainConfig) -> list[str]:
@@ -65,7 +65,7 @@ SITTINGS = {"start", "resume", "stop", "note", "checkpoint", "checkpoint_damaged
 """Events of how often a run was stopped and saved, and where."""
 
 
-def told(run: Run) -> list[str]:
+def lasting_events(run: Run) -> list[str]:
     """What happened in a run, however often it was stopped; a step that was taken again after a
     kill tells it again.
     """
@@ -77,12 +77,12 @@ def read_again(run: Run) -> list[str]:
     return [repr(lasting(row)) for row in run.gauges]
 
 
-def assert_same_run(one: Run, other: Run, *, gauges: bool = True) -> None:
-    assert [lasting(row) for row in one.steps] == [lasting(row) for row in other.steps]
-    assert [lasting(row) for row in one.evals] == [lasting(row) for row in other.evals]
-    assert not gauges or read_again(one) == read_again(other)
-    assert told(one) == told(other)
-    assert lasting(one.summary) == {**lasting(other.summary)}
+def assert_same_run(first: Run, second: Run, *, gauges: bool = True) -> None:
+    assert [lasting(row) for row in first.steps] == [lasting(row) for row in second.steps]
+    assert [lasting(row) for row in first.evals] == [lasting(row) for row in second.evals]
+    assert not gauges or read_again(first) == read_again(second)
+    assert lasting_events(first) == lasting_events(second)
+    assert lasting(first.summary) == {**lasting(second.summary)}
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ SIZES = {
 }
 
 
-def made(
+def make_run(
     recipe: str,
     seed: int,
     loss: float | None,
@@ -48,16 +48,27 @@ def made(
         "bytes_per_param": SIZES.get(recipe, 8.0), "edq": 1.0 if edq else None, "noise": noise, "lost_fraction": 0.25,
         "num_skipped": skipped,
     }  # fmt: skip
-    given = {"recipe": recipe, "seed": seed, "steps": steps, "schedule": "cosine", **(config or {})}
+    settings = {
+        "recipe": recipe,
+        "seed": seed,
+        "steps": steps,
+        "schedule": "cosine",
+        **(config or {}),
+    }
     path = Path(run_name(recipe, seed))
     validations = [{"step": step, "val_loss": value} for step, value in evals]
     return Run(
-        path, {"config": given}, rows, validations, list(events), None if loss is None else summary
+        path,
+        {"config": settings},
+        rows,
+        validations,
+        list(events),
+        None if loss is None else summary,
     )
 
 
 def seeds(recipe: str, losses: Sequence[float | None], **more: Any) -> list[Run]:
-    return [made(recipe, seed, loss, **more) for seed, loss in enumerate(losses)]
+    return [make_run(recipe, seed, loss, **more) for seed, loss in enumerate(losses)]
 
 
 MASTER = seeds("bfloat16/master", (4.0, 4.1, 4.2))

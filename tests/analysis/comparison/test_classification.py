@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from analysis.comparison.made_runs import MASTER, made, seeds
+from analysis.comparison.made_runs import MASTER, make_run, seeds
 from narrowgauge.analysis.comparison.classification import Rank
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.runs.record import Run
@@ -54,7 +54,11 @@ RANKS: list[tuple[list[Run], Rank, list[str]]] = [
     (word(*EQUAL, edq=(1.0, 0.4, 0.3, 0.3)), Rank.WITHIN_NOISE, ["loses its updates"]),
     (word(*EQUAL, edq=(0.91, 0.91, 0.91)), Rank.WITHIN_NOISE, []),
     # The median of the seeds counts.
-    ([*word(4.0, 4.1), made("bfloat16/word", 2, 4.2, edq=(0.3, 0.3, 0.3))], Rank.WITHIN_NOISE, []),
+    (
+        [*word(4.0, 4.1), make_run("bfloat16/word", 2, 4.2, edq=(0.3, 0.3, 0.3))],
+        Rank.WITHIN_NOISE,
+        [],
+    ),
     (word(*EQUAL, skipped=1), Rank.WITHIN_NOISE, ["skipped 3 of its 30 steps"]),
     (word(*EQUAL, skipped=1, steps=20), Rank.WITHIN_NOISE, []),
     (
@@ -65,14 +69,14 @@ RANKS: list[tuple[list[Run], Rank, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("group", "found", "faults"), RANKS)
-def test_runs_have_a_rank_and_faults(group: list[Run], found: Rank, faults: list[str]) -> None:
-    one = compared(MASTER, group).classes["bfloat16/word"]
-    assert one.rank is found and len(one.faults) == len(faults)
-    assert all(fault.startswith(name) for fault, name in zip(one.faults, faults, strict=True))
-    is_fit = found in (Rank.WITHIN_NOISE, Rank.BETTER) and not faults
-    assert one.is_fit is is_fit
-    assert one.usable_rank is (None if faults else found)
+@pytest.mark.parametrize(("group", "rank", "faults"), RANKS)
+def test_runs_have_a_rank_and_faults(group: list[Run], rank: Rank, faults: list[str]) -> None:
+    stats = compared(MASTER, group).classes["bfloat16/word"]
+    assert stats.rank is rank and len(stats.faults) == len(faults)
+    assert all(fault.startswith(name) for fault, name in zip(stats.faults, faults, strict=True))
+    is_fit = rank in (Rank.WITHIN_NOISE, Rank.BETTER) and not faults
+    assert stats.is_fit is is_fit
+    assert stats.usable_rank is (None if faults else rank)
 
 
 # ── the cheapest ──────────────────────────────────────────────────────────────────────────────────
@@ -107,8 +111,8 @@ UNSURE = seeds("bfloat16/compact", (4.2, 4.0, 4.2))
     ],
 )
 def test_the_cheapest_is_fit(groups: list[list[Run]], cheapest: str | None) -> None:
-    found = compared(*groups)
-    assert (found.cheapest.label if found.cheapest else None) == cheapest
+    comparison = compared(*groups)
+    assert (comparison.cheapest.label if comparison.cheapest else None) == cheapest
 
 
 def test_what_might_be_cheaper_is_named_with_the_seeds_that_would_tell() -> None:

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from analysis.comparison.made_runs import COLUMNS, MASTER, made, seeds
+from analysis.comparison.made_runs import COLUMNS, MASTER, make_run, seeds
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.analysis.comparison.intervals import interval, seeds_needed
 from narrowgauge.runs.record import Run
 
 
 def test_a_row_has_the_documented_columns() -> None:
-    found = compare_runs([*MASTER, *seeds("bfloat16/word", (4.0, 4.2, 4.4), step_seconds=0.25)])
-    assert [list(row) for row in found.rows] == [COLUMNS] * 2
-    row = found.rows[1]
+    comparison = compare_runs(
+        [*MASTER, *seeds("bfloat16/word", (4.0, 4.2, 4.4), step_seconds=0.25)]
+    )
+    assert [list(row) for row in comparison.rows] == [COLUMNS] * 2
+    row = comparison.rows[1]
     assert row["val_loss"] == pytest.approx(4.2) and row["val_loss_std"] == pytest.approx(0.2)
     assert (
         row["tokens_per_second"] == 400
@@ -41,8 +43,8 @@ def test_the_file_says_what_the_page_says() -> None:
     A script that reads the file must see it.
     """
     naive = seeds("bfloat16/naive", (4.02, 4.12, 4.22), edq=(0.5, 0.5, 0.5))
-    found = compare_runs([*MASTER, *naive, made("bfloat16/word", 0, 4.0)])
-    rows = {row["recipe"]: row for row in json.loads(found.json())}
+    comparison = compare_runs([*MASTER, *naive, make_run("bfloat16/word", 0, 4.0)])
+    rows = {row["recipe"]: row for row in json.loads(comparison.json())}
     row = rows["bfloat16/naive"]
     assert (
         row["edq"] == 1
@@ -61,7 +63,7 @@ def test_the_file_says_what_the_page_says() -> None:
 def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
     # Seed 7 is word's alone; the order of the runs does not matter.
     word = [
-        made("bfloat16/word", seed, loss)
+        make_run("bfloat16/word", seed, loss)
         for seed, loss in ((7, 9.0), (2, 4.23), (0, 4.01), (1, 4.12))
     ]
     (difference,) = compare_runs([*word, *MASTER]).differences
@@ -84,12 +86,12 @@ def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
 def test_a_diverged_run_is_named_and_not_averaged(spoil: Callable[[Run], Any]) -> None:
     word = seeds("bfloat16/word", (4.0, 4.1, 4.2))
     spoil(word[1])
-    found = compare_runs([*MASTER, *word])
-    row = found.rows[1]
+    comparison = compare_runs([*MASTER, *word])
+    row = comparison.rows[1]
     assert row["diverged"] and row["num_seeds"] == 2 and row["val_loss"] == pytest.approx(4.1)
-    (fault,) = found.classes["bfloat16/word"].faults
+    (fault,) = comparison.classes["bfloat16/word"].faults
     assert fault.startswith("diverged in 1 of 3 runs (seed 1, ")
-    assert found.cheapest is found.classes["bfloat16/master"]
+    assert comparison.cheapest is comparison.classes["bfloat16/master"]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def event(kind: str, step: int = AT, **columns: object) -> Fault:
     )
 
 
-def both(*faults: Fault) -> Fault:
+def joint(*faults: Fault) -> Fault:
     def strike(run: Run) -> None:
         for fault in faults:
             fault(run)
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "bfloat16/word", steps(AT, AT + 20, skipped=True), AT, "optimizer step", "", "skipped-steps",
     ),
     "more skips than a search for a loss scale": (
-        "float16/split", both(steps(1, loss_scale=64.0), steps(2, 40, skipped=True)), 2, "optimizer step", "", "skipped-steps",
+        "float16/split", joint(steps(1, loss_scale=64.0), steps(2, 40, skipped=True)), 2, "optimizer step", "", "skipped-steps",
     ),
     "a loss that is not finite": ("bfloat16/word", steps(loss=math.nan), AT, "loss", "", "nonfinite-step"),
     "a norm that is not finite": ("bfloat16/word", steps(grad_norm=math.inf), AT, "gradient", "", "nonfinite-step"),
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     "a loss that spikes": ("bfloat16/word", steps(AT, AT, loss=9.0), AT, "loss", "", "loss-spike"),
     "a loss scale that falls": ("float16/split", steps(1, loss_scale=halved), 113, "gradient", "", "scale-halvings"),
     "a loss scale that began anew": (
-        "float16/split", both(steps(1, loss_scale=1024.0), steps(AT, loss_scale=65536.0)), AT, "gradient", "", "loss-scale-anew",
+        "float16/split", joint(steps(1, loss_scale=1024.0), steps(AT, loss_scale=65536.0)), AT, "gradient", "", "loss-scale-anew",
     ),
     # the storage, of all parameters
     "lost decay by the audit": ("bfloat16/naive", steps(lost_decay=0.9), AT + 2, "storage", "", "lost-decay"),
@@ -168,17 +168,19 @@ def struck(recipe: str, fault: Fault) -> Run:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_record_gives_its_reading(name: str) -> None:
-    recipe, fault, step, stage, tensor_name, what = CASES[name]
-    found = ng.diagnose(struck(recipe, fault))
-    expected = (step, stage, tensor_name, what)
-    assert expected in [(r.step, r.stage, r.tensor, r.what) for r in found.readings], str(found)
-    assert found.readings[0].step == step and not found.ok
-    assert all(reading.excess >= 1 for reading in found.readings), found.readings
-    assert f"{what}" in str(found) and json.dumps(found.to_dict())
+    recipe, fault, step, stage, tensor_name, kind = CASES[name]
+    diagnosis = ng.diagnose(struck(recipe, fault))
+    expected = (step, stage, tensor_name, kind)
+    assert expected in [(r.step, r.stage, r.tensor, r.what) for r in diagnosis.readings], str(
+        diagnosis
+    )
+    assert diagnosis.readings[0].step == step and not diagnosis.ok
+    assert all(reading.excess >= 1 for reading in diagnosis.readings), diagnosis.readings
+    assert f"{kind}" in str(diagnosis) and json.dumps(diagnosis.to_dict())
 
 
 def test_a_loss_scale_that_began_anew_names_the_steps_that_it_cost() -> None:
-    anew = both(
+    anew = joint(
         steps(1, loss_scale=1024.0), steps(AT, loss_scale=65536.0), steps(AT, AT + 1, skipped=True)
     )
     reading = next(
@@ -191,8 +193,8 @@ def test_a_loss_scale_that_began_anew_names_the_steps_that_it_cost() -> None:
 
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
 def test_rows_of_micro_batches_are_no_skipped_steps(loss_scale: float | None) -> None:
-    each = steps(1, skipped=lambda row: row["step"] % 4 != 0, loss_scale=loss_scale)
-    diagnosis = ng.diagnose(struck("bfloat16/word", each))
+    micro_batches = steps(1, skipped=lambda row: row["step"] % 4 != 0, loss_scale=loss_scale)
+    diagnosis = ng.diagnose(struck("bfloat16/word", micro_batches))
     assert [r.what for r in diagnosis.readings] == ["skipped-steps"] * (loss_scale is not None)
     if loss_scale is None:
         assert (
@@ -222,10 +224,10 @@ def scaled_search(run: Run) -> None:
 
 
 HEALTHY: dict[str, tuple[str, Fault]] = {
-    "words": ("bfloat16/word", both()),
-    "float8": ("float8-row/word", both()),
-    "rounded to nearest": ("bfloat16/naive", both()),
-    "float32": ("float32/float32", both()),
+    "words": ("bfloat16/word", joint()),
+    "float8": ("float8-row/word", joint()),
+    "rounded to nearest": ("bfloat16/naive", joint()),
+    "float32": ("float32/float32", joint()),
     "stochastic": ("bfloat16/stochastic", steps(noise=2.0, edq=0.97)),
     "a search for a loss scale": ("float16/split", scaled_search),
     "first steps that compile": ("bfloat16/word", steps(1, 25, seconds=30.0)),
@@ -237,14 +239,16 @@ HEALTHY: dict[str, tuple[str, Fault]] = {
     "throughput that falls by a quarter": ("bfloat16/word", steps(seconds=0.132)),
     "a resume with the same state": ("bfloat16/word", hashed({"step": 3, "tensors": W}, {"step": 3, "tensors": W})),
     "a last step that was skipped": ("bfloat16/word", steps(NUM_STEPS, grad_norm=math.inf, skipped=True, loss_scale=2.0)),
-    "routine": ("bfloat16/word", both(*(event(kind) for kind in ("start", "resume", "stop", "finish", "checkpoint", "note")))),
+    "routine": ("bfloat16/word", joint(*(event(kind) for kind in ("start", "resume", "stop", "finish", "checkpoint", "note")))),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_record_gives_none(name: str) -> None:
-    found = ng.diagnose(struck(*HEALTHY[name]))
-    assert found.ok and found.verdict.startswith("Nothing found: 160 steps watched, "), str(found)
+    diagnosis = ng.diagnose(struck(*HEALTHY[name]))
+    assert diagnosis.ok and diagnosis.verdict.startswith("Nothing found: 160 steps watched, "), str(
+        diagnosis
+    )
 
 
 def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
@@ -259,16 +263,18 @@ def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
 
 
 def test_skipped_steps_are_said_first_of_all_and_applied_ones_are_counted() -> None:
-    run = struck("bfloat16/word", both(steps(1, 120, skipped=True, loss=math.nan), event("skip")))
-    found = ng.diagnose(run)
-    assert str(found).startswith(
+    run = struck("bfloat16/word", joint(steps(1, 120, skipped=True, loss=math.nan), event("skip")))
+    diagnosis = ng.diagnose(run)
+    assert str(diagnosis).startswith(
         "made: 120 of 160 steps were skipped; 2 readings are beyond their bound, from step 1 on.\n"
     )
-    assert (found.num_rows, found.num_applied) == (160, 40)
-    assert [(r.stage, r.what, r.value) for r in found.readings] == [
+    assert (diagnosis.num_rows, diagnosis.num_applied) == (160, 40)
+    assert [(r.stage, r.what, r.value) for r in diagnosis.readings] == [
         ("loss", "nonfinite-step", 1), ("optimizer step", "skipped-steps", 120),
     ]  # fmt: skip
-    assert found.readings[1].bound == 24 + 3 + 8 and "it happened." in found.readings[1].advice
+    assert (
+        diagnosis.readings[1].bound == 24 + 3 + 8 and "it happened." in diagnosis.readings[1].advice
+    )
 
 
 def test_a_log_without_a_column_of_skipped_steps_tells_nothing_of_them(tmp_path: Path) -> None:
@@ -305,28 +311,28 @@ def test_what_follows_a_loss_that_is_not_finite_is_not_named_for_it() -> None:
     late = event(
         "nonfinite", AT + 8, detector="first-nonfinite", tensor="innocent", stage="gradient"
     )
-    found = ng.diagnose(struck("bfloat16/word", both(steps(loss=math.nan), late)))
+    diagnosis = ng.diagnose(struck("bfloat16/word", joint(steps(loss=math.nan), late)))
     assert (
-        "innocent" not in [r.tensor for r in found.readings]
-        and found.readings[0].what == "nonfinite-step"
+        "innocent" not in [r.tensor for r in diagnosis.readings]
+        and diagnosis.readings[0].what == "nonfinite-step"
     )
-    assert "follow from it: 1." in found.readings[0].advice
+    assert "follow from it: 1." in diagnosis.readings[0].advice
     then = event("nonfinite", AT, detector="first-nonfinite", tensor="guilty", stage="gradient")
-    readings = ng.diagnose(struck("bfloat16/word", both(steps(loss=math.nan), then))).readings
+    readings = ng.diagnose(struck("bfloat16/word", joint(steps(loss=math.nan), then))).readings
     assert [(r.stage, r.tensor) for r in readings if "nonfinite" in r.what] == [("loss", "")]
-    norms = both(steps(grad_norm=math.nan), then)
+    norms = joint(steps(grad_norm=math.nan), then)
     readings = ng.diagnose(struck("bfloat16/word", norms)).readings
     assert [(r.stage, r.tensor) for r in readings] == [("gradient", "guilty")]
 
 
 def test_an_alarm_that_was_recorded_is_printed_whatever_the_rows_say() -> None:
     alarm = event("nonfinite", 10, detector="nonfinite-step", stage="loss")
-    run = struck("bfloat16/word", both(steps(10, 10, grad_norm=math.nan), alarm))
+    run = struck("bfloat16/word", joint(steps(10, 10, grad_norm=math.nan), alarm))
     run.run["recorder"] = {}
-    found = ng.diagnose(run)
-    assert [(r.step, r.what) for r in found.readings] == [
+    diagnosis = ng.diagnose(run)
+    assert [(r.step, r.what) for r in diagnosis.readings] == [
         (10, "nonfinite-step")
-    ] and found.num_applied == NUM_STEPS
+    ] and diagnosis.num_applied == NUM_STEPS
 
 
 def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:
@@ -337,15 +343,15 @@ def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:
     assert ng.diagnose(run).unseen["tensors of layers"] == "ng.RunRecorder(…, gauges_every=20)"
     assert ng.diagnose(run).unseen["labels, masks and the order of the data"] == ""
     run.steps[1]["recomputed"] = {"compared": 0, "beyond": 0, "unseen": {"the clip": "no limit"}}
-    found = ng.diagnose(run)
+    diagnosis = ng.diagnose(run)
     assert (
-        "the optimizer's step" in found.unseen
-        and found.unseen["the clip of the compared steps"] == "no limit"
+        "the optimizer's step" in diagnosis.unseen
+        and diagnosis.unseen["the clip of the compared steps"] == "no limit"
     )
     run.steps[3]["recomputed"] = {"compared": 9, "beyond": 0, "unseen": {}}
-    found = ng.diagnose(run)
-    assert "the optimizer's step" in found.areas and not any(
-        "compared" in area for area in found.unseen
+    diagnosis = ng.diagnose(run)
+    assert "the optimizer's step" in diagnosis.areas and not any(
+        "compared" in area for area in diagnosis.unseen
     )
     run.steps[1]["recomputed"] = "damaged"
     assert ng.diagnose(run).ok
@@ -393,32 +399,34 @@ def call(*words: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def spiked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(
         struck("bfloat16/word", steps(AT, AT, loss=9.0)), tmp_path_factory.mktemp("whole") / "run"
     )
 
 
-def test_the_command_prints_the_table_or_json(whole: Path) -> None:
-    said = call(whole)
-    assert said.exit_code == 0 and "run: 1 reading is beyond its bound, at step 81." in said.output
-    (reading,) = json.loads(call(whole, "--json").output)["readings"]
+def test_the_command_prints_the_table_or_json(spiked_run: Path) -> None:
+    result = call(spiked_run)
+    assert (
+        result.exit_code == 0 and "run: 1 reading is beyond its bound, at step 81." in result.output
+    )
+    (reading,) = json.loads(call(spiked_run, "--json").output)["readings"]
     assert (reading["step"], reading["stage"], reading["what"], reading["value"]) == (
         AT,
         "loss",
         "loss-spike",
         9.0,
     )
-    both_same = call(whole, whole)
+    both_same = call(spiked_run, spiked_run)
     assert (
         both_same.exit_code == 0
         and "The same in all that both recorded (160 steps)." in both_same.output
     )
-    assert json.loads(call(whole, whole, "--json").output)["same"]
+    assert json.loads(call(spiked_run, spiked_run, "--json").output)["same"]
 
 
-def rows(*found: object) -> str:
-    return "".join(f"{json.dumps(row)}\n" for row in found)
+def rows(*records: object) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in records)
 
 
 def write(name: str, text: str) -> Callable[[Path], object]:
@@ -454,26 +462,26 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_record_is_refused_in_a_line_or_says_what_is_missing(
-    whole: Path, tmp_path: Path, damage: str
+    spiked_run: Path, tmp_path: Path, damage: str
 ) -> None:
     spoil, status, words = DAMAGES[damage]
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
+    shutil.copytree(spiked_run, folder)
     spoil(folder)
-    said = call(folder)
-    assert said.exit_code == status and words in said.output, said.output
-    assert said.exception is None or isinstance(said.exception, SystemExit)
-    assert status == 0 or said.output.count("\n") <= 2
+    result = call(folder)
+    assert result.exit_code == status and words in result.output, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert status == 0 or result.output.count("\n") <= 2
 
 
 def test_the_only_run_of_a_folder_is_read_and_of_several_one_must_be_named(
-    whole: Path, tmp_path: Path
+    spiked_run: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(whole, tmp_path / "one")
+    shutil.copytree(spiked_run, tmp_path / "one")
     assert "one: 1 reading" in call(tmp_path).output
-    shutil.copytree(whole, tmp_path / "two")
-    said = call(tmp_path)
-    assert said.exit_code == 2 and "holds 2: one, two. Name one: " in said.output
+    shutil.copytree(spiked_run, tmp_path / "two")
+    result = call(tmp_path)
+    assert result.exit_code == 2 and "holds 2: one, two. Name one: " in result.output
     (tmp_path / "losses.dat").write_text("step,loss\n1,2.0\n")
-    said = call(tmp_path / "losses.dat")
-    assert said.exit_code == 2 and "no log that can be read" in said.output
+    result = call(tmp_path / "losses.dat")
+    assert result.exit_code == 2 and "no log that can be read" in result.output

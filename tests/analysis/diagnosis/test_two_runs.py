@@ -31,7 +31,7 @@ ROUNDED = 1 + 1e-6
 """A factor that another order of sums may make."""
 
 
-def made(
+def make_run(
     name: str,
     changed: Any = None,
     *,
@@ -79,8 +79,8 @@ def made(
 def pair(changed: Any = None, *, steps: int = 4, prints: bool = True, **options: Any) -> TwoRuns:
     """Compare an undisturbed run with one that has changes."""
     runs = (
-        made("a", steps=steps, prints=prints),
-        made("b", changed, steps=steps, prints=prints, **options),
+        make_run("a", steps=steps, prints=prints),
+        make_run("b", changed, steps=steps, prints=prints, **options),
     )
     return TwoRuns(*runs)
 
@@ -137,18 +137,18 @@ ROUNDING = ("fewer threads, which only round", "rounding without a setting")
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_difference_and_what_can_act_there_are_told(case: str) -> None:
     options, place, sentence = CASES[case]
-    found = pair(**options)
-    first = found.readings[0]
-    assert (first.step, first.stage, first.tensor) == place and sentence in str(found), str(found)
-    assert found.is_rounding == (case in ROUNDING), str(found)
+    runs = pair(**options)
+    first = runs.readings[0]
+    assert (first.step, first.stage, first.tensor) == place and sentence in str(runs), str(runs)
+    assert runs.is_rounding == (case in ROUNDING), str(runs)
     assert first.what != "norm" or (
         first.expected == 2.0 and first.value == pytest.approx(2.0, rel=0.6)
     )
-    assert json.dumps(found.to_dict()) and found.to_dict()["readings"][0]["tensor"] == place[2]
+    assert json.dumps(runs.to_dict()) and runs.to_dict()["readings"][0]["tensor"] == place[2]
 
 
 def test_a_clip_that_spreads_one_gradients_fault_over_all_does_not_hide_it() -> None:
-    runs = made("a"), made("b")
+    runs = make_run("a"), make_run("b")
     for run, fault, clip in zip(runs, (1.0, 1.01), (1.0, 0.9999), strict=True):
         tensors = run.fingerprints[2]["tensors"]
         for number in range(6):
@@ -166,17 +166,17 @@ def test_a_clip_that_spreads_one_gradients_fault_over_all_does_not_hide_it() -> 
 
 
 def test_another_schedule_asks_for_no_fingerprints() -> None:
-    one = made("a", prints=False)
-    other = made("b", prints=False, config={"schedule": "linear"})
-    other.steps[2]["lr"] = 9e-4
-    found = TwoRuns(one, other)
-    assert (found.readings[0].step, found.readings[0].what) == (3, "lr") and not found.notes
+    cosine = make_run("a", prints=False)
+    linear = make_run("b", prints=False, config={"schedule": "linear"})
+    linear.steps[2]["lr"] = 9e-4
+    runs = TwoRuns(cosine, linear)
+    assert (runs.readings[0].step, runs.readings[0].what) == (3, "lr") and not runs.notes
 
 
 def test_a_setting_of_the_users_can_act_anywhere_and_may_stand_outside_of_tables() -> None:
     runs = [
-        made("a", config={"dropout": 0.0}),
-        made("b", {(2, "grad:layers.0"): 1.01}, config={"dropout": 0.1}),
+        make_run("a", config={"dropout": 0.0}),
+        make_run("b", {(2, "grad:layers.0"): 1.01}, config={"dropout": 0.1}),
     ]
     assert "can act there: dropout 0.0 and 0.1." in str(TwoRuns(*runs))
     for run in runs:
@@ -196,52 +196,52 @@ def test_rounding_that_training_amplifies_stays_within_its_bound() -> None:
 
 
 def test_rounding_may_grow_with_each_step_between_two_rows() -> None:
-    one, other = (
-        made(name, prints=False, steps=3, config={"recipe": "float32/float32"}) for name in "ab"
+    first, second = (
+        make_run(name, prints=False, steps=3, config={"recipe": "float32/float32"}) for name in "ab"
     )
-    for run in (one, other):
+    for run in (first, second):
         del run.steps[1]
-    other.steps[0]["loss"] *= 1 + 8e-7
-    other.steps[1]["loss"] *= 1 + 3e-4
-    assert TwoRuns(one, other).is_rounding
-    other.steps[1]["loss"] *= 1 + 3e-3
-    assert not TwoRuns(one, other).is_rounding
+    second.steps[0]["loss"] *= 1 + 8e-7
+    second.steps[1]["loss"] *= 1 + 3e-4
+    assert TwoRuns(first, second).is_rounding
+    second.steps[1]["loss"] *= 1 + 3e-3
+    assert not TwoRuns(first, second).is_rounding
 
 
 def test_how_far_rounding_of_a_tensor_grows_is_unknown_after_steps_without_fingerprints() -> None:
-    runs = made("a"), made("b", {(1, "grad:layers.1"): ROUNDED, (3, "grad:layers.1"): 1.01})
+    runs = make_run("a"), make_run("b", {(1, "grad:layers.1"): ROUNDED, (3, "grad:layers.1"): 1.01})
     for run in runs:
         del run.fingerprints[1]
     assert TwoRuns(*runs).is_rounding
 
 
 def test_gradients_are_compared_without_the_loss_scale_that_their_step_began_with() -> None:
-    one = made("a")
-    other = made("b", {(2, "grad:layers.1"): ROUNDED})
-    for run, scales in ((one, (4, 4, 4, 4)), (other, (4, 8, 8, 8))):
+    first = make_run("a")
+    second = make_run("b", {(2, "grad:layers.1"): ROUNDED})
+    for run, scales in ((first, (4, 4, 4, 4)), (second, (4, 8, 8, 8))):
         for row, scale in zip(run.steps, scales, strict=True):
             row["loss_scale"] = scale
-    assert TwoRuns(one, other).readings[0].what == "loss_scale"
+    assert TwoRuns(first, second).readings[0].what == "loss_scale"
 
 
 def test_equal_records_are_the_same_run() -> None:
-    found = pair(machine={"num_threads": 1})
-    assert found.verdict == "The same in all that both recorded (4 steps)." and not found.readings
+    runs = pair(machine={"num_threads": 1})
+    assert runs.verdict == "The same in all that both recorded (4 steps)." and not runs.readings
     assert (
-        "Recorded settings that differ: num_threads 2 and 1." in str(found)
-        and found.to_dict()["same"]
+        "Recorded settings that differ: num_threads 2 and 1." in str(runs)
+        and runs.to_dict()["same"]
     )
     assert "ranks 1 and 2." in str(pair(machine={"ranks": 2})), "a single process records no number"
-    resumed = made("a"), made("b")
+    resumed = make_run("a"), make_run("b")
     resumed[1].fingerprints.append({"step": 1, "tensors": {"weight:layers.0": [9, 1.0, NUMEL]}})
     assert not TwoRuns(*resumed).readings, "a row that a resume repeats"
-    ended = made("a", prints=False), made("b", prints=False)
+    ended = make_run("a", prints=False), make_run("b", prints=False)
     for run in ended:
         run.steps[2]["loss"] = math.nan
     assert not TwoRuns(*ended).readings, "the same NaN"
-    assert "(1 step)" in TwoRuns(made("a", steps=1), made("b")).verdict
-    assert "no step in common" in TwoRuns(made("a", steps=0), made("b")).verdict
-    paths = made("a", config={"data": "/x/text"}), made("b", config={"data": "/y/text"})
+    assert "(1 step)" in TwoRuns(make_run("a", steps=1), make_run("b")).verdict
+    assert "no step in common" in TwoRuns(make_run("a", steps=0), make_run("b")).verdict
+    paths = make_run("a", config={"data": "/x/text"}), make_run("b", config={"data": "/y/text"})
     assert not TwoRuns(*paths).settings, "the same text in another folder"
 
 
@@ -255,7 +255,7 @@ ON_RANKS: dict[str, tuple[dict[str, dict[int, float]], str]] = {
 
 
 def on_ranks(name: str, changed: dict[str, dict[int, float]], num_ranks: int = 3) -> Run:
-    run = made(name)
+    run = make_run(name)
     for row in run.fingerprints:
         of_step = changed if row["step"] == 4 else {}
         row["ranks"] = {
@@ -271,13 +271,13 @@ def on_ranks(name: str, changed: dict[str, dict[int, float]], num_ranks: int = 3
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_the_rank_is_named_that_alone_differs(case: str) -> None:
     changed, stage = ON_RANKS[case]
-    found = TwoRuns(on_ranks("a", {}), on_ranks("b", changed))
-    assert (found.readings[0].step, found.readings[0].stage, found.to_dict()["ranks"]) == (
+    runs = TwoRuns(on_ranks("a", {}), on_ranks("b", changed))
+    assert (runs.readings[0].step, runs.readings[0].stage, runs.to_dict()["ranks"]) == (
         4,
         stage,
         [1],
-    ), str(found)
-    assert "of rank 1." in found.verdict
+    ), str(runs)
+    assert "of rank 1." in runs.verdict
     other_parts = {kind: dict.fromkeys(range(3), 7.0) for kind in ("grad", "weight")}
     for layout in (
         on_ranks("b", other_parts),
@@ -287,25 +287,32 @@ def test_the_rank_is_named_that_alone_differs(case: str) -> None:
 
 
 def test_what_only_one_run_has_is_the_answer() -> None:
-    one = made("a")
-    other = made("b")
-    for row in one.fingerprints:
+    first = make_run("a")
+    second = make_run("b")
+    for row in first.fingerprints:
         row["tensors"]["grad:layers.2"] = [5, 1.0, NUMEL]
-    found = TwoRuns(one, other)
-    assert (found.readings[0].stage, found.readings[0].what) == ("gradient", "only-in-one-run")
-    assert "Only a has grad:layers.2." in str(found)
-    other.fingerprints[2]["tensors"]["held:w"] = [5, 1.0, NUMEL]
-    one = made("a")
-    held = TwoRuns(one, other)
-    assert (held.readings[0].step, held.readings[0].stage, held.readings[0].what) == (
+    with_extra_gradient = TwoRuns(first, second)
+    assert (with_extra_gradient.readings[0].stage, with_extra_gradient.readings[0].what) == (
+        "gradient",
+        "only-in-one-run",
+    )
+    assert "Only a has grad:layers.2." in str(with_extra_gradient)
+    second.fingerprints[2]["tensors"]["held:w"] = [5, 1.0, NUMEL]
+    first = make_run("a")
+    with_extra_weight = TwoRuns(first, second)
+    assert (
+        with_extra_weight.readings[0].step,
+        with_extra_weight.readings[0].stage,
+        with_extra_weight.readings[0].what,
+    ) == (
         3,
         "between steps",
         "changed",
     )
-    for row in other.fingerprints:  # a kind that one of them did not record at all says nothing
+    for row in second.fingerprints:  # a kind that one of them did not record at all says nothing
         row["tensors"] = {
             key: entry
             for key, entry in row["tensors"].items()
             if key.partition(":")[0] not in ("output", "held")
         }
-    assert not TwoRuns(one, other).readings
+    assert not TwoRuns(first, second).readings

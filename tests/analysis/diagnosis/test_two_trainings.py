@@ -90,10 +90,10 @@ def plain(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_changed_is_located(case: str, place: Path, plain: Run, tmp_path: Path) -> None:
     strike, changes, step, stage, tensor, sentence = CASES[case]
-    found = TwoRuns(plain, run_with(place, tmp_path / "run", strike, **changes))
-    first = found.readings[0]
-    assert first.step == step and first.stage == (stage or first.stage), str(found)
-    assert first.tensor == (tensor or first.tensor) and sentence in str(found), str(found)
+    runs = TwoRuns(plain, run_with(place, tmp_path / "run", strike, **changes))
+    first = runs.readings[0]
+    assert first.step == step and first.stage == (stage or first.stage), str(runs)
+    assert first.tensor == (tensor or first.tensor) and sentence in str(runs), str(runs)
 
 
 def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(
@@ -125,7 +125,7 @@ def test_training_amplifies_rounding_and_stays_within_the_envelope(
     """
     strikes = {"a": None, "b": rounded_gradients}
     options = {"steps": 16, "recipe": "float32/float32"}
-    found = TwoRuns(
+    runs = TwoRuns(
         *(run_with(place, tmp_path / name, strike, **options) for name, strike in strikes.items())
     )
-    assert found.is_rounding and found.readings[0].step == AT, str(found)
+    assert runs.is_rounding and runs.readings[0].step == AT, str(runs)

@@ -85,13 +85,13 @@ def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
         f"The data has 1 document, too few to hold one out; the last {len(data.valid)} tokens are "
         "held out.",
     )
-    whole = np.concatenate([all_tokens(data.train), all_tokens(data.valid)])
-    assert load_tokenizer(data.tokenizer_path)[0].decode(whole[:-1].tolist()) == text_of(1, 2000)
+    tokens = np.concatenate([all_tokens(data.train), all_tokens(data.valid)])
+    assert load_tokenizer(data.tokenizer_path)[0].decode(tokens[:-1].tolist()) == text_of(1, 2000)
 
 
 def test_another_seed_holds_out_other_documents(dataset: Dataset) -> None:
-    other = open_data(str(dataset.folder), 0.2, 2)
-    assert set(documents(other, other.valid)) != set(documents(dataset, dataset.valid))
+    reseeded = open_data(str(dataset.folder), 0.2, 2)
+    assert set(documents(reseeded, reseeded.valid)) != set(documents(dataset, dataset.valid))
 
 
 def test_the_unigram_loss_guesses_by_the_training_tokens_alone() -> None:
@@ -109,8 +109,8 @@ def test_lines_of_json_are_split_by_their_text(tmp_path: Path) -> None:
     assert [document.text for document in read_documents(file)] == [*map(text_of, range(40)), "?"]
     data = open_data(tokenized(file, tmp_path / "a"), 0.2, 0)
     file.write_text("\n".join(reversed(lines)))
-    other = open_data(tokenized(file, tmp_path / "b"), 0.2, 0)
-    assert sorted(documents(other, other.valid)) == sorted(
+    from_reversed = open_data(tokenized(file, tmp_path / "b"), 0.2, 0)
+    assert sorted(documents(from_reversed, from_reversed.valid)) == sorted(
         t for t in documents(data, data.valid) if t != "?"
     )
 
@@ -318,10 +318,10 @@ def place_in_order(item: int, num_windows: int, seed: int) -> int:
     while 4**half < num_windows:
         half += 1
     while True:
-        left, right = divmod(place, 2**half)
+        high, low = divmod(place, 2**half)
         for number in range(6):
-            left, right = right, left ^ mix((key + mix(right + (number << 40))) % 2**64) % 2**half
-        place = left * 2**half + right
+            high, low = low, high ^ mix((key + mix(low + (number << 40))) % 2**64) % 2**half
+        place = high * 2**half + low
         if place < num_windows:
             return place
 
@@ -341,5 +341,5 @@ def test_each_epoch_holds_every_window_once(num_windows: int) -> None:
 def test_it_is_the_order_of_python_integers(num_windows: int, seed: int) -> None:
     """An old run must find its order again in every later version."""
     items = [0, 1, num_windows - 1, num_windows, 5 * num_windows + 3, 2**40]
-    found = shuffled(np.array(items, dtype=np.uint64), num_windows, seed).tolist()
-    assert found == [place_in_order(item, num_windows, seed) for item in items]
+    places = shuffled(np.array(items, dtype=np.uint64), num_windows, seed).tolist()
+    assert places == [place_in_order(item, num_windows, seed) for item in items]
