@@ -347,10 +347,10 @@ def sections(two_ranks: Callable[[], Mapping[str, str]]) -> dict[str, dict[str, 
         torch.set_num_threads(threads)
 
 
-def write(path: Path, found: Mapping[str, Mapping[str, str]]) -> None:
+def write(path: Path, sections: Mapping[str, Mapping[str, str]]) -> None:
     """Write sections as TOML; those of other processors stay."""
     lines = []
-    for section, rows in (read(path) | dict(found)).items():
+    for section, rows in (read(path) | dict(sections)).items():
         lines += [
             f"[{json.dumps(section)}]",
             *(f"{json.dumps(name)} = {json.dumps(row)}" for name, row in rows.items()),

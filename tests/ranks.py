@@ -66,10 +66,10 @@ def run_ranks(
     try:
         for process in ranks:
             process.start()
-        while (left := [p for p in ranks if p.exitcode is None]) and not any(
+        while (running := [p for p in ranks if p.exitcode is None]) and not any(
             p.exitcode for p in ranks
         ):
-            if not wait([p.sentinel for p in left], max(0.0, deadline - time.monotonic())):
+            if not wait([p.sentinel for p in running], max(0.0, deadline - time.monotonic())):
                 break
         codes = [process.exitcode for process in ranks]
     finally:

@@ -55,15 +55,15 @@ def unsigned(x: Tensor) -> NDArray[np.int64]:
     return x.numpy().astype(np.int64) % 2**32
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(first: Tensor, second: Tensor) -> bool:
     """Equal dtypes, shapes and bits."""
-    return one.dtype is other.dtype and torch.equal(bits(one), bits(other))
+    return first.dtype is second.dtype and torch.equal(bits(first), bits(second))
 
 
-def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def assert_same_bits(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Equal names, dtypes, shapes and bits."""
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
+    assert computed.keys() == expected.keys()
+    for name, value in computed.items():
         assert (value.dtype, value.shape) == (expected[name].dtype, expected[name].shape), name
         differing = int((bits(value) != bits(expected[name])).sum())
         assert differing == 0, f"{differing} of {value.numel()} values of {name} differ"
@@ -74,18 +74,18 @@ def rms(x: Tensor) -> float:
     return x.detach().double().square().mean().sqrt().item()
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """``‖found - expected‖ / ‖expected‖``, in float64."""
-    found = found.double()
+def relative_error(computed: Tensor, expected: Tensor) -> float:
+    """``‖computed - expected‖ / ‖expected‖``, in float64."""
+    computed = computed.double()
     expected = expected.double()
-    return ((found - expected).norm() / expected.norm()).item()
+    return ((computed - expected).norm() / expected.norm()).item()
 
 
-def largest_relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def largest_relative_error(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """The largest relative error of any tensor of the same names, none of which is zero."""
-    assert found.keys() == expected.keys()
+    assert computed.keys() == expected.keys()
     assert all(value.norm() > 0 for value in expected.values())
-    return max(relative_error(found[name], expected[name]) for name in expected)
+    return max(relative_error(computed[name], expected[name]) for name in expected)
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

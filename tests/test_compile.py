@@ -49,9 +49,9 @@ def test_code_that_does_something_else_is_not_used(
     monkeypatch.setattr(compile, "can_compile", lambda place: True)
     compile._warn_once.cache_clear()
     x = torch.randn(40, 80)
-    with pytest.warns(UserWarning, match="other bits.*same bits") as told:
+    with pytest.warns(UserWarning, match="other bits.*same bits") as caught:
         results = [compiled_for_pattern(halved, x) for _ in range(2)]
-    assert len(told) == 1
+    assert len(caught) == 1
     assert all(torch.equal(result, x / 2) for result in results)
 
 

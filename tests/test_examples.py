@@ -147,8 +147,8 @@ def test_many_ranks_have_the_bits_of_one() -> None:
     words = [sys.executable, str(EXAMPLES / "many_ranks.py")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    one, two = (line.split("  ") for line in done.stdout.splitlines())
-    assert (one[0], two[0]) == ("1 rank", "2 ranks") and one[1:] == two[1:]
+    on_one, on_two = (line.split("  ") for line in done.stdout.splitlines())
+    assert (on_one[0], on_two[0]) == ("1 rank", "2 ranks") and on_one[1:] == on_two[1:]
 
 
 @pytest.mark.frameworks
@@ -158,8 +158,14 @@ def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(
     lines = [
         line for line in lines_of("resume_elsewhere", capfd) if line.startswith("two ranks, then")
     ]
-    (on_one, one), (on_three, three) = (line.split(": ") for line in lines)
-    assert (on_one[-1], on_three[-1]) == ("1", "3") and one == three and len(one) == 16
+    (on_one, fingerprint_on_one), (on_three, fingerprint_on_three) = (
+        line.split(": ") for line in lines
+    )
+    assert (
+        (on_one[-1], on_three[-1]) == ("1", "3")
+        and fingerprint_on_one == fingerprint_on_three
+        and len(fingerprint_on_one) == 16
+    )
 
 
 @pytest.mark.frameworks

@@ -96,13 +96,13 @@ def test_a_curve_is_as_recorded(recipe: str, update_golden: bool) -> None:
     here = machine_key()
     text = " ".join(map(float.hex, losses))
     if update_golden and table.get(here, {}).get(recipe) != text:
-        others = {key: curves for key, curves in table.items() if key != here}
+        elsewhere = {key: curves for key, curves in table.items() if key != here}
         if recipe in table.get(here, {}):  # the curve has moved, so it has moved everywhere
-            others = {
+            elsewhere = {
                 key: {name: c for name, c in curves.items() if name != recipe}
-                for key, curves in others.items()
+                for key, curves in elsewhere.items()
             }
-        table = {**others, here: {**table.get(here, {}), recipe: text}}
+        table = {**elsewhere, here: {**table.get(here, {}), recipe: text}}
         CURVES.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     if here in table:
         assert text == table[here][recipe], f"{losses} and {numbers(table[here][recipe])}"

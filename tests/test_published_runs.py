@@ -108,9 +108,9 @@ def test_the_error_bars_are_those_of_the_residuals(planned: Any) -> None:
     assert planned.widening_of(rows) >= 1 and planned.held_by_others(rows, 2.0) == 1.0
     low, high = planned.interval_of([row.ratio for row in rows])
     assert low == pytest.approx(0.922) and high == pytest.approx(1.098)
-    for what in ("named", "assumed", "memory"):
+    for quantity in ("named", "assumed", "memory"):
         for kind in ("dense", "long", "adapters"):
-            ends = error_of(what, kind)
+            ends = error_of(quantity, kind)
             assert ends is not None and ends[0] < ends[1], "run published_runs.py --write"
 
 

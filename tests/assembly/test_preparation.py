@@ -48,19 +48,19 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
         assert p.dtype is getattr(torch, row.visible)
         # Half a unit of the last place that is kept; a window's and float16's own spacing ends
         # somewhere.
-        kept = (row.weight.mantissa_bits + 1) * row.weight.parts - 1
+        mantissa_bits = (row.weight.mantissa_bits + 1) * row.weight.parts - 1
         smallest = 2.0 ** -(22 if row.weight.parts > 1 else 18) if row.weight.scaled else 2.0**-100
         if row.visible == "float16":
             smallest = 2.0**-38 if row.beside and row.weight.parts == 1 else 2.0**-25
         error = (stored - before[name]).abs()
-        half = (before[name].abs() * 2.0 ** -(kept + 1)).clamp(min=smallest)
+        half = (before[name].abs() * 2.0 ** -(mantissa_bits + 1)).clamp(min=smallest)
         # Beside a tail or a master a tie of the visible format goes up: such a value moves by a
         # unit more.
         is_moved = error > half
-        low_bits = kept - (10 if row.visible == "float16" else 7)
+        low_bits = mantissa_bits - (10 if row.visible == "float16" else 7)
         assert is_moved.sum() <= 2 + 2.0 ** (1 - low_bits) * p.numel()
         assert row.weight.bits == 64 or (error <= 3 * half).all()
-        if kept >= 23 and row.visible != "float16":
+        if mantissa_bits >= 23 and row.visible != "float16":
             assert torch.equal(stored[~is_moved], before[name].to(stored.dtype)[~is_moved])
         assert (
             not optimizer.stored(p, "exp_avg").any() and not optimizer.stored(p, "exp_avg_sq").any()
@@ -84,8 +84,10 @@ def test_matmuls_run_in_the_recipes_compute(recipe: str, dtype: str) -> None:
 def test_a_prepared_model_is_traced_whole() -> None:
     model, _ = ng.prepare(llama(tie_word_embeddings=False), "bfloat16/word")
     traced = torch.compile(model, backend="eager", fullgraph=True)
-    one, other = (each(input_ids=TOKENS).logits.detach() for each in (model, traced))
-    assert torch.equal(one, other)
+    eager, traced_logits = (
+        candidate(input_ids=TOKENS).logits.detach() for candidate in (model, traced)
+    )
+    assert torch.equal(eager, traced_logits)
     assert model.eval().generate(TOKENS[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
 
 
@@ -103,8 +105,10 @@ def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     model = net()
-    other = net()
-    theirs = trained(other, torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.5))
+    torch_model = net()
+    theirs = trained(
+        torch_model, torch.optim.AdamW(torch_model.parameters(), lr=1e-2, weight_decay=0.5)
+    )
     ours = trained(*ng.prepare(model, "float32/float32", lr=1e-2, weight_decay=0.5))
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -128,9 +132,9 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
         net(), "bfloat16/word", optimizer=ng.SGD, momentum=0.9, options_of=of_the_head
     )
     assert type(optimizer) is ng.SGD and optimizer.reduction is None
-    found = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    group_of = {name: group for group in optimizer.param_groups for name in group["param_names"]}
     plain = torch.optim.SGD(net().parameters()).param_groups[0]
-    assert {name: group["lr"] for name, group in found.items()} == {
+    assert {name: group["lr"] for name, group in group_of.items()} == {
         name: 0.5 if name.startswith("head") else plain["lr"]
         for name, _ in net().named_parameters()
     }
@@ -140,7 +144,7 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
     _, optimizer = ng.prepare(
         net(), options_of=lambda name: {"lr": torch.tensor(0.5)}
     )  # each may change alone
-    assert len(optimizer.param_groups) == len(found)
+    assert len(optimizer.param_groups) == len(group_of)
     with pytest.raises(ng.errors.RecipeError, match="storage 'exact' beside a recipe"):
         ng.prepare(net(), "bfloat16/word", storage="exact")
 

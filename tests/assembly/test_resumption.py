@@ -35,14 +35,14 @@ def test_the_step_travels_whatever_is_computed_in_when_it_is_saved() -> None:
 
 
 def test_the_loss_scale_travels() -> None:
-    (_, optimizer), (_, other) = (prepared("float16/split") for _ in range(2))
+    (_, optimizer), (_, loaded) = (prepared("float16/split") for _ in range(2))
     for overflowed in (True, True, False):
         optimizer.loss_scaler.update_(torch.tensor(overflowed))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert other.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    assert loaded.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
 
 
 @pytest.mark.parametrize("recipe", ["float8-tensor/word", "int8-outlier/word"])
@@ -55,11 +55,11 @@ def test_the_state_of_a_prepared_model_is_the_plain_models(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["bfloat16/word", "int8-row/compact"])
 def test_a_flattened_checkpoint_of_pytorch_has_everything(recipe: str) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    (model, optimizer), (twin, other) = prepared(recipe, steps=2), prepared(recipe)
+    (model, optimizer), (twin, loaded) = prepared(recipe, steps=2), prepared(recipe)
     weights, states = get_state_dict(model, optimizer, options=options)
-    set_state_dict(twin, other, model_state_dict=weights, optim_state_dict=states, options=options)
+    set_state_dict(twin, loaded, model_state_dict=weights, optim_state_dict=states, options=options)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         for name, value in optimizer.state[mine].saved().items():
-            assert torch.equal(other.state[theirs][name], value), name
+            assert torch.equal(loaded.state[theirs][name], value), name
     linears = ng.matmul.linears_of(twin)
     assert recipe == "bfloat16/word" or (linears is not None and linears.step == 2)

@@ -153,10 +153,10 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(
 
 
 @pytest.mark.parametrize(
-    ("keep", "step", "kept"), [(1, 45, [45]), (2, 45, [40, 45]), (2, 60, [40, 60])]
+    ("keep", "step", "kept_steps"), [(1, 45, [45]), (2, 45, [40, 45]), (2, 60, [40, 60])]
 )
 def test_a_new_checkpoint_outlives_damaged_ones(
-    keep: int, step: int, kept: list[int], tmp_path: Path
+    keep: int, step: int, kept_steps: list[int], tmp_path: Path
 ) -> None:
     for earlier in (30, 40, 50):
         save(tmp_path, earlier, tensors(earlier), {}, keep=3)
@@ -165,7 +165,7 @@ def test_a_new_checkpoint_outlives_damaged_ones(
     saver.resumed_from = 40
     saver.save(step, tensors(step), {}, keep)
     saver.wait()
-    assert names(tmp_path) == [f"step-{number:08d}" for number in kept]
+    assert names(tmp_path) == [f"step-{number:08d}" for number in kept_steps]
 
 
 def test_a_checkpoint_of_another_schema_is_refused_and_not_called_damaged(tmp_path: Path) -> None:
@@ -263,11 +263,11 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
     for name in killed:
         latest, damaged = latest_checkpoint(tmp_path / name)
         assert not damaged
-        found = tensors_in(latest.path)
+        saved = tensors_in(latest.path)
         state = latest.state()
         step = state["step"]
         assert_same_bits(
-            found, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step}
+            saved, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step}
         )
         # Nothing half-written or half-removed bears a checkpoint's name, and nothing else is left.
         for entry in names(tmp_path / name):

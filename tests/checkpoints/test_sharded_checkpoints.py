@@ -111,9 +111,11 @@ def go_on_with_a_whole_state(rank: int, folder: Path) -> list[bool]:
     saver = Saver(folder, ranks)
     path = saver.save(1, state_tensors([("weight", weight)], optimizer), {})
     saver.wait()
-    again, other = make()
-    restore_tensors(load_tensors(path, [("weight", again)], other), [("weight", again)], other)
-    states = optimizer.state_dict()["state"][0], other.state_dict()["state"][0]
+    again, restored = make()
+    restore_tensors(
+        load_tensors(path, [("weight", again)], restored), [("weight", again)], restored
+    )
+    states = optimizer.state_dict()["state"][0], restored.state_dict()["state"][0]
     return [
         torch.equal(local_of(value), local_of(states[1][name]))
         for name, value in states[0].items()
@@ -164,5 +166,7 @@ def test_replicas_are_written_once_and_all_ranks_go_back_to_the_same_checkpoint(
         "w",
     ]
     flip_a_bit(files[-1])
-    told = f"{second.name} is damaged ({files[-1].name} does not match its checksum)"
-    assert run_ranks(find_the_newest, 2, tmp_path / "again", tmp_path / "run") == [(1, [told])] * 2
+    message = f"{second.name} is damaged ({files[-1].name} does not match its checksum)"
+    assert (
+        run_ranks(find_the_newest, 2, tmp_path / "again", tmp_path / "run") == [(1, [message])] * 2
+    )

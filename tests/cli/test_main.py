@@ -46,16 +46,16 @@ class Calls(list[tuple[Any, ...]]):
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
     """Stand-ins for the trainer's verbs, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    found: dict[str, Calls] = {}
+    recorded: dict[str, Calls] = {}
     for module, verbs in {"loop": ("train",), "export": ("export",)}.items():
         stand_in = ModuleType(f"narrowgauge.trainer.{module}")
         for verb in verbs:
-            found[verb] = Calls()
-            setattr(stand_in, verb, found[verb])
+            recorded[verb] = Calls()
+            setattr(stand_in, verb, recorded[verb])
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
         monkeypatch.setattr(narrowgauge.trainer, module, stand_in, raising=False)
     write_tokens([Document("a", "text")], *load_tokenizer(None), tmp_path / "tokens")
-    return found
+    return recorded
 
 
 def asked(calls: dict[str, Calls], *words: str) -> dict[str, Any]:
@@ -114,12 +114,12 @@ REFUSED_AT_ONCE = [
 
 def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "odd", {"config": {"nonsense": 1}}).close()
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(REFUSED_AT_ONCE), capture_output=True, text=True,
         check=False, cwd=tmp_path, env=ENVIRONMENT,
     )  # fmt: skip
-    assert found.stdout.splitlines() == [f"2 {line}" for line in REFUSED_AT_ONCE], found.stderr
-    assert len(found.stderr.splitlines()) == len(REFUSED_AT_ONCE)
+    assert process.stdout.splitlines() == [f"2 {line}" for line in REFUSED_AT_ONCE], process.stderr
+    assert len(process.stderr.splitlines()) == len(REFUSED_AT_ONCE)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,10 @@ def test_a_watched_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
             with urllib.request.urlopen(address, timeout=30) as answer:
                 assert "llama-1m in bfloat16/word" in answer.read().decode()
             parent = address[: address.rindex("/", 0, -1)] + "/"
-            others = ((wrong, {}) for wrong in (parent, f"{parent}{'x' * 32}/", address + "file"))
-            for wrong, host in (*others, (address, {"Host": "evil.example"})):
+            wrong_addresses = (
+                (wrong, {}) for wrong in (parent, f"{parent}{'x' * 32}/", address + "file")
+            )
+            for wrong, host in (*wrong_addresses, (address, {"Host": "evil.example"})):
                 with pytest.raises(urllib.error.HTTPError, match="403"):
                     urllib.request.urlopen(urllib.request.Request(wrong, headers=host), timeout=30)
         finally:

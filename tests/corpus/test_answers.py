@@ -58,21 +58,23 @@ def test_the_confusion_matrix_is_the_committed_one(
 ) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = {}
+    answers = {}
     surprises = {}
     for row in ROWS[part::PARTS]:
         answer, surprise = answer_of(row, tmp_path / row.name)
         if surprise:
             surprises[row.name] = surprise
         if answer is not None:
-            found[row.name] = answer
+            answers[row.name] = answer
     torch.set_num_threads(threads)
     names = {row.name for row in ROWS[part::PARTS]}
-    others = {name: answer for name, answer in committed().items() if name not in names}
+    committed_elsewhere = {
+        name: answer for name, answer in committed().items() if name not in names
+    }
     if update_golden:
-        write({**others, **found})
+        write({**committed_elsewhere, **answers})
     assert not surprises, "what a loss teaches is not what its row says"
-    assert {**others, **found} == committed()
+    assert {**committed_elsewhere, **answers} == committed()
 
 
 def test_every_row_with_an_answer_is_in_the_corpus() -> None:

@@ -30,10 +30,10 @@ class Leaf(nn.Module):
         self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        own = (self.tied * gradients["head"].to(self.head.dtype)).float().sum() + (
+        tied_loss = (self.tied * gradients["head"].to(self.head.dtype)).float().sum() + (
             self.gain * gradients["gain"]
         ).sum()
-        return own + sum(
+        return tied_loss + sum(
             layer(gradients[f"layers.{k}.weight"]) for k, layer in enumerate(self.layers)
         )
 
@@ -71,6 +71,6 @@ def mesh_of(kind: str) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
-def whole(tensor: Any) -> Tensor:
+def full_tensor_of(tensor: Any) -> Tensor:
     """All of a tensor that may be sharded."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()

@@ -36,12 +36,12 @@ def test_rank_0_prints_the_error(
 
 def other_settings(rank: int) -> list[str]:
     require_same({"lr": 0.1})
-    said = []
+    messages = []
     for settings in ({"lr": 0.1 + rank}, {"seed": 1} if rank else {}):
         with pytest.raises(RankError) as refused:
             require_same(settings)
-        said.append(refused.value.message)
-    return said
+        messages.append(refused.value.message)
+    return messages
 
 
 def test_ranks_with_other_settings_are_refused_on_all(tmp_path: Path) -> None:

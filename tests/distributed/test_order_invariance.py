@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import narrowgauge as ng
-from distributed.models import mesh_of, whole
+from distributed.models import full_tensor_of, mesh_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.hashing import fingerprint_all
 from ranks import run_ranks
@@ -126,7 +126,7 @@ def refusal(work: Callable[[], object]) -> str:
 
 def unsent(rank: int) -> list[str]:
     """Two backward passes in a micro-batch, and passes whose gradients stay on their rank."""
-    said = []
+    messages = []
     for when in ("twice", "before", "between", "all-reduce"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         mesh = mesh_of("shards of one" if when == "all-reduce" else "sharded")
@@ -148,16 +148,16 @@ def unsent(rank: int) -> list[str]:
                 loss.backward()
                 model(torch.ones(1, 4)).sum().backward()
 
-        said.append(refusal(hold))
-    return said
+        messages.append(refusal(hold))
+    return messages
 
 
 def test_gradients_that_are_not_sent_one_by_one_are_refused(tmp_path: Path) -> None:
     for size in (1, 2):
-        for twice, *held in run_ranks(unsent, size, tmp_path / str(size)):
+        for twice, *unsent_messages in run_ranks(unsent, size, tmp_path / str(size)):
             assert size == 1 or "two backward passes were met in one micro-batch" in twice
-            assert len(held) == 3 and all(
-                "set_requires_gradient_sync(False)" in message for message in held
+            assert len(unsent_messages) == 3 and all(
+                "set_requires_gradient_sync(False)" in message for message in unsent_messages
             )
 
 
@@ -216,7 +216,7 @@ def trained(model: Chosen, by_rank: bool) -> str:
                 model(torch.full((1, 8), leaf + 1.0), used).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return fingerprint_all({name: whole(p) for name, p in model.named_parameters()})
+    return fingerprint_all({name: full_tensor_of(p) for name, p in model.named_parameters()})
 
 
 def take_turns(rank: int) -> tuple[str, list[str]]:

@@ -22,23 +22,23 @@ def test_a_process_on_its_own_needs_no_group() -> None:
 
 def ask(rank: int) -> list[object]:
     """What two ranks ask each other, in the default group and in one of their own."""
-    found: list[object] = []
+    answers: list[object] = []
     for ranks in (all_ranks(), all_ranks().apart()):
         assert (ranks.rank, ranks.size, ranks.is_first) == (rank, 2, rank == 0)
-        found += [
+        answers += [
             ranks.gather({"rank": rank}),
             ranks.largest(15 if rank else 0),
             ranks.largest(-rank),
             ranks.of_first(lambda: f"of rank {rank}"),
             ranks.together(lambda: f"of rank {rank}"),
         ]
-    return found
+    return answers
 
 
 def test_ranks_learn_the_same(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(ask, 2, tmp_path)):
+    for rank, answers in enumerate(run_ranks(ask, 2, tmp_path)):
         shared = [[{"rank": 0}, {"rank": 1}], 15, 0, "of rank 0", f"of rank {rank}"]
-        assert found == shared * 2
+        assert answers == shared * 2
 
 
 def fail(rank: int) -> list[str]:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import expectations
 import narrowgauge as ng
-from distributed.models import Leaf, gradients_of, mesh_of, whole
+from distributed.models import Leaf, full_tensor_of, gradients_of, mesh_of
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.hashing import fingerprint_all
@@ -40,9 +40,11 @@ def placed(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn
     return model, model
 
 
-def found(model: nn.Module) -> dict[str, Tensor]:
+def all_gradients(model: nn.Module) -> dict[str, Tensor]:
     """All gradients."""
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: full_tensor_of(p.grad) for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def step(reduction: GradientReduction, model: nn.Module, leaves: list[int | None]) -> None:
@@ -63,14 +65,14 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
 
 
 def test_every_reduction_has_its_figures() -> None:
-    found = {
+    figures = {
         name: (tuple(map(row.bytes_per_element, ("float32", "bfloat16"))), row.order_invariant)
         for name, row in REDUCTIONS.items()
     }
-    wanted = {
+    expected = {
         name: (row.wire_bytes, row.order_invariant) for name, row in expectations.REDUCTIONS.items()
     }
-    assert found == wanted, "tests/expectations.py states each reduction a second time"
+    assert figures == expected, "tests/expectations.py states each reduction a second time"
 
 
 def every_kind(rank: int) -> list[dict[str, Tensor]]:
@@ -84,11 +86,11 @@ def every_kind(rank: int) -> list[dict[str, Tensor]]:
             reduction = ng.reduce_gradients_with(called, name, average=False)
             for _ in range(2):
                 step(reduction, called, [rank, 4 if rank == 0 else None])
-                results.append(found(model))
+                results.append(all_gradients(model))
                 model.zero_grad()
             model, called = placed(kind)
             step(ng.reduce_gradients_with(called, name), called, [rank])
-            results.append(found(model))
+            results.append(all_gradients(model))
     return results
 
 
@@ -114,15 +116,18 @@ def half_precision(rank: int) -> list[list[float]]:
             for name in ("native", "float32"):
                 model, called = placed(kind, torch.float16)
                 reduction = ng.reduce_gradients_with(called, name, average=average)
-                ones = {
+                large = {
                     key: torch.full_like(value, 3000.0) for key, value in gradients_of(0).items()
                 }
                 with reduction.micro_batch():
                     called(
-                        {key: 8 * value for key, value in ones.items()} if average else ones
+                        {key: 8 * value for key, value in large.items()} if average else large
                     ).backward()
                 results.append(
-                    [whole(model.head.grad)[0, 0].item(), whole(model.gain.grad)[0].item()]
+                    [
+                        full_tensor_of(model.head.grad)[0, 0].item(),
+                        full_tensor_of(model.gain.grad)[0].item(),
+                    ]
                 )
     return results
 
@@ -146,7 +151,9 @@ def restored(rank: int) -> list[dict[str, Tensor]]:
             if closes:
                 ng.reduce_gradients_with(called, "reproducible").close()
             called(gradients_of(rank)).backward()
-            results.append({name: value for name, value in found(model).items() if name != "gain"})
+            results.append(
+                {name: value for name, value in all_gradients(model).items() if name != "gain"}
+            )
     return results
 
 
@@ -171,7 +178,7 @@ def every_magnitude(rank: int, size: int) -> list[dict[str, Tensor]]:
                 leaf = turn * size + rank
                 with reduction.micro_batch(is_last=turn == rounds - 1, is_absent=leaf >= 6):
                     called(large_gradients(min(leaf, 5))).backward()
-            results.append(found(model))
+            results.append(all_gradients(model))
             model.zero_grad()
     return results
 
@@ -188,16 +195,16 @@ def large_gradients(leaf: int) -> dict[str, Tensor]:
 
 def test_gradients_of_every_magnitude_have_one_sum_on_any_number_of_ranks(tmp_path: Path) -> None:
     leaves = [large_gradients(leaf) for leaf in range(6)]
-    wanted = {}
+    expected = {}
     for name in leaves[0]:
         addends = torch.stack([leaf[name].view(-1) for leaf in leaves], 1).tolist()
         sums = torch.tensor([sum_on_grid(values) for values in addends])
-        wanted[name] = sums.view(leaves[0][name].shape)
+        expected[name] = sums.view(leaves[0][name].shape)
     for size in range(1, 5):
         for results in run_ranks(every_magnitude, size, tmp_path / str(size), size):
             assert len(results) >= 2
             for result in results:
-                assert_close(result, wanted, 0.0)
+                assert_close(result, expected, 0.0)
 
 
 def test_a_device_that_must_not_wait_says_which_gradient_it_lost_and_widens(
@@ -210,18 +217,22 @@ def test_a_device_that_must_not_wait_says_which_gradient_it_lost_and_widens(
         model = Leaf()
         reduction = ng.reduce_gradients_with(model, "reproducible")
         step(reduction, model, list(range(count)))
-        assert_close(found(model), expected(range(count)), 1e-6)
+        assert_close(all_gradients(model), expected(range(count)), 1e-6)
         model.zero_grad()
         large = {name: value * 2.0**40 for name, value in gradients_of(0).items()}
         with pytest.raises(RecipeError, match=r"gradient of 'head, gain, layers\.0\.weight'"):
             step_of(reduction, model, [large] * count)
         step_of(reduction, model, [large] * count)
-        assert_close(found(model), {name: count * value for name, value in large.items()}, 1e-6)
+        assert_close(
+            all_gradients(model), {name: count * value for name, value in large.items()}, 1e-6
+        )
         # Large ones in the first step widen the sums at once.
         model = Leaf()
         reduction = ng.reduce_gradients_with(model, "reproducible")
         step_of(reduction, model, [large] * count)
-        assert_close(found(model), {name: count * value for name, value in large.items()}, 1e-6)
+        assert_close(
+            all_gradients(model), {name: count * value for name, value in large.items()}, 1e-6
+        )
 
 
 def step_of(
@@ -241,7 +252,7 @@ def test_a_failure_discards_the_step() -> None:
     with pytest.raises(KeyError), reduction.micro_batch(is_last=False):
         raise KeyError
     step(reduction, model, [0, 1])
-    assert_close(found(model), expected(range(2)), 1e-6)
+    assert_close(all_gradients(model), expected(range(2)), 1e-6)
 
 
 def test_what_cannot_be_done_is_refused() -> None:
@@ -287,7 +298,7 @@ def installed_twice(rank: int) -> tuple[list[str], list[Tensor]]:
             pass
         with second.micro_batch():
             called(torch.ones(1, 2)).sum().backward()
-        gradients.append(whole(model.weight.grad))
+        gradients.append(full_tensor_of(model.weight.grad))
         second.close()
         ng.reduce_gradients_with(called, "float32")
         with pytest.raises(RecipeError, match=r"in a backward pass outside micro_batch\(\)"):

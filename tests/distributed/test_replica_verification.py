@@ -44,7 +44,7 @@ def compare(rank: int, damages: list[Damage]) -> list[tuple[str, int | None, str
     """What this rank finds in a vector that all have, and on four ranks in two replicas of two
     shards.
     """
-    found: list[tuple[str, int | None, str | None] | None] = []
+    refusals: list[tuple[str, int | None, str | None] | None] = []
     for damage in damages:
         owners = {"gain": torch.ones(6)}
         if dist.get_world_size() == 4:
@@ -57,10 +57,10 @@ def compare(rank: int, damages: list[Damage]) -> list[tuple[str, int | None, str
             local_of(owners[damage[rank]]).view(torch.int32)[1] ^= 1 << 3
         try:
             verify_replicas([(name, local_of(owner), owner) for name, owner in owners.items()], 7)
-            found.append(None)
+            refusals.append(None)
         except CorruptionError as error:
-            found.append((error.message, error.rank, error.tensor))
-    return found
+            refusals.append((error.message, error.rank, error.tensor))
+    return refusals
 
 
 @pytest.mark.parametrize("size", CASES)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import narrowgauge as ng
-from distributed.models import mesh_of, whole
-from distributed.test_reduction import found, placed, step
+from distributed.models import full_tensor_of, mesh_of
+from distributed.test_reduction import all_gradients, placed, step
 from narrowgauge.numerics.hashing import fingerprint_all
 from ranks import run_ranks
 
@@ -57,10 +57,12 @@ def outcome(kind: str, dtype: torch.dtype, leaves: Sequence[int | None]) -> list
     seen = []
     for _ in range(3):
         step(reduction, called, leaves)
-        seen.append(fingerprint_all(found(model)))
+        seen.append(fingerprint_all(all_gradients(model)))
         optimizer.step()
         seen.append(
-            fingerprint_all({key: whole(p.detach()) for key, p in model.named_parameters()})
+            fingerprint_all(
+                {key: full_tensor_of(p.detach()) for key, p in model.named_parameters()}
+            )
         )
         optimizer.zero_grad()
     return seen
@@ -90,8 +92,8 @@ def outcomes(rank: int) -> dict[str, list[str]]:
 def test_the_same_bits_on_any_ranks_in_any_assignment(tmp_path: Path) -> None:
     results: dict[str, list[str]] = {}
     for size in KINDS:
-        first, *others = run_ranks(outcomes, size, tmp_path / str(size))
-        assert all(other == first for other in others)
+        first, *later_ranks = run_ranks(outcomes, size, tmp_path / str(size))
+        assert all(outcome == first for outcome in later_ranks)
         results |= first
     assert len(results) == 5 * 10
     for dtype in ("float32", "bfloat16"):
@@ -112,7 +114,7 @@ def with_policies(rank: int, replicas: bool) -> dict[str, str]:
     the shards are whole.
     """
     size = dist.get_world_size()
-    found = {}
+    fingerprints = {}
     for name, policy in POLICIES.items():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
@@ -133,10 +135,10 @@ def with_policies(rank: int, replicas: bool) -> dict[str, str]:
                     model(x).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found[name] = fingerprint_all(
-            {key: whole(p.detach()) for key, p in model.named_parameters()}
+        fingerprints[name] = fingerprint_all(
+            {key: full_tensor_of(p.detach()) for key, p in model.named_parameters()}
         )
-    return found
+    return fingerprints
 
 
 def test_mixed_precision_of_fsdp_has_the_same_bits_on_one_rank_as_on_several(

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import narrowgauge as ng
-from distributed.models import mesh_of, whole
+from distributed.models import full_tensor_of, mesh_of
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
 from ranks import run_ranks
@@ -121,11 +121,11 @@ def alone(rank: int) -> list[str]:
 @pytest.mark.parametrize("size", PLACES)
 def test_the_caller_s_shards_have_the_bits_of_one_process(size: int, tmp_path: Path) -> None:
     expected = run_ranks(alone, 1, tmp_path / "one")[0]
-    for found in run_ranks(learned, size, tmp_path):
-        assert [case for case, seen in found.items() if seen != expected] == []
+    for outcomes in run_ranks(learned, size, tmp_path):
+        assert [case for case, seen in outcomes.items() if seen != expected] == []
 
 
-def said(attempt: Callable[[], object]) -> str:
+def refusal_of(attempt: Callable[[], object]) -> str:
     with pytest.raises(RecipeError) as error:
         attempt()
     return str(error.value)
@@ -138,7 +138,7 @@ def summed(model: Net) -> dict[str, Tensor]:
     gradients: dict[str, Any] = {
         name: p.grad for name, p in model.named_parameters() if p.requires_grad
     }
-    return {name: whole(gradient) for name, gradient in gradients.items()}
+    return {name: full_tensor_of(gradient) for name, gradient in gradients.items()}
 
 
 def sums_and_refusals(rank: int) -> tuple[list[dict[str, Tensor]], dict[str, str]]:
@@ -157,10 +157,10 @@ def sums_and_refusals(rank: int) -> tuple[list[dict[str, Tensor]], dict[str, str
     model = Net()
     reduction = ng.reduce_gradients_with(model, "float32")
     fully_shard(model, mesh=mesh_of("sharded"))
-    lines["sharded later"] = said(lambda: reduction.micro_batch().__enter__())
+    lines["sharded later"] = refusal_of(lambda: reduction.micro_batch().__enter__())
     model = sharded("sharded")
     model.extra = nn.Parameter(distribute_tensor(torch.ones(4), mesh_of("sharded"), [Shard(0)]))
-    lines["not FSDP2's"] = said(lambda: ng.reduce_gradients_with(model, "float32"))
+    lines["not FSDP2's"] = refusal_of(lambda: ng.reduce_gradients_with(model, "float32"))
     return sums, lines
 
 
@@ -173,8 +173,8 @@ def test_a_reduction_sums_what_fsdp_gathers_or_refuses(tmp_path: Path) -> None:
         loss_of(model, leaf).backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for sums, lines in run_ranks(sums_and_refusals, 2, tmp_path):
-        for found in sums:
-            torch.testing.assert_close(found, expected)
+        for gradients in sums:
+            torch.testing.assert_close(gradients, expected)
         assert (
             "was frozen or not in the model when reduction 'float32' was installed"
             in lines["sharded later"]
@@ -192,11 +192,11 @@ def steps_and_refusals(rank: int) -> dict[str, str]:
     if hasattr(
         optimizer.param_groups[0]["params"][0], "_fsdp_orig_uid"
     ):  # PyTorch 2.11 leaves no mark
-        lines["made before"] = said(optimizer.step)
+        lines["made before"] = refusal_of(optimizer.step)
     model, optimizer = ng.prepare(Net(), "float32/float32")  # type: ignore[assignment]
     fully_shard(model, mesh=mesh_of("sharded"), ignored_params={model.gain})
     loss_of(model, 0).backward()
-    lines["prepared before"] = said(optimizer.step)
+    lines["prepared before"] = refusal_of(optimizer.step)
     return lines
 
 

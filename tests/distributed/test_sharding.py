@@ -79,28 +79,30 @@ def print_of(model: nn.Module, optimizer: ng.AdamW) -> str:
 def shard_and_learn(rank: int) -> dict[str, Any]:
     size = dist.get_world_size()
     line = init_device_mesh("cpu", (size,))
-    found: dict[str, Any] = {
+    outcomes: dict[str, Any] = {
         case: learn(*prepared(case, mesh=line, narrow_gather=case in GATHERED)) for case in RECIPES
     }
-    found["offload"] = learn(*prepared("word", mesh=line, offload=True))
-    found["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in ("word", "autocast")}
-    found["groups"] |= {
+    outcomes["offload"] = learn(*prepared("word", mesh=line, offload=True))
+    outcomes["groups"] = {
+        case: shapes(prepared(case, mesh=line)[0]) for case in ("word", "autocast")
+    }
+    outcomes["groups"] |= {
         wide: shapes(sharding.shard(mixed(wide), line)) for wide in ("lm_head", "norm")
     }
     tied = nn.Sequential()
     tied.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     tied.blocks[1].weight = tied.blocks[0].weight
-    found["groups"]["tied blocks"] = shapes(sharding.shard(tied, line))
-    found["unequal"] = learn(*unequal(rank, line))
-    found["refusals"] = refusals(line)
-    return found
+    outcomes["groups"]["tied blocks"] = shapes(sharding.shard(tied, line))
+    outcomes["unequal"] = learn(*unequal(rank, line))
+    outcomes["refusals"] = refusals(line)
+    return outcomes
 
 
 def shapes(model: nn.Module) -> tuple[list[str], list[str]]:
     """The names of modules with a group of their own, and of parameters that are whole."""
     units = {id(unit) for unit in sharding.fsdp_modules(model)}
-    whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    return [name for name, module in model.named_modules() if id(module) in units], whole
+    unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    return [name for name, module in model.named_modules() if id(module) in units], unsharded
 
 
 def unequal(rank: int, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
@@ -122,12 +124,12 @@ def refusals(mesh: Any) -> dict[str, str]:
         "unnamed": lambda: ng.prepare(llama(), "float32/float32", mesh=unnamed),
         "wrapped": lambda: ng.prepare(parallel, "bfloat16/word"),
     }
-    said = {}
+    messages = {}
     for name, attempt in tries.items():
         with pytest.raises(RecipeError) as error:
             attempt()
-        said[name] = str(error.value)
-    return said
+        messages[name] = str(error.value)
+    return messages
 
 
 def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread: None) -> None:
@@ -146,10 +148,16 @@ def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread:
         [""],
         [],
     )
-    units, whole = groups["norm"]
-    assert units == ["", *layers] and len(whole) == 5 and all("norm" in name for name in whole)
-    said = {"sharded": "parallelize_module", "wrapped": "swap_linears", "unnamed": "mesh_dim_names"}
-    assert all(part in first["refusals"][case] for case, part in said.items())
+    units, unsharded = groups["norm"]
+    assert (
+        units == ["", *layers] and len(unsharded) == 5 and all("norm" in name for name in unsharded)
+    )
+    messages = {
+        "sharded": "parallelize_module",
+        "wrapped": "swap_linears",
+        "unnamed": "mesh_dim_names",
+    }
+    assert all(part in first["refusals"][case] for case, part in messages.items())
 
 
 def on_a_part(rank: int) -> str:

@@ -81,8 +81,10 @@ def shared_out(gradient: Tensor, p: DTensor) -> DTensor:
             ) % 2 == mesh.get_local_rank(dim)
             gradient = torch.where(is_here, gradient, 0)
             placements[dim] = Partial()
-    whole = [Partial() if placement.is_partial() else Replicate() for placement in placements]
-    return DTensor.from_local(gradient, mesh, whole, run_check=False).redistribute(mesh, placements)
+    reduced = [Partial() if placement.is_partial() else Replicate() for placement in placements]
+    return DTensor.from_local(gradient, mesh, reduced, run_check=False).redistribute(
+        mesh, placements
+    )
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
@@ -171,7 +173,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, st
 
 
 @functools.cache
-def whole(storage: str) -> dict[str, str]:
+def fingerprint_of_one_process(storage: str) -> dict[str, str]:
     return fingerprint(train(start(storage), range(STEPS)))
 
 
@@ -180,7 +182,7 @@ def test_split_over_ranks(way: str, results: list[dict[tuple[str, str], Any]]) -
     members = [result for result in results if (way, "word") in result]
     assert len(members) == (2 if way.startswith("two") else NUM_RANKS)
     for result in members:
-        assert [s for s in WAYS[way] if result[way, s] != whole(s)] == []
+        assert [s for s in WAYS[way] if result[way, s] != fingerprint_of_one_process(s)] == []
 
 
 def test_zero_redundancy(results: list[dict[tuple[str, str], Any]]) -> None:

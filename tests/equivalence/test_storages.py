@@ -215,8 +215,8 @@ def test_a_mask_in_each_step_leaves_the_other_weights() -> None:
             training.model.parameters(), unmasked.model.parameters(), masks, strict=True
         ):
             values = training.optimizer.stored(p)
-            others = unmasked.optimizer.stored(q)
-            is_same = torch.equal(values[mask], others[mask]) or row.weight.scaled
+            unmasked_values = unmasked.optimizer.stored(q)
+            is_same = torch.equal(values[mask], unmasked_values[mask]) or row.weight.scaled
             is_zero = not values.to(p.dtype)[~mask].any()  # a tail stays within half an ulp
             if p[~mask].any() or not is_zero or not is_same:
                 different.append(storage)

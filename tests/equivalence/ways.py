@@ -159,7 +159,7 @@ def moved(recipe: str, move: Callable[[Training], Training]) -> dict[str, str]:
     return fingerprint(train(move(train(start(recipe), range(HALF))), range(HALF, STEPS)))
 
 
-def other(recipe: str, **options: Any) -> Training:
+def different_training(recipe: str, **options: Any) -> Training:
     """Start a training as far as it can be from the one that it takes over: other weights and
     options.
     """
@@ -173,7 +173,7 @@ def resumed(recipe: str) -> dict[str, str]:
     """
 
     def move(training: Training) -> Training:
-        loaded = other(recipe, seed=3)
+        loaded = different_training(recipe, seed=3)
         loaded.model.load_state_dict(training.model.state_dict())
         loaded.optimizer.load_state_dict(training.optimizer.state_dict())
         return loaded
@@ -187,7 +187,7 @@ def through_dcp(recipe: str) -> dict[str, str]:
     def move(training: Training) -> Training:
         with tempfile.TemporaryDirectory() as folder:
             save_dcp(training, Path(folder), no_dist=True)
-            return load_dcp(other(recipe), Path(folder), no_dist=True)
+            return load_dcp(different_training(recipe), Path(folder), no_dist=True)
 
     return moved(recipe, move)
 

@@ -60,6 +60,6 @@ def trained(
     return losses
 
 
-def same_weights(one: nn.Module, other: nn.Module) -> bool:
-    theirs = other.state_dict()
-    return all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
+def same_weights(first: nn.Module, second: nn.Module) -> bool:
+    theirs = second.state_dict()
+    return all(torch.equal(value, theirs[name]) for name, value in first.state_dict().items())

@@ -120,9 +120,9 @@ def of_two(
         for _ in range(4)
     ]
 
-    def steps(which: list[Any]) -> list[float]:
+    def steps(step_batches: list[Any]) -> list[float]:
         losses = []
-        for x, y in which:
+        for x, y in step_batches:
             loss = nn.functional.mse_loss(model(x).float(), y)
             accelerator.backward(loss)
             optimizer.step()
@@ -134,9 +134,11 @@ def of_two(
     accelerator.save_state(folder)
     losses += steps(batches[2:])
     stored = [optimizer.optimizer.stored(p) for p in model.parameters()]
-    whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in stored]
+    full_tensors = [
+        value.full_tensor() if hasattr(value, "full_tensor") else value for value in stored
+    ]
     accelerator.load_state(folder)
-    return losses, whole, steps(batches[2:])
+    return losses, full_tensors, steps(batches[2:])
 
 
 @pytest.mark.parametrize(
@@ -148,9 +150,9 @@ def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path, recipe: str
         results = run_ranks(
             of_two, 2, tmp_path / kind, kind, recipe, str(tmp_path / kind / "state")
         )
-        for losses, whole, resumed in results:
+        for losses, weights, resumed in results:
             assert resumed == losses[2:]
-            assert all(torch.equal(a, b) for a, b in zip(whole, results[0][1], strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(weights, results[0][1], strict=True))
         of_kind[kind] = results
-    for one, other in zip(of_kind["DDP"], of_kind["FSDP2"], strict=True):
-        assert one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+    for ddp, fsdp2 in zip(of_kind["DDP"], of_kind["FSDP2"], strict=True):
+        assert ddp[0] == fsdp2[0] and all(map(torch.equal, ddp[1], fsdp2[1]))

@@ -74,17 +74,17 @@ def test_losses_and_weights_are_those_of_a_loop_of_ones_own(
 
 def test_the_defaults_train_and_resume_with_the_same_bits(tmp_path: Path) -> None:
     every = {"save_strategy": "steps", "save_steps": 3}
-    whole = trainer_of(tmp_path / "whole", {"storage": "word"}, **every)
-    whole.train()
+    uninterrupted = trainer_of(tmp_path / "whole", {"storage": "word"}, **every)
+    uninterrupted.train()
     logged = ng.read_run(tmp_path / "whole")  # the folder with checkpoint-3 and checkpoint-6
     assert [row["loss"] for row in logged.steps] == history(
-        whole, "loss"
+        uninterrupted, "loss"
     ) and logged.summary is not None
     assert ng.read_run(tmp_path / "whole" / "checkpoint-3" / "trainer_state.json").summary is None
     again = trainer_of(tmp_path / "again", {"storage": "word"}, **every)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert history(again, "loss") == history(whole, "loss") and same_weights(
-        whole.model, again.model
+    assert history(again, "loss") == history(uninterrupted, "loss") and same_weights(
+        uninterrupted.model, again.model
     )
 
 
@@ -92,7 +92,7 @@ def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
     every = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
     options = {"storage": "word", "audit_every": 2}
 
-    def made() -> Any:
+    def new_trainer() -> Any:
         return trainer_of(
             tmp_path,
             options,
@@ -100,7 +100,7 @@ def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
             **every,
         )
 
-    trainer = made()
+    trainer = new_trainer()
     trainer.train()
     run = ng.read_run(tmp_path / "narrowgauge")
     assert [row["loss"] for row in run.steps] == history(trainer, "loss") and len(
@@ -117,7 +117,7 @@ def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
         4,
     )
     assert not [event for event in run.events if event["kind"] == "warning"]
-    made().train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    new_trainer().train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     again = ng.read_run(tmp_path / "narrowgauge")
     assert [row["loss"] for row in again.steps] == [row["loss"] for row in run.steps]
     assert again.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]

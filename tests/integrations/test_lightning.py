@@ -81,11 +81,17 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
             tmp_path / "run", gauges_every=3, audit_every=2, tokens=torch.numel
         )
 
-    whole = Module(audit_every=2)
+    uninterrupted = Module(audit_every=2)
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    fit(whole, callbacks=[monitor()], logger=logger, log_every_n_steps=1, val_check_interval=3)
+    fit(
+        uninterrupted,
+        callbacks=[monitor()],
+        logger=logger,
+        log_every_n_steps=1,
+        val_check_interval=3,
+    )
     run = ng.read_run(tmp_path / "run")
-    assert [row["loss"] for row in run.steps] == whole.losses
+    assert [row["loss"] for row in run.steps] == uninterrupted.losses
     assert [row["tokens"] for row in run.steps] == [68 * (step + 1) for step in range(STEPS)]
     assert {row["step"] for row in run.gauges} == {3, 6} and len(run.evals) == 2
     assert run.summary["steps"] == STEPS and not [
@@ -93,7 +99,7 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
     ]
     logged = ng.read_run(logger.log_dir)  # what Lightning's own logger wrote
     assert [row["loss"] for row in logged.steps if "loss" in row] == pytest.approx(
-        whole.losses, rel=1e-6
+        uninterrupted.losses, rel=1e-6
     )
     assert len(logged.evals) == 2 and "edq" in (Path(logger.log_dir) / "metrics.csv").read_text()
     stopped = Module(audit_every=2)
@@ -105,7 +111,7 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
         len(second.steps) == STEPS
         and second.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
     )
-    assert same_weights(again.model, whole.model)
+    assert same_weights(again.model, uninterrupted.model)
 
 
 class Pair(Module):

@@ -102,8 +102,8 @@ def test_gradients_flow_through_the_quantized_base() -> None:
     assert y.dtype is dtype and y.shape == exact.shape
     y += 0.0  # as adapters add to it, in place
     y.backward(grad)
-    wanted = (grad.float() @ layer.dequantize()).to(dtype)
-    assert x.grad is not None and torch.allclose(x.grad, wanted, rtol=2**-7, atol=2**-7)
+    expected = (grad.float() @ layer.dequantize()).to(dtype)
+    assert x.grad is not None and torch.allclose(x.grad, expected, rtol=2**-7, atol=2**-7)
     error = (y.float() - exact.float()).norm() / exact.float().norm()
     assert 0 < error < 0.15
     with torch.no_grad():
@@ -111,16 +111,16 @@ def test_gradients_flow_through_the_quantized_base() -> None:
 
 
 def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
-    def made() -> Any:
+    def new_model() -> Any:
         return ng.prepare(quantize_base(adapted(base()), "nvfp4"), "bfloat16/word", lr=1e-2)
 
-    model, optimizer = made()
+    model, optimizer = new_model()
     trained(model, optimizer)
     model.save_pretrained(tmp_path)
     saved = optimizer.state_dict()
     assert {path.suffix for path in tmp_path.iterdir()} >= {".safetensors", ".json"}
     expected = trained(model, optimizer)
-    again, resumed = made()
+    again, resumed = new_model()
     again.load_adapter(tmp_path, "default", is_trainable=True, autocast_adapter_dtype=False)
     resumed.load_state_dict(saved)
     assert trained(again, resumed) == expected
@@ -133,7 +133,7 @@ def test_merging_needs_weights_and_gets_them_back() -> None:
     model = adapted(base())
     ng.prepare(quantize_base(model, "nvfp4"), "bfloat16/word")
     model.eval()
-    apart = loss_of(model)
+    unmerged = loss_of(model)
     with pytest.raises(
         RecipeError, match=r"Cannot use the weight of a layer quantized as 'nvfp4'.*dequantize_base"
     ):
@@ -143,16 +143,16 @@ def test_merging_needs_weights_and_gets_them_back() -> None:
     model.merge_adapter()
     merged = loss_of(model)
     model.unmerge_adapter()
-    assert abs(merged - apart) < 0.02
+    assert abs(merged - unmerged) < 0.02
     plain: Any = model.merge_and_unload()
     assert not weights_of(plain)
-    assert abs(loss_of(plain) - apart) < 0.02
+    assert abs(loss_of(plain) - unmerged) < 0.02
 
 
 def test_codes_of_another_format_are_not_loaded_as_numbers() -> None:
-    def made(compute: str) -> nn.Module:
+    def quantized(compute: str) -> nn.Module:
         return quantize_base(nn.Sequential(nn.Linear(64, 16)).requires_grad_(False), compute)
 
-    made("nvfp4").load_state_dict(made("nvfp4").state_dict())
+    quantized("nvfp4").load_state_dict(quantized("nvfp4").state_dict())
     with pytest.raises(FormatError, match=r"'0\.weight_scales' was saved in torch\.float8_e8m0fnu"):
-        made("nvfp4").load_state_dict(made("mxfp4").state_dict())
+        quantized("nvfp4").load_state_dict(quantized("mxfp4").state_dict())

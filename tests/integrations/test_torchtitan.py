@@ -92,8 +92,10 @@ def differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """The names of values that are not the same, bit for bit."""
     assert len(ours.keys() & theirs.keys()) >= 9
 
-    def same(one: Any, other: Any) -> bool:
-        return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+    def same(first: Any, second: Any) -> bool:
+        return (
+            torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
+        )
 
     return [name for name in ours.keys() & theirs.keys() if not same(ours[name], theirs[name])]
 
@@ -107,11 +109,11 @@ def test_the_trainer_computes_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
     config = narrow(tmp_path, compute)
     config.training.local_batch_size = 4 // parts
     config.training.global_batch_size = 4
-    found = train(config)
-    assert found.losses == losses and differing(found.weights, weights) == []
-    (optimizer,) = found.trainer.optimizers
+    trained = train(config)
+    assert trained.losses == losses and differing(trained.weights, weights) == []
+    (optimizer,) = trained.trainer.optimizers
     assert isinstance(optimizer, ng.AdamW) and optimizer.bytes_per_param() < 8.1
-    assert optimizer.num_steps(next(found.trainer.model_parts[0].parameters())) == STEPS
+    assert optimizer.num_steps(next(trained.trainer.model_parts[0].parameters())) == STEPS
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
@@ -121,14 +123,18 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) 
         config.checkpoint.interval = 2
         return train(config, steps)
 
-    whole = run(tmp_path / "whole")
+    uninterrupted = run(tmp_path / "whole")
     first = run(tmp_path / "parts", 2)
     then = run(tmp_path / "parts")
-    assert first.losses + then.losses == whole.losses and len(then.losses) == STEPS - 2
-    assert then.states.keys() == whole.states.keys() and any(
-        name.startswith("narrowgauge.step") for name in whole.states
+    assert first.losses + then.losses == uninterrupted.losses and len(then.losses) == STEPS - 2
+    assert then.states.keys() == uninterrupted.states.keys() and any(
+        name.startswith("narrowgauge.step") for name in uninterrupted.states
     )
-    assert differing(then.weights, whole.weights) == differing(then.states, whole.states) == []
+    assert (
+        differing(then.weights, uninterrupted.weights)
+        == differing(then.states, uninterrupted.states)
+        == []
+    )
 
 
 def test_converted_layers_refuse_torchtitans_own_optimizer(tmp_path: Path) -> None:
@@ -141,10 +147,10 @@ def test_converted_layers_refuse_torchtitans_own_optimizer(tmp_path: Path) -> No
 def test_the_example_trains_with_torchtitans_chunked_loss(tmp_path: Path) -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 60
     config = runpy.run_path(str(EXAMPLE))["debugmodel_word"]()
-    found = train(on_cpu(config, tmp_path), 2)
-    (optimizer,) = found.trainer.optimizers
+    trained = train(on_cpu(config, tmp_path), 2)
+    (optimizer,) = trained.trainer.optimizers
     assert (
-        len(found.losses) == 2
+        len(trained.losses) == 2
         and optimizer.bytes_per_param() < 8.1
         and optimizer.max_grad_norm == 1.0
     )

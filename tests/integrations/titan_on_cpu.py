@@ -197,9 +197,9 @@ def train(config: Trainer.Config, steps: int | None = None) -> Trained:
         weights, states = (
             _copied(part.state_dict()) for part in (trainer.model_parts[0], trainer.optimizers)
         )
-        found = Trained(trainer, losses, weights, states)
+        trained = Trained(trainer, losses, weights, states)
         trainer.close()
-        return found
+        return trained
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -210,7 +210,7 @@ def _copied(values: dict[str, Any]) -> dict[str, Any]:
     tensors = {
         name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)
     }
-    whole = {
+    full_tensors = {
         name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()
     }
-    return values | {name: value.clone() for name, value in whole.items()}
+    return values | {name: value.clone() for name, value in full_tensors.items()}

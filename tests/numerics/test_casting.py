@@ -122,10 +122,10 @@ def test_toward_zero_and_saturated_against_fractions(name: str) -> None:
     for value, toward_zero, from_wide, nearest in zip(
         x.tolist(), cut, wide, saturated, strict=True
     ):
-        wanted = grid.toward_zero(value)
+        expected = grid.toward_zero(value)
         if abs(value) > row.max:
-            wanted = math.copysign(row.max, value)
-        assert toward_zero == from_wide == wanted, value.hex()
+            expected = math.copysign(row.max, value)
+        assert toward_zero == from_wide == expected, value.hex()
         rounded = grid.nearest(value)
         assert nearest == (math.copysign(row.max, value) if rounded is None else rounded), (
             value.hex()
@@ -162,10 +162,10 @@ def test_what_does_not_fit() -> None:
         ("float4_e2m1fn", "nearest", False): [6, -6, 6, -6],
         ("int4", "nearest", False): [7, -8, 7, -8],
     }
-    for (name, rounding, saturate), wanted in cases.items():
+    for (name, rounding, saturate), expected in cases.items():
         nan = math.nan if FORMATS[name].nans else 0.0
         ours = round_to(x, name, rounding, saturate=saturate)
-        assert mismatches(ours, np.array([*wanted, nan])) == 0, name
+        assert mismatches(ours, np.array([*expected, nan])) == 0, name
         assert ours[ours.isnan()].view(torch.int32).eq(0x7FC00000).all()
 
 
@@ -175,8 +175,8 @@ def test_stochastic_takes_one_of_the_two_neighbours() -> None:
         x = x[x.abs() < FORMATS[name].max]
         below = round_to(x, name, "toward_zero")
         above = below + torch.tensor([FORMATS[name].spacing(v) for v in x.tolist()]).copysign(x)
-        for given in (x, x.double()):
-            ours = round_to(given, name, "stochastic", seed=3)
+        for source in (x, x.double()):
+            ours = round_to(source, name, "stochastic", seed=3)
             away = ours != below
             assert (ours == torch.where(away, above, below)).all(), name
             assert away.any() and not away[below == x].any()
@@ -208,24 +208,24 @@ def test_stochastic_is_unbiased(name: str, dtype: torch.dtype) -> None:
 
 def test_stochastic_depends_on_seed_place_and_value() -> None:
     x = torch.full((1 << 16,), 1.0625)
-    one, again, other = (
+    first, again, reseeded = (
         round_to(x, "float8_e4m3fn", "stochastic", seed=seed) for seed in (1, 1, 2)
     )
-    assert one.equal(again) and not one.equal(other)
+    assert first.equal(again) and not first.equal(reseeded)
     # Independent halves agree in half of the places: 65,536 of them to within 4.5 standard
     # deviations of 128.
-    for left, right in ((one, other), (one[1:], one[:-1]), (one[1 << 15 :], one[: 1 << 15])):
-        same = int((left == right).sum())
-        assert abs(z_score(same, len(left), 0.5)) < 4.5
+    for a, b in ((first, reseeded), (first[1:], first[:-1]), (first[1 << 15 :], first[: 1 << 15])):
+        same = int((a == b).sum())
+        assert abs(z_score(same, len(a), 0.5)) < 4.5
     for seed in (1, 1 + 2**32, torch.tensor(1), torch.tensor(1, dtype=torch.int32)):
-        assert round_to(x, "float8_e4m3fn", "stochastic", seed=seed).equal(one)
+        assert round_to(x, "float8_e4m3fn", "stochastic", seed=seed).equal(first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_layouts_give_the_same_bits(dtype: torch.dtype) -> None:
     x = torch.randn(96, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
-    whole = round_to(x, "float8_e5m2", "stochastic", seed=9)
+    contiguous = round_to(x, "float8_e5m2", "stochastic", seed=9)
     transposed = x.t().contiguous().t()
     assert not transposed.is_contiguous()
-    assert round_to(transposed, "float8_e5m2", "stochastic", seed=9).equal(whole)
+    assert round_to(transposed, "float8_e5m2", "stochastic", seed=9).equal(contiguous)
     assert round_to(x[::2, 1::3], "float8_e5m2").equal(round_to(x, "float8_e5m2")[::2, 1::3])

@@ -77,8 +77,8 @@ def test_sum_of_squares_is_exact_where_the_law_says_so() -> None:
     assert sum_of_squares([integers]).item() == sum(k * k for k in range(-1000, 1000))
     # 4,096 addends: 50 bits a grid, so 2^-60 lies on the second grid and would have vanished from
     # the first.
-    ones = torch.cat((torch.ones(1), torch.full((4095,), 2.0**-30)))
-    assert sum_of_squares([ones]).item() == nearest_float(1 + exact_sum([4095 * 2.0**-60]))
+    values = torch.cat((torch.ones(1), torch.full((4095,), 2.0**-30)))
+    assert sum_of_squares([values]).item() == nearest_float(1 + exact_sum([4095 * 2.0**-60]))
 
 
 @pytest.mark.parametrize("scale", [2.0**-149, 2.0**-130, 2.0**-75, 1.0, 2.0**126])

@@ -32,18 +32,22 @@ EDGES = [
 def summed(addends: Sequence[float], dtype: torch.dtype = torch.float32) -> list[float]:
     """The sum by each way there is: one call for all, one for each, and without words."""
     rows = torch.tensor(addends, dtype=dtype).view(-1, 1)
-    one = ExactSums(1)
-    each = ExactSums(1)
-    one.add_(rows)
+    at_once = ExactSums(1)
+    row_by_row = ExactSums(1)
+    at_once.add_(rows)
     for row in rows:
-        each.add_(row)
-    return [one.total().item(), each.total().item(), sum_rows(rows, torch.empty(1)).item()]
+        row_by_row.add_(row)
+    return [
+        at_once.total().item(),
+        row_by_row.total().item(),
+        sum_rows(rows, torch.empty(1)).item(),
+    ]
 
 
 def check(addends: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
-    given = torch.tensor(addends, dtype=dtype).tolist()
-    expected = sum_on_grid(given)
-    assert summed(given, dtype) == [expected] * 3, given
+    rounded_addends = torch.tensor(addends, dtype=dtype).tolist()
+    expected = sum_on_grid(rounded_addends)
+    assert summed(rounded_addends, dtype) == [expected] * 3, rounded_addends
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -51,8 +55,8 @@ def test_pairs_of_every_edge(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     edges = [max(-largest, min(largest, edge)) for edge in EDGES]
     pairs = torch.tensor(list(itertools.product(edges, repeat=2)), dtype=dtype).T.contiguous()
-    found = sum_rows(pairs, torch.empty(pairs.shape[1]))
-    assert found.tolist() == [sum_on_grid(pair) for pair in pairs.T.tolist()]
+    sums = sum_rows(pairs, torch.empty(pairs.shape[1]))
+    assert sums.tolist() == [sum_on_grid(pair) for pair in pairs.T.tolist()]
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -58,11 +58,13 @@ def test_shards_add_up() -> None:
 def test_named_fingerprints_depend_on_names_and_not_on_order() -> None:
     a = torch.randn(20, generator=generator(9))
     b = torch.randn(20, generator=generator(10))
-    whole = fingerprint_all({"a": a, "b": b})
-    assert len(whole) == 16
+    reference = fingerprint_all({"a": a, "b": b})
+    assert len(reference) == 16
     assert (
-        whole == fingerprint_all({"b": b, "a": a}) == fingerprint_all({"a": fingerprint(a), "b": b})
+        reference
+        == fingerprint_all({"b": b, "a": a})
+        == fingerprint_all({"a": fingerprint(a), "b": b})
     )
-    others = [{"a": b, "b": a}, {"a": a}, {"a": a, "c": b}, {"a": a, "b": b, "c": a[:0]}, {}]
-    assert len({whole, *map(fingerprint_all, others)}) == 1 + len(others)
+    renamed = [{"a": b, "b": a}, {"a": a}, {"a": a, "c": b}, {"a": a, "b": b, "c": a[:0]}, {}]
+    assert len({reference, *map(fingerprint_all, renamed)}) == 1 + len(renamed)
     assert fingerprint_all({}) == "0" * 16

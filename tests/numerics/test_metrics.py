@@ -65,8 +65,8 @@ def decayed(intended: Tensor, stored: Tensor, spacings: float = 1e6) -> Tensor:
     """Sums of decay alone."""
     terms = [term.double().sum() for term in decay_terms(intended, stored)]
     zeros = torch.zeros(len(CHANGE_SUMS), dtype=torch.float64)
-    known = torch.tensor([float(intended.numel()), spacings], dtype=torch.float64)
-    return torch.cat([zeros, torch.stack(terms), known])
+    counts = torch.tensor([float(intended.numel()), spacings], dtype=torch.float64)
+    return torch.cat([zeros, torch.stack(terms), counts])
 
 
 def test_lost_decay_against_fractions() -> None:
@@ -107,9 +107,9 @@ def test_every_exponent_falls_into_its_bin(dtype: torch.dtype) -> None:
 def test_sqnr_is_the_ratio_of_powers(name: str) -> None:
     cast = COMPUTES[name].output.left
     x = gaussian(8, 64, seed=1)
-    kept = quantize(x, cast, 1).values().double()
+    quantized = quantize(x, cast, 1).values().double()
     expected = 10 * math.log10(
-        float(x.double().square().sum() / (x.double() - kept).square().sum())
+        float(x.double().square().sum() / (x.double() - quantized).square().sum())
     )
     assert metrics.sqnr_of_sums(metrics.cast_sums(x, cast).sum(0)).item() == pytest.approx(
         expected, rel=1e-9

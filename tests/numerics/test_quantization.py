@@ -110,12 +110,14 @@ def test_nearest_is_the_definition_of_rounding(name: str) -> None:
     neighbours of each.
     """
     row = FORMATS[name]
-    own = numbers(name)
+    representable = numbers(name)
     if name == "float64":  # every float32 is one of its numbers, and there is no tie
         assert same(round_nearest(x := neighbours(every_bfloat16(), 1), row), x)
         return
-    ties = ((own[1:].double() + own[:-1].double()) / 2).float()
-    x = torch.cat([neighbours(every_bfloat16(), 1), neighbours(own, 3), neighbours(ties, 3)])
+    ties = ((representable[1:].double() + representable[:-1].double()) / 2).float()
+    x = torch.cat(
+        [neighbours(every_bfloat16(), 1), neighbours(representable, 3), neighbours(ties, 3)]
+    )
     expected = round_to(x, row, saturate=row.bits <= 8)
     if row.kind == "int":
         expected = expected.clamp(-row.max, row.max)
@@ -126,13 +128,18 @@ def narrow_values(row: Format) -> Tensor:
     """Values of the format, of places between, and of places so near to a value that float32 hardly
     tells.
     """
-    own = numbers(row.name) if row.kind == "float" else numbers(row.name)[1:]
-    gaps = own[1:] - own[:-1]
-    parts = [own[:-1] + gaps * part for part in (0.5, 0.25, 2.0**-9, 0.9990234375, 1 / 3)]
-    found = torch.cat(
-        [own, neighbours(own, 1), *parts, torch.tensor([2.0**-30, -(2.0**-30), 1e-40])]
+    representable = numbers(row.name) if row.kind == "float" else numbers(row.name)[1:]
+    gaps = representable[1:] - representable[:-1]
+    parts = [representable[:-1] + gaps * part for part in (0.5, 0.25, 2.0**-9, 0.9990234375, 1 / 3)]
+    candidates = torch.cat(
+        [
+            representable,
+            neighbours(representable, 1),
+            *parts,
+            torch.tensor([2.0**-30, -(2.0**-30), 1e-40]),
+        ]
     )
-    return found[found.abs() <= row.max].unique()
+    return candidates[candidates.abs() <= row.max].unique()
 
 
 @exhaustive("name", [name for name in FORMATS_USED if FORMATS[name].bits <= 8])
@@ -143,15 +150,15 @@ def test_stochastic_over_all_numbers_is_unbiased_takes_neighbours_and_leaves_val
     value.
     """
     row = FORMATS[name]
-    own = numbers(name)
+    representable = numbers(name)
     values = narrow_values(row)
     for v in values[:: max(1, len(values) // 150)]:
-        found = round_stochastic(v.expand(len(EVERY_UNIFORM)), row, EVERY_UNIFORM)
-        below = own[own <= v].max()
-        above = own[own >= v].min()
-        assert ((found == below) | (found == above)).all()
-        assert abs(found.double().mean() - v.double()) <= 2.0**-16 * (above - below)
-    for v in own[own.abs() <= row.max]:
+        rounded = round_stochastic(v.expand(len(EVERY_UNIFORM)), row, EVERY_UNIFORM)
+        below = representable[representable <= v].max()
+        above = representable[representable >= v].min()
+        assert ((rounded == below) | (rounded == above)).all()
+        assert abs(rounded.double().mean() - v.double()) <= 2.0**-16 * (above - below)
+    for v in representable[representable.abs() <= row.max]:
         assert (round_stochastic(v.expand(len(EVERY_UNIFORM)), row, EVERY_UNIFORM) == v).all()
 
 
@@ -161,9 +168,9 @@ def test_stochastic_over_all_numbers_is_unbiased_takes_neighbours_and_leaves_val
 @exhaustive("key", [0, 1, -77, 2**31 - 1, -(2**31)])
 def test_words_are_hashes_of_logical_indices(key: int) -> None:
     words = random_words(5, 7, torch.tensor(key, dtype=torch.int32), first_row=1000)
-    other = hashed(0x2545F491, key)
+    column_key = hashed(0x2545F491, key)
     by_row = [hashed(1000 + row, key) // 2**16 / 2**16 for row in range(5)]
-    by_column = [(hashed(column, other) // 2**16 + 0.5) / 2**16 for column in range(7)]
+    by_column = [(hashed(column, column_key) // 2**16 + 0.5) / 2**16 for column in range(7)]
     assert words[0].tolist() == [[word] for word in by_row] and words[1].tolist() == [by_column]
     drawn = uniform(words).double() * 2**16 - 0.5
     assert drawn.equal(drawn.round()) and drawn.min() >= 0 and drawn.max() < 2**16
@@ -216,21 +223,21 @@ def theirs(
     """What the oracle says, turned as the matrix lies."""
     drawn = uniform(random_words(*x.shape, KEY))
     turned = [(v if dim == 1 else v.t()).contiguous().numpy() for v in (x.float(), drawn)]
-    found = oracle.quantize(
+    result = oracle.quantize(
         turned[0], **asdict(cast), uniform=turned[1], amax=None if amax is None else float(amax)
     )
-    codes, inner, outer = (torch.from_numpy(np.ascontiguousarray(v)) for v in found)
+    codes, inner, outer = (torch.from_numpy(np.ascontiguousarray(v)) for v in result)
     return (codes, inner, outer) if dim == 1 else (codes.t(), inner.t(), outer.t())
 
 
 def agree(x: Tensor, cast: Cast, dim: int, **options: Tensor | None) -> bool:
-    found = ours(x, cast, dim, **options)  # type: ignore[arg-type]
+    result = ours(x, cast, dim, **options)  # type: ignore[arg-type]
     codes, inner, outer = theirs(x, cast, dim, **options)
-    one = torch.ones_like(codes)
+    unscaled = torch.ones_like(codes)
     return (
-        same(found.codes, codes)
-        and same(one if found.inner is None else spread(found.inner, x.shape), inner)
-        and same(one if found.outer is None else found.outer.expand(x.shape), outer)
+        same(result.codes, codes)
+        and same(unscaled if result.inner is None else spread(result.inner, x.shape), inner)
+        and same(unscaled if result.outer is None else result.outer.expand(x.shape), outer)
     )
 
 
@@ -250,8 +257,10 @@ def matrices(cast: Cast) -> Iterator[tuple[str, Tensor]]:
     yield "tiny", x * 2.0**-98
     yield "subnormal", x * 2.0**-130
     yield "huge", x * 2.0**125
-    own = numbers(cast.format) if row.bits <= 8 else numbers(cast.format)[::97]
-    between = torch.cat([own[row.kind == "int" :], (own[1:] + own[:-1]) / 2])
+    representable = numbers(cast.format) if row.bits <= 8 else numbers(cast.format)[::97]
+    between = torch.cat(
+        [representable[row.kind == "int" :], (representable[1:] + representable[:-1]) / 2]
+    )
     places = torch.randint(len(between), shape, generator=torch.Generator().manual_seed(1))
     ties = between[places]
     # The end of the format at the start of each group, so that scales are powers of two or next to
@@ -284,19 +293,19 @@ def near_ties(cast: Cast, shape: tuple[int, int], ties: Tensor) -> Tensor:
     """
     high, wide = cast.block or (1, 16)
     ends = 9 + gaussian(*shape, seed=4).abs()[::high, ::wide]
-    own = numbers("float8_e4m3fn")
-    own = own[own > 16]
+    scales = numbers("float8_e4m3fn")
+    scales = scales[scales > 16]
     if cast.scale == "float8_e4m3fn":
-        ratios = (own[1:] + own[:-1]) / 2
+        ratios = (scales[1:] + scales[:-1]) / 2
         ends = (ratios[torch.arange(ends.numel()) % len(ratios)] * 6).view(ends.shape) * (
             0.7 if cast.rotation == "none" else 1
         )
         ends[0, 0] = 2688 * 0.7
     x = torch.ones(shape)
     x[::high, ::wide] = ends
-    found = ours(x, cast)
-    scale = torch.ones(1, 1) if found.inner is None else spread(found.inner, x.shape)
-    scale = scale if found.outer is None else scale * found.outer
+    result = ours(x, cast)
+    scale = torch.ones(1, 1) if result.inner is None else spread(result.inner, x.shape)
+    scale = scale if result.outer is None else scale * result.outer
     ways = torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(5)).int()
     x = from_bits((ties * scale).view(torch.int32) + ways)
     x[::high, ::wide] = ends
@@ -309,16 +318,16 @@ def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
     """Every kind of matrix; with another amax than its own, one that fits, is too small, is
     nothing, or is not finite.
     """
-    others = (
+    largest_values = (
         (3.0, 0.1, 0.0, math.inf)
         if cast.granularity == "tensor" and cast.scaling == "current"
         else ()
     )
-    given = [None, *(torch.tensor([[v]]) for v in others)]
+    amaxes = [None, *(torch.tensor([[v]]) for v in largest_values)]
     for name, matrix in matrices(cast):
         # Transposed, not copied: how a matrix lies must not matter.
         x = matrix if dim == 1 else matrix.t()
-        for amax in given:
+        for amax in amaxes:
             assert agree(x, cast, dim, amax=amax), name
     assert same(ours(x.contiguous(), cast, dim).codes, ours(x, cast, dim).codes)
 
@@ -341,10 +350,10 @@ def test_rows_depend_on_no_other_row_where_no_scale_is_shared(cast: Cast, dim: i
     x = gaussian(2 * high, 256)
 
     def values(rows: Tensor, first: int = 0) -> Tensor:
-        found = ours(
+        dequantized = ours(
             rows if dim == 1 else rows.t().contiguous(), cast, dim, first_row=first
         ).values()
-        return found if dim == 1 else found.t()
+        return dequantized if dim == 1 else dequantized.t()
 
     before = values(x)
     x = torch.cat([x[:1] * 100, x[1:]])
@@ -356,8 +365,8 @@ def test_rows_depend_on_no_other_row_where_no_scale_is_shared(cast: Cast, dim: i
     if is_by_rows(cast):
         # Along dim 1 rows keep their words by number; transposed, the first ones have the first
         # words.
-        kept, first = (slice(high, None), high) if dim == 1 else (slice(high), 0)
-        assert same(values(x[kept], first), after[kept])
+        rows_left, first = (slice(high, None), high) if dim == 1 else (slice(high), 0)
+        assert same(values(x[rows_left], first), after[rows_left])
 
 
 def test_codes_that_serve_two_matmuls_are_those_of_both() -> None:
@@ -365,19 +374,20 @@ def test_codes_that_serve_two_matmuls_are_those_of_both() -> None:
     x = gaussian(256, 256) * random_exponents((256, 1), 8) * random_exponents((1, 256), 8, seed=1)
     served = 0
     for cast in NARROW:
-        for other in NARROW:
-            if cast.serves(other) or (
-                cast.format == other.format and cast.rounding == other.rounding == "nearest"
+        for second_cast in NARROW:
+            if cast.serves(second_cast) or (
+                cast.format == second_cast.format
+                and cast.rounding == second_cast.rounding == "nearest"
             ):
-                one, two = (ours(x, c, dim) for c, dim in ((cast, 1), (other, 0)))
-                if cast.serves(other):
-                    assert same(one.codes, two.codes) and same(one.values(), two.values())
+                first, second = (ours(x, c, dim) for c, dim in ((cast, 1), (second_cast, 0)))
+                if cast.serves(second_cast):
+                    assert same(first.codes, second.codes) and same(first.values(), second.values())
                     served += 1
                 elif (
                     cast.granularity in ("row", "1x128", "1x32", "1x16")
-                    and cast.granularity == other.granularity
+                    and cast.granularity == second_cast.granularity
                 ):
-                    assert not same(one.codes, two.codes)
+                    assert not same(first.codes, second.codes)
     assert served >= 5
 
 
@@ -390,8 +400,8 @@ def test_a_rotation_is_orthogonal_and_leaves_products_as_they_are(dim: int) -> N
         torch.randint(-8, 9, (24, 48), generator=torch.Generator().manual_seed(seed)).float()
         for seed in (0, 1)
     )
-    one, two = (rotate(v if dim == 1 else v.t().contiguous(), dim) for v in (a, b))
-    assert (one @ two.t() if dim == 1 else one.t() @ two).equal(a @ b.t())
+    rotated_a, rotated_b = (rotate(v if dim == 1 else v.t().contiguous(), dim) for v in (a, b))
+    assert (rotated_a @ rotated_b.t() if dim == 1 else rotated_a.t() @ rotated_b).equal(a @ b.t())
 
 
 # ── exactness in bfloat16 ─────────────────────────────────────────────────────────────────────────

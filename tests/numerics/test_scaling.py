@@ -72,15 +72,15 @@ def test_a_saved_state_goes_on_as_if_never_saved() -> None:
     chance = random.Random(3)
     sequence = [chance.random() < 0.4 for _ in range(120)]
     policy: dict[str, Any] = {"initial": 256.0, "growth_interval": 4, "hysteresis": 3}
-    whole, first, second = (LossScaler(**policy) for _ in range(3))
-    after(whole, sequence)
+    uninterrupted, first, second = (LossScaler(**policy) for _ in range(3))
+    after(uninterrupted, sequence)
     after(first, sequence[:53])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     copied = copy.deepcopy(first)
     for scaler in (second, copied):
         after(scaler, sequence[53:])
-        assert scaler.state_dict() == whole.state_dict()
-    assert first.state_dict() != whole.state_dict()  # copies, not the same tensors
+        assert scaler.state_dict() == uninterrupted.state_dict()
+    assert first.state_dict() != uninterrupted.state_dict()  # copies, not the same tensors
 
 
 def test_a_state_saved_under_a_longer_interval_grows_at_the_next_good_step() -> None:

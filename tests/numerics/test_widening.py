@@ -64,9 +64,9 @@ def test_a_linear_and_its_gradients_are_float32s_rounded_once(
 @pytest.mark.parametrize("terms", [3, 1024, 1025, 2048, 5000])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_integers_add_up_exactly(terms: int, transposed: bool) -> None:
-    made = torch.Generator().manual_seed(terms)
-    a = torch.randint(-128, 128, (17, terms), dtype=torch.int8, generator=made)
-    b = torch.randint(-128, 128, (terms, 24), dtype=torch.int8, generator=made)
+    generator = torch.Generator().manual_seed(terms)
+    a = torch.randint(-128, 128, (17, terms), dtype=torch.int8, generator=generator)
+    b = torch.randint(-128, 128, (terms, 24), dtype=torch.int8, generator=generator)
     b = b.t().contiguous().t() if transposed else b
     assert torch.equal(sum_integers(a, b), torch._int_mm(a, b).float())
 

@@ -30,7 +30,7 @@ SHAPES: list[Shape] = [(12, 10), (7, 9), (5,)]
 OWN = script_module("examples/own_rule.py")
 
 
-def own(
+def users_rule(
     params: Any, *, lr: float, betas: tuple[float, ...], alpha: float, **options: Any
 ) -> ng.Optimizer:
     """The rule of the example; as a user's own, it is given its options by hand."""
@@ -68,7 +68,7 @@ RULES = {
     ),
     "plain sgd": Row(ng.SGD, {"lr": 0.5}, 4.8e-4, dict.fromkeys(NAIVE, 1.5) | {"weight8": 3.0}),
     "lion": Row(ng.Lion, {"lr": 0.2}, 0.03, {"weight8": 1.5}),
-    "own": Row(own, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}, 0.14),
+    "own": Row(users_rule, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}, 0.14),
     "muon": Row(
         ng.Muon,
         {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
@@ -101,7 +101,10 @@ def over(pairs: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
     used = dict.fromkeys((rule for rule, _ in pairs), 0)
     chosen = []
     for storage in dict.fromkeys(storage for _, storage in pairs):
-        rule = min((rule for rule, other in pairs if other == storage), key=used.__getitem__)
+        rule = min(
+            (rule for rule, paired_storage in pairs if paired_storage == storage),
+            key=used.__getitem__,
+        )
         used[rule] += 1
         chosen.append((rule, storage))
     chosen += [

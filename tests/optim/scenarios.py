@@ -73,5 +73,5 @@ def stall(
         optimizer.step()
         exact.step(cycle[t % 50])
     moved = optimizer.stored(weight).double() - start.double()
-    wanted = exact.weight - start.double()
-    return float((moved - wanted).norm() / wanted.norm()), ng.audit(optimizer)["weight"]
+    exact_change = exact.weight - start.double()
+    return float((moved - exact_change).norm() / exact_change.norm()), ng.audit(optimizer)["weight"]

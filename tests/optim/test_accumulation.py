@@ -129,10 +129,10 @@ def test_missing_frozen_and_tied() -> None:
         loss.backward()
         accumulator.accumulate()
     accumulator.finish()
-    found = [
+    gradients = [
         None if p.grad is None else p.grad.tolist() for p in (sometimes, always, never, frozen)
     ]
-    assert found == [[2.0] * 3, [8.0] * 3, None, None]
+    assert gradients == [[2.0] * 3, [8.0] * 3, None, None]
     accumulator.discard()
     accumulator.finish()
     assert all(p.grad is None for p in (sometimes, always, never, frozen))
@@ -140,14 +140,14 @@ def test_missing_frozen_and_tied() -> None:
 
 def test_a_gradient_left_at_the_end_counts_and_a_discarded_sum_does_not() -> None:
     weight = torch.nn.Parameter(torch.zeros(3).bfloat16())
-    one = torch.ones(3).bfloat16()
+    gradient = torch.ones(3).bfloat16()
     accumulator = GradientAccumulator([weight])
     for is_discarded, expected in ((False, 3.0), (True, 2.0)):
-        weight.grad = one
+        weight.grad = gradient
         accumulator.accumulate()
         if is_discarded:
             accumulator.discard()
-        weight.grad = 2 * one
+        weight.grad = 2 * gradient
         accumulator.finish()
         assert weight.grad.tolist() == [expected] * 3
         weight.grad = None

@@ -171,10 +171,10 @@ def test_states_leave_the_bits_of_a_prepared_weight(storage: str) -> None:
     ng.load_states(ours, theirs.state_dict())
     assert torch.equal(ours.stored(model.weight), before)
     muon = ng.prepare(nn.Linear(8, 8), "bfloat16/exact", optimizer=ng.Muon, compile=False)
-    kept = muon[1].stored(muon[0].weight)
+    stored = muon[1].stored(muon[0].weight)
     with pytest.raises(ng.errors.RecipeError, match="Cannot adopt"):
         ng.load_states(muon[1], theirs.state_dict())
-    assert torch.equal(muon[1].stored(muon[0].weight), kept)
+    assert torch.equal(muon[1].stored(muon[0].weight), stored)
 
 
 def test_names_in_another_order_are_refused_and_prefixes_are_not() -> None:

@@ -81,8 +81,8 @@ def rate(storage: str, size: float) -> float:
         optimizer.step()
         exact.step(weight.grad.double() / scale)
     moved = optimizer.stored(weight).double() - start.double()
-    wanted = exact.weight - start.double()
-    return float((moved * wanted).sum() / wanted.square().sum())
+    exact_change = exact.weight - start.double()
+    return float((moved * exact_change).sum() / exact_change.square().sum())
 
 
 @pytest.mark.parametrize("size", [1e-1, 1e-4, 1e-6, 1e-8])
@@ -198,11 +198,11 @@ def test_naive_is_torchs_fused_adamw_and_keeps_the_decay_that_torchs_default_los
     weight.grad = gradient.clone()
     optimizer.step()
     ours = [weight.detach(), *(optimizer.stored(weight, name).bfloat16() for name in states)]
-    for one, other, differing in zip(
+    for our_value, torch_value, differing in zip(
         ours, torchs(0.1, fused=True), (1e-3, 0.05, 0.01), strict=True
     ):
-        assert (one != other).float().mean() < differing
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
+        assert (our_value != torch_value).float().mean() < differing
+        torch.testing.assert_close(our_value, torch_value, rtol=2**-7, atol=1e-6)
     for how in ({"foreach": False}, {"foreach": True}):
         assert torch.equal(torchs(1.0, **how)[0], torchs(0.0, **how)[0])
 
@@ -269,8 +269,8 @@ def test_bounds_are_averaged_peaks(storage: str, beta2: float, shape: tuple[int,
         saved = optimizer.state_dict()["state"][0]
         for name in ("exp_avg", "exp_avg_sq"):
             bound = saved[f"{name}_bound"].double()
-            wanted = getattr(peaks, name)
-            torch.testing.assert_close(bound, wanted, rtol=1e-5, atol=0)
+            peak = getattr(peaks, name)
+            torch.testing.assert_close(bound, peak, rtol=1e-5, atol=0)
             assert (getattr(exact, name).abs() <= bound * (1 + 1e-5)).all()
             code = STORAGES[storage].code(name)
             end = 2.0 ** bound.log2().ceil() * (2 - 2.0**-code.mantissa_bits)

@@ -98,10 +98,10 @@ def test_encode_takes_the_nearest_listed_value_and_ties_to_even(code: Code) -> N
     x = x[x == x.astype(np.float32)]
     assert len(x) > 3 * len(values_of(code)) or code.exponent_bits == 8
     steps = oracle.nearest_steps(values, x)
-    held = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
+    expected = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
     addend = None
     positive = torch.from_numpy(x.astype(np.float32))
-    assert np.array_equal(unsigned(codes.encode(code, positive, addend, 0)), held)
+    assert np.array_equal(unsigned(codes.encode(code, positive, addend, 0)), expected)
     if code.signed:
         assert np.array_equal(
             unsigned(codes.encode(code, -positive, addend, 0)), steps + 2 ** (code.bits - 1)
@@ -195,9 +195,9 @@ def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(
         [bound, above(bound) * 1.7, window, window * 1.5, window * 1e10, math.inf, math.nan]
     )
     for addend in (0, None, 2 ** codes.dropped_bits(code) - 1):
-        kept = codes.decode(code, codes.encode(code, x, addend, 0, into), 0, back).tolist()
-        assert abs(kept[0] - bound) <= bound * 2.0**-code.mantissa_bits and kept[0] < window
-        assert kept[1] <= window and kept[2:] == [window] * 5
+        decoded = codes.decode(code, codes.encode(code, x, addend, 0, into), 0, back).tolist()
+        assert abs(decoded[0] - bound) <= bound * 2.0**-code.mantissa_bits and decoded[0] < window
+        assert decoded[1] <= window and decoded[2:] == [window] * 5
 
 
 @exhaustive("code", [c for c in SCALED if c.hold])
@@ -264,20 +264,20 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
         x = every if shift in (0, 16, 24) else every[::17]
         finite = ~x.isnan().numpy()
         for addend in (None, 0, 2**dropped - 1)[: 3 if shift in (0, 24) else 1]:
-            seen, field, kept = codes.encode_weight(storage, x, addend)
+            seen, field, encoded = codes.encode_weight(storage, x, addend)
             assert (field is None) == (not storage.beside)
             field = through_a_word(storage, field, shift)
-            read, kept = (
+            read, encoded = (
                 codes.decode_weight(storage, seen, field).float(),
-                kept.float(),
+                encoded.float(),
             )  # float64 holds these values too
-            assert torch.equal(bits_of(read), bits_of(kept))
-            assert np.array_equal(x.isnan(), kept.isnan()) and np.array_equal(
+            assert torch.equal(bits_of(read), bits_of(encoded))
+            assert np.array_equal(x.isnan(), encoded.isnan()) and np.array_equal(
                 x.isnan(), float_of(seen).isnan()
             )
             exact = unsigned(bits_of(x))[finite]
             stored = oracle.cut(exact, dropped, addend) if dropped else exact
-            assert np.array_equal(unsigned(bits_of(kept))[finite], stored)
+            assert np.array_equal(unsigned(bits_of(encoded))[finite], stored)
             # A tie goes up where more is kept: a tail has no room for both ends of a cell.
             addend_of_tie = 2**15 if storage.beside else None
             visible = stored
@@ -327,17 +327,17 @@ def nearest_float16(x: Tensor, *, tie_goes_up: bool = False) -> oracle.Floats:
 def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
     x = around_float16()
     for sign in (1.0, -1.0):
-        seen, field, kept = codes.encode_weight(storage, sign * x, 0)
+        seen, field, encoded = codes.encode_weight(storage, sign * x, 0)
         words = layout.words_of_weight("float16", [seen, seen])[
             0
         ]  # as a model sees a kernel's bits
         assert np.array_equal(
             words.view(torch.float16)[::2].double().numpy(),
-            sign * nearest_float16(kept.abs(), tie_goes_up=bool(storage.beside)),
+            sign * nearest_float16(encoded.abs(), tie_goes_up=bool(storage.beside)),
         )
-        shown = kept.abs() < 65520
+        shown = encoded.abs() < 65520
         field = through_a_word(storage, field, 0)
-        assert torch.equal(codes.decode_weight(storage, seen, field)[shown], kept[shown])
+        assert torch.equal(codes.decode_weight(storage, seen, field)[shown], encoded[shown])
         assert (
             codes.decode_weight(storage, seen, field)[~shown].abs() >= 65520
         ).all()  # it stays where it is seen

@@ -125,16 +125,18 @@ def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> 
     states = [read_state(storage, before, name).numpy() for name in STATE_NAMES]
     change, *moments = adamw(weight.numpy(), gradient, *states)
     assert np.array_equal(change, done.changes[0].numpy())
-    wanted = {"exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    unrounded = {"exp_avg": moments[0], "exp_avg_sq": moments[1]}
     if storage.weight.parts == 1:
-        wanted["weight"] = weight.numpy() + change
-    for name, exact in wanted.items():
+        unrounded["weight"] = weight.numpy() + change
+    for name, exact in unrounded.items():
         code = storage.code(name)
-        kept = read_weight(storage, after) if name == "weight" else read_state(storage, after, name)
+        stored = (
+            read_weight(storage, after) if name == "weight" else read_state(storage, after, name)
+        )
         spacing = spacings(storage, after, name, exact)
-        error = (kept.double().numpy() - exact) / spacing
+        error = (stored.double().numpy() - exact) / spacing
         if code.parts == 1:
-            assert not (kept.double().numpy() / spacing % 1).any(), name
+            assert not (stored.double().numpy() / spacing % 1).any(), name
         if code.rounding == "nearest":
             assert np.abs(error).max() <= 0.5, name
         else:
@@ -189,8 +191,8 @@ def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
         increment = Fraction(1 - beta) * Fraction(square)
         decayed = Fraction(beta) * old
         rounding = u * increment + 10 * u**2 * decayed if is_plus else 3 * u * (increment + decayed)
-        held = max(increment + decayed, spacing)
-        errors.append(abs(new - held) / (end + rounding))
+        clamped = max(increment + decayed, spacing)
+        errors.append(abs(new - clamped) / (end + rounding))
     assert max(errors) <= 1
 
 
@@ -224,15 +226,15 @@ def seeds(count: int) -> Tensor:
 
 def regime(name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, gradients' bits and seeds, to be broadcast: about 2^18 draws, no (key, seed) twice."""
-    one = torch.ones(1, 1)
+    unit_weight = torch.ones(1, 1)
     if name == "one weight, one gradient":
-        return one, bits_of(one * 0.3), seeds(1 << 18)
+        return unit_weight, bits_of(unit_weight * 0.3), seeds(1 << 18)
     if name == "zero weight":
-        return one * 0, bits_of(one), seeds(1 << 18)
+        return unit_weight * 0, bits_of(unit_weight), seeds(1 << 18)
     if name == "all weights 1, every gradient":
-        return one, (torch.arange(128, dtype=torch.int32) << 16)[:, None], seeds(1 << 11)
+        return unit_weight, (torch.arange(128, dtype=torch.int32) << 16)[:, None], seeds(1 << 11)
     if name == "powers of two":
-        return 2.0 ** torch.arange(-64, 64)[:, None].float(), bits_of(one), seeds(1 << 11)
+        return 2.0 ** torch.arange(-64, 64)[:, None].float(), bits_of(unit_weight), seeds(1 << 11)
     generator = torch.Generator().manual_seed(11)
     normal = torch.randn(1 << 16, 1, generator=generator)
     weight = float_of(torch.unique(bits_of(normal) & -256))[:, None]
@@ -277,10 +279,10 @@ def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) ->
 def test_elements_of_equal_weights_draw_other_random_bits_if_their_gradients_differ(
     row: str,
 ) -> None:
-    one = torch.ones(128)
+    weights = torch.ones(128)
     storage = STORAGES[row]
     mantissas = torch.arange(128, dtype=torch.int32) << (16 if storage.visible == "bfloat16" else 0)
-    for name, drawn in addends(storage, one, bits_of(one) | mantissas, SEED).items():
+    for name, drawn in addends(storage, weights, bits_of(weights) | mantissas, SEED).items():
         if (
             storage.code(name).rounding == "stochastic"
             and codes.dropped_bits(storage.code(name)) >= 8

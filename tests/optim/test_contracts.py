@@ -124,28 +124,28 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
     )
     params = parameters_of(optimizer)
     start = [p.detach().clone() for p in parameters_of(optimizer)]
-    for each in (optimizer, twin):
-        for p in parameters_of(each):
+    for stepper in (optimizer, twin):
+        for p in parameters_of(stepper):
             p.grad = torch.zeros_like(p)
-        each.step()
+        stepper.step()
     for p, before in zip(params, start, strict=True):
         # Weights that are kept as float8 are first cut to what one or three of its words hold.
         code = STORAGES[storage].weight
         near = 2.0 ** (2 - code.parts * (code.mantissa_bits + 1)) if code.scaled else 0.0
         kept_weight = optimizer.stored(p)
         assert torch.allclose(kept_weight, before.to(kept_weight.dtype), rtol=0.0, atol=near)
-    for each in (optimizer, twin):
-        take_steps(each, range(1))
-    kept = everything(optimizer)
+    for stepper in (optimizer, twin):
+        take_steps(stepper, range(1))
+    unskipped = everything(optimizer)
     for bad, place in ((math.inf, 0), (-math.inf, 1), (math.nan, 2)):
         set_gradients(params, 9)
         params[place].grad.view(-1)[3] = bad  # type: ignore[union-attr]
         optimizer.step()
         assert optimizer.last_overflow == [f"param {place}"]
-        assert_same_bits(kept, everything(optimizer))
+        assert_same_bits(unskipped, everything(optimizer))
     assert optimizer.num_skipped == 3
-    for each in (optimizer, twin):
-        take_steps(each, range(1, 2))
+    for stepper in (optimizer, twin):
+        take_steps(stepper, range(1, 2))
     assert_same_bits(everything(optimizer), everything(twin))
     before = everything(optimizer)
     params[0].grad = None
@@ -154,7 +154,7 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
     optimizer.step()
     after = everything(optimizer)
     assert_same_bits(
-        *({n: v for n, v in found.items() if n.startswith("0 ")} for found in (before, after))
+        *({n: v for n, v in tensors.items() if n.startswith("0 ")} for tensors in (before, after))
     )
     assert [float(after[f"{k} step"]) for k in range(3)] == [3.0, 4.0, 4.0]
     assert all(optimizer.stored(p).isfinite().all() for p in params)
@@ -227,12 +227,14 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
             name: FLOAT32 if state.role is None else storage.code(state.role)
             for name, state in states.items()
         }
-        whole = sum(bytes_alone(codes[name], state.shape) for name, state in states.items())
-        whole += sum(4 * state.shape[0] for name, state in states.items() if codes[name].scaled)
+        matrix_bytes = sum(bytes_alone(codes[name], state.shape) for name, state in states.items())
+        matrix_bytes += sum(
+            4 * state.shape[0] for name, state in states.items() if codes[name].scaled
+        )
     else:
         row = storage.keeping(optimizer.rule.kept)
-        whole = 0
-    return row.bytes_per_param + row.bytes_per_row / cols + whole / (rows * cols)
+        matrix_bytes = 0
+    return row.bytes_per_param + row.bytes_per_row / cols + matrix_bytes / (rows * cols)
 
 
 @EVERY

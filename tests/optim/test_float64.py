@@ -13,7 +13,7 @@ from narrowgauge.spec.storages import STORAGES
 from tensors import bits, gaussian
 
 SHAPES = [(33, 17), (5,)]
-both = pytest.mark.parametrize("storage", ["float64", "master64"])
+float64_storages = pytest.mark.parametrize("storage", ["float64", "master64"])
 
 
 def start(storage: str, **options: Any) -> tuple[list[nn.Parameter], ng.AdamW]:
@@ -41,7 +41,7 @@ def step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, numbe
     optimizer.step()
 
 
-@both
+@float64_storages
 @pytest.mark.parametrize(
     ("name", "options"),
     [("AdamW", {}), ("Adam", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9})],
@@ -83,7 +83,7 @@ def test_a_written_weight_replaces_its_master_and_no_other(storage: str) -> None
     assert torch.equal(optimizer.stored(weight), expected)
 
 
-@both
+@float64_storages
 def test_adopted_values_are_kept_in_float64_nan_included(storage: str) -> None:
     (weight, _), optimizer = start(storage)
     values = torch.randn(33, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

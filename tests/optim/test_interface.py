@@ -52,14 +52,14 @@ def test_tied_weights_are_one() -> None:
     for step in range(3):
         optimizer.zero_grad()
         model(torch.arange(4) + step).backward()
-        for each in (twin, doubled):
-            parameters_of(each)[0].grad = parameters_of(optimizer)[0].grad
-        for each in (optimizer, twin, doubled):
-            each.step()
+        for stepper in (twin, doubled):
+            parameters_of(stepper)[0].grad = parameters_of(optimizer)[0].grad
+        for stepper in (optimizer, twin, doubled):
+            stepper.step()
     assert model.embedding.weight is model.output.weight
-    for each in (optimizer, doubled):
-        assert_same_bits(everything(twin), everything(each))
-        assert list(each.parameter_names().values()) == ["embedding.weight"]
+    for stepper in (optimizer, doubled):
+        assert_same_bits(everything(twin), everything(stepper))
+        assert list(stepper.parameter_names().values()) == ["embedding.weight"]
 
 
 def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
@@ -88,7 +88,7 @@ def test_steps_have_the_same_bits_under_any_default_dtype_and_device(
     """Both are the user's to choose: no step may depend on them, nor what is saved and loaded, nor
     what runs compiled.
     """
-    found = []
+    outcomes = []
     for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
         optimizer = build(rule, parameters(storage), storage, max_grad_norm=0.5, audit_every=3)
         optimizer.compile = compile
@@ -109,9 +109,9 @@ def test_steps_have_the_same_bits_under_any_default_dtype_and_device(
             torch.set_default_device(None)
         assert ran == (compile and not compiler_missing())
         assert optimizer.num_skipped == 0 and optimizer.grad_norm is not None
-        found.append({**everything(optimizer), "norm": optimizer.grad_norm.reshape(1)})
-    assert_same_bits(found[0], found[1])
-    assert_same_bits(found[0], found[2])
+        outcomes.append({**everything(optimizer), "norm": optimizer.grad_norm.reshape(1)})
+    assert_same_bits(outcomes[0], outcomes[1])
+    assert_same_bits(outcomes[0], outcomes[2])
 
 
 def test_what_is_compiled_is_decided_at_each_step() -> None:

@@ -100,16 +100,16 @@ def test_chunks_resumes_and_skipped_steps_change_no_bit(
     plain = build("adamw", parameters(storage), storage, **options)
     take_steps(plain, range(3))
     monkeypatch.setattr("narrowgauge.numerics.chunks.CHUNK", 24)
-    other = build("adamw", parameters(storage), storage, **options)
-    for p in parameters_of(other):
+    chunked = build("adamw", parameters(storage), storage, **options)
+    for p in parameters_of(chunked):
         p.grad = torch.full_like(p, torch.nan)
-    other.step()
-    assert other.num_skipped == 1
-    take_steps(other, range(1))
+    chunked.step()
+    assert chunked.num_skipped == 1
+    take_steps(chunked, range(1))
     loaded = build(
-        "adamw", [nn.Parameter(p.detach()) for p in parameters_of(other)], storage, lr=1e-3
+        "adamw", [nn.Parameter(p.detach()) for p in parameters_of(chunked)], storage, lr=1e-3
     )
-    loaded.load_state_dict(other.state_dict())
+    loaded.load_state_dict(chunked.state_dict())
     take_steps(loaded, range(1, 3))
     assert_same_bits(everything(plain), everything(loaded))
 
@@ -154,9 +154,9 @@ def test_names_and_places_draw_the_bits_and_a_vector_of_one_value_has_none() -> 
     assert torch.equal(first, stored("w", (64, 64))[0])
     assert not torch.equal(first, stored("v", (64, 64))[0])
     assert torch.equal(stored("w", (64, 64), low_bits="zero")[0], torch.ones(64, 64))
-    whole = torch.zeros(4, 3, 2)
-    drawn = torch.cat([bits for _, bits in random_rows(whole, whole, 1, "x")])
-    flat = torch.cat([bits for _, bits in random_rows(whole.view(24), whole.view(24), 1, "x")])
+    zeros = torch.zeros(4, 3, 2)
+    drawn = torch.cat([bits for _, bits in random_rows(zeros, zeros, 1, "x")])
+    flat = torch.cat([bits for _, bits in random_rows(zeros.view(24), zeros.view(24), 1, "x")])
     assert torch.equal(drawn.view(24), flat) and drawn.unique().numel() == 24
 
 
@@ -177,31 +177,33 @@ def test_another_optimizer_takes_bits_whatever_way_the_first_has_them(way: str) 
     first = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
     model.weight.grad = torch.ones_like(model.weight)
     first.step()
-    kept = first.stored(model.weight)
+    stored = first.stored(model.weight)
     if way in ("deepcopy", "pickle"):
         pair = (model, first)
-        model, held = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+        model, copied = (
+            copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+        )
     else:
         model = copy.deepcopy(model)
-        held = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
+        copied = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
         state = first.state_dict()
-        held.load_state_dict(state) if way == "load_state_dict" else ng.load_states(held, state)
+        copied.load_state_dict(state) if way == "load_state_dict" else ng.load_states(copied, state)
     second = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
-    assert torch.equal(held.stored(model.weight), kept)
-    assert torch.equal(second.stored(model.weight), kept)
+    assert torch.equal(copied.stored(model.weight), stored)
+    assert torch.equal(second.stored(model.weight), stored)
 
 
 def test_float32_copies_of_a_checkpoint_are_filled_once() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)).bfloat16().float()
     model.append(nn.Linear(40, 8))  # with low bits of its own
-    own = model[2].weight.detach().clone()
+    with_low_bits = model[2].weight.detach().clone()
     visible = [p.bfloat16() for p in model.parameters()]
     assert ng.fill_low_bits(model) == 40 * 40 + 40
     assert all(
         torch.equal(p.bfloat16(), v) for p, v in zip(model.parameters(), visible, strict=True)
     )
-    assert torch.equal(model[2].weight, own) and model[1].weight.unique().numel() == 1
+    assert torch.equal(model[2].weight, with_low_bits) and model[1].weight.unique().numel() == 1
     assert model[0].weight.unique().numel() > 1500
     assert ng.fill_low_bits(model) == 0
 

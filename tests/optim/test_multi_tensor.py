@@ -346,8 +346,8 @@ def test_threads_build_a_step_once_and_step_alike(
     assert [set(o.ran_compiled().values()) for o in optimizers] == [{"C++"}] * 3
     assert len(list(tmp_path.glob("*.so"))) == 2
     first, *rest = map(everything, optimizers)
-    for other in rest:
-        assert_same_bits(first, other)
+    for state in rest:
+        assert_same_bits(first, state)
 
 
 @pytest.mark.usefixtures("language")
@@ -599,17 +599,17 @@ def test_programs_that_share_rows_bound_them_together(monkeypatch: pytest.Monkey
     for is_shared in (False, True):
         params = parameters("compact", [(4, 6), (5, 70)])
         optimizer = ng.AdamW(params, storage="compact", compile=True)
-        found: list[int] = []
+        num_shared: list[int] = []
         share_rows = multi_tensor.Table._share_rows
 
         def counted(
             table: multi_tensor.Table,
             order: Any,
-            found: list[int] = found,
+            num_shared: list[int] = num_shared,
             share_rows: Any = share_rows,
         ) -> None:
             share_rows(table, order)
-            found.append(len(table._shared))
+            num_shared.append(len(table._shared))
 
         with monkeypatch.context() as patch:
             patch.setattr(multi_tensor.Table, "_share_rows", counted)
@@ -626,7 +626,7 @@ def test_programs_that_share_rows_bound_them_together(monkeypatch: pytest.Monkey
                 optimizer.step()
         results.append(everything(optimizer))
         # A program of a GPU steps a whole row.
-        assert found[-2:] == [2 if is_shared else 0 if triton.INTERPRET else 1] * 2
+        assert num_shared[-2:] == [2 if is_shared else 0 if triton.INTERPRET else 1] * 2
     assert_same_bits(*results)
 
 

@@ -107,19 +107,22 @@ def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
     options = {"keep_float32": lambda name, parameter: name == "float32", "low_bits": "zero"}
     optimizer = ng.AdamW(groups, **options)
     frozen.requires_grad_()
-    pairs = [(weights[storage], parameters_of(other)[0], other) for storage, other in alone.items()]
+    pairs = [
+        (weights[storage], parameters_of(separate)[0], separate)
+        for storage, separate in alone.items()
+    ]
     pairs += [(frozen, *pairs[-1][1:]), (grouped, *pairs[-1][1:])]
     for step in range(2):
         for p, q, _ in pairs:
             p.grad = torch.full_like(p, 0.3 + step)
             q.grad = p.grad.clone()
         optimizer.step()
-        for other in alone.values():
-            other.step()
-    for p, q, other in pairs:
-        assert torch.equal(optimizer.stored(p), other.stored(q)) and optimizer.storage_of(
+        for separate in alone.values():
+            separate.step()
+    for p, q, separate in pairs:
+        assert torch.equal(optimizer.stored(p), separate.stored(q)) and optimizer.storage_of(
             p
-        ) == other.storage_of(q)
+        ) == separate.storage_of(q)
 
 
 def test_random_low_bits_of_a_16_bit_checkpoint_in_float32() -> None:

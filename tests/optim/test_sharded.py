@@ -81,7 +81,7 @@ def take_steps(
         optimizer.step()
 
 
-def whole(value: Tensor) -> Tensor:
+def gathered(value: Tensor) -> Tensor:
     value = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach().clone()
     # Shards hand out 16-bit integers as int32: neither gloo nor NCCL sends them as they are.
     return value.int() if value.dtype is torch.int16 else value
@@ -91,11 +91,13 @@ def everything(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Tensor]:
     """Visible weights and all that is kept, gathered; only float tensors of 2 and 4 bytes are
     compared by their bits.
     """
-    result = {f"{name} visible": whole(p) for name, p in model.named_parameters()}
+    result = {f"{name} visible": gathered(p) for name, p in model.named_parameters()}
     state = optimizer.state_dict()["state"]
     for k, (name, p) in enumerate(model.named_parameters()):
-        result[f"{name} weight"] = whole(optimizer.stored(p))
-        result |= {f"{name} {what}": whole(value) for what, value in state[k].items()}
+        result[f"{name} weight"] = gathered(optimizer.stored(p))
+        result |= {
+            f"{name} {state_name}": gathered(value) for state_name, value in state[k].items()
+        }
     return {
         name: value.float() if value.element_size() == 1 else value
         for name, value in result.items()
@@ -210,7 +212,7 @@ def test_matrices_laid_out_in_other_ways_have_the_bits_of_one_process(
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(results: Results) -> None:
     for rank, result in enumerate(results):
-        kept, num_skipped, named = result["overflow"]
+        state, num_skipped, named = result["overflow"]
         assert num_skipped == 1
-        assert_same_bits(expected(CASES[0]), kept)
+        assert_same_bits(expected(CASES[0]), state)
         assert named == (["even"] if rank == 1 else [])  # the rows of the last one are not here

@@ -118,16 +118,16 @@ def test_what_states_do_not_fit_is_refused(change: Callable[[ng.Optimizer], None
 
 def test_states_follow_a_model_that_moves_to_another_device() -> None:
     moved = trained("word")
-    kept = trained("word")
+    unmoved = trained("word")
     for parameter in moved.param_groups[0]["params"]:
         state = moved.state[parameter]
         state.made_for = (
             *state.made_for[:2],
             torch.device("meta"),
         )  # as if its parameter had been there before
-    for optimizer in (moved, kept):
+    for optimizer in (moved, unmoved):
         take_steps(optimizer, range(3))
-    assert_same_bits(everything(moved), everything(kept))
+    assert_same_bits(everything(moved), everything(unmoved))
 
 
 def test_a_parameter_without_values_is_refused() -> None:
@@ -145,18 +145,22 @@ def test_states_pass_on_to_parameters_that_replace_others(storage: str) -> None:
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in SHAPES])
     twin = copy.deepcopy(model)
-    (_, right), (_, left) = (ng.prepare(m, f"bfloat16/{storage}", lr=1e-2) for m in (model, twin))
-    for group in right.param_groups:
+    (_, replaced_params), (_, kept_params) = (
+        ng.prepare(m, f"bfloat16/{storage}", lr=1e-2) for m in (model, twin)
+    )
+    for group in replaced_params.param_groups:
         group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
     with pytest.raises(RecipeError, match=r"parameters were replaced after the optimizer"):
-        take_steps(right, range(1))
-    pass_states_on(right)
-    for optimizer in (left, right):
+        take_steps(replaced_params, range(1))
+    pass_states_on(replaced_params)
+    for optimizer in (kept_params, replaced_params):
         take_steps(optimizer, range(3))
-    assert_same_bits(everything(left), everything(right))
-    right.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(SHAPES[0], dtype=torch.bfloat16))
+    assert_same_bits(everything(kept_params), everything(replaced_params))
+    replaced_params.param_groups[0]["params"][0] = nn.Parameter(
+        torch.zeros(SHAPES[0], dtype=torch.bfloat16)
+    )
     with pytest.raises(RecipeError, match="formats or values"):
-        pass_states_on(right)
+        pass_states_on(replaced_params)
 
 
 class LateToSettle(ng.AdamW):

@@ -45,8 +45,8 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
 ) -> None:
     """And makes a difference, so that the comparison says something."""
     beside = BESIDE.get(rule, {}).get(option, {})
-    moved, kept = (build(rule, parameters("word"), "word", **beside) for _ in range(2))
-    for optimizer in (moved, kept):
+    moved, unchanged = (build(rule, parameters("word"), "word", **beside) for _ in range(2))
+    for optimizer in (moved, unchanged):
         take_steps(optimizer, range(2))
     fresh = build(
         rule, [nn.Parameter(p.detach().clone()) for p in parameters_of(moved)], "word", **beside
@@ -55,11 +55,11 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
     for optimizer in (moved, fresh):
         for group in optimizer.param_groups:
             group[option] = LATER[rule][option]
-    for optimizer in (moved, kept, fresh):
+    for optimizer in (moved, unchanged, fresh):
         take_steps(optimizer, range(2, 4))
     assert_same_bits(everything(moved), everything(fresh))
     with pytest.raises(AssertionError):
-        assert_same_bits(everything(moved), everything(kept))
+        assert_same_bits(everything(moved), everything(unchanged))
 
 
 @pytest.mark.parametrize(

@@ -89,10 +89,10 @@ def test_what_is_stored_rounds_to_what_is_seen(storage: Storage) -> None:
         if is_whole:
             assert torch.equal(weight.detach(), rounded)
         assert torch.equal(stored.to(dtype), weight.detach())
-        for other in ("word", "exact", "master", "float16/split"):
-            if STORAGES[other].visible == storage.visible:
+        for second_storage in ("word", "exact", "master", "float16/split"):
+            if STORAGES[second_storage].visible == storage.visible:
                 second = nn.Parameter(weight.detach().clone())
-                taken = ng.AdamW([second], storage=other, compile=False, low_bits="zero")
+                taken = ng.AdamW([second], storage=second_storage, compile=False, low_bits="zero")
                 ng.load_states(taken, optimizer.state_dict())
                 assert torch.equal(second, weight)
         with torch.no_grad():

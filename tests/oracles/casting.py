@@ -95,13 +95,13 @@ def quantize(
     codes = np.empty_like(values)
     inner = np.ones_like(values)
     outer = np.ones_like(values)
-    whole = None
+    tensor_scale = None
     if scale == "float8_e4m3fn":
-        whole = whole_scale(
+        tensor_scale = whole_scale(
             largest(values) if amax is None else amax,
             Fraction(LARGEST[format][0]) * (448 if fit == "largest" else 256),
         )
-        outer[:] = whole
+        outer[:] = tensor_scale
     for group in groups(*values.shape, granularity):
         part = values[group]
         inverse: Fraction | float = Fraction(1)
@@ -111,12 +111,12 @@ def quantize(
             if scale == "float8_e4m3fn":
                 ends = (6,) if fit == "largest" else (6, 4)
                 tried = [
-                    e4m3_scale(magnitude, whole, format, end, up=rounding == "stochastic")
+                    e4m3_scale(magnitude, tensor_scale, format, end, up=rounding == "stochastic")
                     for end in ends
                 ]
-                errors = [squared_error(part, try_, whole, format) for try_ in tried]
+                errors = [squared_error(part, try_, tensor_scale, format) for try_ in tried]
                 inner[group] = tried[errors.index(min(errors))]
-                inverse = reciprocal(rational(inner[group].flat[0]) * rational(whole))
+                inverse = reciprocal(rational(inner[group].flat[0]) * rational(tensor_scale))
             elif granularity in BLOCKS:
                 inner[group] = one_level(magnitude, format, scale, up=up)
                 inverse = reciprocal(rational(inner[group].flat[0]))
@@ -189,13 +189,13 @@ def one_level(magnitude: float, format: str, scale: str, *, up: bool) -> float:
     return power_of_two(magnitude, format, up=up)
 
 
-def squared_error(part: Floats, inner: float, whole: float, format: str) -> float:
+def squared_error(part: Floats, inner: float, tensor_scale: float, format: str) -> float:
     """Of the values that a block's codes stand for; each operation in float32, sums by halves, of
     rows and then of columns.
     """
     scale = (
-        np.float32(single(rational(inner) * rational(whole)))
-        if math.isfinite(whole)
+        np.float32(single(rational(inner) * rational(tensor_scale)))
+        if math.isfinite(tensor_scale)
         else np.float32(np.nan)
     )
     inverse = reciprocal(rational(float(scale)))
@@ -204,16 +204,16 @@ def squared_error(part: Floats, inner: float, whole: float, format: str) -> floa
         errors = ((codes * scale - part) ** 2).astype(np.float32)
         for axis in (0, 1):
             while errors.shape[axis] > 1:
-                one, other = np.split(errors, 2, axis=axis)
-                errors = one + other
+                first_half, second_half = np.split(errors, 2, axis=axis)
+                errors = first_half + second_half
     return float(errors[0, 0])
 
 
-def e4m3_scale(magnitude: float, whole: float, format: str, end: int, *, up: bool) -> float:
-    """magnitude / format's largest / whole, as an e4m3 number above zero: the nearest, or the least
-    not below it.
+def e4m3_scale(magnitude: float, tensor_scale: float, format: str, end: int, *, up: bool) -> float:
+    """magnitude / format's largest / tensor_scale, as an e4m3 number above zero: the nearest, or the
+    least not below it.
     """
-    inverse = reciprocal(rational(whole))
+    inverse = reciprocal(rational(tensor_scale))
     if not isinstance(inverse, Fraction):
         return math.nan
     factor = single(1 / Fraction(LARGEST[format][0]))
@@ -230,10 +230,10 @@ def e4m3_scale(magnitude: float, whole: float, format: str, end: int, *, up: boo
 # ── elements ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def product(one: Floats, other: Floats | np.float32) -> Floats:
+def product(x: Floats, y: Floats | np.float32) -> Floats:
     """Of float32 values, exact in float64 and then rounded once."""
     with np.errstate(all="ignore"):
-        return (one.astype(np.float64) * np.float64(other)).astype(np.float32)
+        return (x.astype(np.float64) * np.float64(y)).astype(np.float32)
 
 
 def nearest(v: Floats, format: str) -> Floats:
@@ -252,9 +252,11 @@ def nearest(v: Floats, format: str) -> Floats:
                 np.float32
             )
         end = float(LARGEST[format][0])
-        held = np.clip(v, -end, end)
+        clipped = np.clip(v, -end, end)
         rounded = (
-            np.rint(held) if format in ("int8", "int4") else held.astype(getattr(ml_dtypes, format))
+            np.rint(clipped)
+            if format in ("int8", "int4")
+            else clipped.astype(getattr(ml_dtypes, format))
         )
         return np.where(np.isnan(v), np.float32(np.nan), rounded.astype(np.float32))
 
@@ -277,8 +279,8 @@ def stochastic(v: Floats, format: str, uniform: Floats) -> Floats:
     behind the point cut off.
     """
     numbers = np.array(values_of(format))
-    held = np.clip(v.astype(np.float64), numbers[0], numbers[-1])
-    place = np.clip(np.searchsorted(numbers, held, side="right") - 1, 0, len(numbers) - 2)
+    clipped = np.clip(v.astype(np.float64), numbers[0], numbers[-1])
+    place = np.clip(np.searchsorted(numbers, clipped, side="right") - 1, 0, len(numbers) - 2)
     spacing = numbers[place + 1] - numbers[place]
     with np.errstate(all="ignore"):
         # The sum of two float32 numbers, rounded to float64 and then to float32, is rounded as if
@@ -286,8 +288,8 @@ def stochastic(v: Floats, format: str, uniform: Floats) -> Floats:
         steps = np.floor(
             (v.astype(np.float64) / spacing + uniform.astype(np.float64)).astype(np.float32)
         )
-        found = np.clip(steps * spacing, numbers[0], numbers[-1])
-    return np.where(np.isnan(v), np.nan, found).astype(np.float32)
+        rounded = np.clip(steps * spacing, numbers[0], numbers[-1])
+    return np.where(np.isnan(v), np.nan, rounded).astype(np.float32)
 
 
 # ── rotation ──────────────────────────────────────────────────────────────────────────────────────

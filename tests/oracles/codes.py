@@ -52,12 +52,12 @@ def cut(bits: Integers, dropped: int, addend: Integers | int | None = None) -> I
     """
     sign, magnitude = np.divmod(bits, SIGN)
     step = 2**dropped
-    whole, rest = np.divmod(magnitude, step)
+    quotient, remainder = np.divmod(magnitude, step)
     if addend is None:
-        up = (2 * rest > step) | ((2 * rest == step) & (whole % 2 == 1))
+        up = (2 * remainder > step) | ((2 * remainder == step) & (quotient % 2 == 1))
     else:
-        up = rest + addend >= step
-    return sign * SIGN + (whole + (up & (rest > 0))) * step
+        up = remainder + addend >= step
+    return sign * SIGN + (quotient + (up & (remainder > 0))) * step
 
 
 def is_nan(bits: Integers) -> NDArray[np.bool_]:

@@ -224,8 +224,8 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
             check(not any(swizzles), "blocks of 128 lie in columns, not in tiles")
             check(sides[0] % 4 == 0 and sides[1] % 4 == 0, "multiples of 4")
             factors = [
-                column_values(own[0], side, terms, name[0])
-                for own, side, name in zip(scales, sides, names, strict=True)
+                column_values(levels[0], side, terms, name[0])
+                for levels, side, name in zip(scales, sides, names, strict=True)
             ]
         else:
             block, dtype, bits = {
@@ -251,7 +251,7 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
                 )
                 check(output_dtype in OUT[:2], "AMD writes 16 bits")
             check(
-                all(own[0].dtype == dtype and own[0].is_contiguous() for own in scales),
+                all(levels[0].dtype == dtype and levels[0].is_contiguous() for levels in scales),
                 f"scales in {dtype}, contiguous",
             )
             if block == 32 and mat_a.dtype == FP4 and not is_amd:
@@ -262,11 +262,13 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
                 )
             values_of = row_values if is_amd else tile_values
             factors = [
-                values_of(own[0], side, terms, block)
-                for own, side in zip(scales, sides, strict=True)
+                values_of(levels[0], side, terms, block)
+                for levels, side in zip(scales, sides, strict=True)
             ]
-            check({len(own) for own in scales} == {len(names[0])}, "as many scales as recipes")
-            for scale in (scale for own in scales for scale in own[1:]):
+            check(
+                {len(levels) for levels in scales} == {len(names[0])}, "as many scales as recipes"
+            )
+            for scale in (scale for levels in scales for scale in levels[1:]):
                 check(
                     scale.dtype == FLOAT and scale.numel() == 1, "one float32 scale for the tensor"
                 )
@@ -340,11 +342,15 @@ def scaled_grouped_mm(
     if b.ndim == 3:
         terms = a.shape[1]
         factor = tile_values(scale_a.flatten(), rows, terms, 32) if is_mx else scale_a[:, None]
-        left = a.double() * factor.double()
+        lhs = a.double() * factor.double()
         for expert, (start, stop) in enumerate(spans):
-            own = scale_b[expert]
-            factor = tile_values(own, columns, terms, 32).t() if is_mx else own[None, :]
-            products.append(left[start:stop] @ (b[expert].double() * factor.double()))
+            expert_scale = scale_b[expert]
+            factor = (
+                tile_values(expert_scale, columns, terms, 32).t()
+                if is_mx
+                else expert_scale[None, :]
+            )
+            products.append(lhs[start:stop] @ (b[expert].double() * factor.double()))
         products.append(torch.full((rows - spans[-1][1], columns), torch.nan).double())
         return torch.cat(products).to(out_dtype)
     for group, (start, stop) in enumerate(spans):
@@ -353,8 +359,8 @@ def scaled_grouped_mm(
             side, terms = codes.shape
             if is_mx:
                 first = up(side, 128) * start // 32
-                own = scales.flatten()[first : first + up(side, 128) * terms // 32].clone()
-                factor = tile_values(own, side, terms, 32) if terms else codes
+                expert_scale = scales.flatten()[first : first + up(side, 128) * terms // 32].clone()
+                factor = tile_values(expert_scale, side, terms, 32) if terms else codes
             else:
                 factor = scales[group * side : (group + 1) * side, None]
             sides.append(codes.double() * factor.double())

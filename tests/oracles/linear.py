@@ -51,16 +51,16 @@ class Product:
         return error
 
 
-def product(left: Tensor, right: Tensor) -> Product:
-    """``left [rows, contraction]`` times ``right [columns, contraction]`` transposed."""
-    a = left.double()
-    b = right.double().t()
+def product(lhs: Tensor, rhs: Tensor) -> Product:
+    """``lhs [rows, contraction]`` times ``rhs [columns, contraction]`` transposed."""
+    a = lhs.double()
+    b = rhs.double().t()
     return Product(a @ b, a.abs() @ b.abs())
 
 
-def integer_product(left: Tensor, right: Tensor) -> Tensor:
+def integer_product(lhs: Tensor, rhs: Tensor) -> Tensor:
     """The same of integers, exactly: int64."""
-    return torch.from_numpy(left.long().numpy() @ right.long().numpy().T)
+    return torch.from_numpy(lhs.long().numpy() @ rhs.long().numpy().T)
 
 
 def scaled_integers(

@@ -18,10 +18,10 @@ def values(parts: Lists) -> list[Fraction]:
     return [sum(map(Fraction, words), Fraction(0)) for words in zip(*parts, strict=True)]
 
 
-def worst(found: Iterable[Fraction], exact: Iterable[Fraction]) -> Fraction:
+def worst(approximations: Iterable[Fraction], exact: Iterable[Fraction]) -> Fraction:
     """The largest error relative to the exact value; exact zeros must be found."""
     errors = [Fraction(0)]
-    for f, e in zip(found, exact, strict=True):
+    for f, e in zip(approximations, exact, strict=True):
         assert e or not f, "a zero was asked for and something else was found"
         errors.append(abs(f - e) / abs(e) if e else Fraction(0))
     return max(errors)

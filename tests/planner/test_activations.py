@@ -76,13 +76,13 @@ def _saved_bytes(config: dict[str, Any], recipe: Recipe) -> int:
             tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
         }
         sizes: dict[int, int] = {}
-        kept: list[Tensor] = []  # else another tensor may get the place of one
+        alive: list[Tensor] = []  # else another tensor may get the place of one
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in parameters:
                 sizes[storage._cdata] = storage.nbytes()
-                kept.append(tensor)
+                alive.append(tensor)
             return tensor
 
         # Fake positions have no values that say whether sequences are packed; ours are not, so no

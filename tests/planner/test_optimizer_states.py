@@ -98,14 +98,14 @@ def test_a_tied_head_has_no_state_of_its_own() -> None:
         "num_heads": 1,
         "vocab_size": ROWS,
     }
-    tied, own = (
+    tied, untied = (
         state_of(decoder("one", **sizes, tie_embeddings=tie), STORAGES["word"])
         for tie in (True, False)
     )
-    assert own.embedding == tied.embedding
+    assert untied.embedding == tied.embedding
     assert (
-        own.head.weights - tied.head.weights == 2 * ROWS * COLS
-        and own.head.optimizer > tied.head.optimizer
+        untied.head.weights - tied.head.weights == 2 * ROWS * COLS
+        and untied.head.optimizer > tied.head.optimizer
     )
     # On the last stage it exists too.
     shapes = (decoder("one", **sizes, tie_embeddings=tie) for tie in (True, False))

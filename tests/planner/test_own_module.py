@@ -97,13 +97,15 @@ def test_operations_are_those_counted() -> None:
 
 def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
     model = Residual()
-    whole = ng.plan(model, batch=TOKENS, recipes="bfloat16/master", chip="H100-SXM").best
+    unfrozen = ng.plan(model, batch=TOKENS, recipes="bfloat16/master", chip="H100-SXM").best
     for block in model.blocks:
         block.requires_grad_(False)
-    part = ng.plan(model, batch=TOKENS, recipes="bfloat16/master", chip="H100-SXM").best
-    assert part.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    ratio = part.memory.groups["optimizer"] / whole.memory.groups["optimizer"]
-    assert ratio == pytest.approx(part.trained_parameters / whole.architecture.num_parameters)
+    frozen = ng.plan(model, batch=TOKENS, recipes="bfloat16/master", chip="H100-SXM").best
+    assert frozen.trained_parameters == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+    ratio = frozen.memory.groups["optimizer"] / unfrozen.memory.groups["optimizer"]
+    assert ratio == pytest.approx(frozen.trained_parameters / unfrozen.architecture.num_parameters)
 
 
 def test_a_counted_module_has_data_and_shard_ranks_only() -> None:

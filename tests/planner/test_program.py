@@ -105,16 +105,16 @@ def test_mixed_precision_of_fsdp_gathers_what_it_computes_with() -> None:
 
 
 def test_a_released_gradient_and_states_on_the_host_leave_the_chip() -> None:
-    one = Layout()
-    kept, freed, away = (
-        job(text, one, length=256) for text in ("", "release=true", "offload=true")
+    layout = Layout()
+    on_chip, freed, away = (
+        job(text, layout, length=256) for text in ("", "release=true", "offload=true")
     )
-    assert freed.memory.total < kept.memory.total - 1.8 * (
+    assert freed.memory.total < on_chip.memory.total - 1.8 * (
         LLAMA.num_parameters - LLAMA.largest_layer - LLAMA.outer_parameters
     )
     assert away.memory.groups["optimizer"] == 0
     assert away.memory.groups["gradients"] == freed.memory.groups["gradients"]
-    many = job("offload=true", replace(one, micro_batches=100), length=256)
+    many = job("offload=true", replace(layout, micro_batches=100), length=256)
     assert (
         many.step.groups["optimizer"] > 2 * away.step.groups["optimizer"]
     )  # every micro-batch sends its gradients
@@ -152,11 +152,11 @@ def test_software_names_its_program() -> None:
             "llama-8b", recipes=["bfloat16/master", "bfloat16/word"], **arguments
         ).options
     }
-    own = jobs["bfloat16/master"]
+    default_job = jobs["bfloat16/master"]
     ours = jobs["bfloat16/word"]
-    assert own.program is PROGRAMS["megatron-core"] and own.layout.zero in (0, 1)
+    assert default_job.program is PROGRAMS["megatron-core"] and default_job.layout.zero in (0, 1)
     assert (
-        ours.program == own.program
+        ours.program == default_job.program
         and not ours.program.limits
         and ours.program.text == "a loop like Megatron-Core"
     )

@@ -172,5 +172,7 @@ def test_what_is_known_to_be_far_off_is_said() -> None:
         "chips": 8,
         "sequence_length": 32_768,
     }
-    ring, whole = (plan("llama-8b", layout=f"context={ranks}", **arguments) for ranks in (4, 1))
-    assert "context ranks" in ring.sentences()[-1] and "context ranks" not in whole.sentences()[-1]
+    ring, unsplit = (plan("llama-8b", layout=f"context={ranks}", **arguments) for ranks in (4, 1))
+    assert (
+        "context ranks" in ring.sentences()[-1] and "context ranks" not in unsplit.sentences()[-1]
+    )

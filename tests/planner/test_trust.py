@@ -198,9 +198,9 @@ def test_each_part_is_stored_as_its_row_says() -> None:
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in ("reference", "experts")])
 def test_what_is_frozen_costs_less(name: str) -> None:
     frozen = estimate("", {name: "frozen"})
-    whole = estimate()
-    assert frozen.trained_parameters <= whole.trained_parameters
-    assert frozen.memory.total < whole.memory.total and frozen.step.total <= whole.step.total
+    trained = estimate()
+    assert frozen.trained_parameters <= trained.trained_parameters
+    assert frozen.memory.total < trained.memory.total and frozen.step.total <= trained.step.total
 
 
 def test_parts_are_refused_with_what_works() -> None:
@@ -451,20 +451,20 @@ def test_jobs_import_no_calculator() -> None:
             "plan",
             "estimate",
         )
-        for other in calculators:
-            assert f"planner.{other} import" not in text, (name, other)
+        for calculator in calculators:
+            assert f"planner.{calculator} import" not in text, (name, calculator)
     assert "TYPE_CHECKING" not in "".join(
         file.read_text(encoding="utf-8") for file in source.glob("*.py")
     )
 
 
 def test_saved_inputs_on_the_host_leave_the_chip() -> None:
-    kept = estimate("", layout=Layout(recompute="full"), length=65_536)
-    away = estimate("saved=host", layout=Layout(recompute="full"), length=65_536)
+    on_chip = estimate("", layout=Layout(recompute="full"), length=65_536)
+    on_host = estimate("saved=host", layout=Layout(recompute="full"), length=65_536)
     layers = 32 * 65_536 * 4096 * 2
-    assert away.host_bytes == pytest.approx(layers)
-    assert kept.memory.total - away.memory.total > 0.9 * layers * 30 / 32
-    assert replace(away, faster=None).step.total >= kept.step.total
+    assert on_host.host_bytes == pytest.approx(layers)
+    assert on_chip.memory.total - on_host.memory.total > 0.9 * layers * 30 / 32
+    assert replace(on_host, faster=None).step.total >= on_chip.step.total
 
 
 def test_pairs_of_answers_are_in_order() -> None:

@@ -42,11 +42,15 @@ def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(
             writer.append("steps", {"step": step, "loss": loss, "lr": 1e-3})
         writer.append("evals", {"step": 2, "val_loss": 2.6})
         writer.summary({"val_loss": 2.6, "bytes_per_param": 8.0, "steps": 2})
-    found = ng.compare_runs([ng.read_run(path) for path in (ours, theirs, no_eval)])
-    mine, other, last = found.rows
-    assert (mine["bytes_per_param"], other["bytes_per_param"], other["edq"]) == (8.0, None, None)
-    assert other["val_loss"] == pytest.approx(2.4) and last["val_loss"] is None
-    text = found.text()
+    comparison = ng.compare_runs([ng.read_run(path) for path in (ours, theirs, no_eval)])
+    mine, foreign, last = comparison.rows
+    assert (mine["bytes_per_param"], foreign["bytes_per_param"], foreign["edq"]) == (
+        8.0,
+        None,
+        None,
+    )
+    assert foreign["val_loss"] == pytest.approx(2.4) and last["val_loss"] is None
+    text = comparison.text()
     assert (
         "without a validation loss: no_eval" in text
         and "steps:" not in text
@@ -86,13 +90,13 @@ def test_of_several_checkpoints_the_newest_is_read(tmp_path: Path) -> None:
 
 
 def state(**changes: Any) -> str:
-    whole = {
+    entries = {
         "global_step": 1,
         "max_steps": 2,
         "log_history": [{"loss": 2.0, "step": 1, "epoch": 0.5}],
         **changes,
     }
-    return json.dumps(whole)
+    return json.dumps(entries)
 
 
 @pytest.mark.parametrize(
@@ -156,12 +160,14 @@ def test_tables_and_exports_are_read_by_their_names(tmp_path: Path) -> None:
 
 
 def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
-    one = read(tmp_path, "one.csv", CSV)
-    other = read(tmp_path, "other.csv", CSV.replace("3.25", "3.5"))
-    assert (one.path.name, other.path.name) == (
+    first = read(tmp_path, "one.csv", CSV)
+    second = read(tmp_path, "other.csv", CSV.replace("3.25", "3.5"))
+    assert (first.path.name, second.path.name) == (
         "one.csv",
         "other.csv",
-    ) and one.gauges == one.fingerprints == []
-    found = ng.diagnose(one, other)
-    assert found.names == ("one.csv", "other.csv") and found.readings[0].stage == "loss"
-    assert "--" not in str(found) and "neither settings nor versions in its record" in str(found)
+    ) and first.gauges == first.fingerprints == []
+    difference = ng.diagnose(first, second)
+    assert difference.names == ("one.csv", "other.csv") and difference.readings[0].stage == "loss"
+    assert "--" not in str(difference) and "neither settings nor versions in its record" in str(
+        difference
+    )

@@ -121,17 +121,17 @@ def test_a_damaged_line_costs_that_line(damage: str, folder: Path) -> None:
     number, line = DAMAGED_LINES[damage]
     lines = (folder / "steps.jsonl").read_bytes().splitlines()
     lines[number - 1] = line
-    (folder / "steps.jsonl").write_bytes(b"".join(each + b"\n" for each in lines))
-    others = [step for step in (1, 2, 3, 4) if step != number]
+    (folder / "steps.jsonl").write_bytes(b"".join(content + b"\n" for content in lines))
+    undamaged_steps = [step for step in (1, 2, 3, 4) if step != number]
     run = read_run(folder)
-    assert [row["step"] for row in run.steps] == others
+    assert [row["step"] for row in run.steps] == undamaged_steps
     note = f"steps.jsonl has 1 damaged row of 4, the first in line {number}; left out"
     assert run.notes == [note]
     with RunWriter.open(folder) as writer:
         assert writer.notes == [note]
         writer.append("steps", {"step": 5, "loss": 0.0})
     run = read_run(folder)
-    assert [row["step"] for row in run.steps] == [*others, 5] and not run.notes
+    assert [row["step"] for row in run.steps] == [*undamaged_steps, 5] and not run.notes
 
 
 def test_a_damaged_summary_is_no_summary(folder: Path) -> None:
@@ -241,8 +241,13 @@ def test_settings_of_any_type_are_written_and_a_wrong_number_of_steps_is_refused
         "kinds": {int},
     }
     RunWriter.create(tmp_path / "run", {"config": settings}).close()
-    wanted = {"dtype": "torch.bfloat16", "size": 3, "rates": [0.5, 1.0], "kinds": "{<class 'int'>}"}
-    assert read_run(tmp_path / "run").config == wanted
+    expected = {
+        "dtype": "torch.bfloat16",
+        "size": 3,
+        "rates": [0.5, 1.0],
+        "kinds": "{<class 'int'>}",
+    }
+    assert read_run(tmp_path / "run").config == expected
     with pytest.raises(RecordError, match="steps = '400' is not a whole number"):
         RunWriter.create(tmp_path / "other", {"config": {"steps": "400"}})
     assert not (tmp_path / "other").exists()
@@ -252,14 +257,14 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_write = os.write
-    room = 10
+    free_bytes = 10
 
     def write(descriptor: int, data: bytes) -> int:
-        nonlocal room
-        if not room:
+        nonlocal free_bytes
+        if not free_bytes:
             raise OSError(errno.ENOSPC, "No space left on device")
-        taken = real_write(descriptor, data[:room])
-        room -= taken
+        taken = real_write(descriptor, data[:free_bytes])
+        free_bytes -= taken
         return taken
 
     before = (folder / "steps.jsonl").read_bytes()
@@ -302,11 +307,11 @@ def test_gauges_that_are_read_late_add_their_note(folder: Path) -> None:
 def test_a_damaged_run_does_not_hide_its_neighbours(folder: Path) -> None:
     damaged = shutil.copytree(folder, folder.with_name("damaged"))
     (damaged / "run.toml").write_text("recipe = ")
-    said: list[str] = []
-    assert [run.path for run in read_runs([folder.parent], said.append)] == [folder]
-    assert len(said) == 1 and "damaged/run.toml is damaged" in said[0]
+    messages: list[str] = []
+    assert [run.path for run in read_runs([folder.parent], messages.append)] == [folder]
+    assert len(messages) == 1 and "damaged/run.toml is damaged" in messages[0]
     with pytest.raises(RecordError, match="is damaged"):
-        read_runs([folder, damaged], said.append)
+        read_runs([folder, damaged], messages.append)
 
 
 def test_lost_steps_are_told(folder: Path) -> None:

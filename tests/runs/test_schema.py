@@ -53,8 +53,8 @@ def test_a_value_of_another_type_is_refused(kind: str, column: Column, tmp_path:
     with RunWriter.create(tmp_path / "run", {}) as writer:
         write = writer.summary if kind == "summary" else partial(writer.append, kind)
         for row in (row_of(kind, column, value) for value in WRONG[column.type]):
-            found = wrong_value(kind, row)
-            assert column.name in found and "which" in found
+            message = wrong_value(kind, row)
+            assert column.name in message and "which" in message
             with pytest.raises(
                 RecordError, match=f"Cannot write this row of {kind} to .*which (is|are) not"
             ):

@@ -20,11 +20,11 @@ ML_DTYPES = [name for name in FORMATS if hasattr(ml_dtypes, name) and FORMATS[na
 NARROW_ML = [name for name in ML_DTYPES if FORMATS[name].bits <= 8]
 
 
-def same(left: float, right: float) -> bool:
+def same(a: float, b: float) -> bool:
     """Equal as codes would be: NaN is NaN, and zeros have signs."""
-    if math.isnan(left) or math.isnan(right):
-        return math.isnan(left) and math.isnan(right)
-    return left == right and math.copysign(1, left) == math.copysign(1, right)
+    if math.isnan(a) or math.isnan(b):
+        return math.isnan(a) and math.isnan(b)
+    return a == b and math.copysign(1, a) == math.copysign(1, b)
 
 
 def test_the_tables_know_what_they_should() -> None:

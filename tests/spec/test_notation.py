@@ -45,7 +45,7 @@ def test_aliases_lead_to_full_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("spelling", "name"),
     [
         ("BF16/Word", "bfloat16/word"), (" bfloat16 / word ", "bfloat16/word"), ("fp32", "float32/float32"),
         ("FP8-tensor-e5m2/exact", "float8-tensor-e5m2/exact"), ("fp16-throughout", "float16-throughout/naive"),
@@ -62,9 +62,9 @@ def test_aliases_lead_to_full_names() -> None:
         ("amp_bf16", "bfloat16/float32"), ("mixed_float16", "float16/float32"), ("pure_bf16", "bfloat16/naive"),
     ],
 )  # fmt: skip
-def test_names_in_every_spelling_and_of_other_libraries(said: str, meant: str) -> None:
-    assert parse(said).name == meant
-    assert parse({"recipe": said}) == parse(meant)
+def test_names_in_every_spelling_and_of_other_libraries(spelling: str, name: str) -> None:
+    assert parse(spelling).name == name
+    assert parse({"recipe": spelling}) == parse(name)
 
 
 def test_names_that_leave_something_open_are_refused_with_the_recipes_that_are_nearest() -> None:

@@ -53,20 +53,20 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> PreTrainedModel:
 
 def tiny(family: str, folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
-    made = build(str(folder), seed=0)
-    for name, parameter in made.named_parameters():
+    model = build(str(folder), seed=0)
+    for name, parameter in model.named_parameters():
         # What starts as zeros or ones would hide a wrong rule.
         if parameter.ndim == 1:
             torch.nn.init.normal_(
                 parameter, mean=1.0 if "norm" in name or "ln_" in name else 0.0, std=0.02
             )
-    return made.to(dtype)
+    return model.to(dtype)
 
 
 def scalified(model: nn.Module) -> Any:
-    other = copy.deepcopy(model)
-    scalify(other)
-    return other
+    copied = copy.deepcopy(model)
+    scalify(copied)
+    return copied
 
 
 def loss_and_gradients(
@@ -76,9 +76,9 @@ def loss_and_gradients(
     return loss.detach(), gradients(model, loss * factor)
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    assert type(found) is Tensor and found.dtype == wanted.dtype
-    return relative_error(found, wanted)
+def distance(computed: Tensor, reference: Tensor) -> float:
+    assert type(computed) is Tensor and computed.dtype == reference.dtype
+    return relative_error(computed, reference)
 
 
 random = partial(gaussian, dtype=torch.float64)
@@ -118,9 +118,9 @@ def scaled(data: list[float], scale: float) -> Tensor:
 def test_arithmetic_hands_on_data_and_scale_by_its_rule(
     operation: Callable[..., Tensor], rule: Callable[..., oracle.Pair], scales: tuple[float, float]
 ) -> None:
-    found = operation(scaled(A, scales[0]), scaled(B, scales[1]))
-    wanted = rule(oracle.pair(A, scales[0]), oracle.pair(B, scales[1]))
-    assert pair_of(found) == wanted
+    computed = operation(scaled(A, scales[0]), scaled(B, scales[1]))
+    expected = rule(oracle.pair(A, scales[0]), oracle.pair(B, scales[1]))
+    assert pair_of(computed) == expected
 
 
 @pytest.mark.parametrize("scales", [(2.0**-30, 2.0**-20), (2.0**4, 2.0**-3)])
@@ -155,11 +155,15 @@ def test_what_moves_elements_keeps_the_scale(operation: Callable[[Tensor], Tenso
     real = random(2, 3, 4)
     plain = real.clone().requires_grad_()
     x = Scaled(real * 8, 0.125).requires_grad_()
-    wanted = operation(plain)
-    found = operation(x)
-    assert type(found) is Scaled and found.scale == 0.125 and torch.equal(found.value(), wanted)
-    wanted.backward(torch.ones_like(wanted))
-    (gradient,) = torch.autograd.grad(found, x, Scaled(torch.full_like(wanted, 4.0), 0.25))
+    reference = operation(plain)
+    computed = operation(x)
+    assert (
+        type(computed) is Scaled
+        and computed.scale == 0.125
+        and torch.equal(computed.value(), reference)
+    )
+    reference.backward(torch.ones_like(reference))
+    (gradient,) = torch.autograd.grad(computed, x, Scaled(torch.full_like(reference, 4.0), 0.25))
     assert torch.equal(gradient.value(), plain.grad)
 
 
@@ -210,15 +214,21 @@ def function_case(
     """
     reals = [x.clone().requires_grad_() for x in inputs]
     scaled_inputs = [Scaled(x / power_of_rms(x), power_of_rms(x)).requires_grad_() for x in inputs]
-    wanted = plain(*reals)
-    found = ruled(*scaled_inputs)
-    direction = random(*wanted.shape, seed=5)
-    by_plain = torch.autograd.grad(wanted, [*reals, *parameters], direction * SMALL)
-    by_rule = torch.autograd.grad(found, [*scaled_inputs, *parameters], Scaled(direction, SMALL))
-    assert distance(found.value(), wanted.detach()) < 1e-12
-    for one, other in zip(by_rule, by_plain, strict=True):
-        assert distance(one.value() if isinstance(one, Scaled) else one, other) < 1e-12
-    return found, list(by_rule[: len(inputs)])
+    reference = plain(*reals)
+    computed = ruled(*scaled_inputs)
+    direction = random(*reference.shape, seed=5)
+    by_plain = torch.autograd.grad(reference, [*reals, *parameters], direction * SMALL)
+    by_rule = torch.autograd.grad(computed, [*scaled_inputs, *parameters], Scaled(direction, SMALL))
+    assert distance(computed.value(), reference.detach()) < 1e-12
+    for ruled_gradient, plain_gradient in zip(by_rule, by_plain, strict=True):
+        assert (
+            distance(
+                ruled_gradient.value() if isinstance(ruled_gradient, Scaled) else ruled_gradient,
+                plain_gradient,
+            )
+            < 1e-12
+        )
+    return computed, list(by_rule[: len(inputs)])
 
 
 @pytest.mark.parametrize(
@@ -236,26 +246,28 @@ def test_attention_guesses_within_what_the_formats_forgive(options: dict[str, An
     key = random(2, heads, 64, 16, seed=2) * 8
     value = random(2, heads, 64, 16, seed=3) * 1e-4
     plain = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)  # noqa: E731
-    found, found_gradients = function_case(plain, plain, query, key, value)
+    output, found_gradients = function_case(plain, plain, query, key, value)
     # The output is a mean, so at most as large as the values, here near one; e5m2 holds gradients
     # from 2^-14 to 2^15.
-    assert found.scale == power_of_rms(value)
-    assert 2.0**-5 < rms(found.data) < 2
+    assert output.scale == power_of_rms(value)
+    assert 2.0**-5 < rms(output.data) < 2
     assert all(2.0**-12 < rms(x.data) < 2.0**10 for x in found_gradients)
     assert torch.equal(attention(query, key, value, **options).value(), plain(query, key, value))
 
 
 def test_a_model_computes_what_it_computed(model: PreTrainedModel) -> None:
-    other = scalified(model)
-    assert list(other.state_dict()) == list(model.state_dict())
-    (loss, wanted), (found_loss, found) = (
+    transformed = scalified(model)
+    assert list(transformed.state_dict()) == list(model.state_dict())
+    (loss, reference), (found_loss, gradients) = (
         loss_and_gradients(model, SMALL),
-        loss_and_gradients(other, SMALL),
+        loss_and_gradients(transformed, SMALL),
     )
     assert distance(found_loss, loss) < 1e-12
-    assert max(distance(found[name], wanted[name]) for name in wanted) < 1e-12
+    assert max(distance(gradients[name], reference[name]) for name in reference) < 1e-12
     with torch.no_grad():
-        logits, other_logits = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, other))
+        logits, other_logits = (
+            m(input_ids=TOKENS, use_cache=False).logits for m in (model, transformed)
+        )
     assert distance(other_logits, logits) < 1e-12
 
 
@@ -273,10 +285,12 @@ def test_norms_are_known_by_what_they_compute(family: str) -> None:
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
-    other = copy.deepcopy(scalified(model))
-    (loss, wanted), (found_loss, found) = (loss_and_gradients(m) for m in (model, other))
+    transformed = copy.deepcopy(scalified(model))
+    (loss, reference), (found_loss, gradients) = (
+        loss_and_gradients(m) for m in (model, transformed)
+    )
     assert distance(found_loss, loss) < 1e-6
-    assert max(distance(found[name], wanted[name]) for name in wanted) < 1e-5
+    assert max(distance(gradients[name], reference[name]) for name in reference) < 1e-5
 
 
 def test_a_gemma_s_norm_adds_one_to_its_weight() -> None:
@@ -345,12 +359,12 @@ def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model: PreTr
     for gradients near 1e-6 and for those 2^30 times smaller.
     """
     plain = recorded(model.float())
-    other = scalified(plain)
-    loss_and_gradients(other, SMALL * 2.0**-30)
-    far = {key: x.clone() for key, x in operands(other).items()}
+    transformed = scalified(plain)
+    loss_and_gradients(transformed, SMALL * 2.0**-30)
+    far = {key: x.clone() for key, x in operands(transformed).items()}
     loss_and_gradients(plain, SMALL)
-    loss_and_gradients(other, SMALL)
-    near = operands(other)
+    loss_and_gradients(transformed, SMALL)
+    near = operands(transformed)
     raw = operands(plain)
     assert len(near) == 3 * (15 if "Llama" in type(model).__name__ else 9)
     assert all(1 / 2 <= rms(x) <= 8 for (_, kind), x in near.items() if kind != "gradient")
@@ -359,15 +373,19 @@ def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model: PreTr
     assert all(rms(x) < 1e-5 for (_, kind), x in raw.items() if kind == "gradient")
 
 
-def float16_case(model: nn.Module, factor: float, wanted: dict[str, Tensor]) -> tuple[float, float]:
+def float16_case(
+    model: nn.Module, factor: float, reference: dict[str, Tensor]
+) -> tuple[float, float]:
     """The largest relative error of a parameter's gradient, and the share of all gradients that
     became zero.
     """
-    found = loss_and_gradients(model, factor)[1]
-    assert all(found[name].isfinite().all() for name in wanted)
-    errors = [distance(found[name].double(), wanted[name] * factor) for name in wanted]
-    lost = sum(int(((found[name] == 0) & (wanted[name] * factor != 0)).sum()) for name in wanted)
-    return max(errors), lost / sum(int((value != 0).sum()) for value in wanted.values())
+    gradients = loss_and_gradients(model, factor)[1]
+    assert all(gradients[name].isfinite().all() for name in reference)
+    errors = [distance(gradients[name].double(), reference[name] * factor) for name in reference]
+    lost = sum(
+        int(((gradients[name] == 0) & (reference[name] * factor != 0)).sum()) for name in reference
+    )
+    return max(errors), lost / sum(int((value != 0).sum()) for value in reference.values())
 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
@@ -376,17 +394,17 @@ def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(
     family: str, tmp_path: Path
 ) -> None:
     base = tiny(family, tmp_path, torch.float32)
-    _, wanted = loss_and_gradients(copy.deepcopy(base).double())
+    _, reference = loss_and_gradients(copy.deepcopy(base).double())
     plain = copy.deepcopy(base).half()
     near = {}
     model, optimizer = prepare(copy.deepcopy(base), "scalify-float16/word", audit_every=0)
     assert optimizer.loss_scaler is None
     for factor in (1.0, 2.0**-16, 2.0**-24, 2.0**-40):
-        near[factor] = float16_case(model, factor, wanted)
+        near[factor] = float16_case(model, factor, reference)
         assert near[factor] == near[1.0]  # powers of two change no bit
     # bfloat16 weights are cut to 8 bits before anything is computed.
     assert near[1.0][0] < 0.03 and near[1.0][1] < 1e-3
-    assert float16_case(plain, 1.0, wanted)[0] < 0.005
-    assert float16_case(plain, 2.0**-16, wanted)[1] > 0.1
-    error, lost = float16_case(plain, 2.0**-24, wanted)
+    assert float16_case(plain, 1.0, reference)[0] < 0.005
+    assert float16_case(plain, 2.0**-16, reference)[1] > 0.1
+    error, lost = float16_case(plain, 2.0**-24, reference)
     assert error == 1.0 and lost > 0.95

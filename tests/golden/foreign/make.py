@@ -23,9 +23,9 @@ def fingerprint(values: Tensor) -> str:
 
 
 def expect(name: str, values: dict[str, Tensor]) -> None:
-    known = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
-    known[name] = {key: fingerprint(value) for key, value in values.items()}
-    EXPECTED.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    fingerprints = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
+    fingerprints[name] = {key: fingerprint(value) for key, value in values.items()}
+    EXPECTED.write_text(json.dumps(fingerprints, indent=1, sort_keys=True) + "\n")
 
 
 class Small(nn.Module):

@@ -85,10 +85,10 @@ def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) 
             words, g.bfloat16(), {name: value.item() for name, value in s.items()}
         )
         assert torch.equal(bits_of(change), bits_of(expected.float())), t
-        found = dict(
+        computed = dict(
             zip(("w", "dw", "m", "v", "dv"), (*weight, *moments[0], *moments[1]), strict=False)
         )
-        assert found.keys() == words.keys()
-        for name, value in found.items():
+        assert computed.keys() == words.keys()
+        for name, value in computed.items():
             assert torch.equal(value, words[name].float()), (t, name)
     assert (weight[1] != 0).float().mean() > 0.9

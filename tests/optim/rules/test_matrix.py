@@ -80,8 +80,8 @@ def noise(shape: tuple[int, ...]) -> Callable[[Tensor, int], Tensor]:
     return lambda weight, step: gaussian(*shape, seed=100 + step, scale=0.01)
 
 
-def relative(value: Tensor, wanted: Any) -> float:
-    exact = torch.as_tensor(np.asarray(wanted), dtype=torch.float64)
+def relative(value: Tensor, reference: Any) -> float:
+    exact = torch.as_tensor(np.asarray(reference), dtype=torch.float64)
     return float((value.double() - exact).norm() / exact.norm())
 
 
@@ -204,21 +204,24 @@ def test_a_stack_has_the_bits_of_its_matrices(
     group = options_of(
         rule, lr=0.02, weight_decay=0.1, **({"scale_parameter": True} if rule is ADAFACTOR else {})
     )
-    one = Optimizer([stack], rule, dict(group), **options)
-    many = Optimizer(matrices, rule, dict(group), **options)
+    stacked = Optimizer([stack], rule, dict(group), **options)
+    separate = Optimizer(matrices, rule, dict(group), **options)
     for step in range(1, 7):
         stack.grad = noise(shape)(start, step).to(start.dtype)
         for matrix, gradient in zip(matrices, stack.grad, strict=True):
             matrix.grad = gradient.clone()
-        one.step()
-        many.step()
+        stacked.step()
+        separate.step()
     assert torch.equal(stack, torch.stack([matrix.detach() for matrix in matrices]))
-    (saved,), apart = one.state_dict()["state"].values(), many.state_dict()["state"].values()
+    (saved,), entries = (
+        stacked.state_dict()["state"].values(),
+        separate.state_dict()["state"].values(),
+    )
     for name in saved.keys() - {"step"}:
-        assert torch.equal(saved[name], torch.stack([entry[name] for entry in apart])), name
-    assert whole_states(one, stack) == saved.keys() - {
+        assert torch.equal(saved[name], torch.stack([entry[name] for entry in entries])), name
+    assert whole_states(stacked, stack) == saved.keys() - {
         "step",
-        *dict(one.state_of(stack).words),
+        *dict(stacked.state_of(stack).words),
     }  # in no shard
 
 
@@ -226,11 +229,11 @@ def test_a_stack_has_the_bits_of_its_matrices(
 def test_powers_of_two_on_the_gradients_change_no_bit(rule: MatrixRule) -> None:
     shape = (12, 20)
     silent = {"eps": (0.0, 0.0) if rule is ADAFACTOR else 0.0}
-    one, _ = train(rule, gaussian(*shape), noise(shape), 7, **silent)
-    other, _ = train(
+    unscaled, _ = train(rule, gaussian(*shape), noise(shape), 7, **silent)
+    scaled, _ = train(
         rule, gaussian(*shape), lambda w, step: noise(shape)(w, step) * 2.0**-20, 7, **silent
     )
-    assert torch.equal(one, other)
+    assert torch.equal(unscaled, scaled)
 
 
 @EVERY
@@ -317,9 +320,11 @@ def test_the_basis_is_the_decompositions_with_its_signs_fixed(shape: tuple[int, 
     rank = min(3, *shape)
     basis = leading_basis(x, rank)
     u, _, vt = np.linalg.svd(x.double().numpy(), full_matrices=False)
-    wanted = torch.from_numpy((vt[:rank].T if shape[0] >= shape[1] else u[:, :rank]).copy())
-    signs = (basis.double() * wanted).sum(0).sign()
-    assert float((basis.double() - wanted * signs).abs().max()) < 1e-6
+    singular_vectors = torch.from_numpy(
+        (vt[:rank].T if shape[0] >= shape[1] else u[:, :rank]).copy()
+    )
+    signs = (basis.double() * singular_vectors).sum(0).sign()
+    assert float((basis.double() - singular_vectors * signs).abs().max()) < 1e-6
     assert (basis.gather(0, basis.abs().argmax(0, keepdim=True)) > 0).all()
     assert torch.equal(leading_basis(-x, rank), basis)
     assert torch.equal(leading_basis(x * 2.0**-60, rank), basis)  # its squares are below float32
