@@ -307,10 +307,10 @@ def _remove_old(final: Path, keep: int, limit: int) -> None:
 
     Others after step ``limit`` are damaged.
     """
-    others = [checkpoint for checkpoint in _listed(final.parent) if checkpoint.path != final]
-    kept = [checkpoint for checkpoint in others if checkpoint.step <= limit][: keep - 1]
-    for checkpoint in others:
-        if checkpoint not in kept:
+    earlier = [checkpoint for checkpoint in _listed(final.parent) if checkpoint.path != final]
+    retained = [checkpoint for checkpoint in earlier if checkpoint.step <= limit][: keep - 1]
+    for checkpoint in earlier:
+        if checkpoint not in retained:
             _remove(checkpoint.path)
 
 

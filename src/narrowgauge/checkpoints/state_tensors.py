@@ -111,10 +111,12 @@ def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) ->
     # A bound has 1 in place of the last dimensions.
     most = owner.ndim if name.endswith("_bound") else 0
     for row_dims in range(min(1, most), most + 1):
-        kept = owner.ndim - row_dims
-        ones = (1,) * row_dims
-        if shape == (*owner.shape[:kept], *ones):
-            part = torch.empty((*shard.shape[:kept], *ones), dtype=dtype, device=shard.device)
+        num_kept = owner.ndim - row_dims
+        unit_dims = (1,) * row_dims
+        if shape == (*owner.shape[:num_kept], *unit_dims):
+            part = torch.empty(
+                (*shard.shape[:num_kept], *unit_dims), dtype=dtype, device=shard.device
+            )
             return placed_like(owner, part, row_dims=row_dims)
     return torch.empty(shape, dtype=dtype, device="cpu")
 

@@ -50,14 +50,14 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
         libc.mallopt(m_trim_threshold, trim_threshold)
 
 
-def _train(given: dict[str, Any], restart: bool = False) -> None:
+def _train(settings: dict[str, Any], restart: bool = False) -> None:
     """Train as one of the ranks of torchrun, or alone, and print the folder of the run."""
     from narrowgauge.distributed import job
     from narrowgauge.trainer import door
 
     if job.world_size() == 1:  # refuse what is wrong before PyTorch is loaded
-        config, run = door.enter(given)
-        given = {**given, "out": str(config.out)}
+        config, run = door.enter(settings)
+        settings = {**settings, "out": str(config.out)}
         line = door.nothing_left(run, config)
         if line:
             return click.echo(line)
@@ -67,7 +67,7 @@ def _train(given: dict[str, Any], restart: bool = False) -> None:
     # PyTorch's own, at every step.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     with job.joined():
-        folder = loop.train(given, restart=restart)
+        folder = loop.train(settings, restart=restart)
     if job.rank() == 0:
         click.echo(folder)
 

@@ -224,11 +224,11 @@ def _show_state(params: float, question: dict[str, Any], as_json: bool) -> None:
     """Print the state of a number of parameters."""
     from narrowgauge.planner.state import SENTENCES, plan_state, state_table
 
-    known = ("recipes", "chip", "chips", "layout", "optimizer")
+    accepted = ("recipes", "chip", "chips", "layout", "optimizer")
     for name, value in question.items():
-        if value and name not in known:
+        if value and name not in accepted:
             raise click.UsageError(f"--{name.replace('_', '-')} needs a model: name --model.")
-    rows = plan_state(params, **{name: question[name] for name in known if name in question})
+    rows = plan_state(params, **{name: question[name] for name in accepted if name in question})
     _show(rows, [state_table(rows, params)], SENTENCES, as_json)
 
 

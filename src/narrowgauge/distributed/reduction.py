@@ -380,13 +380,13 @@ class GradientReduction:
         """Refuse trainable parameters that were frozen or missing at the start: their replicas
         would drift.
         """
-        known = list(self._trainable)
+        known_params = list(self._trainable)
         parameters: list[Tensor] = []
         for _, group in torch_names.fsdp_groups(self._model):
-            known += torch_names.fsdp_gathered(group)
+            known_params += torch_names.fsdp_gathered(group)
             parameters += torch_names.fsdp_parameters(group)
         parameters += self._model.parameters()
-        known_ids = set(map(id, known))
+        known_ids = set(map(id, known_params))
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in known_ids:
                 raise RecipeError(

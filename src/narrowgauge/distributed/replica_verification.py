@@ -85,8 +85,8 @@ def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[Corruptio
         culprit = None
         if 2 * len(wrong) < len(ranks):
             culprit = wrong[0]
-            others = len(ranks) - len(wrong)
-            message = f"{name} of {_names(wrong)} differs from that of {others} other ranks after step {step}."
+            num_right = len(ranks) - len(wrong)
+            message = f"{name} of {_names(wrong)} differs from that of {num_right} other ranks after step {step}."
             advice = f"Take the machine of rank {culprit} out of service"
         else:
             message = f"{name} differs between {_names(ranks)} after step {step}."

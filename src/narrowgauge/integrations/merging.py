@@ -112,7 +112,7 @@ def _nearest(exact: Tensor, dtype: torch.dtype) -> Tensor:
     narrow = exact.float()
     error = exact - narrow.double()
     is_even = narrow.view(torch.int32) % 2 == 0
-    other = torch.nextafter(
+    neighbour = torch.nextafter(
         narrow, torch.copysign(torch.full_like(narrow, torch.inf), error.float())
     )
-    return torch.where(is_even & (error != 0), other, narrow).to(dtype)
+    return torch.where(is_even & (error != 0), neighbour, narrow).to(dtype)

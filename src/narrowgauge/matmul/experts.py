@@ -342,8 +342,8 @@ def is_experts(module: nn.Module) -> bool:
             counts.add(value)
     if any(len(stack) in counts for stack in stacks):
         return True
-    for one, other in itertools.combinations(stacks, 2):
-        if len(one) == len(other) > 1 and set(one.shape[1:]) & set(other.shape[1:]):
+    for first, second in itertools.combinations(stacks, 2):
+        if len(first) == len(second) > 1 and set(first.shape[1:]) & set(second.shape[1:]):
             return True
     return False
 

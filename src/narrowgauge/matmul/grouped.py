@@ -117,11 +117,11 @@ def _lay_out(align: int, x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     stops = offsets.long()
     starts = F.pad(stops[:-1], (1, 0))
     counts = stops - starts
-    room = (counts + align - 1) // align * align
+    padded_counts = (counts + align - 1) // align * align
     experts = torch.arange(len(stops), device=x.device)
     is_before = experts[None, :] < experts[:, None]
-    begins = (room[None, :] * is_before).sum(1)
-    ends = begins + room
+    begins = (padded_counts[None, :] * is_before).sum(1)
+    ends = begins + padded_counts
     most = (len(x) + len(stops) * (align - 1) + align - 1) // align * align
     slots = torch.arange(most, device=x.device)
     expert = (slots[:, None] >= ends[None, :]).sum(1).clamp_max(len(stops) - 1)
@@ -129,8 +129,8 @@ def _lay_out(align: int, x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     token = torch.where(place < counts[expert], starts[expert] + place, -1)
     tokens = torch.arange(len(x), device=x.device)
     owner = (tokens[:, None] >= stops[None, :]).sum(1)
-    known = owner.clamp_max(len(stops) - 1)
-    slot = torch.where(owner < len(stops), begins[known] + tokens - starts[known], -1)
+    expert_of = owner.clamp_max(len(stops) - 1)
+    slot = torch.where(owner < len(stops), begins[expert_of] + tokens - starts[expert_of], -1)
     return ends.to(torch.int32), token, slot, expert[:: ALIGN["rows"]].contiguous()
 
 
@@ -142,8 +142,8 @@ def _gathered(x: Tensor, index: Tensor) -> Tensor:
 
 def _gathered_plus(x: Tensor, index: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
     """Return :func:`_gathered` plus the bias of the expert whose slot each row is."""
-    own = expert[index.clamp_min(0) // ALIGN["rows"]]
-    return torch.where(index[:, None] < 0, 0, _gathered(x, index) + bias[own].to(x.dtype))
+    row_expert = expert[index.clamp_min(0) // ALIGN["rows"]]
+    return torch.where(index[:, None] < 0, 0, _gathered(x, index) + bias[row_expert].to(x.dtype))
 
 
 # ── casts ─────────────────────────────────────────────────────────────────────────────────────────
@@ -214,8 +214,8 @@ def _tile_amax(align: int, x: Tensor, token: Tensor) -> Tensor:
 def _cast_columns(
     cast: Cast, align: int, x: Tensor, token: Tensor, expert: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor]:
-    known = expert.clamp(0, amax.shape[0] - 1)
-    largest = amax[known].repeat_interleave(align, 0)
+    valid_expert = expert.clamp(0, amax.shape[0] - 1)
+    largest = amax[valid_expert].repeat_interleave(align, 0)
     codes, _ = quantize_whole(_gathered(x, token), cast, 0, None, None, largest)
     _, outer = quantize_whole(amax, cast, 0, None, None, amax)
     assert outer is not None
@@ -417,16 +417,16 @@ def works(kind: str, device: torch.device) -> bool:
     with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
         tokens = native.specimen(cast, rows, terms)
         weights = native.specimen(cast, len(ends) * columns, terms)
-        others = native.specimen(cast, columns, rows)
+        turned_weights = native.specimen(cast, columns, rows)
         turned = native.specimen(cast, terms, rows)
         try:
-            for lhs, rhs in ((tokens, weights), (turned, others)):
+            for lhs, rhs in ((tokens, weights), (turned, turned_weights)):
                 exact = _exact_product(lhs, rhs, ends, columns)
-                left = _as_read(lhs, kind, ends, 0 if lhs is tokens else -1)
-                right = _as_read(rhs, kind, ends, columns if lhs is tokens else -1)
-                left = left.mapped(lambda part: part.to(device))
-                right = right.mapped(lambda part: part.to(device))
-                result = multiply_groups(left, right, ends.to(device), kind, False)
+                lhs_operand = _as_read(lhs, kind, ends, 0 if lhs is tokens else -1)
+                rhs_operand = _as_read(rhs, kind, ends, columns if lhs is tokens else -1)
+                lhs_operand = lhs_operand.mapped(lambda part: part.to(device))
+                rhs_operand = rhs_operand.mapped(lambda part: part.to(device))
+                result = multiply_groups(lhs_operand, rhs_operand, ends.to(device), kind, False)
                 if not torch.equal(result.cpu(), exact.bfloat16()):
                     return False
         except torch.OutOfMemoryError:

@@ -272,8 +272,8 @@ def extended_class(base: type[Any], plain: type[Any]) -> type[Any]:
     additions = {"__reduce_ex__": _reduced, "_made_of": (base, plain)}
     bases: Any = (base, plain)
     metaclass: Any = type
-    made: type[Any] = metaclass(plain.__name__, bases, additions)
-    return made
+    extended: type[Any] = metaclass(plain.__name__, bases, additions)
+    return extended
 
 
 def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:

@@ -163,7 +163,7 @@ def _float8(
     is_whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
     # With scales of rows, older libraries' kernel writes only bfloat16.
     if dtype == torch.float32 or (dtype != torch.bfloat16 and not is_whole):
-        unit = _one(a.device)
+        unit = _unit_scale(a.device)
         sums = torch._scaled_mm(a, b.t(), unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
         return Sums(sums, by_row, by_column)
     first = _or_one(by_row, a.device)
@@ -181,13 +181,13 @@ def _float8(
     )
 
 
-def _one(device: torch.device) -> Tensor:
+def _unit_scale(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _or_one(scale: Tensor | None, device: torch.device) -> Tensor:
     if scale is None:
-        return _one(device)
+        return _unit_scale(device)
     return scale
 
 
@@ -251,8 +251,8 @@ def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, block
     # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here
     # depends on the number of tokens, so one compiled function lays out all of them.
     times = len(lhs.data) // len(inner[0]), len(rhs.data) // len(inner[1])
-    both = bound(_lay_out_both, lay_out, *times)
-    laid_out = fused(inner[0].numel() + inner[1].numel(), both, *inner)
+    lay_out_both = bound(_lay_out_both, lay_out, *times)
+    laid_out = fused(inner[0].numel() + inner[1].numel(), lay_out_both, *inner)
     scales = []
     for operand, codes in zip((lhs, rhs), laid_out, strict=True):
         scales.append([codes])
@@ -281,10 +281,14 @@ def _call_scaled_mm(
         b = b.view(torch.float4_e2m1fn_x2)
     recipes = []
     scales = []
-    for block, own in ((first_block, first), (second_block, second)):
+    for block, operand_scales in ((first_block, first), (second_block, second)):
         name = block.partition(" ")[0]
-        recipes.append([getattr(F.ScalingType, name), F.ScalingType.TensorWise][: len(own)])
-        scales.append([own[0].view(_SCALES.get(name, torch.float32)), *own[1:]])
+        recipes.append(
+            [getattr(F.ScalingType, name), F.ScalingType.TensorWise][: len(operand_scales)]
+        )
+        scales.append(
+            [operand_scales[0].view(_SCALES.get(name, torch.float32)), *operand_scales[1:]]
+        )
     orders: list[Any] = []
     if first_block in _SCALES:
         orders = [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
@@ -320,7 +324,7 @@ def _lay_out_both(
     times: int,
     other_times: int,
     scales: Tensor,
-    others: Tensor,
+    other_scales: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Lay out the scales of both operands, uint8 ``[rows, blocks]`` each, every row repeated so
     many times.
@@ -328,8 +332,8 @@ def _lay_out_both(
     if times > 1:
         scales = scales.repeat_interleave(times, 0)
     if other_times > 1:
-        others = others.repeat_interleave(other_times, 0)
-    return lay_out(scales), lay_out(others)
+        other_scales = other_scales.repeat_interleave(other_times, 0)
+    return lay_out(scales), lay_out(other_scales)
 
 
 def _in_rows(blocks_per_side: int, scales: Tensor) -> Tensor:

@@ -110,8 +110,8 @@ def cast_matrix(
     x = padded(x, cast, dim)
     size = x.numel()
     if cast.block is None:
-        whole = bound(cast_whole, cast, dim, dtype)
-        return Operand(*fused(size, whole, x, *(draw or (None, None)), fold, amax))
+        cast_at_once = bound(cast_whole, cast, dim, dtype)
+        return Operand(*fused(size, cast_at_once, x, *(draw or (None, None)), fold, amax))
     if fold is not None:
         x = x.float() * fold
     if cast.rotation != "none":

@@ -89,8 +89,8 @@ class _Products(TorchFunctionMode):
             stored = weight.transpose(-2, -1)
         shape = tuple(stored.shape)
         names = []
-        for name, own in self.weights.items():
-            if shape == tuple(own.shape[-len(shape) :]):
+        for name, candidate in self.weights.items():
+            if shape == tuple(candidate.shape[-len(shape) :]):
                 names.append(name)
         if not names or (len(shape) == 2 and not _is_part(weight)):
             return ""

@@ -220,10 +220,10 @@ def swap_linears(
     for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
         warn_if_emulated(used, device)
     if is_by_role:
-        kept = roles
+        reasons = roles
     else:
-        kept = dict.fromkeys(roles.keys() - layers.keys(), "by choice")
-    linears = NarrowLayers(model, layers, Clock(seed), kept)
+        reasons = dict.fromkeys(roles.keys() - layers.keys(), "by choice")
+    linears = NarrowLayers(model, layers, Clock(seed), reasons)
     for name, layer in layers.items():
         if roles.get(name) == "head" and not layer.compute.is_wide:
             warnings.warn(

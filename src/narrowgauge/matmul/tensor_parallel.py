@@ -61,10 +61,10 @@ def multiply_parts(
     part = weight.to_local()
     require_local_scales(compute, name, part.shape, 0 if splits_outputs else 1, mesh.size())
     last = x.ndim - 1
-    wanted: Any = Replicate() if splits_outputs else Shard(last)
+    input_placement: Any = Replicate() if splits_outputs else Shard(last)
     # The input's gradient is a sum over ranks where each has some of the outputs.
-    grad_placements = [Partial() if splits_outputs else wanted]
-    local = x.redistribute(placements=[wanted]).to_local(grad_placements=grad_placements)
+    grad_placements = [Partial() if splits_outputs else input_placement]
+    local = x.redistribute(placements=[input_placement]).to_local(grad_placements=grad_placements)
     result: Tensor
     # Added to what one rank has in full, a bias is rounded with the product, as in one process.
     if splits_outputs:

@@ -154,8 +154,8 @@ class Squares:
         """Return the squares in steps of the grids of :func:`grid_scales`, int64 ``[groups, 2]``."""
         totals = torch.zeros(len(self._groups), 2, dtype=torch.int64, device=scales.device)
         for total, pieces in zip(totals, self._groups, strict=True):
-            for piece in pieces:
-                total += _sum_steps(piece, scales, self._compile)
+            for addends in pieces:
+                total += _sum_steps(addends, scales, self._compile)
         return totals
 
 

@@ -151,10 +151,10 @@ def _in_float32(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return kernel(*args, **options)
     for name, value in options.items():
         options[name] = _as_float32(value)
-    first, *others = kernel(*map(_as_float32, args), **options)
-    if len(others) == 1:  # output and log-sums; backward gives three gradients
-        return first.to(dtype), *others
-    return first.to(dtype), *(gradient.to(dtype) for gradient in others)
+    first, *later = kernel(*map(_as_float32, args), **options)
+    if len(later) == 1:  # output and log-sums; backward gives three gradients
+        return first.to(dtype), *later
+    return first.to(dtype), *(gradient.to(dtype) for gradient in later)
 
 
 def _as_float32(value: Any) -> Any:

@@ -61,9 +61,9 @@ class AveragedModel(TorchAveragedModel):
         try:
             return self.optimizer.stored(parameter).float()
         except KeyError:  # the optimizer does not step it
-            whole: Tensor = parameter.detach()
-            dtype = torch.float32 if whole.is_floating_point() else whole.dtype
-            return whole.to(dtype, copy=True)
+            values: Tensor = parameter.detach()
+            dtype = torch.float32 if values.is_floating_point() else values.dtype
+            return values.to(dtype, copy=True)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:

@@ -265,8 +265,8 @@ def encode_weight(
         bits = canonical_bits(scaled)
         total = bits + addend_of(bits, dropped_bits(storage.weight), addend)
         visible = (total + half(below)) & -(1 << below)
-        kept = total & -(1 << dropped_bits(storage.weight))
-        return visible, total, visible_value(storage.visible, kept)
+        stored = total & -(1 << dropped_bits(storage.weight))
+        return visible, total, visible_value(storage.visible, stored)
     rounded = cut(scaled, dropped_bits(storage.weight), addend)
     # Find the nearest visible value and the signed rest. Adding half of the tail's range carries
     # exactly if the rest is negative. Only NaNs are large enough to wrap, and `cut` leaves none
@@ -579,8 +579,8 @@ def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
         # infinite.
         end = 2.0**128 - 2.0 ** (127 - code.mantissa_bits)
         visible = torch.where(visible.abs() < math.inf, visible.clamp(-end, end), visible)
-    own = own_low(storage, lane, visible, low)
-    return (visible, own, *(torch.where(own == low, tensor, 0.0) for tensor in lower))
+    own_part = own_low(storage, lane, visible, low)
+    return (visible, own_part, *(torch.where(own_part == low, tensor, 0.0) for tensor in lower))
 
 
 def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:

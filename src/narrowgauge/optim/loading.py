@@ -102,13 +102,13 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     for theirs, ours in zip(saved, optimizer.param_groups, strict=True):
         parameters.update(zip(theirs["params"], ours["params"], strict=True))
     entries: dict[Tensor, Any] = {}
-    others: dict[Any, Any] = {}
+    unflattened: dict[Any, Any] = {}
     strange = []
     for key, value in state_dict["state"].items():
         if key in parameters:
             entries[parameters[key]] = value
             continue
-        others[key] = value
+        unflattened[key] = value
         if isinstance(key, int) or isinstance(value, Mapping):
             strange.append(key)
     optimizer._taken = make_loaded_states(optimizer, entries, saved)
@@ -116,7 +116,7 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         raise RecipeError(
             f"Cannot load the state because no param group lists its entry {strange[0]!r}."
         )
-    return {"state": others, "param_groups": saved}
+    return {"state": unflattened, "param_groups": saved}
 
 
 def put_states(optimizer: Any) -> None:

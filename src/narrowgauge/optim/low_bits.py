@@ -85,8 +85,8 @@ def fill_states(states: Mapping[Any, str], seed: int) -> None:
             continue
         part = state.parameter
         random = torch.empty(part.shape or (1,), dtype=torch.int32, device=part.device)
-        for piece, bits in random_rows(state.owner, part, seed, states[state]):
-            random[piece] = bits
+        for rows, bits in random_rows(state.owner, part, seed, states[state]):
+            random[rows] = bits
         state.put_low_bits(random.view(part.shape))
 
 
@@ -97,8 +97,10 @@ def _varying(owners: Sequence[Tensor]) -> list[Tensor]:
     for owner in vectors:
         bits = bits_of(local_of(owner.detach()).float().reshape(-1))
         # The largest bits and, turned around, the smallest. A rank without elements knows none.
-        both = torch.nn.functional.pad(torch.stack([bits, ~bits]), (0, 1), value=-(1 << 31))
-        ends.append(both.amax(1))
+        bits_and_inverse = torch.nn.functional.pad(
+            torch.stack([bits, ~bits]), (0, 1), value=-(1 << 31)
+        )
+        ends.append(bits_and_inverse.amax(1))
     ends = largest_over_ranks(ends, list(map(split_groups, vectors)))
     varying = dict.fromkeys(owners)
     for owner, (largest, smallest) in zip(vectors, ends, strict=True):
@@ -169,10 +171,10 @@ def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
         if count:
             continue
         flat = weights if weights.ndim else weights.view(1)
-        for piece, random in random_rows(parameter, weights, seed, name):
-            bits = codes.visible_bits(visible, flat[piece])
+        for rows, random in random_rows(parameter, weights, seed, name):
+            bits = codes.visible_bits(visible, flat[rows])
             drawn = bits + codes.random_offset(visible, bits, random)
-            flat[piece] = codes.visible_value(visible, drawn)
+            flat[rows] = codes.visible_value(visible, drawn)
         total += parameter.numel()
     return total
 

@@ -60,7 +60,7 @@ def step_matrices(
             else:
                 for state in members[1:]:
                     total += state.owner.numel()
-                    if total > _room(state.owner.device):
+                    if total > _elements_at_once(state.owner.device):
                         break
                     count += 1
             batch = {state: numbers_of(state) for state in members[:count]}
@@ -68,7 +68,7 @@ def step_matrices(
             yield from _step_batch(ranks, batch, options, launch)
 
 
-def _room(device: torch.device) -> int:
+def _elements_at_once(device: torch.device) -> int:
     """Return how many elements to step together.
 
     A CPU gains nothing: it does not wait for launches.
@@ -271,7 +271,7 @@ def _direction(
     skip = numbers.values[1] != 0
     size = 1
     if rule.stacks:
-        size = max(1, _room(gradient.device) // math.prod(gradient.shape[-2:]))
+        size = max(1, _elements_at_once(gradient.device) // math.prod(gradient.shape[-2:]))
     for place, matrix in enumerate(_matrices(gradient, size)):
         index = (first + place,) if gradient.ndim == 3 else ()
         measure = None if measures is None else measures[place]

@@ -123,9 +123,9 @@ def _audit_of(layout: Layout, form: tuple[int, ...], turn: int, words: int) -> t
     period = 1 << (period.bit_length() - 1)
     places = np.arange(turn % period, count, period)
     line = places // pieces
-    piece = places % pieces
+    column_block = places % pieces
     width = layout.per_word * min(columns, words)
-    widths = np.clip(elements - piece * width, 0, width)
+    widths = np.clip(elements - column_block * width, 0, width)
     num_lines = np.zeros(len(places), np.int64)
     for part in range(layout.num_parts):
         num_lines += part * group + line < rows
@@ -222,11 +222,11 @@ class Table:
 
     def _add_rows(self, states: Sequence[ParameterState], num_numbers: int) -> None:
         """Lay out the memory again, with the rows of new states and without those that are gone."""
-        kept = list(self._places.items())
-        if len(kept) < len(self._rows):
+        remaining = list(self._places.items())
+        if len(remaining) < len(self._rows):
             self._selections.clear()
-        before = self._rows[[place for _, place in kept]]
-        for place, (key, _) in enumerate(kept):
+        before = self._rows[[place for _, place in remaining]]
+        for place, (key, _) in enumerate(remaining):
             self._places[key] = place
         size = (len(before) + len(states)) * self._width
         start = size + size % 2  # the numbers begin at 16 bytes
@@ -391,8 +391,10 @@ class Table:
             parts.append(part)
             bits.append(part.reshape(-1).view(torch.int32))  # in which a NaN is the largest
             groups.append(state.column_groups)
-        for part, own, joined in zip(parts, bits, largest_over_ranks(bits, groups), strict=True):
-            if joined is not own:
+        for part, local_bits, joined in zip(
+            parts, bits, largest_over_ranks(bits, groups), strict=True
+        ):
+            if joined is not local_bits:
                 part.copy_(joined.view(torch.float32).view(part.shape))
         return records
 
@@ -428,10 +430,10 @@ class Table:
         start = len(buffer) - -(-self._numbers.size // 2)
         numbers = buffer[start:].view(torch.float32)
         arguments = buffer, selection.tiles, numbers, control, records, sums
-        whole = selection.num_whole
+        num_whole = selection.num_whole
         rest = selection.num_programs - selection.num_whole
         with torch.cuda.device_of(control):
-            for is_whole, first, count in ((True, 0, whole), (False, whole, rest)):
+            for is_whole, first, count in ((True, 0, num_whole), (False, num_whole, rest)):
                 if count:
                     compiled = self._triton_functions(is_whole)[name]
                     compiled[(count,)](*arguments, first, **triton.LAUNCH)
@@ -520,7 +522,7 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
         sums = table.launch(control, audited=audited)
         for ours, theirs in zip(actual, expected, strict=True):
             pairs = zip(_tensors_of(ours), _tensors_of(theirs), strict=True)
-            if not all(same_numbers(one.cpu(), other) for one, other in pairs):
+            if not all(same_numbers(actual_x.cpu(), expected_x) for actual_x, expected_x in pairs):
                 return False
         # Only the first case has no infinities and NaN, of which sums say nothing.
         if sums is not None:

@@ -440,9 +440,9 @@ class Optimizer(torch.optim.Optimizer):
             RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an
                 unknown name, or a value has another shape.
         """
-        known = values.keys() & set(self._parameters())
+        adopted = values.keys() & set(self._parameters())
         states = states or {}
-        unknown = {*values, *states} - known
+        unknown = {*values, *states} - adopted
         if unknown:
             raise RecipeError(
                 f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the "
@@ -453,7 +453,7 @@ class Optimizer(torch.optim.Optimizer):
         for parameter in values:
             self._check_adopted(parameter, values[parameter], states.get(parameter, {}))
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p in known]
+            parameters = [p for p in group["params"] if p in adopted]
             with torch.no_grad():
                 self.make_missing(group, parameters, fills=False)
             for index, parameter in enumerate(parameters):

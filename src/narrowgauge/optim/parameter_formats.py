@@ -111,13 +111,13 @@ def rounding_note(
         on_grid += 0 if count else value.numel()
         if 0 < count < MOSTLY * value.numel():
             partly.append(kept_note(names[parameter], count, value.numel()))
-    kept = []
+    kept_bits = []
     for row in sorted(storages, key=lambda row: row.name):
         lacking = VISIBLE[row.visible][1]
         bits = min(lacking, math.log2(row.weight.spacings) - (23 - lacking))
-        kept.append(f"'{row.name}' keeps {max(0, int(bits))} of the {lacking} bits cut")
+        kept_bits.append(f"'{row.name}' keeps {max(0, int(bits))} of the {lacking} bits cut")
     note = (
-        f"Rounded {total:,} float32 weights in place: {', '.join(kept)}. To keep some in float32, "
+        f"Rounded {total:,} float32 weights in place: {', '.join(kept_bits)}. To keep some in float32, "
         "pass keep_float32=, or a param "
         "group with storage='float32'. Train under autocast. For averages take ng.AveragedModel; "
         "round reference models too, by "
@@ -168,14 +168,14 @@ def wide_note(before: Storage, now: Storage) -> str:
     )
 
 
-def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> None:
+def refuse_rounding(parameters: Sequence[Tensor], unrounded: Iterable[Tensor]) -> None:
     """Refuse parameters that cannot change their format, since others hold their memory.
 
-    ``others`` are of the same optimizer.
+    ``unrounded`` are of the same optimizer.
     """
     refuse_expanded(parameters)
     keep = "or keep them in float32: keep_float32=, or a param group with storage='float32'."
-    for before, after in _neighbours({*parameters, *others} if parameters else ()):
+    for before, after in _neighbours({*parameters, *unrounded} if parameters else ()):
         if not {*parameters}.isdisjoint((before, after)):
             raise RecipeError(
                 f"Cannot round float32 parameters of shapes {tuple(before.shape)} and "

@@ -52,8 +52,8 @@ def scales_of_rows(
     plus = rule.update(weights, slopes, *moments, scalars)[1:]
     minus = rule.update(weights, -1.0 * slopes, *moments, scalars)[1:]
     new = {}
-    for name, one, other in zip(rule.states, plus, minus, strict=True):
-        new[name] = torch.maximum(one.abs(), other.abs())
+    for name, at_plus, at_minus in zip(rule.states, plus, minus, strict=True):
+        new[name] = torch.maximum(at_plus.abs(), at_minus.abs())
     scales = {}
     for name, before in old.items():
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
@@ -107,4 +107,4 @@ def largest_of_rows(matrix: Tensor) -> Tensor:
     """Return the largest magnitude of each row of a matrix, float32. A NaN is the largest."""
     if not matrix.numel():
         return torch.zeros(len(matrix), dtype=torch.float32, device=matrix.device)
-    return torch.cat([piece.abs().amax(1).float() for piece in row_pieces(matrix)])
+    return torch.cat([rows.abs().amax(1).float() for rows in row_pieces(matrix)])

@@ -281,13 +281,13 @@ class StepText:
         places = self.old_bounds()
         scaled = self.storage.scaled
         lines = self.declared_peaks()
-        known = [self.text("found", self.record_size())]
+        stored_peaks = [self.text("found", self.record_size())]
         for k, (name, part) in enumerate(self.peaks):
-            known.append(self.text("set", f"peak_{name}{part}", self.text("read", k)))
+            stored_peaks.append(self.text("set", f"peak_{name}{part}", self.text("read", k)))
         for k, place in enumerate(places):
             lines.append(self.text("new", f"old{k}", self.text("load", place)))
-            known.append(self.text("set", f"old{k}", self.text("read", len(self.peaks) + k)))
-        lines += self.choice("record < 0", self.peak_lines(), known)
+            stored_peaks.append(self.text("set", f"old{k}", self.text("read", len(self.peaks) + k)))
+        lines += self.choice("record < 0", self.peak_lines(), stored_peaks)
         graph = scales_graph(self.rule, self.storage, self.language)
         for part in range(self.layout.num_parts):
             peaks = [f"peak_{name}{part}" for name in bounding(self.rule, self.storage)]

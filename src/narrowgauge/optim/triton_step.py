@@ -176,8 +176,8 @@ class _Text(StepText):
         text += self.function("step", [*bounded, step])
         text += self.function("step_and_audit", [*bounded, *choice])
         if self.peaks:
-            found = indent("\n".join(self.find_peaks()), "    ")
-            text += self.function("find_peaks", [*self.lines, "if record >= 0:", found])
+            peak_text = indent("\n".join(self.find_peaks()), "    ")
+            text += self.function("find_peaks", [*self.lines, "if record >= 0:", peak_text])
         if isinstance(self.rule, MatrixRule):
             text += self.function("average", [*self.lines, self.walk(averages=True)])
         return text

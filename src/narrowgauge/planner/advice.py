@@ -32,7 +32,7 @@ def alternatives(
     """Return up to four changes of a question that make it fit, the nearest first, each planned
     again.
     """
-    found: list[tuple[str, Estimate]] = []
+    options: list[tuple[str, Estimate]] = []
     for text, changed, where in _changes(machines, program, question):
         try:
             asked = {"program": program, **question, **changed}
@@ -40,10 +40,10 @@ def alternatives(
         except NarrowgaugeError:
             continue
         if best.fits:
-            found.append((text, best))
-        if len(found) == MOST_ALTERNATIVES:
+            options.append((text, best))
+        if len(options) == MOST_ALTERNATIVES:
             break
-    return tuple(found)
+    return tuple(options)
 
 
 def _changes(

@@ -225,13 +225,13 @@ class Architecture:
         This is half the sequence with the mask, all of it in Megatron's convention. A window ``w``
         shortens the causal mean to ``w - w² / 2s``.
         """
-        whole = sequence_length / 2 if is_causal else float(sequence_length)
+        unwindowed = sequence_length / 2 if is_causal else float(sequence_length)
         if self.window is None or self.window >= sequence_length:
-            return whole
+            return unwindowed
         near = float(self.window)
         if is_causal:
             near -= self.window**2 / (2 * sequence_length)
-        return self.window_share * near + (1 - self.window_share) * whole
+        return self.window_share * near + (1 - self.window_share) * unwindowed
 
     def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Count operations of scores and values per token, forward and backward, in all layers.

@@ -116,12 +116,12 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     mixture = _mixture(config, counts)
     matmuls = []
     for matmul, count in counts.items():
-        whole = replace(matmul, count=count * matmul.count)
-        vectors -= whole.num_parameters
+        all_layers = replace(matmul, count=count * matmul.count)
+        vectors -= all_layers.num_parameters
         if mixture and matmul.is_expert:
             share = mixture.experts_per_token / mixture.num_experts
-            whole = replace(whole, tokens_share=share)
-        matmuls.append(whole)
+            all_layers = replace(all_layers, tokens_share=share)
+        matmuls.append(all_layers)
     head_dim = _size(config, "head_dim", default=hidden // heads)
     query_dim = value_dim = head_dim
     latent = None
@@ -285,15 +285,15 @@ def _expert_matmuls(leaf: str, shape: Any, hidden: int, has_bias: bool) -> Itera
 def _mixture(config: Any, counts: Counter[Matmul]) -> Mixture | None:
     """Return the experts, from the number of layers with each matrix."""
     shared = 0
-    found = None
+    first = None
     for matmul, layers in counts.items():
         if matmul.split == "row" and matmul.name.startswith("shared."):
             shared += matmul.in_features
-        elif matmul.split == "row" and matmul.is_expert and found is None:
-            found = matmul, layers
-    if found is None:
+        elif matmul.split == "row" and matmul.is_expert and first is None:
+            first = matmul, layers
+    if first is None:
         return None
-    down, layers = found
+    down, layers = first
     chosen = _size(config, *_EXPERTS_PER_TOKEN, default=1)
     return Mixture(down.count, chosen, down.in_features, layers, shared)
 

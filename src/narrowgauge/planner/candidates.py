@@ -100,8 +100,8 @@ def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str)
 
 def _refuse_storage(storage: Storage, optimizer: str) -> None:
     rule = UPDATE_RULES[optimizer]
-    kept = storage.keeping(rule.moments or ())
-    refuse_pair(optimizer, kept, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
+    kept_storage = storage.keeping(rule.moments or ())
+    refuse_pair(optimizer, kept_storage, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
 
 
 def _native_recipes(chip: Chip, optimizer: str) -> list[Recipe]:

@@ -66,10 +66,12 @@ def best_share(format: str, chip: Chip) -> float:
     if not measured:
         name = "bfloat16"
         measured = _measured(name)
-    median = statistics.median(_measured_share(name, other) for other in measured)
+    median = statistics.median(_measured_share(name, measured_chip) for measured_chip in measured)
     if "bfloat16" not in chip.measured_tflops:
         return median
-    usual = statistics.median(_measured_share("bfloat16", other) for other in measured)
+    usual = statistics.median(
+        _measured_share("bfloat16", measured_chip) for measured_chip in measured
+    )
     return median * min(1.0, _measured_share("bfloat16", chip) / usual)
 
 
@@ -136,26 +138,26 @@ def kind_of(*, has_adapters: bool, has_mixture: bool, tokens: float) -> str:
     return "long" if tokens >= LONG else "dense"
 
 
-def error_of(what: str, kind: str) -> Ends | None:
+def error_of(quantity: str, kind: str) -> Ends | None:
     """Return the 10 and 90 % quantiles of measured over planned values; None if no published run
     checks this class.
 
     Args:
-        what: ``"named"`` and ``"assumed"`` for seconds, with and without a named software;
+        quantity: ``"named"`` and ``"assumed"`` for seconds, with and without a named software;
             ``"memory"`` for bytes.
         kind: a class of :func:`kind_of`.
     """
-    row = _ERRORS[what].get(kind)
+    row = _ERRORS[quantity].get(kind)
     return (row["low"], row["high"]) if row else None
 
 
-def median_of(what: str, kind: str) -> float:
+def median_of(quantity: str, kind: str) -> float:
     """Return the median of measured over planned seconds, by which plans are multiplied; 1 for most
     classes.
     """
-    return float(_ERRORS[what].get(kind, {}).get("median", 1.0))
+    return float(_ERRORS[quantity].get(kind, {}).get("median", 1.0))
 
 
-def runs_of(what: str, kind: str) -> int:
+def runs_of(quantity: str, kind: str) -> int:
     """Return the number of published runs that an error bar is from."""
-    return int(_ERRORS[what].get(kind, {}).get("runs", 0))
+    return int(_ERRORS[quantity].get(kind, {}).get("runs", 0))

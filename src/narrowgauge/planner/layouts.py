@@ -192,20 +192,20 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def refuse_others(what: str, row: Any, values: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse_others(noun: str, row: Any, values: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise if a field of ``row`` is none of its ``values``."""
     for name, choices in values.items():
         value = getattr(row, name)
         if value not in choices:
             texts = [str(choice) or "the default" for choice in choices]
             advice = suggestion(str(value), texts) or f"It is one of {', '.join(texts)}."
-            raise RecipeError(f"a {what} has {name} = {value!r}.", advice)
+            raise RecipeError(f"a {noun} has {name} = {value!r}.", advice)
 
 
 def read_fields(
-    text: str, what: str, names: Iterable[str], fields: Sequence[str], advice: str
+    text: str, noun: str, names: Iterable[str], fields: Sequence[str], advice: str
 ) -> tuple[str, dict[str, Any]]:
-    """Read a name of ``names`` and ``FIELD=VALUE`` between commas; ``what`` they describe.
+    """Read a name of ``names`` and ``FIELD=VALUE`` between commas; ``noun`` they describe.
 
     The name is empty without one.
     """
@@ -219,16 +219,16 @@ def read_fields(
             kind = "name"
             choices = names
         if name not in choices:
-            problem = f"a {what} has no {kind} '{name}'."
+            problem = f"a {noun} has no {kind} '{name}'."
             raise RecipeError(problem, suggestion(name, choices) or advice)
         if not equals:
             if named not in ("", name):
                 raise RecipeError(
-                    f"a {what} has two names, the last is '{name}'.", "Give one name."
+                    f"a {noun} has two names, the last is '{name}'.", "Give one name."
                 )
             named = name
         elif str(values.setdefault(name, int(value) if value.isdecimal() else value)) != value:
             raise RecipeError(
-                f"a {what} has {name} = {values[name]} and {name} = {value}.", "Name it once."
+                f"a {noun} has {name} = {values[name]} and {name} = {value}.", "Name it once."
             )
     return named, values

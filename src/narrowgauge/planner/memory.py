@@ -79,9 +79,9 @@ def _term(name: str, value: float, formula: str) -> Term:
     return Term(_GROUP_OF[name], name, value, formula, _SOURCES.get(name, "definition"))
 
 
-def _of(count: float, what: str, width: float) -> tuple[float, str]:
+def _of(count: float, noun: str, width: float) -> tuple[float, str]:
     """Return the bytes of ``count`` things of ``width`` bytes, and their formula."""
-    return count * width, f"{count:,.10g} {what} × {width:,.6g} B"
+    return count * width, f"{count:,.10g} {noun} × {width:,.6g} B"
 
 
 def _largest(moments: Sequence[Sequence[Term]]) -> Terms:
@@ -192,10 +192,10 @@ class _Rank:
         if a.counts:
             width = a.counts.activations / a.counts.tokens
             formula = f"{self.job.tokens:g} tokens × {width:,.0f} B, counted on fake tensors"
-            kept = _term("at the peak of a step", width * self.job.tokens, formula)
+            peak = _term("at the peak of a step", width * self.job.tokens, formula)
             least = min(gradients.value, a.counts.gradients)
             at_peak = gradients._replace(value=least, formula="at this moment, counted")
-            moments = [[*always, at_peak, kept, *buffers], [*always, gradients]]
+            moments = [[*always, at_peak, peak, *buffers], [*always, gradients]]
             return _largest(moments)
         # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during
         # forward.

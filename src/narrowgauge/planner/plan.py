@@ -353,9 +353,9 @@ def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> 
     for where in clusters:
         machines.append(where if isinstance(where, Cluster) else read_cluster(where))
     for kind in kinds:
-        known = kind if isinstance(kind, Chip) else read_chip(kind)
+        chip_row = kind if isinstance(kind, Chip) else read_chip(kind)
         for count in counts or [1]:
-            machines.append(cluster_of(known, count, **rates))
+            machines.append(cluster_of(chip_row, count, **rates))
     return machines
 
 
@@ -461,7 +461,7 @@ def _ranked(jobs: Sequence[Estimate]) -> list[Estimate]:
     while rest:
         first = rest[0]
         equal = []
-        others = []
+        different = []
         for job in rest:
             is_alike = first.fits and safety(job) == safety(first)
             ratio = job.tokens_per_second / first.tokens_per_second
@@ -469,7 +469,7 @@ def _ranked(jobs: Sequence[Estimate]) -> list[Estimate]:
             if is_equal:
                 equal.append(job)
             else:
-                others.append(job)
+                different.append(job)
         ranked += sorted(equal, key=risk)
-        rest = others
+        rest = different
     return ranked

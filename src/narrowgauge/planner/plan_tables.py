@@ -118,9 +118,9 @@ class Plan:
                 f"fit: {layout_text(option.layout)}. No known program runs it: {why}."
             )
         if best.host_bytes:
-            held = bytes_text(best.host_bytes)
+            host_use = bytes_text(best.host_bytes)
             memory = bytes_text(best.cluster.host_memory_bytes)
-            yield f"The host of a node holds {held} of {memory}."
+            yield f"The host of a node holds {host_use} of {memory}."
         if best.resuming_bytes > best.chip.memory_bytes:
             yield (
                 f"While resuming, states exist twice, {bytes_text(best.resuming_bytes)}: load the "
@@ -353,28 +353,28 @@ def _program_sentences(job: Estimate) -> Iterator[str]:
     yield f"Program: {job.program} (--program, --part)."
     if not programs_of(job):
         yield f"No known program runs {job.recipe.title} in this layout on {job.chip.name}."
-    others = []
+    totals = []
     for program in programs_of(replace(job, program=replace(job.program, limits={}))):
         same = {name: getattr(job.program, name) for name in ("release", "offload", "parts")}
-        other = replace(job, program=replace(program, **same))
-        if abs(other.memory.total / job.memory.total - 1) > NOTABLE:
-            text = f"{program.name} {bytes_text(other.memory.total)}"
-            if not other.fits:
+        same_job = replace(job, program=replace(program, **same))
+        if abs(same_job.memory.total / job.memory.total - 1) > NOTABLE:
+            text = f"{program.name} {bytes_text(same_job.memory.total)}"
+            if not same_job.fits:
                 text += " (too large)"
-            others.append(text)
-    if others:
-        yield f"The same layout in other programs: {', '.join(others)}."
+            totals.append(text)
+    if totals:
+        yield f"The same layout in other programs: {', '.join(totals)}."
 
 
 def _checked(job: Estimate) -> str:
     """Say from which published runs the error bars are."""
     parts = []
     unchecked = ""
-    for what, table in (("speed", job.error_table), ("memory", "memory")):
+    for quantity, table in (("speed", job.error_table), ("memory", "memory")):
         runs = runs_of(table, job.kind)
-        text = f"{what} from {runs} published runs"
+        text = f"{quantity} from {runs} published runs"
         if not runs:
-            text = f"{what} from none"
+            text = f"{quantity} from none"
             unchecked = " What is unchecked has no interval."
         parts.append(text)
     return f"80 % intervals of {_KINDS[job.kind]}: {', '.join(parts)}.{unchecked}"

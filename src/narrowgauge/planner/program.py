@@ -76,16 +76,17 @@ def read_part(text: str) -> Part:
     words = text.split("+")
     rank = 0
     for word in words:
-        known = (*FROZEN_BITS, "frozen", "trained", "host")
+        accepted = (*FROZEN_BITS, "frozen", "trained", "host")
         digits = word.removeprefix("lora")
         if word in FROZEN_BITS:
             dtypes.append(word)
         elif digits != word and digits.isdecimal() and int(digits):
             rank = int(digits)
-        elif word not in known:
+        elif word not in accepted:
             raise RecipeError(
                 f"Cannot store a part of a model as {text!r} because {word!r} is unknown.",
-                suggestion(word, known) or f"There are {', '.join(known)}, loraR, joined by +.",
+                suggestion(word, accepted)
+                or f"There are {', '.join(accepted)}, loraR, joined by +.",
             )
     is_trained = "trained" in words
     if len(dtypes) > 1 or (dtypes and is_trained):

@@ -48,8 +48,8 @@ def stamp_of(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
     for path in paths:
         with contextlib.suppress(NarrowgaugeError, OSError):
             for folder in run_folders([path]):
-                own = map(folder.joinpath, FILES)
-                for file in filter(Path.is_file, [*own, *log_files(folder)]):
+                record_files = map(folder.joinpath, FILES)
+                for file in filter(Path.is_file, [*record_files, *log_files(folder)]):
                     status = file.stat()
                     files.append((str(file), status.st_size, status.st_mtime_ns))
     return tuple(files)

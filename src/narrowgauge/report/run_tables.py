@@ -39,8 +39,8 @@ def event_table(named: Iterable[tuple[Run, str]]) -> Table:
         if more:
             message = f"{message} ({counted(more, 'more event')}: see events.jsonl)"
         steps = first if first == last else f"{first}–{last}"
-        what = {"message": message, "advice": advice}
-        rows.append({"step": steps, "run": label, "kind": kind, **what})
+        words = {"message": message, "advice": advice}
+        rows.append({"step": steps, "run": label, "kind": kind, **words})
     return Table(_COLUMNS, sorted(rows, key=lambda row: row["kind"] in ROUTINE))
 
 

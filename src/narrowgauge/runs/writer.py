@@ -148,13 +148,13 @@ class RunWriter:
         line = json.dumps(
             self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":")
         )
-        left = f"{line}\n".encode()
+        unwritten = f"{line}\n".encode()
         descriptor = self._descriptors[kind]
         length = os.fstat(descriptor).st_size
         with disk_errors(self._file(kind)):
             try:
-                while left:
-                    left = left[os.write(descriptor, left) :]
+                while unwritten:
+                    unwritten = unwritten[os.write(descriptor, unwritten) :]
             except OSError:
                 os.ftruncate(descriptor, length)
                 raise
@@ -233,11 +233,11 @@ class RunWriter:
         """
         file = self._file(name)
         texts, rows = read_lines(file)
-        kept = []
+        kept_lines = []
         for text, row in zip(texts, rows, strict=True):
             if row is not None and (last_step is None or row["step"] <= last_step):
-                kept.append(text + b"\n")
-        content = b"".join(kept)
+                kept_lines.append(text + b"\n")
+        content = b"".join(kept_lines)
         if b"\n".join([*texts, b""]).startswith(content):
             with disk_errors(file):
                 os.ftruncate(self._descriptors[name], len(content))

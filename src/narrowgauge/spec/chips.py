@@ -116,11 +116,13 @@ def read_chip(name: str | Path) -> Chip:
         raise DataError(
             f"Cannot read the chip {path}: {error}.", 'It is a TOML file with like = "H100-SXM".'
         ) from None
-    known = {row.name for row in fields(Chip)}
+    field_names = {row.name for row in fields(Chip)}
     like = get_chip(str(table.pop("like", "")))
     for key in table:
-        if key not in known:
-            advice = suggestion(key, known) or f"Known: like, {', '.join(sorted(known))}."
+        if key not in field_names:
+            advice = (
+                suggestion(key, field_names) or f"Known: like, {', '.join(sorted(field_names))}."
+            )
             raise DataError(f"Cannot read the chip {path}: no field is named {key!r}.", advice)
     return replace(like, **{"name": path.stem, **table})
 

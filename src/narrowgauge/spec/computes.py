@@ -298,9 +298,9 @@ class Compute:
                     "nothing adds their product.",
                     "Only the input of output has them.",
                 )
-        left = self.output.left
-        right = self.output.right
-        if left.outliers and (right.is_wide or right.block or right.rotation != left.rotation):
+        lhs = self.output.left
+        rhs = self.output.right
+        if lhs.outliers and (rhs.is_wide or rhs.block or rhs.rotation != lhs.rotation):
             raise RecipeError(
                 f"Cannot leave outlier columns out in compute '{self.name}' because its weights "
                 "have scales of blocks or none.",
@@ -347,10 +347,10 @@ class Compute:
         slots = {}
         for name, slot in SLOTS.items():
             slots[name] = name
-            other = slot.reuses
-            is_free = other and not folded & {name, other}
-            if is_free and self.casts[other].serves(self.casts[name]):
-                slots[name] = other
+            reused = slot.reuses
+            is_free = reused and not folded & {name, reused}
+            if is_free and self.casts[reused].serves(self.casts[name]):
+                slots[name] = reused
         return slots
 
     @cached_property
@@ -709,12 +709,12 @@ def stores_codes(compute: Compute, with_weight: bool = False) -> bool:
         >>> [name for name in ("int8-outlier-codes", "int8-outlier", "mxfp8") if stores_codes(COMPUTES[name])]
         ['int8-outlier-codes']
     """
-    left = compute.output.left
-    right = compute.output.right
+    lhs = compute.output.left
+    rhs = compute.output.right
     if keeps_outlier_weights(compute) and not with_weight:
         return False
-    is_plain = right.block is None and right.rotation == "none"
-    return right.element.bits == 8 and is_plain and right.scaling == left.scaling == "current"
+    is_plain = rhs.block is None and rhs.rotation == "none"
+    return rhs.element.bits == 8 and is_plain and rhs.scaling == lhs.scaling == "current"
 
 
 def keeps_outlier_weights(compute: Compute) -> bool:

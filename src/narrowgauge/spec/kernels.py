@@ -44,12 +44,12 @@ class Kernel:
 
     def takes(self, product: Product) -> bool:
         """Return whether the casts of a product match the kernel's operands."""
-        left = product.left
-        right = product.right
+        lhs = product.left
+        rhs = product.right
         return (
-            (left.format, right.format) in self.formats
-            and (left.granularity, right.granularity) in self.granularities
-            and (not self.scales or {left.scale, right.scale} <= set(self.scales))
+            (lhs.format, rhs.format) in self.formats
+            and (lhs.granularity, rhs.granularity) in self.granularities
+            and (not self.scales or {lhs.scale, rhs.scale} <= set(self.scales))
         )
 
     def runs_on(self, architecture: str) -> bool:

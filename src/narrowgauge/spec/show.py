@@ -204,7 +204,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
         "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{recipe.dtype}; norms, softmax and the loss in float32",
-        "linears left plain": _kept(compute),
+        "linears left plain": _plain_layers(compute),
         "computed otherwise": _overrides(recipe),
     }
     return dict(filter(itemgetter(1), facts.items()))
@@ -214,13 +214,13 @@ def _overrides(recipe: Recipe) -> str:
     return ", ".join(f"{row.pattern} in {row.compute.name}" for row in recipe.overrides)
 
 
-def _kept(compute: Compute) -> str:
+def _plain_layers(compute: Compute) -> str:
     if not compute.keep:
         return ""
-    kept = "heads, routers and adapters"
+    names = "heads, routers and adapters"
     if compute.keep_last:
-        kept += f"; the last {compute.keep_last:.0%} of the blocks"
-    return kept
+        names += f"; the last {compute.keep_last:.0%} of the blocks"
+    return names
 
 
 def _stored(part: str, format: str, num_bytes: float, rounding: str = "") -> Row:

@@ -42,10 +42,10 @@ class Range:
                 raise RecipeError(
                     f"Cannot use {name} = {value!r}: it must be two numbers, each {self}."
                 )
-            one = replace(self, is_pair=False)
+            single = replace(self, is_pair=False)
             part = "beta" if name == "betas" else name
             for place, number in enumerate(value):
-                one.check(f"{part}{place + 1}", number)
+                single.check(f"{part}{place + 1}", number)
             return
         try:
             if isinstance(value, (bool, str)):

@@ -284,8 +284,8 @@ def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor]) ->
     graph = make_fx(function, tracing_mode="symbolic")(*fakes)
     call = torch._inductor.compile(graph, list[Any](fakes), options=options(arguments[0].device))
     guards = sizes.produce_guards_expression(fakes, ignore_static=False) or ""
-    kept = [guard for guard in guards.split(" and ") if "storage_offset" not in guard]
-    return Compiled(call, " and ".join(kept))
+    kept_guards = [guard for guard in guards.split(" and ") if "storage_offset" not in guard]
+    return Compiled(call, " and ".join(kept_guards))
 
 
 def options(device: torch.device) -> dict[str, Any]:
@@ -358,8 +358,8 @@ def matches(
     if not all(map(same_numbers, ours, theirs)):
         return False
     if results:
-        for one, other in zip(actual, expected, strict=True):
-            if not _same(one, other, exact=exact):
+        for x, y in zip(actual, expected, strict=True):
+            if not _same(x, y, exact=exact):
                 return False
     return True
 

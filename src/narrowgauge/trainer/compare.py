@@ -184,8 +184,8 @@ def define(
     present = [] if out is None else runs_in(Path(out))
     shared = {name: value for name, value in settings.items() if value is not None}
     for run in present[:1]:
-        own = {name: x for name, x in run.config.items() if name not in OF_A_RUN}
-        shared = {**own, **shared}
+        of_first_run = {name: x for name, x in run.config.items() if name not in OF_A_RUN}
+        shared = {**of_first_run, **shared}
     base = TrainConfig.from_dict(shared).validated()
     folder = Path(out or first_free(Path("comparisons") / Path(base.model).name))
     tokens = read_tokens(str(base.data))

@@ -69,16 +69,16 @@ def train(
             :class:`~narrowgauge.errors.Terminated`.
         OSError: progress could not be printed; the checkpoint is saved.
     """
-    given = settings.to_dict() if isinstance(settings, TrainConfig) else dict(settings)
+    named_settings = settings.to_dict() if isinstance(settings, TrainConfig) else dict(settings)
     ranks = all_ranks()
-    config, run = ranks.of_first(lambda: door.enter(given, ranks.size))
+    config, run = ranks.of_first(lambda: door.enter(named_settings, ranks.size))
     shown = console or Console(config.steps, config.log_every, is_quiet=not ranks.is_first)
     line = door.nothing_left(run, config)
     if line:
         shown.say(line)
     else:
         with threads_of(config.threads, config.recipe.reduction.order_invariant):
-            require_same(given)
+            require_same(named_settings)
             if run is None:
                 _begin(config, shown)
             else:
@@ -89,8 +89,10 @@ def train(
 def resume(folder: str | Path, stop_after: int | None = None, **options: Any) -> Path:
     """Continue the run in a folder, as :func:`train` with no other setting."""
     door.run_of_trainer(Path(folder))
-    given = {"out": str(folder), "stop_after": stop_after}
-    return train({name: value for name, value in given.items() if value is not None}, **options)
+    named_settings = {"out": str(folder), "stop_after": stop_after}
+    return train(
+        {name: value for name, value in named_settings.items() if value is not None}, **options
+    )
 
 
 def _begin(config: TrainConfig, console: Console) -> None:

@@ -307,10 +307,10 @@ def _sums(
 def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
     """Refuse weights that belong to another tokenizer than the tokens, where both are known."""
     file = Path(config.model) / "tokenizer.json"
-    other = data.tokenizer_path
-    if other is None or not file.is_file() or weights_file(file.parent) is None:
+    data_file = data.tokenizer_path
+    if data_file is None or not file.is_file() or weights_file(file.parent) is None:
         return
-    first, second = (load_json(path.read_bytes())["model"]["vocab"] for path in (file, other))
+    first, second = (load_json(path.read_bytes())["model"]["vocab"] for path in (file, data_file))
     if first != second:
         raise DataError(
             f"Cannot train the weights in {config.model} because the tokens in {config.data} have "

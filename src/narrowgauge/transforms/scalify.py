@@ -511,18 +511,18 @@ def _ruled_class(origin: Any, gain: str = "") -> Any:
 
     A class with a ``gain`` is a norm, see :data:`GAINS`.
     """
-    found: type[_Ruled] | None = _RMSNormLike if gain else None
+    ruled: type[_Ruled] | None = _RMSNormLike if gain else None
     for kind in origin.__mro__:
         rule = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
         # A subclass may compute anything, unless its `multiply` shows that only its product
         # differs.
         if rule is not None and (kind is origin or hasattr(origin, "multiply")):
-            found = rule
+            ruled = rule
             break
-    if found is None:
+    if ruled is None:
         return origin
     names = {"origin": origin, "__module__": __name__, "gain": gain}
-    return type(f"Scaled{origin.__name__}", (found, origin), names)
+    return type(f"Scaled{origin.__name__}", (ruled, origin), names)
 
 
 def _class_for(name: str, module: nn.Module) -> Any:

@@ -105,8 +105,8 @@ def shapes_of_states(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a rule's states for a parameter of ``shape``, by name."""
     beside = rule.beside if isinstance(rule, MatrixRule) else rule.states
-    apart = {name: state.shape for name, state in extras_of(rule, shape, options).items()}
-    return {**dict.fromkeys(beside, tuple(shape)), **apart}
+    extra_shapes = {name: state.shape for name, state in extras_of(rule, shape, options).items()}
+    return {**dict.fromkeys(beside, tuple(shape)), **extra_shapes}
 
 
 def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
