@@ -228,27 +228,27 @@ def flops_per_token(run: Run) -> float:
 def rates(run: Run) -> dict[str, float]:
     """Tokens per second per chip by every quantity that the source printed, the most direct first."""
     printed = run.measured
-    found = {}
+    rate_of = {}
     if "tokens_per_second_per_chip" in printed:
-        found["tokens_per_second_per_chip"] = float(printed["tokens_per_second_per_chip"])
+        rate_of["tokens_per_second_per_chip"] = float(printed["tokens_per_second_per_chip"])
     if "iteration_seconds" in printed:
-        found["iteration_seconds"] = (
+        rate_of["iteration_seconds"] = (
             run.tokens_per_step / printed["iteration_seconds"] / run.machine["chips"]
         )
     if "chip_hours" in printed:
-        found["chip_hours"] = printed["tokens"] / (printed["chip_hours"] * SECONDS_PER_HOUR)
+        rate_of["chip_hours"] = printed["tokens"] / (printed["chip_hours"] * SECONDS_PER_HOUR)
     if run.config["model_type"] in ("llama", "gpt2", "mpt", "gpt_neox"):
         for key in ("model_tflops_per_chip", "hardware_tflops_per_chip"):
             if key in printed:
-                found[key] = printed[key] * 1e12 / flops_per_token(run)
+                rate_of[key] = printed[key] * 1e12 / flops_per_token(run)
         if "mfu_percent" in printed:
-            found["mfu_percent"] = (
+            rate_of["mfu_percent"] = (
                 printed["mfu_percent"] / 100 * printed["peak_tflops"] * 1e12 / flops_per_token(run)
             )
     if "days_for_300e9_tokens" in printed:
         seconds = printed["days_for_300e9_tokens"] * SECONDS_PER_DAY
-        found["days_for_300e9_tokens"] = 300e9 / seconds / run.machine["chips"]
-    return found
+        rate_of["days_for_300e9_tokens"] = 300e9 / seconds / run.machine["chips"]
+    return rate_of
 
 
 def measured_tokens_per_second(run: Run) -> float:

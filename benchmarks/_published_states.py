@@ -72,8 +72,8 @@ class PublishedStates:
         zeros = torch.zeros(shape)
         parts = [
             part
-            for kept in (self.weight, *self.codes(zeros.numel()))
-            for part in kept.encode(zeros)
+            for code in (self.weight, *self.codes(zeros.numel()))
+            for part in code.encode(zeros)
         ]
         return 2 + sum(part.numel() * part.element_size() for part in parts) / zeros.numel()
 
@@ -310,7 +310,7 @@ class CodedAdamW:
         self.steps = 0
         self._codes = row.codes(weight.numel())
         self._weight = row.weight.encode(weight.float())
-        self._moments = tuple(kept.encode(torch.zeros(self.shape)) for kept in self._codes)
+        self._moments = tuple(code.encode(torch.zeros(self.shape)) for code in self._codes)
 
     @property
     def weight(self) -> Tensor:
@@ -322,8 +322,8 @@ class CodedAdamW:
         self.steps += 1
         (beta1, beta2), g = self.betas, gradient.float()
         first, second = (
-            kept.decode(part, self.shape)
-            for kept, part in zip(self._codes, self._moments, strict=True)
+            code.decode(part, self.shape)
+            for code, part in zip(self._codes, self._moments, strict=True)
         )
         moments = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
         first = moments[0] / (1 - beta1**self.steps)
@@ -331,7 +331,7 @@ class CodedAdamW:
         weight = self.weight * (1 - self.lr * self.weight_decay)
         self._weight = self.row.weight.encode(weight - self.lr * first / (second.sqrt() + self.eps))
         self._moments = tuple(
-            kept.encode(value) for kept, value in zip(self._codes, moments, strict=True)
+            code.encode(value) for code, value in zip(self._codes, moments, strict=True)
         )
 
     def bytes_per_param(self) -> float:

@@ -72,7 +72,7 @@ def run_of(
     folder: Path, options: argparse.Namespace, within: AbstractContextManager[None], **settings: Any
 ) -> Run:
     """One run, without a word on the screen."""
-    given = {
+    overrides = {
         "log_every": 1 << 20,
         "eval_every": 0,
         "checkpoint_every": 0,
@@ -81,7 +81,7 @@ def run_of(
     }
     where = {"model": options.model, "data": str(stdlib_tokens(options.model)), "out": str(folder)}
     sizes = {"batch_size": options.batch_size, "sequence_length": options.sequence_length}
-    config = TrainConfig.from_dict({**where, **sizes, **given})
+    config = TrainConfig.from_dict({**where, **sizes, **overrides})
     quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
     with within, quiet[0], quiet[1]:
         train(config)
@@ -105,7 +105,9 @@ def fault_row(fault: Fault, folder: Path, options: argparse.Namespace) -> Row:
     settings = {"gauges_every": every, "schedule": "constant", "steps": by + 1, **fault.settings}
     run = run_of(folder, options, struck(fault, at), **settings)
     raised = fault.first_event(run.events, at) or {}
-    others = [event for event in run.events if event["step"] >= at and not fault.matches(event)]
+    other_alarms = [
+        event for event in run.events if event["step"] >= at and not fault.matches(event)
+    ]
     return {
         "": fault.name,
         "recipe": run.config["recipe"],
@@ -116,7 +118,7 @@ def fault_row(fault: Fault, folder: Path, options: argparse.Namespace) -> Row:
         "names": raised.get("tensor", "the run" if raised else ""),
         "in time": "yes" if raised and raised["step"] <= by else "NO",
         "before it": counted([event for event in run.events if event["step"] < at]),
-        "other alarms": counted(others),
+        "other alarms": counted(other_alarms),
     }
 
 
@@ -189,10 +191,10 @@ def emit(report: Report, options: argparse.Namespace) -> None:
     )
     noticed = sum(row["in time"] == "yes" for row in rows)
     cried = sum(row["serious alarms"] != "none" for row in healthy)
-    other = sum(row["others"] != "none" for row in healthy)
+    num_other = sum(row["others"] != "none" for row in healthy)
     report.note(f"{noticed} of {len(rows)} faults raised in time")
     report.note(
-        f"{cried} of {len(healthy)} healthy runs raised a serious alarm, {other} one of another "
+        f"{cried} of {len(healthy)} healthy runs raised a serious alarm, {num_other} one of another "
         "kind"
     )
 

@@ -381,18 +381,18 @@ def claimed(place: Path) -> Iterator[bool]:
         yield is_locked
 
 
-def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:
+def add(selected: Sequence[Job], out: Path, file: Path = FILE) -> int:
     """Train what has no record of this processor's vectors and this torch; return the number of
     runs that failed.
     """
     here = (vectors(), torch.__version__)
     failures = 0
     for row in {
-        job.row: None for job in wanted if job.row in PEERS and not PEERS[job.row].is_installed
+        job.row: None for job in selected if job.row in PEERS and not PEERS[job.row].is_installed
     }:
         print(f"{row} is not installed: pip install {PEERS[row].package}", flush=True)
-    wanted = [job for job in wanted if job.row not in PEERS or PEERS[job.row].is_installed]
-    for number, job in enumerate(wanted, 1):
+    selected = [job for job in selected if job.row not in PEERS or PEERS[job.row].is_installed]
+    for number, job in enumerate(selected, 1):
         with claimed(out / f"{job.name}.claim") as is_mine:
             recorded = {record.key for record in records_of(job.setting, file)}
             if not is_mine or (job.row, job.cell, job.seed, *here) in recorded:
@@ -402,14 +402,14 @@ def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:
             except Exception as error:  # the other rows are still measured
                 failures += 1
                 print(
-                    f"{number}/{len(wanted)} {job.name} failed: {type(error).__name__}: {error}",
+                    f"{number}/{len(selected)} {job.name} failed: {type(error).__name__}: {error}",
                     flush=True,
                 )
                 continue
             append(record, job.setting, file)
             shutil.rmtree(out / job.name, ignore_errors=True)
             print(
-                f"{number}/{len(wanted)} {job.name} validation loss {record.val_loss}", flush=True
+                f"{number}/{len(selected)} {job.name} validation loss {record.val_loss}", flush=True
             )
     return failures
 
@@ -641,10 +641,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = ROWS
         else:
             rows = (MASTER, *options.add)
-        wanted = jobs(setting, rows, options.seeds, options.data)
+        listed = jobs(setting, rows, options.seeds, options.data)
         return int(
             add(
-                [job for job in wanted if job.cell in (options.cell or setting.cells)],
+                [job for job in listed if job.cell in (options.cell or setting.cells)],
                 options.out,
                 options.file,
             )
@@ -652,8 +652,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     with tempfile.TemporaryDirectory() as folder:
         short = dataclasses.replace(setting, steps=6, eval_sequences=16)
-        wanted = [Job(short, row, short.cells[0], 0) for row in (WORD, "torch AdamW bfloat16")]
-        return int(add(wanted, Path(folder), Path(folder, "board.jsonl")) > 0)
+        listed = [Job(short, row, short.cells[0], 0) for row in (WORD, "torch AdamW bfloat16")]
+        return int(add(listed, Path(folder), Path(folder, "board.jsonl")) > 0)
 
 
 if __name__ == "__main__":

@@ -466,14 +466,16 @@ def changed(place: Place, draw: random.Random, at: Path) -> str:
         ]
     )
     require(Child(at / "resumed.txt", words))
-    told = [e["message"] for e in read_run(run).events if e.get("detector") == "changed-settings"]
+    messages = [
+        e["message"] for e in read_run(run).events if e.get("detector") == "changed-settings"
+    ]
     if "0.01" not in words:
         require_same(place, run)
-        if told:
-            raise Broken(f"settings that were not given have changed: {told}")
+        if messages:
+            raise Broken(f"settings that were not given have changed: {messages}")
         return "same run"
-    if told != ["lr was 0.003 up to step 4 and is 0.01 from there on"]:
-        raise Broken(f"another rate was not told: {told}")
+    if messages != ["lr was 0.003 up to step 4 and is 0.01 from there on"]:
+        raise Broken(f"another rate was not told: {messages}")
     return "another setting, told"
 
 

@@ -160,11 +160,11 @@ def histograms(loop: Loop) -> Readings:
             past[name].append(
                 "no-gradient" if square == 0 else "" if is_near else "gradient-factor"
             )
-            what = ""
+            kind = ""
             if past[name].count(past[name][0]) == SAMPLES:
-                what = past[name][0]
-            if what := what if math.isfinite(square) else "nonfinite-gradient":
-                readings.append(Reading(loop.step, "gradient", name, what, square**0.5))
+                kind = past[name][0]
+            if kind := kind if math.isfinite(square) else "nonfinite-gradient":
+                readings.append(Reading(loop.step, "gradient", name, kind, square**0.5))
             squares[name] = 0.0
 
     after_each_step(loop, look)
@@ -199,8 +199,8 @@ def overflow(loop: Loop) -> Readings:
             line.split()[0] for line in lines if line.endswith((" has nans", " has infs"))
         )
         module = [line.split()[0] for line in lines if line.startswith(17 * " ")][-1]
-        what = "nonfinite" if context == "weight" else "nonfinite-output"
-        return [Reading(loop.step, "forward", f"{module}.{context}", what)]
+        kind = "nonfinite" if context == "weight" else "nonfinite-output"
+        return [Reading(loop.step, "forward", f"{module}.{context}", kind)]
     return []
 
 
@@ -225,16 +225,16 @@ def captured(row: Row) -> list[Any]:
     return mode.logs
 
 
-def mismatches(calls: list[Any], others: list[Any]) -> Iterator[int]:
+def mismatches(calls: list[Any], second_calls: list[Any]) -> Iterator[int]:
     """Yield the places of calls that differ, and the end of the shorter list."""
-    for place, (call, other) in enumerate(zip(calls, others, strict=False)):
+    for place, (call, second_call) in enumerate(zip(calls, second_calls, strict=False)):
         try:
-            if DebugMode.check_hash_mismatches([call], [other]):
+            if DebugMode.check_hash_mismatches([call], [second_call]):
                 yield place
         except ValueError:  # another operation
             yield place
-    if len(calls) != len(others):
-        yield min(len(calls), len(others))
+    if len(calls) != len(second_calls):
+        yield min(len(calls), len(second_calls))
 
 
 def first_mismatch(calls: list[Any], of_twin: list[Any], noise: set[int]) -> Readings:
@@ -259,16 +259,16 @@ def written(row: Row, folder: Path) -> Path:
 
 def alone(row: Row, folder: Path) -> dict[str, Readings]:
     """Return what each tool that sees a loop alone says of it."""
-    said = {"check, record": answers(row, folder)}
+    readings_of = {"check, record": answers(row, folder)}
     loop = row.loop(LONG)
-    said[PART] = [r for r in said["check, record"] if r.what in OF_THE_LOSS]
-    said |= {
+    readings_of[PART] = [r for r in readings_of["check, record"] if r.what in OF_THE_LOSS]
+    readings_of |= {
         "watch": watch(loop),
         "histograms": histograms(loop),
         "loss guard": loss_guard(loop.run()),
     }
-    is_finite = all(r.what != "nonfinite-gradient" for r in said["histograms"])
-    return said | {
+    is_finite = all(r.what != "nonfinite-gradient" for r in readings_of["histograms"])
+    return readings_of | {
         "anomaly": [] if is_finite else anomaly(row.loop(SHORT)),
         "overflow": overflow(row.loop(SHORT)),
     }
@@ -316,13 +316,13 @@ def confusion(rows: list[Row], places: dict[str, dict[str, str]]) -> Iterator[di
         [places[row.name] for row in rows if bool(row.stage) is is_fault]
         for is_fault in (True, False)
     )
-    for said in places.values():
-        said["both of ours"] = min((said[tool] for tool in OURS), key=[*SIGNS].index)
+    for signs in places.values():
+        signs["both of ours"] = min((signs[tool] for tool in OURS), key=[*SIGNS].index)
     for tool in (*OURS, "both of ours", *ALONE[len(OURS) :], *BESIDE):
-        counts = {place: sum(said[tool] == place for said in faults) for place in SIGNS}
+        counts = {place: sum(signs[tool] == place for signs in faults) for place in SIGNS}
         accused = "–"
         if tool not in BESIDE:
-            accused = sum(said[tool] != "silent" for said in healthy)
+            accused = sum(signs[tool] != "silent" for signs in healthy)
         yield {"tool": tool, **counts, "healthy loops accused": accused}
 
 

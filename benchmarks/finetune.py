@@ -371,14 +371,14 @@ def table_of_starts(records: Records) -> str:
                 continue
             means = [statistics.fmean(row[seed] for seed in seeds) for row in (base, ours)]
             worst = min(ours[seed] - base[seed] for seed in seeds)
-            apart = [drawn[seed] - ours[seed] for seed in seeds if seed in drawn]
+            redrawn = [drawn[seed] - ours[seed] for seed in seeds if seed in drawn]
             cells = [
                 f"{means[0]:.4f}",
                 f"{means[1]:.4f}",
                 f"{means[1] / means[0]:.2f} ×",
                 signed(worst),
             ]
-            cells += [signed(statistics.fmean(apart)) if apart else "–", str(len(seeds))]
+            cells += [signed(statistics.fmean(redrawn)) if redrawn else "–", str(len(seeds))]
             lines.append([f"{model}, {lr:g}", f"{step} of {total}", *cells])
     header = [
         "model, rate",
@@ -407,7 +407,7 @@ def table_of_rows(
         ours = improvements(records, model, row, lr, steps, steps)
         if not (seeds := sorted(ours.keys() & base.keys())):
             continue
-        kept = statistics.fmean(ours[seed] for seed in seeds) / statistics.fmean(
+        fraction = statistics.fmean(ours[seed] for seed in seeds) / statistics.fmean(
             base[seed] for seed in seeds
         )
         some = [
@@ -418,11 +418,11 @@ def table_of_rows(
         edq = [run.edq for run in some if run.edq is not None]
         cells = [
             f"{some[0].bytes_per_param:.2f}",
-            f"{100 * kept:.0f} %".replace("-", MINUS),
+            f"{100 * fraction:.0f} %".replace("-", MINUS),
             shown([[base[seed] - ours[seed] for seed in seeds]]),
             f"{statistics.fmean(edq):.3f}" if edq else "–",
         ]
-        lines.append((kept, [row, *cells, some[0].predicted or "–"]))
+        lines.append((fraction, [row, *cells, some[0].predicted or "–"]))
     ordered = [line for _, line in sorted(lines, key=lambda line: -line[0])]
     return table(
         [
@@ -446,7 +446,10 @@ def table_of_rates(records: Records, model: str, steps: int) -> str:
     lines = []
     for row in dict.fromkeys(run.row for run in records.values()):
         ours = [improvements(records, model, row, lr, steps, steps) for lr in rates]
-        seeds = [sorted(cell.keys() & other.keys()) for cell, other in zip(ours, base, strict=True)]
+        seeds = [
+            sorted(cell.keys() & baseline_cell.keys())
+            for cell, baseline_cell in zip(ours, base, strict=True)
+        ]
         if all(seeds):
             means = [
                 [statistics.fmean(c[s] for s in m) for c, m in zip(x, seeds, strict=True)]
@@ -494,8 +497,8 @@ def drawing(curves: dict[str, dict[float, float]], across: str, up: str) -> str:
     """Return an SVG of curves, each with its name at its end; a point is ``x: y``."""
     width = 720
     height = 320
-    left = 60
-    right = 250
+    margin_left = 60
+    margin_right = 250
     low = 40
     across_values = sorted({x for curve in curves.values() for x in curve})
     values = [y for curve in curves.values() for y in curve.values()]
@@ -503,7 +506,7 @@ def drawing(curves: dict[str, dict[float, float]], across: str, up: str) -> str:
     top = max(values)
 
     def x(value: float) -> float:
-        return left + (value - across_values[0]) * (width - left - right) / (
+        return margin_left + (value - across_values[0]) * (width - margin_left - margin_right) / (
             across_values[-1] - across_values[0]
         )
 
@@ -520,13 +523,13 @@ def drawing(curves: dict[str, dict[float, float]], across: str, up: str) -> str:
         )
     for value in (bottom, top):
         parts.append(
-            f'<text x="{left - 8}" y="{y(value) + 5:.0f}" text-anchor="end">{value:.3g}</text>'
+            f'<text x="{margin_left - 8}" y="{y(value) + 5:.0f}" text-anchor="end">{value:.3g}</text>'
         )
     middle = x((across_values[0] + across_values[-1]) / 2)
     parts.append(f'<text x="{middle:.0f}" y="{height - 8}" text-anchor="middle">{across}</text>')
     parts.append(f'<text x="8" y="20">{up}</text>')
     parts.append(
-        f'<path d="M{left} {low - 10}V{height - low}H{width - right}" fill="none" stroke="#444"/>'
+        f'<path d="M{margin_left} {low - 10}V{height - low}H{width - margin_right}" fill="none" stroke="#444"/>'
     )
     colors, free = ("#d9480f", "#868e96", "#1c7ed6"), 0.0
     from_the_top = sorted(curves.items(), key=lambda item: -list(item[1].values())[-1])

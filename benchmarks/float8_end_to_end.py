@@ -183,7 +183,8 @@ def table(results: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> lis
     rows: list[Row] = []
     for case in CASES:
         pairs = [
-            [results.get(part_name(each, seed)) for each in (case, BASELINE)] for seed in seeds
+            [results.get(part_name(compared, seed)) for compared in (case, BASELINE)]
+            for seed in seeds
         ]
         runs = [run for run, _ in pairs if run is not None]
         costs = [

@@ -150,10 +150,10 @@ def trained(
     return losses
 
 
-def same(one: nn.Module, other: nn.Module) -> str:
+def same(first: nn.Module, second: nn.Module) -> str:
     """Say whether two models have equal bits."""
-    theirs = other.state_dict()
-    equal = all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
+    theirs = second.state_dict()
+    equal = all(torch.equal(value, theirs[name]) for name, value in first.state_dict().items())
     return "same bits" if equal else "OTHER BITS"
 
 
@@ -233,12 +233,12 @@ def micro_batches(side: str, seed: int) -> list[float]:
 
 @set_up("nanochat's shape: meta, to_empty, compile, groups, rates by hand", "transformers")
 def nanochat(side: str, seed: int) -> list[float]:
-    whole = llama(seed)
+    initial = llama(seed)
     with torch.device("meta"):
         model = llama(seed)
     model.to_empty(device="cpu")
-    model.load_state_dict(whole.state_dict())
-    model.model.rotary_emb = whole.model.rotary_emb
+    model.load_state_dict(initial.state_dict())
+    model.model.rotary_emb = initial.model.rotary_emb
     compiled = torch.compile(model, backend="eager")
     embeddings = [p for name, p in model.named_parameters() if "embed" in name]
     rest = [p for name, p in model.named_parameters() if "embed" not in name]
@@ -288,24 +288,24 @@ def averaged(side: str, seed: int) -> list[float]:
 def resumed(side: str, seed: int) -> str:
     batches = sequences(seed).split(BATCH)
 
-    def begun(from_seed: int) -> tuple[Any, Any, Any]:
+    def start(from_seed: int) -> tuple[Any, Any, Any]:
         model = llama(from_seed)
         optimizer = adamw(side, model.parameters())
         return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 
-    whole, optimizer, schedule = begun(seed)
-    trained(whole, optimizer, batches, schedule=schedule)
-    first, optimizer, schedule = begun(seed)
+    uninterrupted, optimizer, schedule = start(seed)
+    trained(uninterrupted, optimizer, batches, schedule=schedule)
+    first, optimizer, schedule = start(seed)
     trained(first, optimizer, batches[:8], schedule=schedule)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "saved.pt")
         torch.save([part.state_dict() for part in (first, optimizer, schedule)], file)
         saved = torch.load(file)
-    other, optimizer, schedule = begun(seed + 1)
-    for part, state in zip((other, optimizer, schedule), saved, strict=True):
+    restored, optimizer, schedule = start(seed + 1)
+    for part, state in zip((restored, optimizer, schedule), saved, strict=True):
         part.load_state_dict(state)
-    trained(other, optimizer, batches[8:], schedule=schedule)
-    return same(whole, other)
+    trained(restored, optimizer, batches[8:], schedule=schedule)
+    return same(uninterrupted, restored)
 
 
 @set_up("convolutions with batch norm, autocast; ours keeps vectors in float32")
@@ -315,10 +315,10 @@ def convolutions(side: str, seed: int) -> list[float]:
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 4)
     )
     if side == "ours":
-        kept = {"keep_float32": lambda _, p: p.ndim < 2}
+        overrides = {"keep_float32": lambda _, p: p.ndim < 2}
     else:
-        kept = {}
-    optimizer = adamw(side, model.named_parameters(), **kept)
+        overrides = {}
+    optimizer = adamw(side, model.named_parameters(), **overrides)
     losses = []
     images = torch.randn(64, 3, 8, 8)
     classes = torch.randint(0, 4, (64,))
@@ -456,11 +456,11 @@ def hf_resumed(side: str, seed: int, first: str | None) -> Any:
         begins = hf_trainer(first or side, llama(seed), seed, f"{folder}/one", **saves)
         begins.train()
         checkpoint = f"{folder}/one/checkpoint-8"
-        other = hf_trainer(side, llama(seed + 1), seed, f"{folder}/two", **saves)
-        other.train(resume_from_checkpoint=checkpoint)
+        resumed_trainer = hf_trainer(side, llama(seed + 1), seed, f"{folder}/two", **saves)
+        resumed_trainer.train(resume_from_checkpoint=checkpoint)
         if first is None:
-            return same(begins.model, other.model)
-        return losses_of(other)
+            return same(begins.model, resumed_trainer.model)
+        return losses_of(resumed_trainer)
 
 
 @set_up("HF Trainer, our checkpoint continued by torch", "transformers", "accelerate")
@@ -479,9 +479,9 @@ def handed_over(side: str, seed: int) -> list[float]:
         begins.train()
         if side == "ours":
             save_for_torch(begins, f"{folder}/one/checkpoint-8")
-        other = hf_trainer("torch", llama(seed + 1), seed, f"{folder}/two", **options)
-        other.train(resume_from_checkpoint=f"{folder}/one/checkpoint-8")
-        return losses_of(other)
+        torch_trainer = hf_trainer("torch", llama(seed + 1), seed, f"{folder}/two", **options)
+        torch_trainer.train(resume_from_checkpoint=f"{folder}/one/checkpoint-8")
+        return losses_of(torch_trainer)
 
 
 TEXT = "the quick brown fox jumps over a lazy dog and then sleeps well today"
@@ -634,11 +634,11 @@ def of_lightning(
     if not resumes:
         return fitted(1)[0].losses
     with tempfile.TemporaryDirectory() as folder:
-        whole, _ = fitted(2)
+        uninterrupted, _ = fitted(2)
         _, trainer = fitted(1)
         trainer.save_checkpoint(f"{folder}/one.ckpt")
-        other, _ = fitted(2, f"{folder}/one.ckpt")
-        return same(whole, other)
+        restored, _ = fitted(2, f"{folder}/one.ckpt")
+        return same(uninterrupted, restored)
 
 
 for _precision in ("bf16-mixed", "bf16-true", "16-mixed"):
@@ -711,13 +711,13 @@ def outcome(row: SetUp, side: str, seeds: int) -> Any:
     ends = []
     for seed in range(1, seeds + 1):
         try:
-            found = row.run(side, seed)
+            result = row.run(side, seed)
         except Exception as error:
             first = str(error).strip().splitlines() or [""]
             return f"raised {type(error).__name__}: {first[0][:160]}"
-        if isinstance(found, str):
-            return found
-        ends.append(statistics.fmean(found[-4:]))
+        if isinstance(result, str):
+            return result
+        ends.append(statistics.fmean(result[-4:]))
     return ends
 
 
@@ -727,12 +727,14 @@ def measured(row: SetUp, seeds: int) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         sides = {side: outcome(row, side, seeds) for side in SIDES}
     line: dict[str, Any] = {"set-up": row.name}
-    for side, found in sides.items():
-        line[side] = found if isinstance(found, str) else statistics.fmean(found)
+    for side, losses in sides.items():
+        line[side] = losses if isinstance(losses, str) else statistics.fmean(losses)
     ours = sides["ours"]
     torchs = sides["torch"]
     if not isinstance(ours, str) and not isinstance(torchs, str):
-        differences = [one - other for one, other in zip(ours, torchs, strict=True)]
+        differences = [
+            our_loss - torch_loss for our_loss, torch_loss in zip(ours, torchs, strict=True)
+        ]
         line["ours less torch"] = statistics.fmean(differences)
         line["largest of a seed"] = max(differences, key=abs)
     return line
@@ -747,8 +749,8 @@ def write_page(lines: Sequence[dict[str, Any]]) -> None:
     for line in lines:
         cells = [line["set-up"]]
         for side in SIDES:
-            found = line[side]
-            cells.append(found if isinstance(found, str) else f"{found:.4f}")
+            loss = line[side]
+            cells.append(loss if isinstance(loss, str) else f"{loss:.4f}")
         largest = line.get("largest of a seed")
         cells.append("–" if largest is None else f"{largest:+.4f}".replace("-", "−"))
         table.append(f"| {' | '.join(cells)} |")

@@ -75,14 +75,14 @@ FINE_TUNED = (
 # ── correctness ───────────────────────────────────────────────────────────────────────────────────
 
 
-def differing(one: Tensor, other: Tensor) -> int:
+def differing(first: Tensor, second: Tensor) -> int:
     """Count the elements with other bits; NaNs are equal."""
-    one = one.cpu()
-    other = other.cpu()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    differs = one.contiguous().view(integer) != other.contiguous().view(integer)
-    if one.is_floating_point():
-        differs &= ~(one.float().isnan() & other.float().isnan())
+    first = first.cpu()
+    second = second.cpu()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    differs = first.contiguous().view(integer) != second.contiguous().view(integer)
+    if first.is_floating_point():
+        differs &= ~(first.float().isnan() & second.float().isnan())
     return int(differs.sum())
 
 
@@ -221,9 +221,11 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     return all(row["passes"] == "yes" for row in rows)
 
 
-def compiled_row(rule: Any, storage: Storage, whole: bool, audited: bool, architecture: int) -> Row:
+def compiled_row(
+    rule: Any, storage: Storage, is_whole: bool, audited: bool, architecture: int
+) -> Row:
     """Compile the kernel of a step for a GPU, which need not be here."""
-    function = triton_step.functions(rule, storage, whole, False)[
+    function = triton_step.functions(rule, storage, is_whole, False)[
         "step_and_audit" if audited else "step"
     ]
     types = {
@@ -235,12 +237,10 @@ def compiled_row(rule: Any, storage: Storage, whole: bool, audited: bool, archit
         "sums": "*fp32",
         "first_program": "i32",
     }
-    name = (
-        f"{rule.name}/{storage.name}, {'whole' if whole else 'odd'}{', audited' if audited else ''}"
-    )
+    name = f"{rule.name}/{storage.name}, {'whole' if is_whole else 'odd'}{', audited' if audited else ''}"
     row, narrow = assembled(name, function, types, architecture)
     # Sums and scales of rows are single words.
-    if whole and (narrow or not row["128-bit"]):
+    if is_whole and (narrow or not row["128-bit"]):
         row["passes"] = "NO: narrow accesses"
     return row
 
@@ -305,10 +305,10 @@ def compile_kernels(report: Report, quick: bool) -> bool:
             row = STORAGES[storage].keeping(rule.kept)
             if rule is MUON and row.scaled:
                 continue  # refused
-            for whole, audited in (
+            for is_whole, audited in (
                 ((True, False), (False, False), (True, True)) if row.arithmetic != "float64" else ()
             ):
-                rows += [compiled_row(rule, row, whole, audited, sm) for sm in architectures]
+                rows += [compiled_row(rule, row, is_whole, audited, sm) for sm in architectures]
                 print(rows[-1], file=sys.stderr, flush=True)
     for name, types in {
         "largest": {"peaks": "*i32"},
@@ -484,13 +484,13 @@ def steps(report: Report, device: torch.device, quick: bool, rounds: int) -> Non
 def layers(report: Report, device: torch.device, rounds: int) -> None:
     """Time layers."""
     side, tokens = (64, 32) if device.type == "cpu" else (4096, 8192)
-    (name, make), *others = layer_contenders(side, tokens, device)
+    (name, make), *contenders = layer_contenders(side, tokens, device)
     if device.type == "cuda":
         in_processes(
-            compile_layer, [(number, side, tokens, device) for number in range(1 + len(others))]
+            compile_layer, [(number, side, tokens, device) for number in range(1 + len(contenders))]
         )
     title = f"linear layer {side} × {4 * side}, {tokens} tokens, forward and backward, compiled"
-    time_table(report, title, (name, make), iter(others), device, rounds)
+    time_table(report, title, (name, make), iter(contenders), device, rounds)
 
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────────

@@ -164,19 +164,19 @@ def trained(row: str, steps: int, seed: int) -> dict[str, Any]:
         use_adamw(trainer, storage="word")
     trainer.train()
     moved = flat(model).double() - start.double()
-    kept = None  # of word, where its random low bits begin is not recorded
+    rms_movement = None  # of word, where its random low bits begin is not recorded
     if row == "masters":
         masters = torch.cat([p.detach().flatten() for p in model.parameters()])
-        kept = (masters.double() - start.double()).square().mean().sqrt().item()
+        rms_movement = (masters.double() - start.double()).square().mean().sqrt().item()
     elif row != "word":
-        kept = moved.square().mean().sqrt().item()
+        rms_movement = moved.square().mean().sqrt().item()
     return {
         "row": row,
         "steps": steps,
         "seed": seed,
         "rewards": rewards,
         "visible_movement": moved.square().mean().sqrt().item(),
-        "kept_movement": kept,
+        "kept_movement": rms_movement,
         "changed": statistics.fmean(shares),
         "delta": statistics.fmean(sizes),
         "served": served(model, folder, how) if row == "word" else [],

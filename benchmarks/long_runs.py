@@ -102,8 +102,8 @@ def records() -> dict[tuple[str, float, int, int, bool], Run]:
         lines = FILE.read_text().splitlines()
     else:
         lines = []
-    found = [Run(**json.loads(line)) for line in lines]
-    return {run.key: run for run in found}
+    runs = [Run(**json.loads(line)) for line in lines]
+    return {run.key: run for run in runs}
 
 
 # ── the model and its text ────────────────────────────────────────────────────────────────────────
@@ -299,12 +299,12 @@ def fine_tuned(job: tuple[str, float, int, int, bool], model: nn.Module, blocks:
         if step + 1 in (*EVALUATIONS, steps):
             losses[str(step + 1)] = validation_loss(trained, held_out)
     last = flat(trained)
-    kept = master_file(lr, steps, seed, falls)
+    masters_file = master_file(lr, steps, seed, falls)
     if row == MASTER:
-        torch.save(last, kept)
+        torch.save(last, masters_file)
     distance = None
-    if kept.is_file():
-        master = torch.load(kept)
+    if masters_file.is_file():
+        master = torch.load(masters_file)
         first = torch.cat([p.detach().flatten() for p in model.parameters()])
         distance = ((last - master).norm() / (master - first).norm()).item()
     size = trained.bytes_per_param()

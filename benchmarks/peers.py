@@ -84,8 +84,8 @@ def _torch(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Op
 def _bitsandbytes(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     from bitsandbytes.optim import AdamW8bit
 
-    made: torch.optim.Optimizer = AdamW8bit(parameters, **options)
-    return made
+    optimizer: torch.optim.Optimizer = AdamW8bit(parameters, **options)
+    return optimizer
 
 
 def _torchao(
@@ -95,24 +95,26 @@ def _torchao(
 
     if stochastic:
         torch.manual_seed(0)  # its rounding draws from the global generator
-    made: torch.optim.Optimizer = getattr(torchao.optim, name)(
+    optimizer: torch.optim.Optimizer = getattr(torchao.optim, name)(
         parameters, **options, bf16_stochastic_round=stochastic
     )
-    return made
+    return optimizer
 
 
 def _optimi(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     from optimi import AdamW
 
-    made: torch.optim.Optimizer = AdamW(parameters, **options, kahan_sum=True)
-    return made
+    optimizer: torch.optim.Optimizer = AdamW(parameters, **options, kahan_sum=True)
+    return optimizer
 
 
 def _heavyball(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     from heavyball import AdamW
 
-    made: torch.optim.Optimizer = AdamW(parameters, **options, ecc="bf16+8", param_ecc="bf16+8")
-    return made
+    optimizer: torch.optim.Optimizer = AdamW(
+        parameters, **options, ecc="bf16+8", param_ecc="bf16+8"
+    )
+    return optimizer
 
 
 # Two states in 8 bits with a float32 scale per 256 elements each, or in 4 bits with one per 128.
@@ -196,22 +198,22 @@ def _parts(state: dict[str, Any]) -> list[Tensor]:
     """The plain tensors of a state, those inside tensor subclasses too; tables of codes do not grow
     with it.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for name, value in state.items():
         if isinstance(value, dict):
-            found += _parts(value)
+            tensors += _parts(value)
         elif hasattr(value, "__tensor_flatten__"):
-            found += [
+            tensors += [
                 getattr(value, part) for part in value.__tensor_flatten__()[0] if part != "qmap"
             ]
         elif isinstance(value, Tensor) and name != "step" and not name.startswith("qmap"):
-            found.append(value)
-    return found
+            tensors.append(value)
+    return tensors
 
 
 def rows() -> list[Row]:
     """The table, with bytes as stated and as counted."""
-    made: list[Row] = []
+    table: list[Row] = []
     for peer in PEERS:
         row: Row = {"": peer.name, "package": f"{peer.package} {peer_version(peer.package)}"}
         row["bytes per parameter"] = peer.bytes_per_param
@@ -219,8 +221,8 @@ def rows() -> list[Row]:
             row["counted"] = counted_bytes(peer) if peer.is_installed else NOT_INSTALLED
         except (ImportError, RuntimeError) as error:
             row["counted"] = reason(error)
-        made.append(row)
-    return made
+        table.append(row)
+    return table
 
 
 if __name__ == "__main__":

@@ -145,25 +145,25 @@ def layout_of(run: Run) -> Layout:
     Raises:
         KeyError: the source does not state it.
     """
-    given = run.layout
+    published = run.layout
     step = run.step
-    data = given["data"]
-    zero = given.get("shard", 1)
+    data = published["data"]
+    zero = published.get("shard", 1)
     # torchtitan's default is as many micro-batches as stages.
-    per_stage = step["global_batch"] // (data * given.get("pipeline", 1))
+    per_stage = step["global_batch"] // (data * published.get("pipeline", 1))
     micro_batch = step.get("micro_batch", per_stage if run.name.startswith("torchtitan") else 1)
     return Layout(
         data=1 if zero else data,
         shard=data if zero else 1,
         zero=zero,
-        tensor=given.get("tensor", 1),
-        sequence_parallel=given.get("sequence_parallel", True),
-        pipeline=given.get("pipeline", 1),
-        interleave=given.get(
+        tensor=published.get("tensor", 1),
+        sequence_parallel=published.get("sequence_parallel", True),
+        pipeline=published.get("pipeline", 1),
+        interleave=published.get(
             "interleaving", _UNSTATED_DEPTH if "interleaved schedule" in run.note else 1
         ),
-        context=given.get("context", 1),
-        expert=given.get("expert", 1),
+        context=published.get("context", 1),
+        expert=published.get("expert", 1),
         micro_batch=micro_batch,
         micro_batches=max(1, step["global_batch"] // (data * micro_batch)),
         recompute=step.get("recompute", "none"),
@@ -407,13 +407,13 @@ def asked() -> tuple[questions.Answer, ...]:
     return tuple(answer for question in rows for answer in questions.ask(question))
 
 
-def residuals(what: str) -> list[Residual]:
+def residuals(quantity: str) -> list[Residual]:
     """Return the residuals of runs and questions in view: of seconds (``named``, ``assumed``), or
     of bytes (``memory``).
     """
     rows = []
-    for point in points_in_view(assumed=what == "assumed"):
-        if what != "memory":
+    for point in points_in_view(assumed=quantity == "assumed"):
+        if quantity != "memory":
             rows.append(Residual(point.kind, family_of(point), point.ratio))
         elif point.peak:
             ratio = point.peak / point.job.reserved_bytes
@@ -421,23 +421,23 @@ def residuals(what: str) -> list[Residual]:
     for answer in asked():
         question = answer.question
         ratio = answer.planned / answer.measured
-        if what == "memory" and answer.what == "memory":
+        if quantity == "memory" and answer.what == "memory":
             rows.append(Residual(answer.job.kind, question["source"], 1 / ratio))
             continue
-        is_usual = what == "named" or "software" not in question["ask"]
-        if what != "memory" and answer.what == "speed" and is_usual:
+        is_usual = quantity == "named" or "software" not in question["ask"]
+        if quantity != "memory" and answer.what == "speed" and is_usual:
             rows.append(Residual(answer.job.kind, question["source"], ratio))
     return rows
 
 
 def held_by_others(rows: Sequence[Residual], wider: float = 1.0) -> float:
     """Return the share of values that lie within the interval of the other publications' values."""
-    held = 0
+    num_inside = 0
     for family in {row.family for row in rows}:
-        others = [row.ratio for row in rows if row.family != family]
-        low, high = interval_of(others, wider)
-        held += sum(low <= row.ratio <= high for row in rows if row.family == family)
-    return held / len(rows)
+        other_ratios = [row.ratio for row in rows if row.family != family]
+        low, high = interval_of(other_ratios, wider)
+        num_inside += sum(low <= row.ratio <= high for row in rows if row.family == family)
+    return num_inside / len(rows)
 
 
 def widening_of(rows: Sequence[Residual]) -> float:
@@ -460,8 +460,8 @@ def write_errors() -> None:
         "named and with the",
         "# usual one. memory: bytes. A class without a row has no published run.",
     ]
-    for what in ("named", "assumed", "memory"):
-        rows = residuals(what)
+    for quantity in ("named", "assumed", "memory"):
+        rows = residuals(quantity)
         for kind in dict.fromkeys(row.kind for row in rows):
             chosen = [row for row in rows if row.kind == kind]
             if len(chosen) < FEWEST_VALUES:
@@ -474,14 +474,14 @@ def write_errors() -> None:
             if len(chosen) >= FEW_VALUES:
                 wider = widening_of(chosen)
                 low, high = interval_of(ratios, wider)
-            lines += ["", f"[{what}.{kind}]"]
-            if what != "memory" and kind in CENTRED:  # the plan's seconds become the median
+            lines += ["", f"[{quantity}.{kind}]"]
+            if quantity != "memory" and kind in CENTRED:  # the plan's seconds become the median
                 middle = statistics.median(ratios)
-                lines.append(f"median = {middle * median_of(what, kind):.3f}")
+                lines.append(f"median = {middle * median_of(quantity, kind):.3f}")
             lines += [f"low = {low / middle:.3f}", f"high = {high / middle:.3f}"]
             lines.append(f"runs = {len(chosen)}")
             print(
-                f"{what:8} {kind:9} {low:.3f} to {high:.3f}, {len(chosen)} values, to the power of "
+                f"{quantity:8} {kind:9} {low:.3f} to {high:.3f}, {len(chosen)} values, to the power of "
                 f"{wider:.2f}"
             )
     (DATA / "errors.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -135,12 +135,12 @@ def main() -> int:
         if options.names and not question["name"].startswith(tuple(options.names)):
             continue
         try:
-            found = ask(question)
+            new_answers = ask(question)
         except NarrowgaugeError as error:
             print(f"{question['name']:28} {question['class']:9} cannot be asked: {error}")
             refused += 1
             continue
-        for answer in found:
+        for answer in new_answers:
             verdict = "right" if answer.is_right else "wrong"
             inside = {None: "unchecked", True: "inside", False: "outside"}[answer.is_inside]
             print(
@@ -148,7 +148,7 @@ def main() -> int:
                 f"{answer.measured:10,.1f} "
                 f"{answer.planned:10,.1f} {answer.error:+7.1%}  {verdict} {inside}"
             )
-        answers += found
+        answers += new_answers
     questions = {answer.question["name"] for answer in answers}
     wrong = {answer.question["name"] for answer in answers if not answer.is_right}
     checked = [answer.is_inside for answer in answers if answer.is_inside is not None]

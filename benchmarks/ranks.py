@@ -149,9 +149,9 @@ class Loop:
 
     def row(self) -> Row:
         """Bytes of this rank's memory."""
-        held = sum(_local(p).numel() for p in self.model.parameters())
-        kept = self.reduction.bytes_per_param() * held
-        return {"MB kept": kept / 1e6, "B/param kept": kept / held}
+        num_local = sum(_local(p).numel() for p in self.model.parameters())
+        reduction_bytes = self.reduction.bytes_per_param() * num_local
+        return {"MB kept": reduction_bytes / 1e6, "B/param kept": reduction_bytes / num_local}
 
 
 def _local(tensor: Any) -> Tensor:
@@ -162,15 +162,19 @@ def _local(tensor: Any) -> Tensor:
 def timed(case: Case, rounds: int) -> list[Row]:
     """The table of one case: whole steps of each reduction in turn, all ranks in step."""
     loops = {BASELINE: "float32", AGAIN: "float32", "reproducible": "reproducible"}
-    made = {name: Loop(case, reduction) for name, reduction in loops.items()}
-    contenders = [Contender(name, loop.step, before=dist.barrier) for name, loop in made.items()]
+    loop_of = {name: Loop(case, reduction) for name, reduction in loops.items()}
+    contenders = [Contender(name, loop.step, before=dist.barrier) for name, loop in loop_of.items()]
     timings = measure(contenders, baseline=BASELINE, rounds=rounds, warmup=1, wait=dist.barrier)
     rows = [
-        {**timing.row(), **loop.row()} for timing, loop in zip(timings, made.values(), strict=True)
+        {**timing.row(), **loop.row()}
+        for timing, loop in zip(timings, loop_of.values(), strict=True)
     ]
-    baseline = made[BASELINE].cpu_seconds[1:]  # the first was the warm-up
-    for row, loop in zip(rows, made.values(), strict=True):
-        ratios = [own / theirs for own, theirs in zip(loop.cpu_seconds[1:], baseline, strict=False)]
+    baseline = loop_of[BASELINE].cpu_seconds[1:]  # the first was the warm-up
+    for row, loop in zip(rows, loop_of.values(), strict=True):
+        ratios = [
+            our_seconds / theirs
+            for our_seconds, theirs in zip(loop.cpu_seconds[1:], baseline, strict=False)
+        ]
         row["CPU ratio"] = statistics.median(ratios)
     return rows
 
@@ -219,9 +223,9 @@ def final_model(kind: str, contiguous: bool) -> str:
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         tokens = torch.randint(256, (LEAVES, 1, 33), generator=generator)
-        own = leaves_of(rank, size, contiguous)
-        for place, leaf in enumerate(own):
-            is_last = place == len(own) - 1
+        leaves = leaves_of(rank, size, contiguous)
+        for place, leaf in enumerate(leaves):
+            is_last = place == len(leaves) - 1
             share = LEAVES * 32 / (1 if ours else size)  # theirs divide by the number of ranks
             if ours is None and "FSDP2" in kind:
                 model.set_requires_gradient_sync(is_last)
@@ -236,10 +240,10 @@ def final_model(kind: str, contiguous: bool) -> str:
                 (loss / share).backward()
         optimizer.step()
         optimizer.zero_grad()
-    whole = {
+    full_tensors = {
         n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()
     }
-    return fingerprint_all({n: p.detach() for n, p in whole.items()})
+    return fingerprint_all({n: p.detach() for n, p in full_tensors.items()})
 
 
 KINDS = ("plain DDP", "plain FSDP2", "ours, DDP", "ours, FSDP2", "ours, replicated")
@@ -252,15 +256,20 @@ def final_models() -> dict[str, list[str]]:
 
 def count_models(sizes: Sequence[int]) -> list[Row]:
     """The table of final models over all numbers of ranks and assignments."""
-    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    prints_of: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for size in sizes:
         for kind, prints in on_ranks(final_models, size).items():
-            found[kind] += prints
+            prints_of[kind] += prints
     rows = [
         {"": kind, "runs": len(prints), "different models": len(set(prints))}
-        for kind, prints in found.items()
+        for kind, prints in prints_of.items()
     ]
-    ours = [one for kind, prints in found.items() if "ours" in kind for one in prints]
+    ours = [
+        fingerprint
+        for kind, prints in prints_of.items()
+        if "ours" in kind
+        for fingerprint in prints
+    ]
     return [*rows, {"": "ours, all of them", "runs": len(ours), "different models": len(set(ours))}]
 
 

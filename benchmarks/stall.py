@@ -162,16 +162,16 @@ def our_row(case: Stall, storage: str) -> Row:
 def published_row(case: Stall, published: PublishedStates) -> Row:
     """Error of states that are kept by published formulas."""
     weight = nn.Parameter(case.start.clone())
-    kept = CodedAdamW(published, case.start, LR, **OPTIONS)
+    published_step = CodedAdamW(published, case.start, LR, **OPTIONS)
 
     def step() -> None:
         assert weight.grad is not None
-        kept.step(weight.grad)
+        published_step.step(weight.grad)
 
-    result = case.compare(Trainee(weight, step, lambda: kept.weight))
+    result = case.compare(Trainee(weight, step, lambda: published_step.weight))
     return {
         "": f"published {published.name}",
-        "bytes per parameter": kept.bytes_per_param(),
+        "bytes per parameter": published_step.bytes_per_param(),
         **result,
     }
 
@@ -191,10 +191,10 @@ def peer_row(case: Stall, peer: Peer) -> Row:
             )
     except (ImportError, RuntimeError) as refused:  # its kernels need what this machine may lack
         return {**row, "warns": reason(refused)}
-    said = [
+    shown = [
         w for w in caught if "_stable_hash_for_caching" not in str(w.message)
     ]  # that one is about compiling
-    return {**row, **result, "warns": "yes" if said else "no"}
+    return {**row, **result, "warns": "yes" if shown else "no"}
 
 
 def parts(options: argparse.Namespace) -> list[Part]:
@@ -222,15 +222,15 @@ def parts(options: argparse.Namespace) -> list[Part]:
 
 def flags() -> argparse.ArgumentParser:
     """All flags."""
-    made = parser(__doc__, rounds=1)
-    add_out(made, "stall")
-    made.add_argument(
+    flag_parser = parser(__doc__, rounds=1)
+    add_out(flag_parser, "stall")
+    flag_parser.add_argument(
         "--scale", type=float, default=1.0, help="standard deviation of the weights (default 1)"
     )
-    made.add_argument(
+    flag_parser.add_argument(
         "--gradients", type=float, default=0.1, help="size of the gradients (default 0.1)"
     )
-    return made
+    return flag_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,7 +30,7 @@ WIDTH = 512
 LENGTH = 256
 
 
-def made() -> tuple[OPTForCausalLM, dict[str, torch.Tensor]]:
+def model_and_batch() -> tuple[OPTForCausalLM, dict[str, torch.Tensor]]:
     """Return the model and a batch."""
     torch.manual_seed(0)
     config = OPTConfig(
@@ -61,7 +61,7 @@ def measured(storage: str) -> float:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     before = resident("VmRSS")
-    model, batch = made()
+    model, batch = model_and_batch()
     model, optimizer = ng.prepare(model, f"bfloat16/{storage}", lr=1e-3)
     for _ in range(2):
         Path("/proc/self/clear_refs").write_text("5")  # the highest value begins anew
@@ -74,7 +74,7 @@ def measured(storage: str) -> float:
 
 def planned(storage: str) -> float:
     """Return the bytes of a parameter that the plan says, without the overhead of a GPU."""
-    model, batch = made()
+    model, batch = model_and_batch()
     count = sum(p.numel() for p in model.parameters())
     plan = ng.plan(
         model.bfloat16(), batch=batch, recipes=f"bfloat16/{storage}", chip="A100-SXM4-80GB", chips=1
@@ -93,10 +93,10 @@ def main() -> None:
     for storage in STORAGES:
         command = [sys.executable, __file__, storage]
         text = subprocess.check_output(command, env=os.environ | settings, text=True)
-        found = float(text), planned(storage)
-        first = first or found
+        bytes_per_param = float(text), planned(storage)
+        first = first or bytes_per_param
         cells = [f"{storage}"]
-        for value, base in zip(found, first, strict=True):
+        for value, base in zip(bytes_per_param, first, strict=True):
             cells += [f"{value:.2f}", f"{value / base - 1:+.1%}"]
         rows.append(cells)
     print(table(["storage", "measured B/param", "", "planned B/param", ""], rows))

@@ -131,16 +131,16 @@ def measure(
     return [_timing(c.name, seconds[c.name], seconds[baseline]) for c in contenders]
 
 
-def _timing(name: str, own: list[float], baseline: list[float]) -> Timing:
+def _timing(name: str, seconds: list[float], baseline: list[float]) -> Timing:
     ratios = [
-        a / b for a, b in zip(own, baseline, strict=False)
+        a / b for a, b in zip(seconds, baseline, strict=False)
     ]  # one with few rounds was in the first ones
     low, middle, high = (
         statistics.quantiles(ratios, n=4, method="inclusive")
         if len(ratios) > 1
         else [ratios[0]] * 3
     )
-    return Timing(name, tuple(own), middle, (low, high), min(own) / min(baseline))
+    return Timing(name, tuple(seconds), middle, (low, high), min(seconds) / min(baseline))
 
 
 def machine() -> Row:

@@ -256,8 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
                 for name, step in loops.items()
             ]
-            first, *others = measure(contenders, baseline=OURS, rounds=rounds, warmup=1)
-    rows = [row_of(timing, config.tokens_per_step) for timing in (first, *others)]
+            first, *later = measure(contenders, baseline=OURS, rounds=rounds, warmup=1)
+    rows = [row_of(timing, config.tokens_per_step) for timing in (first, *later)]
     tokens = f"{config.batch_size} × {config.sequence_length} tokens a step"
     report.add(f"{config.model}, {tokens}, {rounds} rounds of {per_round} steps", rows)
     report.add("the audit of every 10th step", [audit_share(ours, first.median)])

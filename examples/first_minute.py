@@ -71,25 +71,27 @@ def stdlib_tokens(model: str) -> Path:
         show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(
-        (piece for document in stdlib_documents() for piece in pieces(document.text)), trainer
+        (text for document in stdlib_documents() for text in pieces(document.text)), trainer
     )
     with contextlib.suppress(RecordError):  # another process was faster
         write_tokens(stdlib_documents(), tokenizer, tokenizer.token_to_id(END_OF_TEXT), out)
     return read_tokens(out).folder
 
 
-def words(given: list[str]) -> list[str]:
+def words(arguments: list[str]) -> list[str]:
     """The words of the command: the settings above, less those that were given or that would
     gainsay what was.
     """
-    flags = {word.partition("=")[0] for word in given if word.startswith("--")}
+    flags = {word.partition("=")[0] for word in arguments if word.startswith("--")}
     if "--help" in flags:
-        return ["compare", *given]
+        return ["compare", *arguments]
     settings = {flag: value for flag, value in SETTINGS.items() if flag not in flags}
     if "--data" not in flags:
-        model = given[given.index("--model") + 1 :] if "--model" in given else ["llama-1m"]
+        model = (
+            arguments[arguments.index("--model") + 1 :] if "--model" in arguments else ["llama-1m"]
+        )
         settings["--data"] = str(stdlib_tokens(*model[:1]))
-    return ["compare", *(part for flag in settings.items() for part in flag), *given]
+    return ["compare", *(part for flag in settings.items() for part in flag), *arguments]
 
 
 def where(python: Path) -> str:
@@ -108,6 +110,6 @@ if __name__ == "__main__":
     try:
         main.main(words(sys.argv[1:]), prog_name="narrowgauge")
     except SystemExit as end:
-        if end.code != 2 and (said := where(Path(sys.executable))):  # a refusal is one line
-            print(said, file=sys.stderr)
+        if end.code != 2 and (refusal := where(Path(sys.executable))):  # a refusal is one line
+            print(refusal, file=sys.stderr)
         raise

@@ -58,11 +58,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         save_file(narrow.state_dict(), path)
-        other = ng.quantize_for_inference(
+        loaded = ng.quantize_for_inference(
             ng.cast_parameters(LlamaForCausalLM(model.config), torch.bfloat16)
         )
-        other.load_state_dict(load_file(path))
-        same = torch.equal(other(prompt).logits, narrow(prompt).logits)
+        loaded.load_state_dict(load_file(path))
+        same = torch.equal(loaded(prompt).logits, narrow(prompt).logits)
         print(
             f"saved in {path.stat().st_size / 1e6:.2f} MB and loaded: "
             f"{'the same bits' if same else 'other bits'}"

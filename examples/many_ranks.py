@@ -63,8 +63,8 @@ def train(rank: int, ranks: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     weights = [optimizer.stored(parameter) for parameter in model.parameters()]
-    whole = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in weights]
-    digest = hashlib.sha256(b"".join(w.numpy().tobytes() for w in whole)).hexdigest()[:16]
+    full_tensors = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in weights]
+    digest = hashlib.sha256(b"".join(w.numpy().tobytes() for w in full_tensors)).hexdigest()[:16]
     if rank == 0:
         norm = optimizer.grad_norm.item()
         print(

@@ -30,8 +30,8 @@ def update(weight, gradient, fast, slow, square, s):
     fast = fast + (gradient - fast) * s["one_minus_beta1"]
     slow = slow + (gradient - slow) * s["one_minus_beta3"]
     square = square + (gradient * gradient - square) * s["one_minus_beta2"]
-    both = fast * s["fast_rate"] + slow * s["slow_rate"]
-    return both / (sqrt(square) * s["correction"] + 1e-8), fast, slow, square
+    momentum = fast * s["fast_rate"] + slow * s["slow_rate"]
+    return momentum / (sqrt(square) * s["correction"] + 1e-8), fast, slow, square
 
 
 STATES = (

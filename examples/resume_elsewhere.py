@@ -61,13 +61,13 @@ def main() -> None:
         settings = {"model": folder / "model", "data": folder / "tokens", **SETTINGS}
         flags = [word for flag, value in settings.items() for word in (f"--{flag}", value)]
         narrowgauge("train", *flags, "--out", folder / "run", "--nproc", 2, "--stop-after", 3)
-        found = {}
+        fingerprints = {}
         for ranks in (1, 3):
             copy = folder / f"on {ranks}"
             shutil.copytree(folder / "run", copy)
             narrowgauge("resume", copy, "--nproc", ranks)
-            found[ranks] = (read_run(copy).summary or {})["weights_fingerprint"]
-        for ranks, fingerprint in found.items():
+            fingerprints[ranks] = (read_run(copy).summary or {})["weights_fingerprint"]
+        for ranks, fingerprint in fingerprints.items():
             print(f"two ranks, then {ranks}: {fingerprint}")
 
 
