@@ -26,6 +26,7 @@ from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
 from narrowgauge.errors import ChipError, RankError, RecordError
 from narrowgauge.runs.finding import told
+from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
@@ -411,7 +412,14 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     they differ, and the recorded settings that differ and can act there.
 
     RUN is a run folder, finished or not, or the log of another framework, as for report.
+
+    RUN may also be a trace of torch.profiler (.json, .json.gz): its time by the terms of a plan.
+    OTHER is then the output of narrowgauge plan run --json.
     """
+    from narrowgauge.planner.trace import is_trace, read_trace
+
+    if is_trace(run) and not is_log(run):
+        return _print_result(as_json, read_trace(run, other))
     from narrowgauge.analysis import diagnose as diagnosing
 
     runs = [_record(path) for path in (run, other) if path is not None]
@@ -419,7 +427,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     for record in runs:
         for note in record.notes:
             click.echo(f"note: {note}.", err=True)
-    _print_result(as_json, diagnosis)
+    return _print_result(as_json, diagnosis)
 
 
 @main.command("moved", short_help="Which weights two checkpoints differ in.")
