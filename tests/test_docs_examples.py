@@ -87,6 +87,14 @@ def test_sessions_print_what_the_page_says(page: str, tmp_path: Path) -> None:
             )
 
 
+def test_every_picture_is_on_a_page() -> None:
+    shown = set()
+    for page in PAGES:
+        for path in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text_of(page)):
+            shown.add(((DOCS / page).parent / path).resolve())
+    assert shown == {path.resolve() for path in (DOCS / "images").iterdir()}
+
+
 def test_commands_of_the_pages_parse() -> None:
     """Every ``narrowgauge`` command in a block names a command and flags that exist."""
     for page in PAGES:
