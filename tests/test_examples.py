@@ -103,9 +103,8 @@ def test_first_minute_compares_three_recipes_and_goes_on_with_what_was_stopped(
     assert [row["recipe"] for row in rows] == ["bfloat16/master", "bfloat16/word", "bfloat16/naive"]
     assert all(row["num_seeds"] == 2 for row in rows)
     page = tmp_path / "here" / "report.html"
-    assert Path(printed[-1]).resolve() == page and all(
-        row["recipe"] in page.read_text() for row in rows
-    )
+    assert Path(printed[-1]).resolve() == page
+    assert all(row["recipe"] in page.read_text() for row in rows)
     lines_of("first_minute", capfd, *words)
     assert results.read_text() == before
 
@@ -161,11 +160,9 @@ def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(
     (on_one, fingerprint_on_one), (on_three, fingerprint_on_three) = (
         line.split(": ") for line in lines
     )
-    assert (
-        (on_one[-1], on_three[-1]) == ("1", "3")
-        and fingerprint_on_one == fingerprint_on_three
-        and len(fingerprint_on_one) == 16
-    )
+    assert (on_one[-1], on_three[-1]) == ("1", "3")
+    assert fingerprint_on_one == fingerprint_on_three
+    assert len(fingerprint_on_one) == 16
 
 
 @pytest.mark.frameworks
@@ -191,9 +188,8 @@ def test_peft_adapters_learn_over_every_base_and_merge(capfd: pytest.CaptureFixt
     *bases, merged = lines_of("peft_adapters", capfd)
     rows = [line.split() for line in bases]
     assert [row[0] for row in rows] == ["bfloat16", "int8-outlier-codes", "nvfp4"]
-    assert (
-        all(float(row[4]) < float(row[2]) for row in rows) and len({row[-2] for row in rows}) == 1
-    )
+    assert all(float(row[4]) < float(row[2]) for row in rows)
+    assert len({row[-2] for row in rows}) == 1
     sizes = [int(row[5].replace(",", "")) for row in rows]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.6 * sizes[0]
     assert merged == "merged: LlamaForCausalLM, 0 adapters left"

@@ -148,9 +148,9 @@ def test_questions_are_whole() -> None:
     pages = [{row["source"] for row in rows} for rows in (seen, unseen)]
     assert not pages[0] & pages[1]
     for row in (*seen, *unseen):
-        assert (
-            row["said"] and row["fact"] and row["class"] in ("adapters", "dense", "mixture", "long")
-        )
+        assert row["said"]
+        assert row["fact"]
+        assert row["class"] in ("adapters", "dense", "mixture", "long")
     kinds = [row["class"] for row in (*seen, *unseen)]
     assert kinds.count("adapters") >= 15 and kinds.count("mixture") >= 8
 

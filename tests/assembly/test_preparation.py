@@ -62,9 +62,8 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
         assert row.weight.bits == 64 or (error <= 3 * half).all()
         if mantissa_bits >= 23 and row.visible != "float16":
             assert torch.equal(stored[~is_moved], before[name].to(stored.dtype)[~is_moved])
-        assert (
-            not optimizer.stored(p, "exp_avg").any() and not optimizer.stored(p, "exp_avg_sq").any()
-        )
+        assert not optimizer.stored(p, "exp_avg").any()
+        assert not optimizer.stored(p, "exp_avg_sq").any()
 
 
 @pytest.mark.parametrize(
@@ -153,9 +152,8 @@ def test_tied_embeddings_have_one_state() -> None:
     model, optimizer = ng.prepare(llama(), "bfloat16/word")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     members = [p for group in optimizer.param_groups for p in group["params"]]
-    assert sum(p is model.lm_head.weight for p in members) == 1 and len(members) == len(
-        list(model.parameters())
-    )
+    assert sum(p is model.lm_head.weight for p in members) == 1
+    assert len(members) == len(list(model.parameters()))
 
 
 def test_frozen_parameters_are_cut_and_left_alone() -> None:
@@ -206,9 +204,8 @@ def test_casting_parameters_gives_those_of_bfloat16_and_leaves_buffers_ties_and_
     assert ng.cast_parameters(model, torch.bfloat16) is model
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert torch.equal(parameter, expected[name]) and parameter.dtype is expected[name].dtype
-    assert (
-        all(map(operator.is_, model.parameters(), objects)) and model[1].weight is model[0].weight
-    )
+    assert all(map(operator.is_, model.parameters(), objects))
+    assert model[1].weight is model[0].weight
     assert model.frequencies.dtype is torch.float32 and torch.equal(model.frequencies, buffer)
     assert model[2](torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
 

@@ -144,14 +144,15 @@ def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread:
     groups = first["groups"]
     layers = ["model.layers.0", "model.layers.1"]
     assert groups["word"] == groups["autocast"] == (["", *layers], [])
-    assert groups["lm_head"] == (["", *layers, "lm_head"], []) and groups["tied blocks"] == (
+    assert groups["lm_head"] == (["", *layers, "lm_head"], [])
+    assert groups["tied blocks"] == (
         [""],
         [],
     )
     units, unsharded = groups["norm"]
-    assert (
-        units == ["", *layers] and len(unsharded) == 5 and all("norm" in name for name in unsharded)
-    )
+    assert units == ["", *layers]
+    assert len(unsharded) == 5
+    assert all("norm" in name for name in unsharded)
     messages = {
         "sharded": "parallelize_module",
         "wrapped": "swap_linears",

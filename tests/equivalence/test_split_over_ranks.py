@@ -199,6 +199,5 @@ def test_zero_redundancy_of_float32_weights_ends_in_one_format(
 ) -> None:
     """Each rank has an optimizer for some of the weights, and all ranks hold all weights."""
     formats, weights = zip(*(result["zero-1", "of float32"] for result in results), strict=True)
-    assert len(set(weights)) == 1 and {name for names in formats for name in names} == {
-        "torch.float32"
-    }
+    assert len(set(weights)) == 1
+    assert {name for names in formats for name in names} == {"torch.float32"}

@@ -77,15 +77,13 @@ def test_the_defaults_train_and_resume_with_the_same_bits(tmp_path: Path) -> Non
     uninterrupted = trainer_of(tmp_path / "whole", {"storage": "word"}, **every)
     uninterrupted.train()
     logged = ng.read_run(tmp_path / "whole")  # the folder with checkpoint-3 and checkpoint-6
-    assert [row["loss"] for row in logged.steps] == history(
-        uninterrupted, "loss"
-    ) and logged.summary is not None
+    assert [row["loss"] for row in logged.steps] == history(uninterrupted, "loss")
+    assert logged.summary is not None
     assert ng.read_run(tmp_path / "whole" / "checkpoint-3" / "trainer_state.json").summary is None
     again = trainer_of(tmp_path / "again", {"storage": "word"}, **every)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert history(again, "loss") == history(uninterrupted, "loss") and same_weights(
-        uninterrupted.model, again.model
-    )
+    assert history(again, "loss") == history(uninterrupted, "loss")
+    assert same_weights(uninterrupted.model, again.model)
 
 
 def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
@@ -103,16 +101,17 @@ def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
     trainer = new_trainer()
     trainer.train()
     run = ng.read_run(tmp_path / "narrowgauge")
-    assert [row["loss"] for row in run.steps] == history(trainer, "loss") and len(
-        run.steps
-    ) == STEPS
+    assert [row["loss"] for row in run.steps] == history(trainer, "loss")
+    assert len(run.steps) == STEPS
     assert [row["lr"] for row in run.steps] == history(trainer, "learning_rate")
     assert len(history(trainer, "edq")) >= 3 and history(trainer, "num_skipped") == [0] * STEPS
-    assert [row["step"] for row in run.evals] == [3, 6] and {row["step"] for row in run.gauges} == {
+    assert [row["step"] for row in run.evals] == [3, 6]
+    assert {row["step"] for row in run.gauges} == {
         3,
         6,
     }
-    assert run.summary["steps"] == STEPS and (run.config["steps"], run.config["batch_size"]) == (
+    assert run.summary["steps"] == STEPS
+    assert (run.config["steps"], run.config["batch_size"]) == (
         STEPS,
         4,
     )

@@ -94,9 +94,8 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
     assert [row["loss"] for row in run.steps] == uninterrupted.losses
     assert [row["tokens"] for row in run.steps] == [68 * (step + 1) for step in range(STEPS)]
     assert {row["step"] for row in run.gauges} == {3, 6} and len(run.evals) == 2
-    assert run.summary["steps"] == STEPS and not [
-        event for event in run.events if event["kind"] == "warning"
-    ]
+    assert run.summary["steps"] == STEPS
+    assert not [event for event in run.events if event["kind"] == "warning"]
     logged = ng.read_run(logger.log_dir)  # what Lightning's own logger wrote
     assert [row["loss"] for row in logged.steps if "loss" in row] == pytest.approx(
         uninterrupted.losses, rel=1e-6
@@ -107,10 +106,8 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
     again = Module(audit_every=2)
     fit(again, resume=tmp_path / "three.ckpt", callbacks=[monitor()])
     second = ng.read_run(tmp_path / "run-2")
-    assert (
-        len(second.steps) == STEPS
-        and second.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
-    )
+    assert len(second.steps) == STEPS
+    assert second.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
     assert same_weights(again.model, uninterrupted.model)
 
 
@@ -154,7 +151,6 @@ def test_a_fit_with_two_optimizers_is_recorded(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Of 2 optimizers"):
         fit(Pair(), 2 * STEPS, callbacks=[NarrowgaugeMonitor(tmp_path)])
     steps = ng.read_run(tmp_path).steps
-    assert [row["step"] for row in steps] == [*range(1, STEPS + 1)] and steps[-1]["loss"] < steps[
-        0
-    ]["loss"]
+    assert [row["step"] for row in steps] == [*range(1, STEPS + 1)]
+    assert steps[-1]["loss"] < steps[0]["loss"]
     assert {row["lr"] for row in steps} == {LR}

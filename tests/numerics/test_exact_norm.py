@@ -92,9 +92,8 @@ def test_nan_wins_over_infinity_and_infinity_over_numbers_and_a_norm_may_be_beyo
     None
 ):
     largest = torch.full((4,), torch.finfo(torch.float32).max)
-    assert (
-        math.isfinite(sum_of_squares([largest]).item()) and exact_norm([largest]).item() == math.inf
-    )
+    assert math.isfinite(sum_of_squares([largest]).item())
+    assert exact_norm([largest]).item() == math.inf
     for dtype in NARROW:
         big = torch.ones(3000, dtype=dtype)
         inf = big.clone()
@@ -103,9 +102,8 @@ def test_nan_wins_over_infinity_and_infinity_over_numbers_and_a_norm_may_be_beyo
         nan[2900] = math.nan
         assert exact_norm([big, inf]).item() == sum_of_squares([inf, big]).item() == math.inf
         for tensors in ([nan, inf], [inf, nan], [big, nan]):
-            assert math.isnan(exact_norm(tensors).item()) and math.isnan(
-                sum_of_squares(tensors).item()
-            )
+            assert math.isnan(exact_norm(tensors).item())
+            assert math.isnan(sum_of_squares(tensors).item())
 
 
 SHAPES = [(3,), (0,), (), (64, 64), (4098,), (4097,), (71, 73), (190, 180)]

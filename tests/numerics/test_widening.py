@@ -31,11 +31,9 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def test_what_is_widened() -> None:
-    assert (
-        is_widened(torch.bfloat16, "cpu")
-        and is_widened(torch.int8, "cpu")
-        and is_widened(torch.float16, "cpu")
-    )
+    assert is_widened(torch.bfloat16, "cpu")
+    assert is_widened(torch.int8, "cpu")
+    assert is_widened(torch.float16, "cpu")
     assert not is_widened(torch.float32, "cpu") and not is_widened(torch.bfloat16, "cuda")
     with pretending("avx512_bf16", "avx512_vnni"):
         assert not is_widened(torch.bfloat16, "cpu") and not is_widened(torch.int8, "cpu")
@@ -55,9 +53,8 @@ def test_a_linear_and_its_gradients_are_float32s_rounded_once(
     y.backward(grad)
     assert bits_equal(y, (x.float() @ weight.float().t() + bias.float()).to(dtype))
     assert x.grad is not None and bits_equal(x.grad, (grad.float() @ weight.float()).to(dtype))
-    assert weight.grad is not None and bits_equal(
-        weight.grad, (grad.float().t() @ x.float()).to(dtype)
-    )
+    assert weight.grad is not None
+    assert bits_equal(weight.grad, (grad.float().t() @ x.float()).to(dtype))
     assert bias.grad is not None and bits_equal(bias.grad, grad.sum(0))
 
 

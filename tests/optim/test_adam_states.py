@@ -280,9 +280,8 @@ def test_torchs_adamw_goes_on_from_full_weights_and_our_state() -> None:
     model, ours = trained("float32")
     model.register_parameter("tied", model[1].weight)
     weights = ng.full_weights(model, ours)
-    assert torch.equal(weights["tied"], weights["1.weight"]) and {
-        w.dtype for w in weights.values()
-    } == {torch.float32}
+    assert torch.equal(weights["tied"], weights["1.weight"])
+    assert {w.dtype for w in weights.values()} == {torch.float32}
     copied, theirs = trained("", torch.optim.AdamW)
     copied.register_parameter("tied", copied[1].weight)
     copied.load_state_dict(weights)

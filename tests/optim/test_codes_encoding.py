@@ -126,9 +126,8 @@ def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
                 words = codes.encode(code, every_nan(), addend, shift, scale)
                 assert (words == words[0]).all()
                 value = codes.decode(code, words[:1], shift)
-                assert not value.signbit() and (
-                    value == values_of(code)[-1] if code.is_window else value.isnan()
-                )
+                assert not value.signbit()
+                assert value == values_of(code)[-1] if code.is_window else value.isnan()
 
 
 @exhaustive("code", WINDOWS)
@@ -272,9 +271,8 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
                 encoded.float(),
             )  # float64 holds these values too
             assert torch.equal(bits_of(read), bits_of(encoded))
-            assert np.array_equal(x.isnan(), encoded.isnan()) and np.array_equal(
-                x.isnan(), float_of(seen).isnan()
-            )
+            assert np.array_equal(x.isnan(), encoded.isnan())
+            assert np.array_equal(x.isnan(), float_of(seen).isnan())
             exact = unsigned(bits_of(x))[finite]
             stored = oracle.cut(exact, dropped, addend) if dropped else exact
             assert np.array_equal(unsigned(bits_of(encoded))[finite], stored)

@@ -96,9 +96,8 @@ def test_adopted_values_are_kept_in_float64_nan_included(storage: str) -> None:
     def of(name: str) -> Tensor:
         return bits(optimizer.stored(weight, name)).view(-1)[1:]
 
-    assert torch.equal(of("weight"), bits(values).view(-1)[1:]) and torch.equal(
-        of("exp_avg"), of("weight")
-    )
+    assert torch.equal(of("weight"), bits(values).view(-1)[1:])
+    assert torch.equal(of("exp_avg"), of("weight"))
     assert bits(optimizer.stored(weight)).view(-1)[0] == 0x7FF8 << 48
     # A state of torch's float64 AdamW arrives whole.
     wide = nn.Parameter(values.nan_to_num(posinf=1.0))

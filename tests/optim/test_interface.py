@@ -181,10 +181,8 @@ def test_masters_begin_in_pieces(storage: str) -> None:
     optimizer = ng.AdamW([weight], storage=storage, compile=False, low_bits="zero")
     peak = peak_bytes(lambda: optimizer.make_missing(optimizer.param_groups[0], [weight]))
     state = optimizer.state_of(weight)
-    assert (
-        state is not None
-        and peak < sum(words.nbytes for words in state.words.values()) + weight.nbytes
-    )
+    assert state is not None
+    assert peak < sum(words.nbytes for words in state.words.values()) + weight.nbytes
     assert torch.equal(optimizer.stored(weight), weight.to(optimizer.stored(weight).dtype))
 
 
@@ -235,10 +233,8 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     assert float(scaled.state_dict()["state"][0]["step"]) == 3.0
     assert (ours.scale_tensor.item() if ours is not None else theirs.get_scale()) == 2.0**5
     if "idle" in kind:
-        assert (
-            scaler is not None
-            and scaler.state_dict() == ng.LossScaler(2.0**6, hysteresis=1).state_dict()
-        )
+        assert scaler is not None
+        assert scaler.state_dict() == ng.LossScaler(2.0**6, hysteresis=1).state_dict()
     assert_same_bits(everything(scaled), everything(plain))
 
 

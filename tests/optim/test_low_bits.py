@@ -85,9 +85,8 @@ def test_exact_and_master_begin_alike_and_word_with_their_upper_bits() -> None:
         optimizer = build("adamw", parameters(storage), storage, lr=0.0, low_bits="random")
         optimizer.make_missing(optimizer.param_groups[0], parameters_of(optimizer))
         stored[storage] = optimizer.stored(parameters_of(optimizer)[0])
-    assert torch.equal(stored["exact"], stored["master"]) and torch.equal(
-        stored["exact"], stored["split"]
-    )
+    assert torch.equal(stored["exact"], stored["master"])
+    assert torch.equal(stored["exact"], stored["split"])
     difference = (stored["word"] - stored["exact"]).abs()
     assert bool((difference <= 2.0**-15 * stored["exact"].abs()).all())
 

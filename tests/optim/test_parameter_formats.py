@@ -120,9 +120,8 @@ def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
         for separate in alone.values():
             separate.step()
     for p, q, separate in pairs:
-        assert torch.equal(optimizer.stored(p), separate.stored(q)) and optimizer.storage_of(
-            p
-        ) == separate.storage_of(q)
+        assert torch.equal(optimizer.stored(p), separate.stored(q))
+        assert optimizer.storage_of(p) == separate.storage_of(q)
 
 
 def test_random_low_bits_of_a_16_bit_checkpoint_in_float32() -> None:
@@ -146,9 +145,8 @@ def test_tied_strided_frozen_weights_and_gradients_that_exist() -> None:
     optimizer = ng.AdamW(model.parameters(), lr=1e-2)
     optimizer.step()
     assert model.tied is model.up.weight and model.head.weight.stride() == (1, 16)
-    assert (
-        model.norm.weight.dtype is torch.float32 and model.embedding.weight.dtype is torch.bfloat16
-    )
+    assert model.norm.weight.dtype is torch.float32
+    assert model.embedding.weight.dtype is torch.bfloat16
     unfrozen = Model().norm.weight
     optimizer.add_param_group({"params": [unfrozen]})
     assert unfrozen.dtype is torch.bfloat16
@@ -271,12 +269,10 @@ def test_a_state_is_a_mapping() -> None:
     optimizer = ng.AdamW(model.parameters())
     train(model, optimizer)
     state = optimizer.state[model.up.weight]
-    assert (
-        dict(state).keys() == {"step", "packed"} == set(dict(state.items())) and state["step"] == 3
-    )
-    assert "exp_avg" in state and torch.equal(
-        state["exp_avg"], optimizer.stored(model.up.weight, "exp_avg")
-    )
+    assert dict(state).keys() == {"step", "packed"} == set(dict(state.items()))
+    assert state["step"] == 3
+    assert "exp_avg" in state
+    assert torch.equal(state["exp_avg"], optimizer.stored(model.up.weight, "exp_avg"))
     assert state.get("momentum") is None
 
 

@@ -103,10 +103,8 @@ def test_a_tied_head_has_no_state_of_its_own() -> None:
         for tie in (True, False)
     )
     assert untied.embedding == tied.embedding
-    assert (
-        untied.head.weights - tied.head.weights == 2 * ROWS * COLS
-        and untied.head.optimizer > tied.head.optimizer
-    )
+    assert untied.head.weights - tied.head.weights == 2 * ROWS * COLS
+    assert untied.head.optimizer > tied.head.optimizer
     # On the last stage it exists too.
     shapes = (decoder("one", **sizes, tie_embeddings=tie) for tie in (True, False))
     layout = Layout(pipeline=2, zero=0)

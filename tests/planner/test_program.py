@@ -155,11 +155,9 @@ def test_software_names_its_program() -> None:
     default_job = jobs["bfloat16/master"]
     ours = jobs["bfloat16/word"]
     assert default_job.program is PROGRAMS["megatron-core"] and default_job.layout.zero in (0, 1)
-    assert (
-        ours.program == default_job.program
-        and not ours.program.limits
-        and ours.program.text == "a loop like Megatron-Core"
-    )
+    assert ours.program == default_job.program
+    assert not ours.program.limits
+    assert ours.program.text == "a loop like Megatron-Core"
 
 
 def test_a_card_for_games_is_not_planned_with_a_cluster_s_libraries() -> None:

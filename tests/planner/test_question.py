@@ -97,9 +97,8 @@ def test_seventy_billion_on_a_node() -> None:
     # 70.6 GB of state on 85.9: with layers computed again, or without a sum of several
     # micro-batches.
     for option in answer.options:
-        assert option.fits and (
-            option.layout.recompute == "full" or option.layout.micro_batches == 1
-        )
+        assert option.fits
+        assert option.layout.recompute == "full" or option.layout.micro_batches == 1
     roomy = plan("llama-70b", recipes=["bfloat16/word"], chip="H200", chips=8).best
     assert roomy.fits and roomy.has_room and roomy.layout.recompute == "none"
 
@@ -173,6 +172,5 @@ def test_what_is_known_to_be_far_off_is_said() -> None:
         "sequence_length": 32_768,
     }
     ring, unsplit = (plan("llama-8b", layout=f"context={ranks}", **arguments) for ranks in (4, 1))
-    assert (
-        "context ranks" in ring.sentences()[-1] and "context ranks" not in unsplit.sentences()[-1]
-    )
+    assert "context ranks" in ring.sentences()[-1]
+    assert "context ranks" not in unsplit.sentences()[-1]

@@ -51,11 +51,9 @@ def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(
     )
     assert foreign["val_loss"] == pytest.approx(2.4) and last["val_loss"] is None
     text = comparison.text()
-    assert (
-        "without a validation loss: no_eval" in text
-        and "steps:" not in text
-        and "cheapest" not in text
-    )
+    assert "without a validation loss: no_eval" in text
+    assert "steps:" not in text
+    assert "cheapest" not in text
     page = report([ours, theirs, no_eval], tmp_path / "page.html").read_text()
     assert "theirs" in page and "no_eval" in page
     assert report(
@@ -152,9 +150,8 @@ def test_tables_and_exports_are_read_by_their_names(tmp_path: Path) -> None:
         {"step": 2, "loss": 3.25, "lr": 1e-3},
     ]
     run = read(tmp_path, "history.csv", HISTORY)
-    assert run.steps == [{"step": 10, "loss": 3.5}, {"step": 20, "loss": 3.25}] and run.evals == [
-        {"step": 20, "val_loss": 3.0}
-    ]
+    assert run.steps == [{"step": 10, "loss": 3.5}, {"step": 20, "loss": 3.25}]
+    assert run.evals == [{"step": 20, "val_loss": 3.0}]
     assert [row["step"] for row in read(tmp_path, "alone.csv", ALONE).steps] == [1, 2]
     assert read(tmp_path, "spaces.csv", "step, loss\n1, 2.5\n").steps == [{"step": 1, "loss": 2.5}]
 
@@ -165,9 +162,9 @@ def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
     assert (first.path.name, second.path.name) == (
         "one.csv",
         "other.csv",
-    ) and first.gauges == first.fingerprints == []
+    )
+    assert first.gauges == first.fingerprints == []
     difference = ng.diagnose(first, second)
     assert difference.names == ("one.csv", "other.csv") and difference.readings[0].stage == "loss"
-    assert "--" not in str(difference) and "neither settings nor versions in its record" in str(
-        difference
-    )
+    assert "--" not in str(difference)
+    assert "neither settings nor versions in its record" in str(difference)

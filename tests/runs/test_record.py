@@ -77,11 +77,9 @@ def test_values_come_back_exactly_and_the_file_is_valid_json(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run" / "steps.jsonl").read_text())["loss"] == "nan"
     run = read_run(tmp_path / "run")
     [back] = run.steps
-    assert (
-        math.isnan(back["loss"])
-        and math.isnan(back["norm"])
-        and (back["step"], back["lr"]) == (1, 0.5)
-    )
+    assert math.isnan(back["loss"])
+    assert math.isnan(back["norm"])
+    assert (back["step"], back["lr"]) == (1, 0.5)
     assert back["audit"] == row["audit"] and run.events == [event.row()]
     assert [value.hex() for value in back["values"]] == [value.hex() for value in values]
 
@@ -157,9 +155,9 @@ def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Pat
         (3, 1 / 3),
         (4, 9.0),
     ]
-    assert (
-        [row["step"] for row in run.evals] == [2] and len(run.events) == 1 and run.summary is None
-    )
+    assert [row["step"] for row in run.evals] == [2]
+    assert len(run.events) == 1
+    assert run.summary is None
 
 
 def test_an_existing_run_folder_or_file_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -109,6 +109,5 @@ def test_a_file_says_the_same(tmp_path: Path) -> None:
     assert (
         parse(path) == parse(str(path)) == Recipe(WORD.compute, WORD.storage, overrides=(override,))
     )
-    assert parse(path).title == "bfloat16/word (mine)" and parse(parse(path).to_value()) == parse(
-        path
-    )
+    assert parse(path).title == "bfloat16/word (mine)"
+    assert parse(parse(path).to_value()) == parse(path)

@@ -39,7 +39,5 @@ def test_the_last_override_that_names_a_layer_wins_over_what_the_row_keeps() -> 
 
 def test_a_label_is_no_part_of_a_plain_recipe() -> None:
     recipe = parse({"recipe": "float8-row/split", "name": "mine"})
-    assert (
-        recipe.to_value() == recipe.title == "float8-row/split"
-        and parse(recipe.to_value()) == recipe
-    )
+    assert recipe.to_value() == recipe.title == "float8-row/split"
+    assert parse(recipe.to_value()) == recipe

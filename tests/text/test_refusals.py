@@ -81,9 +81,8 @@ def test_a_command(
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), (
         result.exception
     )
-    assert re.match(rf"(?:{kind}): ", result.stderr) and re.search(words, result.stderr), (
-        result.stderr
-    )
+    assert re.match(rf"(?:{kind}): ", result.stderr), result.stderr
+    assert re.search(words, result.stderr), result.stderr
     assert not any(tmp_path.iterdir())
 
 
@@ -229,6 +228,5 @@ def test_a_file(read: Callable[[Path], object], text: str, words: str, tmp_path:
     path.write_text(text, encoding="utf-8")
     with pytest.raises((RecipeError, DataError, ChipError), match=words) as refused:
         read(path)
-    assert "\n" not in str(refused.value) and (
-        refused.value.advice or "line 1" in str(refused.value)
-    )
+    assert "\n" not in str(refused.value)
+    assert refused.value.advice or "line 1" in str(refused.value)

@@ -48,18 +48,15 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
     assert calls == [
         (recipe, seed) for seed in (0, 1) for recipe in ("bfloat16/master", "bfloat16/word")
     ]
-    assert (
-        comparison.verdict[0].startswith("bfloat16/word is the cheapest")
-        and comparison.rows[0]["tokens_per_second"] > 0
-    )
+    assert comparison.verdict[0].startswith("bfloat16/word is the cheapest")
+    assert comparison.rows[0]["tokens_per_second"] > 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "compare.json", "report.html", "bfloat16-master-seed0", "bfloat16-master-seed1", "bfloat16-word-seed0",
         "bfloat16-word-seed1",
     }  # fmt: skip
     run = read_run(tmp_path / "out" / "bfloat16-word-seed1")
-    assert [row["step"] for row in run.steps] == list(range(1, 11)) and [
-        row["step"] for row in run.evals
-    ] == [5, 10]
+    assert [row["step"] for row in run.steps] == list(range(1, 11))
+    assert [row["step"] for row in run.evals] == [5, 10]
     assert all(row["seconds"] >= 0 for row in (*run.steps, *run.evals))
     assert run.summary is not None and run.summary["val_loss"] == 4.1 and run.summary["steps"] == 10
     assert compare_runs(read_runs([tmp_path / "out"])).rows == comparison.rows
@@ -77,9 +74,8 @@ def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
         return returned
 
     comparison = compare(train, ["anything at all"])
-    assert comparison.rows[0]["val_loss"] == loss and comparison.rows[0]["diverged"] is (
-        loss is None
-    )
+    assert comparison.rows[0]["val_loss"] == loss
+    assert comparison.rows[0]["diverged"] is (loss is None)
 
 
 def test_contradictory_requests_are_refused() -> None:
@@ -127,9 +123,8 @@ def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> 
         assert "weight:weight" in run.gauges[0]["tensors"]
         # Each audit stands in the row of its own step, and in no other.
         assert [row["step"] for row in run.steps if "edq" in row] == [2, 4, 6]
-        assert (run.summary["edq"] > 0.9) == is_lossless and (
-            run.summary["lost_fraction"] < 0.1
-        ) == is_lossless
+        assert (run.summary["edq"] > 0.9) == is_lossless
+        assert (run.summary["lost_fraction"] < 0.1) == is_lossless
     assert [row["bytes_per_param"] for row in comparison.rows] == pytest.approx([8.5, 8.0], abs=0.2)
 
 
@@ -208,11 +203,9 @@ def test_runs_on_other_tokens_are_not_compared(
         done(short, tmp_path / "out", RECIPES, 1)
     done(short, tmp_path / "other", RECIPES[1:], 1)
     comparison = compare_runs(read_runs([tmp_path / "out", tmp_path / "other"], print))
-    assert (
-        not comparison.differences
-        and "other data" not in comparison.text()
-        and "data" in comparison.verdict[-1]
-    )
+    assert not comparison.differences
+    assert "other data" not in comparison.text()
+    assert "data" in comparison.verdict[-1]
 
 
 def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_bits(

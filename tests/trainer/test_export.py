@@ -37,9 +37,8 @@ def test_an_export_is_the_model_bit_for_bit(run: Path, tmp_path: Path) -> None:
     trained = session.load(run)
     visible = export(run, tmp_path / "deep" / "out")
     loaded = AutoModelForCausalLM.from_pretrained(visible)
-    assert (
-        loaded.dtype == torch.bfloat16 and loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    )
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     for name, value in trained.model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     assert [path.name for path in visible.parent.iterdir()] == ["out"]
@@ -53,10 +52,8 @@ def test_the_tokenizer_goes_along(run: Path, tmp_path: Path) -> None:
     reference = Tokenizer.from_file(str(out / "tokenizer.json"))
     text = "def one(two):\n\treturn  'ü' , 3\n"
     assert tokenizer(text)["input_ids"] == reference.encode(text).ids
-    assert (
-        tokenizer.decode(tokenizer(text)["input_ids"]) == text
-        and tokenizer.eos_token == END_OF_TEXT
-    )
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token == END_OF_TEXT
     config, generation = (
         json.loads((out / f"{name}.json").read_text()) for name in ("config", "generation_config")
     )

@@ -68,7 +68,8 @@ def test_at_a_checkpoint_the_ones_before_stay(
     assert (refused.exit_code, refused.stderr.count("\n")) == (
         1,
         1,
-    ) and "disk is full" in refused.stderr
+    )
+    assert "disk is full" in refused.stderr
     assert [path.name for path in (folder / "checkpoints").iterdir() if any(path.iterdir())] == [
         "step-00000002"
     ]

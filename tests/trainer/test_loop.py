@@ -95,26 +95,23 @@ def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None
     # word's 8, the vectors' share, and a float32 sum of micro-batches.
     assert 11.9 < summary["bytes_per_param"] < 13
     assert summary["tokens_per_second"] > 0 and summary["wall_seconds"] > 0
-    assert (
-        abs(summary["edq"] - 1) < 0.01
-        and 0 <= summary["noise"] < 0.5
-        and 0 <= summary["lost_fraction"] < 0.2
-    )
+    assert abs(summary["edq"] - 1) < 0.01
+    assert 0 <= summary["noise"] < 0.5
+    assert 0 <= summary["lost_fraction"] < 0.2
     assert len(summary["weights_fingerprint"]) == 16 and int(summary["weights_fingerprint"], 16)
     assert [row["step"] for row in run.evals] == [3, 6, 8]
     assert summary["val_loss"] == run.evals[-1]["val_loss"]
     for number, row in enumerate(run.steps, 1):
         assert row["step"] == number and row["tokens"] == number * 64
-        assert (
-            row["loss"] > 0 and row["lr"] > 0 and row["grad_norm"] > 0 and row["skipped"] is False
-        )
+        assert row["loss"] > 0
+        assert row["lr"] > 0
+        assert row["grad_norm"] > 0
+        assert row["skipped"] is False
         assert row["tokens_per_second"] > 0 and 0 <= row["loader_seconds"] < row["seconds"]
         assert ("edq" in row) == (number % 2 == 0)
     assert run.steps[-1]["loss"] < run.steps[0]["loss"]
-    assert (
-        run.run["config"]["recipe"] == "bfloat16/word"
-        and run.run["versions"]["torch"] == torch.__version__
-    )
+    assert run.run["config"]["recipe"] == "bfloat16/word"
+    assert run.run["versions"]["torch"] == torch.__version__
     assert run.run["model"]["num_parameters"] > 0 and run.run["data"]["tokens"] > 0
 
 
@@ -313,10 +310,8 @@ def test_output_that_cannot_be_written_ends_the_run_at_a_checkpoint(
     assert failure.value.errno == number
     steps = len(read_run(tmp_path / "run").steps)
     assert 0 < steps < config.steps
-    assert (
-        loop.resume(tmp_path / "run")
-        and (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}").is_dir()
-    )
+    assert loop.resume(tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}").is_dir()
 
 
 def test_ranks_share_the_batch_unless_the_settings_say_how(place: Path, tmp_path: Path) -> None:

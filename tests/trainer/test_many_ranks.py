@@ -65,9 +65,8 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     size = 4
     outputs = run_ranks(train_here, size, tmp_path / "ranks", place, {tmp_path / "run": BASE})
     run = read_run(tmp_path / "run")
-    assert [row["step"] for row in run.steps] == [1, 2, 3, 4] and run.run["machine"][
-        "ranks"
-    ] == size
+    assert [row["step"] for row in run.steps] == [1, 2, 3, 4]
+    assert run.run["machine"]["ranks"] == size
     for row in run.steps:
         assert 0 <= row["wait_seconds"] < row["communication_seconds"] < row["seconds"]
     assert "communication_seconds" not in alone.steps[0]
@@ -78,9 +77,8 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     assert run.evals[-1]["val_loss"] == pytest.approx(alone.evals[-1]["val_loss"], rel=1e-6)
     assert [row["step"] for row in run.gauges] == [2, 4] and run.summary is not None
     assert run.summary["edq"] == pytest.approx(1, abs=1e-5) and run.summary["bytes_per_param"] == 16
-    assert outputs[0][0].count("validation loss") == 2 and all(
-        silent == [""] for silent in outputs[1:]
-    )
+    assert outputs[0][0].count("validation loss") == 2
+    assert all(silent == [""] for silent in outputs[1:])
 
 
 def train_on_a_copy(rank: int, place: Path, copies: list[Path], out: Path) -> str:
@@ -102,11 +100,9 @@ def test_ranks_with_other_tokens_are_refused(place: Path, tmp_path: Path) -> Non
     content = (copies[1] / "tokens.bin").read_bytes()
     (copies[1] / "tokens.bin").write_bytes(content[2:] + content[:2])
     messages = run_ranks(train_on_a_copy, 2, tmp_path / "ranks", place, copies, tmp_path / "run")
-    assert (
-        "rank 1 has tokens = " in messages[0]
-        and messages[0] == messages[1]
-        and not (tmp_path / "run").exists()
-    )
+    assert "rank 1 has tokens = " in messages[0]
+    assert messages[0] == messages[1]
+    assert not (tmp_path / "run").exists()
 
 
 def train_with_a_bad_rank(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
@@ -161,18 +157,17 @@ def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(
         train_with_a_flipped_bit, 3, tmp_path / "ranks", place, tmp_path / "run"
     )
     message, rank, tensor = first
-    assert (
-        other_ranks == [first] * 2
-        and rank == 1
-        and tensor.startswith("exp_avg_sq of")
-        and "rank 1" in message
-    )
+    assert other_ranks == [first] * 2
+    assert rank == 1
+    assert tensor.startswith("exp_avg_sq of")
+    assert "rank 1" in message
     event = read_run(tmp_path / "run").events[-1]
     assert (event["kind"], event["rank"], event["tensor"]) == (
         "corruption",
         1,
         tensor,
-    ) and 5 <= event["step"] <= 9
+    )
+    assert 5 <= event["step"] <= 9
     saved = sorted(
         int(folder.name.partition("-")[2])
         for folder in (tmp_path / "run" / "checkpoints").glob("step-*")

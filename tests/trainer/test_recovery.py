@@ -69,14 +69,10 @@ def test_a_spike_is_reported_at_its_step(
         reported = run_with(place, tmp_path / "reported")
     finally:
         stop()
-    assert (
-        kinds(reported, "loss_spike", "skip") == [("loss_spike", SPIKE_STEP)]
-        and "loss_spike" in kinds_seen
-    )
-    assert (
-        not any(row["skipped"] for row in reported.steps)
-        and "loss spike: " in capsys.readouterr().out
-    )
+    assert kinds(reported, "loss_spike", "skip") == [("loss_spike", SPIKE_STEP)]
+    assert "loss_spike" in kinds_seen
+    assert not any(row["skipped"] for row in reported.steps)
+    assert "loss spike: " in capsys.readouterr().out
 
 
 def test_a_nan_is_skipped_and_named(
@@ -86,9 +82,8 @@ def test_a_nan_is_skipped_and_named(
     run = run_with(place, tmp_path / "run", steps=8)
     (skip,) = [event for event in run.events if event["kind"] == "skip"]
     assert skip["step"] == 5 and "gradients are not finite in 'model." in skip["message"]
-    assert kinds(run, "nonfinite") == [("nonfinite", 5)] and [
-        r["step"] for r in run.steps if r["skipped"]
-    ] == [5]
+    assert kinds(run, "nonfinite") == [("nonfinite", 5)]
+    assert [r["step"] for r in run.steps if r["skipped"]] == [5]
 
 
 def test_a_run_that_goes_nowhere_is_said_to(

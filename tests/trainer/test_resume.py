@@ -242,10 +242,8 @@ def test_a_second_interruption_ends_at_once(place: Path, nursery: Nursery, tmp_p
     at = {'{"step":3,"loss"': signal.SIGINT, "Ctrl-C again": signal.SIGINT}
     assert nursery(*words_of(config), at=at) == -signal.SIGINT
     assert "Traceback" not in nursery.printed
-    assert (
-        not (tmp_path / "run" / "checkpoints").exists()
-        and len(read_run(tmp_path / "run").steps) == 2
-    )
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert len(read_run(tmp_path / "run").steps) == 2
 
 
 def test_an_interruption_before_the_first_step_leaves_nothing(
@@ -310,11 +308,9 @@ def test_a_lost_run_restarts_if_asked(
     before = (folder / "steps.jsonl").read_bytes()
     for words in (["resume", str(folder)], ["train", "--out", str(folder)]):
         refused = call(*words)
-        assert (
-            refused.exit_code == 2
-            and "--restart" in refused.stderr
-            and refused.stderr.count("\n") == 1
-        )
+        assert refused.exit_code == 2
+        assert "--restart" in refused.stderr
+        assert refused.stderr.count("\n") == 1
     assert (folder / "steps.jsonl").read_bytes() == before
     assert call("resume", str(folder), "--restart").exit_code == 0
     assert_same_run(read_run(folder), uninterrupted["naive"])

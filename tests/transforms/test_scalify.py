@@ -157,11 +157,9 @@ def test_what_moves_elements_keeps_the_scale(operation: Callable[[Tensor], Tenso
     x = Scaled(real * 8, 0.125).requires_grad_()
     reference = operation(plain)
     computed = operation(x)
-    assert (
-        type(computed) is Scaled
-        and computed.scale == 0.125
-        and torch.equal(computed.value(), reference)
-    )
+    assert type(computed) is Scaled
+    assert computed.scale == 0.125
+    assert torch.equal(computed.value(), reference)
     reference.backward(torch.ones_like(reference))
     (gradient,) = torch.autograd.grad(computed, x, Scaled(torch.full_like(reference, 4.0), 0.25))
     assert torch.equal(gradient.value(), plain.grad)

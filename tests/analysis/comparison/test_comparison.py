@@ -23,11 +23,9 @@ def test_a_row_has_the_documented_columns() -> None:
     assert [list(row) for row in comparison.rows] == [COLUMNS] * 2
     row = comparison.rows[1]
     assert row["val_loss"] == pytest.approx(4.2) and row["val_loss_std"] == pytest.approx(0.2)
-    assert (
-        row["tokens_per_second"] == 400
-        and row["bytes_per_param"] == 8
-        and row["step_memory_bytes"] == 1 << 20
-    )
+    assert row["tokens_per_second"] == 400
+    assert row["bytes_per_param"] == 8
+    assert row["step_memory_bytes"] == 1 << 20
     assert [row[n] for n in ("edq", "noise", "lost_fraction", "diverged", "num_seeds")] == [
         1,
         0.01,
@@ -46,17 +44,13 @@ def test_the_file_says_what_the_page_says() -> None:
     comparison = compare_runs([*MASTER, *naive, make_run("bfloat16/word", 0, 4.0)])
     rows = {row["recipe"]: row for row in json.loads(comparison.json())}
     row = rows["bfloat16/naive"]
-    assert (
-        row["edq"] == 1
-        and row["late_edq"] == 0.5
-        and row["verdict"] == "not to be used"
-        and len(row["faults"]) == 1
-    )
+    assert row["edq"] == 1
+    assert row["late_edq"] == 0.5
+    assert row["verdict"] == "not to be used"
+    assert len(row["faults"]) == 1
     assert row["difference"] == pytest.approx(0.02) == sum(row["difference_interval"]) / 2
-    assert (
-        rows["bfloat16/master"]["verdict"] == "the baseline"
-        and rows["bfloat16/master"]["difference"] is None
-    )
+    assert rows["bfloat16/master"]["verdict"] == "the baseline"
+    assert rows["bfloat16/master"]["difference"] is None
     assert rows["bfloat16/word"]["difference_interval"] is None
 
 
@@ -132,10 +126,8 @@ def test_the_verdict_says_when_nothing_is_smaller() -> None:
     )
     fast = seeds("bfloat16/master", (4.0, 4.1, 4.2), step_seconds=0.25)
     (first, *_) = compare_runs([*wide, *fast]).verdict
-    assert (
-        first.startswith("bfloat16/master is the cheapest")
-        and "16.00 bytes per parameter, where float32/float32 takes 16.00." in first
-    )
+    assert first.startswith("bfloat16/master is the cheapest")
+    assert "16.00 bytes per parameter, where float32/float32 takes 16.00." in first
 
 
 def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> None:

@@ -227,10 +227,8 @@ def test_gradients_are_compared_without_the_loss_scale_that_their_step_began_wit
 def test_equal_records_are_the_same_run() -> None:
     runs = pair(machine={"num_threads": 1})
     assert runs.verdict == "The same in all that both recorded (4 steps)." and not runs.readings
-    assert (
-        "Recorded settings that differ: num_threads 2 and 1." in str(runs)
-        and runs.to_dict()["same"]
-    )
+    assert "Recorded settings that differ: num_threads 2 and 1." in str(runs)
+    assert runs.to_dict()["same"]
     assert "ranks 1 and 2." in str(pair(machine={"ranks": 2})), "a single process records no number"
     resumed = make_run("a"), make_run("b")
     resumed[1].fingerprints.append({"step": 1, "tensors": {"weight:layers.0": [9, 1.0, NUMEL]}})

@@ -104,9 +104,8 @@ def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(
         for name, every in (("a", 1), ("b", 0))
     )
     assert TwoRuns(plain, again).verdict == "The same run, bit for bit to the last weight."
-    assert again.fingerprints == plain.fingerprints and [
-        row["step"] for row in again.fingerprints
-    ] == list(range(7))
+    assert again.fingerprints == plain.fingerprints
+    assert [row["step"] for row in again.fingerprints] == list(range(7))
     assert TwoRuns(plain, unhashed).is_complete and unhashed.fingerprints == []
 
 

@@ -53,9 +53,8 @@ def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Event], list[Row]
 
 def test_lost_decay_is_told_though_the_edq_is_good() -> None:
     (event,), rows = run("naive")
-    assert (event.kind, event.tensor, event.threshold) == ("lost_decay", "weight", 0.5) and (
-        event.value or 0
-    ) > 0.6
+    assert (event.kind, event.tensor, event.threshold) == ("lost_decay", "weight", 0.5)
+    assert (event.value or 0) > 0.6
     assert "'word'" in event.advice
     assert (metric_of(rows[-1], "updates", "weight", "edq") or 0.0) > 0.95
     assert run("naive", weight_decay=0.0)[0] == []  # nobody meant to move it
