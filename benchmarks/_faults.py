@@ -146,9 +146,10 @@ def random_batch(session: Session) -> None:
         parts = true_batch()
         if session.step != spoiled:
             return parts
-        return [
-            torch.randint(size, part.shape, generator=generator).to(part.device) for part in parts
-        ]
+        drawn = []
+        for part in parts:
+            drawn.append(torch.randint(size, part.shape, generator=generator).to(part.device))
+        return drawn
 
     session.batch = batch  # type: ignore[method-assign]
 
@@ -209,10 +210,9 @@ def unscaled(gradients: str) -> Compute:
     """
     row = COMPUTES["float8-row"]
     static = Cast(gradients, "tensor", scaling="static")
-    products = {
-        place: Product(static, getattr(row, place).right, row.grad_input.accumulation)
-        for place in ("grad_input", "grad_weight")
-    }
+    products = {}
+    for place in ("grad_input", "grad_weight"):
+        products[place] = Product(static, getattr(row, place).right, row.grad_input.accumulation)
     return dataclasses.replace(row, name=f"float8-unscaled-{gradients}", **products)  # type: ignore[arg-type]
 
 

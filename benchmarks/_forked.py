@@ -20,10 +20,11 @@ def in_processes(function: Callable[..., Any], number: int, *arguments: Any) -> 
     """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
-        ranks = [
-            context.Process(target=_run, args=(function, rank, Path(folder), arguments))
-            for rank in range(number)
-        ]
+        ranks = []
+        for rank in range(number):
+            ranks.append(
+                context.Process(target=_run, args=(function, rank, Path(folder), arguments))
+            )
         for rank in ranks:
             rank.start()
         for rank in ranks:

@@ -27,12 +27,14 @@ FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()}
 def peer_optimizer(peer: Peer, session: Session) -> torch.optim.Optimizer:
     """Build a peer's optimizer over the session's parameters; matrices decay, as in the trainer."""
     config = session.config
-    matrices = [
-        weight for name, weight in session.model.named_parameters() if is_matrix(name, weight)
-    ]
-    vectors = [
-        weight for name, weight in session.model.named_parameters() if not is_matrix(name, weight)
-    ]
+    matrices = []
+    for name, weight in session.model.named_parameters():
+        if is_matrix(name, weight):
+            matrices.append(weight)
+    vectors = []
+    for name, weight in session.model.named_parameters():
+        if not is_matrix(name, weight):
+            vectors.append(weight)
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -66,12 +68,11 @@ def cut(formula: PublishedStates, optimizer: ng.AdamW) -> None:
     """Replace the matrices of an optimizer with storage ``master``, and their moments, by what the
     formulas keep of them.
     """
-    matrices = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.ndim > 1 and optimizer.num_steps(p)
-    ]
+    matrices = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.ndim > 1 and optimizer.num_steps(p):
+                matrices.append(p)
     weights = {p: formula.weight.there_and_back(optimizer.stored(p)) for p in matrices}
     moments: dict[Tensor, dict[str, Tensor]] = {}
     for p in matrices:
@@ -85,7 +86,9 @@ def cut(formula: PublishedStates, optimizer: ng.AdamW) -> None:
 
 def formula_bytes(formula: PublishedStates, optimizer: ng.AdamW) -> float:
     """Return the bytes per parameter of a model: matrices by the formulas, vectors by ``master``."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters.extend(group["params"])
     total = sum(
         p.numel() * (formula.bytes_per_param(*p.shape) if p.ndim > 1 else 16.0) for p in parameters
     )

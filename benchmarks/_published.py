@@ -118,7 +118,9 @@ def load(held_out: bool = False, later: bool = False) -> list[Run]:
     """
     path = HERE / f"published_runs{'_later' * later}{'_held_out' * held_out}.toml"
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    runs = [Run(**row, config=table["models"][row["model"]]["config"]) for row in table["run"]]
+    runs = []
+    for row in table["run"]:
+        runs.append(Run(**row, config=table["models"][row["model"]]["config"]))
     return [replace(run, software=run.software or _software_of(run.name)) for run in runs]
 
 

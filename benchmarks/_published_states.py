@@ -70,11 +70,9 @@ class PublishedStates:
         tensors.
         """
         zeros = torch.zeros(shape)
-        parts = [
-            part
-            for code in (self.weight, *self.codes(zeros.numel()))
-            for part in code.encode(zeros)
-        ]
+        parts = []
+        for code in (self.weight, *self.codes(zeros.numel())):
+            parts.extend(code.encode(zeros))
         return 2 + sum(part.numel() * part.element_size() for part in parts) / zeros.numel()
 
 

@@ -93,7 +93,9 @@ def counted(events: Sequence[Mapping[str, Any]]) -> str:
     alarms = [event for event in events if event["kind"] in ALARMS]
     first = {event["kind"]: event["step"] for event in reversed(alarms)}
     numbers = Counter(event["kind"] for event in alarms)
-    raised = [f"{kind}{f' ×{n}' if n > 1 else ''} @{first[kind]}" for kind, n in numbers.items()]
+    raised = []
+    for kind, n in numbers.items():
+        raised.append(f"{kind}{f' ×{n}' if n > 1 else ''} @{first[kind]}")
     return ", ".join(raised) or "none"
 
 
@@ -105,9 +107,10 @@ def fault_row(fault: Fault, folder: Path, options: argparse.Namespace) -> Row:
     settings = {"gauges_every": every, "schedule": "constant", "steps": by + 1, **fault.settings}
     run = run_of(folder, options, struck(fault, at), **settings)
     raised = fault.first_event(run.events, at) or {}
-    other_alarms = [
-        event for event in run.events if event["step"] >= at and not fault.matches(event)
-    ]
+    other_alarms = []
+    for event in run.events:
+        if event["step"] >= at and not fault.matches(event):
+            other_alarms.append(event)
     return {
         "": fault.name,
         "recipe": run.config["recipe"],

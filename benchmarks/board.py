@@ -238,11 +238,11 @@ def records_of(setting: Setting, file: Path = FILE) -> list[Record]:
             f"Cannot read {file.name} because a line is no record: {error}.", "Restore it."
         ) from None
     same = ("model", "steps", "batch_size", "sequence_length", "final_lr")
-    return [
-        record
-        for record in records
-        if all(getattr(record, name) == getattr(setting, name) for name in same)
-    ]
+    matching = []
+    for record in records:
+        if all(getattr(record, name) == getattr(setting, name) for name in same):
+            matching.append(record)
+    return matching
 
 
 def append(record: Record, setting: Setting, file: Path = FILE) -> None:
@@ -332,11 +332,10 @@ def trained(job: Job, out: Path) -> Record:
         else:  # the audit is of the step before the states were replaced
             size = formula_bytes(formula, session.optimizer)
     loss, (unigram, bigram) = evaluate(session), levels(data, job.setting)
-    setting = {
-        name: value
-        for name, value in vars(job.setting).items()
-        if name not in ("lr", "eval_sequences")
-    }
+    setting = {}
+    for name, value in vars(job.setting).items():
+        if name not in ("lr", "eval_sequences"):
+            setting[name] = value
     return Record(
         **setting,
         row=job.row,
@@ -363,11 +362,11 @@ def trained(job: Job, out: Path) -> Record:
 def jobs(setting: Setting, rows: Sequence[str], seeds: int, data: str | None = None) -> list[Job]:
     """Return the runs of these rows: one cell after another, in each one seed after another."""
     crossed = itertools.product(setting.cells, range(seeds), dict.fromkeys(rows))
-    return [
-        Job(setting, row, cell, seed, data)
-        for cell, seed, row in crossed
-        if row != ONCE or (cell, seed) == (setting.cells[0], 0)
-    ]
+    selected = []
+    for cell, seed, row in crossed:
+        if row != ONCE or (cell, seed) == (setting.cells[0], 0):
+            selected.append(Job(setting, row, cell, seed, data))
+    return selected
 
 
 @contextmanager
@@ -425,7 +424,9 @@ def runs_of(records: Sequence[Record], row: str, cell: Cell) -> list[Record]:
 
 def is_refused(records: Sequence[Record], cell: Cell) -> bool:
     """Return whether a baseline of this cell did not learn."""
-    baselines = [run for row in (MASTER, WORD) for run in runs_of(records, row, cell)]
+    baselines = []
+    for row in (MASTER, WORD):
+        baselines.extend(runs_of(records, row, cell))
     return any(run.val_loss is None or run.val_loss > run.unigram - MARGIN for run in baselines)
 
 
@@ -450,9 +451,10 @@ def differences(
     diverged.
     """
     pairs = paired(records, row, cell, baseline)
-    return [
-        (math.inf if run.val_loss is None else run.val_loss) - base.val_loss for run, base in pairs
-    ]
+    losses_above = []
+    for run, base in pairs:
+        losses_above.append((math.inf if run.val_loss is None else run.val_loss) - base.val_loss)
+    return losses_above
 
 
 def interval_of_cells(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -507,7 +509,10 @@ def cost_table(
     """
     lines = []
     for row in rows:
-        runs = [run for cell in cells for run, _ in paired(records, row, cell, baseline)]
+        runs = []
+        for cell in cells:
+            for run, _ in paired(records, row, cell, baseline):
+                runs.append(run)
         if not runs or row in (ONCE, baseline):
             continue
         cost = [differences(records, row, cell, baseline) for cell in cells]
@@ -548,16 +553,15 @@ def section(records: Sequence[Record], setting: Setting) -> str:
     """Return the tables of one model."""
     recorded = [cell for cell in setting.cells if runs_of(records, MASTER, cell)]
     cells = [cell for cell in recorded if not is_refused(records, cell)]
-    versions = [
-        ", ".join(sorted({getattr(run, name) for run in records})) for name in ("torch", "vectors")
-    ]
+    versions = []
+    for name in ("torch", "vectors"):
+        versions.append(", ".join(sorted({getattr(run, name) for run in records})))
     levels_of = []
     for cell in cells:
         runs = [run for run, _ in paired(records, MASTER, cell, MASTER)]
-        means = [
-            statistics.fmean(getattr(run, name) for run in runs)
-            for name in ("val_loss", "bigram", "unigram")
-        ]
+        means = []
+        for name in ("val_loss", "bigram", "unigram"):
+            means.append(statistics.fmean(getattr(run, name) for run in runs))
         levels_of.append([cell_name(cell), *(f"{mean:.3f}" for mean in means), str(len(runs))])
     masters = {run.key[1:]: run.weights for run in records if run.row == MASTER}
     proofs = [(run, masters.get(run.key[1:])) for run in records if run.row == ONCE]
@@ -654,7 +658,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     with tempfile.TemporaryDirectory() as folder:
         short = dataclasses.replace(setting, steps=6, eval_sequences=16)
-        listed = [Job(short, row, short.cells[0], 0) for row in (WORD, "torch AdamW bfloat16")]
+        listed = []
+        for row in (WORD, "torch AdamW bfloat16"):
+            listed.append(Job(short, row, short.cells[0], 0))
         return int(add(listed, Path(folder), Path(folder, "board.jsonl")) > 0)
 
 

@@ -322,8 +322,12 @@ def require_same(place: Place, folder: Path, num_lost: int = 0) -> None:
     rows = []
     fingerprints = []
     for run in (read_run(folder), place.whole):
-        steps = [{name: row.get(name) for name in COMPARED} for row in run.steps]
-        evals = [{"step": row["step"], "val_loss": row.get("val_loss")} for row in run.evals]
+        steps = []
+        for row in run.steps:
+            steps.append({name: row.get(name) for name in COMPARED})
+        evals = []
+        for row in run.evals:
+            evals.append({"step": row["step"], "val_loss": row.get("val_loss")})
         rows.append([*steps, *evals])
         fingerprints.append((run.summary or {}).get("weights_fingerprint"))
     missing = [row for row in rows[1] if row not in rows[0]]
@@ -466,9 +470,10 @@ def changed(place: Place, draw: random.Random, at: Path) -> str:
         ]
     )
     require(Child(at / "resumed.txt", words))
-    messages = [
-        e["message"] for e in read_run(run).events if e.get("detector") == "changed-settings"
-    ]
+    messages = []
+    for e in read_run(run).events:
+        if e.get("detector") == "changed-settings":
+            messages.append(e["message"])
     if "0.01" not in words:
         require_same(place, run)
         if messages:

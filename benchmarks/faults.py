@@ -244,7 +244,10 @@ def first_mismatch(calls: list[Any], of_twin: list[Any], noise: set[int]) -> Rea
     """
     for place in mismatches(calls, of_twin):
         if place not in noise:
-            entered = [call.tag for call in calls[:place] if getattr(call, "tag", "") in POINTS_AT]
+            entered = []
+            for call in calls[:place]:
+                if getattr(call, "tag", "") in POINTS_AT:
+                    entered.append(call.tag)
             return [Reading(entered.count("schedule"), entered[-1], "", entered[-1])]
     return []
 
@@ -298,7 +301,10 @@ def statements(rows: list[Row], folder: Path) -> Iterator[tuple[Row, str, Readin
 
 def judged(row: Row, tool: str, readings: Readings, usual: Readings) -> str:
     """Return the place of what a tool says of a fault, or that it accuses a healthy loop."""
-    fresh = [r for r in readings if (r.what, r.tensor) not in {(u.what, u.tensor) for u in usual}]
+    fresh = []
+    for r in readings:
+        if (r.what, r.tensor) not in {(u.what, u.tensor) for u in usual}:
+            fresh.append(r)
     if not row.stage or not fresh:
         return "wrong" if readings else "silent"
     if tool in BESIDE:
@@ -319,7 +325,9 @@ def confusion(rows: list[Row], places: dict[str, dict[str, str]]) -> Iterator[di
     for signs in places.values():
         signs["both of ours"] = min((signs[tool] for tool in OURS), key=[*SIGNS].index)
     for tool in (*OURS, "both of ours", *ALONE[len(OURS) :], *BESIDE):
-        counts = {place: sum(signs[tool] == place for signs in faults) for place in SIGNS}
+        counts = {}
+        for place in SIGNS:
+            counts[place] = sum(signs[tool] == place for signs in faults)
         accused = "–"
         if tool not in BESIDE:
             accused = sum(signs[tool] != "silent" for signs in healthy)
@@ -352,7 +360,10 @@ def main() -> int:
     options = flags.parse_args()
     options.threads = 1
     report = Report("faults", options, peers=("transformers",))
-    rows = [row for row in (*FAULTS, *HEALTHY) if not options.rows or row.name in options.rows]
+    rows = []
+    for row in (*FAULTS, *HEALTHY):
+        if not options.rows or row.name in options.rows:
+            rows.append(row)
     if options.quick:
         rows = [*FAULTS[:2], HEALTHY[0]]
     places: dict[str, dict[str, str]] = {row.name: {} for row in rows}

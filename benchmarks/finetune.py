@@ -369,7 +369,9 @@ def table_of_starts(records: Records) -> str:
             )
             if not (seeds := sorted(base.keys() & ours.keys())):
                 continue
-            means = [statistics.fmean(row[seed] for seed in seeds) for row in (base, ours)]
+            means = []
+            for row in (base, ours):
+                means.append(statistics.fmean(row[seed] for seed in seeds))
             worst = min(ours[seed] - base[seed] for seed in seeds)
             redrawn = [drawn[seed] - ours[seed] for seed in seeds if seed in drawn]
             cells = [
@@ -410,11 +412,10 @@ def table_of_rows(
         fraction = statistics.fmean(ours[seed] for seed in seeds) / statistics.fmean(
             base[seed] for seed in seeds
         )
-        some = [
-            run
-            for run in records.values()
-            if (run.model, run.row, run.lr, run.steps) == (model, row, lr, steps)
-        ]
+        some = []
+        for run in records.values():
+            if (run.model, run.row, run.lr, run.steps) == (model, row, lr, steps):
+                some.append(run)
         edq = [run.edq for run in some if run.edq is not None]
         cells = [
             f"{some[0].bytes_per_param:.2f}",
@@ -446,15 +447,15 @@ def table_of_rates(records: Records, model: str, steps: int) -> str:
     lines = []
     for row in dict.fromkeys(run.row for run in records.values()):
         ours = [improvements(records, model, row, lr, steps, steps) for lr in rates]
-        seeds = [
-            sorted(cell.keys() & baseline_cell.keys())
-            for cell, baseline_cell in zip(ours, base, strict=True)
-        ]
+        seeds = []
+        for cell, baseline_cell in zip(ours, base, strict=True):
+            seeds.append(sorted(cell.keys() & baseline_cell.keys()))
         if all(seeds):
-            means = [
-                [statistics.fmean(c[s] for s in m) for c, m in zip(x, seeds, strict=True)]
-                for x in (ours, base)
-            ]
+            means = []
+            for x in (ours, base):
+                means.append(
+                    [statistics.fmean(c[s] for s in m) for c, m in zip(x, seeds, strict=True)]
+                )
             lines.append(
                 [row, *(f"{100 * mean / of:.0f} %" for mean, of in zip(*means, strict=True))]
             )
@@ -546,15 +547,14 @@ def drawing(curves: dict[str, dict[float, float]], across: str, up: str) -> str:
 
 def mean_curve(records: Records, row: str, lr: float, steps: int) -> dict[float, float]:
     """Return the validation loss of a row on SmolLM2 by step, in the mean over its seeds."""
-    chosen = [
-        run
-        for run in records.values()
-        if (run.model, run.row, run.lr, run.steps) == (SMOLLM2, row, lr, steps)
-    ]
-    return {
-        float(step): statistics.fmean(run.losses[step] for run in chosen)
-        for step in chosen[0].losses
-    }
+    chosen = []
+    for run in records.values():
+        if (run.model, run.row, run.lr, run.steps) == (SMOLLM2, row, lr, steps):
+            chosen.append(run)
+    curve = {}
+    for step in chosen[0].losses:
+        curve[float(step)] = statistics.fmean(run.losses[step] for run in chosen)
+    return curve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

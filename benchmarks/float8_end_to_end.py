@@ -167,11 +167,10 @@ def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             loop.train(config)
         run = read_run(config.out)
-        alarms = [
-            [int(event["step"]), str(event["detector"])]
-            for event in run.events
-            if event.get("detector")
-        ]
+        alarms = []
+        for event in run.events:
+            if event.get("detector"):
+                alarms.append([int(event["step"]), str(event["detector"])])
         assert run.summary is not None
         return {"loss": float(run.summary["val_loss"]), "alarms": alarms}
 
@@ -182,20 +181,20 @@ def table(results: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> lis
     """
     rows: list[Row] = []
     for case in CASES:
-        pairs = [
-            [results.get(part_name(compared, seed)) for compared in (case, BASELINE)]
-            for seed in seeds
-        ]
+        pairs = []
+        for seed in seeds:
+            pairs.append([results.get(part_name(compared, seed)) for compared in (case, BASELINE)])
         runs = [run for run, _ in pairs if run is not None]
-        costs = [
-            run["loss"] - base["loss"]
-            for run, base in pairs
-            if run is not None and base is not None
-        ]
+        costs = []
+        for run, base in pairs:
+            if run is not None and base is not None:
+                costs.append(run["loss"] - base["loss"])
         if not costs:
             continue
         mean, half = interval(costs)
-        alarms = [alarm for run in runs for alarm in run["alarms"]]
+        alarms = []
+        for run in runs:
+            alarms.extend(run["alarms"])
         row: Row = {"case": str(case), "loss": runs[0]["loss"]}
         row |= {"less baseline": f"{mean:+.4f}" + (f" ± {half:.4f}" if len(costs) > 1 else "")}
         row |= {"first alarm": "step {} ({})".format(*min(alarms)) if alarms else "none"}
@@ -216,16 +215,18 @@ def parts(options: argparse.Namespace) -> list[Part]:
         "steps": steps,
         "eval_sequences": EVALUATED,
     }
-    return [
-        Part(
-            part_name(case, seed),
-            {**vars(SETTING), **sizes},
-            partial(trained, case, seed, steps),
-            (0.3 + 0.006 * case.micro_batches) * steps,
-        )
-        for seed in options.seeds
-        for case in CASES
-    ]
+    trainings = []
+    for seed in options.seeds:
+        for case in CASES:
+            trainings.append(
+                Part(
+                    part_name(case, seed),
+                    {**vars(SETTING), **sizes},
+                    partial(trained, case, seed, steps),
+                    (0.3 + 0.006 * case.micro_batches) * steps,
+                )
+            )
+    return trainings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

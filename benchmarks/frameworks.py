@@ -732,9 +732,9 @@ def measured(row: SetUp, seeds: int) -> dict[str, Any]:
     ours = sides["ours"]
     torchs = sides["torch"]
     if not isinstance(ours, str) and not isinstance(torchs, str):
-        differences = [
-            our_loss - torch_loss for our_loss, torch_loss in zip(ours, torchs, strict=True)
-        ]
+        differences = []
+        for our_loss, torch_loss in zip(ours, torchs, strict=True):
+            differences.append(our_loss - torch_loss)
         line["ours less torch"] = statistics.fmean(differences)
         line["largest of a seed"] = max(differences, key=abs)
     return line
@@ -779,10 +779,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing:
             report.note(f"{row.name}: {', '.join(missing)} {NOT_INSTALLED}")
             rows.remove(row)
-    parts = [
-        Part(row.name, {"seeds": seeds}, functools.partial(measured, row, seeds), 8.0 * seeds)
-        for row in rows
-    ]
+    parts = []
+    for row in rows:
+        parts.append(
+            Part(row.name, {"seeds": seeds}, functools.partial(measured, row, seeds), 8.0 * seeds)
+        )
     with out_folder(options, "frameworks") as out:
         lines = list(complete(parts, out, report).values())
     if options.page:

@@ -91,10 +91,9 @@ def stepped(storage: str, device: torch.device, steps: int) -> dict[str, Tensor]
     dtype = getattr(torch, STORAGES[storage].visible)
     shapes = ((520, 512), (257, 33), (12, 5), (7,))
     generator = torch.Generator().manual_seed(0)
-    weights = [
-        nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device))
-        for shape in shapes
-    ]
+    weights = []
+    for shape in shapes:
+        weights.append(nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)))
     compile = device.type == "cuda"
     optimizer = ng.AdamW(
         weights, storage=storage, compile=compile, max_grad_norm=1.0, audit_every=5, **OPTIONS
@@ -255,9 +254,10 @@ def assembled(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    aligned = {
-        (k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"
-    }
+    aligned = {}
+    for k, kind in enumerate(types.values()):
+        if kind[0] == "*":
+            aligned[(k,)] = [["tt.divisibility", 16]]
     constants = {name: None for name, kind in types.items() if kind == "constexpr"}
     text = triton.compiler.ASTSource(function, types, constants, aligned)
     began = time.perf_counter()
@@ -336,7 +336,9 @@ def parameters(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> list[nn.Parameter]:
     """Return parameters that have gradients."""
-    weights = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
+    weights = []
+    for shape in shapes:
+        weights.append(nn.Parameter(torch.randn(shape, device=device).to(dtype)))
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     return weights
@@ -501,7 +503,9 @@ def python_source() -> Tensor:
     most 30 MB.
     """
     folders = (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent)
-    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    files = []
+    for folder in folders:
+        files.extend(sorted(folder.rglob("*.py")))
     files = [
         file
         for file in files

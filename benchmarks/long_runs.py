@@ -316,29 +316,40 @@ def fine_tuned(job: tuple[str, float, int, int, bool], model: nn.Module, blocks:
 
 def shown(lr: float, steps: int, falls: bool) -> str:
     """Return the table of one setting: how far the loss fell less ``master``'s, in 0.001 nats."""
-    runs = [r for r in records().values() if (r.lr, r.steps, r.falls) == (lr, steps, falls)]
+    runs = []
+    for r in records().values():
+        if (r.lr, r.steps, r.falls) == (lr, steps, falls):
+            runs.append(r)
     masters = {run.seed: run for run in runs if run.row == MASTER}
     marks = [str(mark) for mark in (25, 100, 400, 1000, 2000, 3000) if mark <= steps]
     lines = []
     for row in ROWS:
-        mine = [run for run in runs if run.row == row and run.seed in masters]
+        mine = []
+        for run in runs:
+            if run.row == row and run.seed in masters:
+                mine.append(run)
         if not mine:
             continue
         cells = [f"`{row}`", f"{mine[0].bytes_per_param:.1f}"]
         for mark in marks:
-            ahead = [1e3 * (masters[run.seed].losses[mark] - run.losses[mark]) for run in mine]
+            ahead = []
+            for run in mine:
+                ahead.append(1e3 * (masters[run.seed].losses[mark] - run.losses[mark]))
             cells.append(f"{statistics.fmean(ahead):+.2f}")
-        final = [1e3 * (masters[r.seed].losses[str(steps)] - r.losses[str(steps)]) for r in mine]
+        final = []
+        for r in mine:
+            final.append(1e3 * (masters[r.seed].losses[str(steps)] - r.losses[str(steps)]))
         cells.append(f"{min(final):+.2f} to {max(final):+.2f}")
         distances = [run.distance for run in mine if run.distance is not None]
         cells.append(f"{statistics.fmean(distances):.3f}" if distances else "–")
         cells.append(f"{100 * statistics.fmean(run.changed for run in mine):.2f} %")
         cells.append(str(len(mine)))
         lines.append(cells)
-    fallen = {
-        mark: statistics.fmean(run.losses["0"] - run.losses[mark] for run in masters.values())
-        for mark in marks
-    }
+    fallen = {}
+    for mark in marks:
+        fallen[mark] = statistics.fmean(
+            run.losses["0"] - run.losses[mark] for run in masters.values()
+        )
     words = ", ".join(f"{value:.4f} after {mark}" for mark, value in fallen.items())
     header = ["row", "bytes", *marks, "range at the end", "distance", "changed a step", "seeds"]
     return f"`{MASTER}` fell by {words} steps.\n\n{table(header, lines)}"

@@ -185,7 +185,9 @@ def bytes_held(optimizer: torch.optim.Optimizer) -> float:
     """Bytes per parameter of bfloat16 weights and gradients and of an optimizer's states, counted
     from its tensors.
     """
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = []
+    for group in optimizer.param_groups:
+        weights.extend(group["params"])
     states = sum(
         part.numel() * part.element_size()
         for weight in weights

@@ -221,7 +221,9 @@ def chip_of(run: Run) -> tuple[Chip, Efficiency]:
         # At its power limit a chip's rate grows with about the root of it: power grows with clock
         # and voltage.
         factor = math.sqrt(_VARIANT_WATTS / _FULL_WATTS)
-        values = {k: v * factor if k.startswith("matmul.") else v for k, v in shares.values.items()}
+        values = {}
+        for k, v in shares.values.items():
+            values[k] = v * factor if k.startswith("matmul.") else v
         shares = replace(shares, values=values)
     return chip, shares
 
@@ -339,11 +341,10 @@ def report_search(points: list[Point]) -> str:
 def report_memory(points: list[Point]) -> str:
     """Summarize which runs are planned to fit, since all ran, and the errors of printed peaks."""
     stated = [point for point in points if "recompute" in point.run.step]
-    too_large = [
-        f"{p.name} {p.job.memory.total / p.job.chip.memory_bytes:.2f}"
-        for p in stated
-        if not p.job.fits
-    ]
+    too_large = []
+    for p in stated:
+        if not p.job.fits:
+            too_large.append(f"{p.name} {p.job.memory.total / p.job.chip.memory_bytes:.2f}")
     lines = [
         f"planned to fit: {1 - len(too_large) / len(stated):.0%} of {len(stated)} runs that state "
         "what they recompute; not "

@@ -163,18 +163,18 @@ def timed(case: Case, rounds: int) -> list[Row]:
     """The table of one case: whole steps of each reduction in turn, all ranks in step."""
     loops = {BASELINE: "float32", AGAIN: "float32", "reproducible": "reproducible"}
     loop_of = {name: Loop(case, reduction) for name, reduction in loops.items()}
-    contenders = [Contender(name, loop.step, before=dist.barrier) for name, loop in loop_of.items()]
+    contenders = []
+    for name, loop in loop_of.items():
+        contenders.append(Contender(name, loop.step, before=dist.barrier))
     timings = measure(contenders, baseline=BASELINE, rounds=rounds, warmup=1, wait=dist.barrier)
-    rows = [
-        {**timing.row(), **loop.row()}
-        for timing, loop in zip(timings, loop_of.values(), strict=True)
-    ]
+    rows = []
+    for timing, loop in zip(timings, loop_of.values(), strict=True):
+        rows.append({**timing.row(), **loop.row()})
     baseline = loop_of[BASELINE].cpu_seconds[1:]  # the first was the warm-up
     for row, loop in zip(rows, loop_of.values(), strict=True):
-        ratios = [
-            our_seconds / theirs
-            for our_seconds, theirs in zip(loop.cpu_seconds[1:], baseline, strict=False)
-        ]
+        ratios = []
+        for our_seconds, theirs in zip(loop.cpu_seconds[1:], baseline, strict=False):
+            ratios.append(our_seconds / theirs)
         row["CPU ratio"] = statistics.median(ratios)
     return rows
 
@@ -240,9 +240,9 @@ def final_model(kind: str, contiguous: bool) -> str:
                 (loss / share).backward()
         optimizer.step()
         optimizer.zero_grad()
-    full_tensors = {
-        n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()
-    }
+    full_tensors = {}
+    for n, p in model.named_parameters():
+        full_tensors[n] = p.full_tensor() if hasattr(p, "full_tensor") else p
     return fingerprint_all({n: p.detach() for n, p in full_tensors.items()})
 
 
@@ -251,7 +251,10 @@ KINDS = ("plain DDP", "plain FSDP2", "ours, DDP", "ours, FSDP2", "ours, replicat
 
 def final_models() -> dict[str, list[str]]:
     """The fingerprints of each kind, in both assignments."""
-    return {kind: [final_model(kind, contiguous) for contiguous in (False, True)] for kind in KINDS}
+    prints = {}
+    for kind in KINDS:
+        prints[kind] = [final_model(kind, contiguous) for contiguous in (False, True)]
+    return prints
 
 
 def count_models(sizes: Sequence[int]) -> list[Row]:
@@ -260,16 +263,13 @@ def count_models(sizes: Sequence[int]) -> list[Row]:
     for size in sizes:
         for kind, prints in on_ranks(final_models, size).items():
             prints_of[kind] += prints
-    rows = [
-        {"": kind, "runs": len(prints), "different models": len(set(prints))}
-        for kind, prints in prints_of.items()
-    ]
-    ours = [
-        fingerprint
-        for kind, prints in prints_of.items()
-        if "ours" in kind
-        for fingerprint in prints
-    ]
+    rows = []
+    for kind, prints in prints_of.items():
+        rows.append({"": kind, "runs": len(prints), "different models": len(set(prints))})
+    ours = []
+    for kind, prints in prints_of.items():
+        if "ours" in kind:
+            ours.extend(prints)
     return [*rows, {"": "ours, all of them", "runs": len(ours), "different models": len(set(ours))}]
 
 

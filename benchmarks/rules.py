@@ -130,10 +130,13 @@ def outer_names(model: nn.Module) -> set[str]:
     ``{"rule": "adamw"}`` in ``options_of``.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    outer = [
-        module for module in model.modules() if isinstance(module, nn.Embedding) or module is head
-    ]
-    members = {parameter for module in outer for parameter in module.parameters()}
+    outer = []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) or module is head:
+            outer.append(module)
+    members = set()
+    for module in outer:
+        members.update(module.parameters())
     return {name for name, parameter in model.named_parameters() if parameter in members}
 
 
@@ -225,7 +228,9 @@ def matrix_bytes(case: Case, options: argparse.Namespace) -> float:
     wide = model.intermediate_size
     shapes = [(model.hidden_size, model.hidden_size)] * 4
     shapes += [(wide, model.hidden_size)] * 2 + [(model.hidden_size, wide)]
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
+    parameters = []
+    for shape in shapes:
+        parameters.append(nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
     optimizer = OPTIMIZERS[case.rule](
         parameters, storage=case.storage, lr=1e-3, compile=False, **case.optimizer_options
     )
@@ -237,7 +242,9 @@ def matrix_bytes(case: Case, options: argparse.Namespace) -> float:
 
 def rows(options: argparse.Namespace, runs: Mapping[str, Mapping[str, float]]) -> list[Row]:
     """Return a row for each case that has a finished run."""
-    losses_by_case = {name: losses_of(CASES[name], runs, options.seeds) for name in options.cases}
+    losses_by_case = {}
+    for name in options.cases:
+        losses_by_case[name] = losses_of(CASES[name], runs, options.seeds)
     base = losses_by_case.get(BASELINE) or {}
     if base:
         baseline = base[best_rate(base)]
@@ -250,7 +257,10 @@ def rows(options: argparse.Namespace, runs: Mapping[str, Mapping[str, float]]) -
         case = CASES[name]
         lr = best_rate(losses)
         rates = sorted(losses)
-        pairs = [losses[lr][seed] - baseline[seed] for seed in losses[lr] if seed in baseline]
+        pairs = []
+        for seed in losses[lr]:
+            if seed in baseline:
+                pairs.append(losses[lr][seed] - baseline[seed])
         difference = "–"
         if pairs and name != BASELINE:
             difference = shown_difference(*interval(pairs))

@@ -209,15 +209,22 @@ def parts(options: argparse.Namespace) -> list[Part]:
         ),
         *((peer.name, lambda peer=peer: peer_row(case(), peer)) for peer in PEERS),
     ]
-    return [
-        Part(
-            name,
-            {"side": side, "steps": steps, "scale": options.scale, "gradients": options.gradients},
-            make,
-            SECONDS,
+    sides = []
+    for name, make in contenders:
+        sides.append(
+            Part(
+                name,
+                {
+                    "side": side,
+                    "steps": steps,
+                    "scale": options.scale,
+                    "gradients": options.gradients,
+                },
+                make,
+                SECONDS,
+            )
         )
-        for name, make in contenders
-    ]
+    return sides
 
 
 def flags() -> argparse.ArgumentParser:

@@ -103,7 +103,9 @@ def steps(rule: str, storage: str) -> str:
     storage, _, low_bits = storage.partition(" ")
     row = UPDATE_RULES[rule]
     dtype = getattr(torch, STORAGES[storage].visible)
-    weights = {name: nn.Parameter(values(shape, 1).to(dtype)) for name, shape in SHAPES.items()}
+    weights = {}
+    for name, shape in SHAPES.items():
+        weights[name] = nn.Parameter(values(shape, 1).to(dtype))
     options: dict[str, Any] = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(
         rule, MATRIX_OPTIONS.get(rule, {})
     )
@@ -125,9 +127,10 @@ def steps(rule: str, storage: str) -> str:
     saved = optimizer.state_dict()["state"]
     stored = []
     for weight in weights.values():
-        states = [
-            name for name in ELEMENTWISE if name in optimizer.state_of(weight).shapes_of_states
-        ]
+        states = []
+        for name in ELEMENTWISE:
+            if name in optimizer.state_of(weight).shapes_of_states:
+                states.append(name)
         stored += [optimizer.stored(weight, name) for name in ("weight", *states)]
     planes = [
         value
@@ -197,7 +200,9 @@ def linear(compute: Compute) -> str:
 def accumulation() -> str:
     """The sums of two steps of five micro-batches."""
     dtype = torch.bfloat16
-    weights = [nn.Parameter(values(shape, 1).to(dtype)) for shape in SHAPES.values()]
+    weights = []
+    for shape in SHAPES.values():
+        weights.append(nn.Parameter(values(shape, 1).to(dtype)))
     accumulator = ng.GradientAccumulator(weights)
     results = []
     for step in range(2):
@@ -222,10 +227,9 @@ class Given(nn.Module):
         )
 
     def forward(self, key: int) -> Tensor:
-        products = [
-            (w * values(w.shape, key + place).to(w.dtype)).sum()
-            for place, w in enumerate(self.weights)
-        ]
+        products = []
+        for place, w in enumerate(self.weights):
+            products.append((w * values(w.shape, key + place).to(w.dtype)).sum())
         return torch.stack(products).sum()
 
 
@@ -286,12 +290,12 @@ def formats() -> list[str]:
 
 def casts() -> dict[str, Cast]:
     """Every different cast of the computes' operands that has codes."""
-    return {
-        str(cast): cast
-        for row in computes().values()
-        for cast in row.casts.values()
-        if not cast.is_wide
-    }
+    named = {}
+    for row in computes().values():
+        for cast in row.casts.values():
+            if not cast.is_wide:
+                named[str(cast)] = cast
+    return named
 
 
 def quantization(cast: Cast) -> str:
@@ -323,13 +327,21 @@ def sections(two_ranks: Callable[[], Mapping[str, str]]) -> dict[str, dict[str, 
             warnings.simplefilter(
                 "ignore"
             )  # naive storages warn of lost updates, computes of emulation
-            elementwise = {
-                f"{r} {s}": steps(r, s) for r, s in pairs() if not UPDATE_RULES[r].is_matrix
-            }
-            matrix = {f"{r} {s}": steps(r, s) for r, s in pairs() if UPDATE_RULES[r].is_matrix}
-            one_rank = {f"{name}, 1 rank": digest for name, digest in reductions(0, 1).items()}
+            elementwise = {}
+            for r, s in pairs():
+                if not UPDATE_RULES[r].is_matrix:
+                    elementwise[f"{r} {s}"] = steps(r, s)
+            matrix = {}
+            for r, s in pairs():
+                if UPDATE_RULES[r].is_matrix:
+                    matrix[f"{r} {s}"] = steps(r, s)
+            one_rank = {}
+            for name, digest in reductions(0, 1).items():
+                one_rank[f"{name}, 1 rank"] = digest
             with pretending():
-                float32_products = {name: linear(compute) for name, compute in computes().items()}
+                float32_products = {}
+                for name, compute in computes().items():
+                    float32_products[name] = linear(compute)
             return {
                 "steps": elementwise,
                 f"steps on {here}": matrix,

@@ -35,7 +35,10 @@ def machine_key() -> str:
     vendor = match[1] if match else platform.system()
     sets = machine.instruction_sets()
     level = next((name for name in LEVELS if name in sets), "baseline")
-    limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
+    limits = []
+    for name in LIMITS:
+        if os.environ.get(name):
+            limits.append(f"{name}={os.environ[name]}")
     parts = [
         f"{platform.machine()} {vendor} {level}",
         *limits,

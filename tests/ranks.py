@@ -58,10 +58,9 @@ def run_ranks(
         place.absolute(),
         arguments,
     )
-    ranks = [
-        _CONTEXT.Process(target=_run, args=(rank, environment, *call), daemon=True)
-        for rank in range(num_ranks)
-    ]
+    ranks = []
+    for rank in range(num_ranks):
+        ranks.append(_CONTEXT.Process(target=_run, args=(rank, environment, *call), daemon=True))
     deadline = time.monotonic() + timeout_seconds
     try:
         for process in ranks:

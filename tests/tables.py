@@ -53,7 +53,10 @@ def exhaustive(
                 raise skipped[0]
 
         signature = inspect.signature(test)
-        parameters = [value for name, value in signature.parameters.items() if name not in names]
+        parameters = []
+        for name, value in signature.parameters.items():
+            if name not in names:
+                parameters.append(value)
         every_row.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         del every_row.__wrapped__  # or pytest would ask for the fixtures of the row
         return every_row

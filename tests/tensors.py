@@ -99,15 +99,19 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer, in the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    params = []
+    for group in optimizer.param_groups:
+        params.extend(group["params"])
+    return params
 
 
 def step_gradients(params: Sequence[Tensor], step: int, scale: float = 1.0) -> list[Tensor]:
     """Gaussian gradients of one step: bfloat16 values, in each parameter's dtype."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return [
-        (torch.randn(p.shape, generator=generator) * scale).bfloat16().to(p.dtype) for p in params
-    ]
+    gradients = []
+    for p in params:
+        gradients.append((torch.randn(p.shape, generator=generator) * scale).bfloat16().to(p.dtype))
+    return gradients
 
 
 def set_gradients(params: Sequence[Tensor], step: int, scale: float = 1.0) -> None:
@@ -129,9 +133,10 @@ def peak_bytes(call: Callable[[], object]) -> int:
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         call()
-    changes = [
-        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
+    changes = []
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            changes.append(event)
     return max(
         itertools.accumulate(
             event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())
@@ -152,10 +157,9 @@ def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
     )  # imports a second of torch.distributed
 
     saved = described(checkpoint)
-    tensors = {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
-        for name, tensor in saved.items()
-    }
+    tensors = {}
+    for name, tensor in saved.items():
+        tensors[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
     fill(checkpoint, tensors)
     return tensors
 

@@ -115,11 +115,9 @@ def test_commands_of_the_pages_parse() -> None:
                     or command.invoke_without_command
                     or not words
                 ), (page, line)
-                flags = {
-                    flag
-                    for parameter in command.params
-                    for flag in (*parameter.opts, *parameter.secondary_opts)
-                }
+                flags = set()
+                for parameter in command.params:
+                    flags.update((*parameter.opts, *parameter.secondary_opts))
                 assert {word for word in words if word.startswith("--")} <= flags | {"--help"}, (
                     page,
                     line,
@@ -135,7 +133,9 @@ def test_a_figure_s_command_exists(page: str) -> None:
         r"^    ([a-z]+)(?:\)| \[)", (root / "dev").read_text("utf-8"), re.MULTILINE
     )
     assert set(re.findall(r"`\./dev ([a-z]+)", text)) <= set(commands)
-    scripts = [f"benchmarks/{name}.py" for name in re.findall(r"\./dev bench ([a-z]\w*)", text)]
+    scripts = []
+    for name in re.findall(r"\./dev bench ([a-z]\w*)", text):
+        scripts.append(f"benchmarks/{name}.py")
     tests = re.findall(r"\./dev test (?:-n0 )?(tests/[\w./]+)", text)
     assert [path for path in (*scripts, *tests) if not (root / path).exists()] == []
 

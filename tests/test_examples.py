@@ -154,9 +154,10 @@ def test_many_ranks_have_the_bits_of_one() -> None:
 def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    lines = [
-        line for line in lines_of("resume_elsewhere", capfd) if line.startswith("two ranks, then")
-    ]
+    lines = []
+    for line in lines_of("resume_elsewhere", capfd):
+        if line.startswith("two ranks, then"):
+            lines.append(line)
     (on_one, fingerprint_on_one), (on_three, fingerprint_on_three) = (
         line.split(": ") for line in lines
     )

@@ -194,11 +194,10 @@ ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "profiling", "transforms.
 
 def test_no_other_module_imports_what_takes_seconds() -> None:
     """In one process, so that a module also pays for what it imports."""
-    modules = [
-        module
-        for module in imports()
-        if module and module != "__main__" and not module.startswith(ABOUT_THEM)
-    ]
+    modules = []
+    for module in imports():
+        if module and module != "__main__" and not module.startswith(ABOUT_THEM):
+            modules.append(module)
     lines = [
         "import importlib, sys",
         f"for name in {modules}:",
@@ -237,11 +236,10 @@ def test_a_gradient_has_one_door() -> None:
         if ".grad" not in text.replace("torch.autograd.grad", ""):
             continue
         nodes = list(ast.walk(ast.parse(text)))
-        asked = {
-            id(node.left)
-            for node in nodes
-            if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot))
-        }
+        asked = set()
+        for node in nodes:
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+                asked.add(id(node.left))
         for node in nodes:
             is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
             is_grad = is_read and node.attr == "grad" and ast.unparse(node) != "torch.autograd.grad"

@@ -27,17 +27,16 @@ def homes_of(stub: Path) -> dict[str, str]:
     are left out.
     """
     package = ".".join(stub.relative_to(SOURCE.parent).parent.parts)
-    nodes = [
-        node
-        for node in ast.parse(stub.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ImportFrom)
-    ]
-    return {
-        alias.name: f"{package}.{node.module}"
-        for node in nodes
-        if node.module
-        for alias in node.names
-    }
+    nodes = []
+    for node in ast.parse(stub.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            nodes.append(node)
+    homes = {}
+    for node in nodes:
+        if node.module:
+            for alias in node.names:
+                homes[alias.name] = f"{package}.{node.module}"
+    return homes
 
 
 OFFERED = {
@@ -61,7 +60,10 @@ def missing_sections(thing: Any) -> list[str]:
         re.findall(r"^\s*(Args|Attributes|Returns|Raises|Example):", docstring, re.MULTILINE)
     )
     names = [name for name in signature.parameters if name not in ("self", "cls")]
-    missing = [f"a word on {name}" for name in names if not re.search(rf"\b{name}\b", docstring)]
+    missing = []
+    for name in names:
+        if not re.search(rf"\b{name}\b", docstring):
+            missing.append(f"a word on {name}")
     if names and not sections & {"Args", "Attributes"}:
         missing.append("'Args:'")
     if inspect.isfunction(thing):
@@ -79,7 +81,9 @@ def missing_sections(thing: Any) -> list[str]:
 
 
 def test_there_are_few_names_and_each_is_offered_once() -> None:
-    names = [name for offered in OFFERED.values() for name in offered]
+    names = []
+    for offered in OFFERED.values():
+        names.extend(offered)
     assert len(HOMES) <= 48
     assert sorted(names) == sorted(set(names))
     assert {package.partition(".")[2] for package in OFFERED} - {""} <= set(dir(narrowgauge))

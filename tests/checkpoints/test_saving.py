@@ -256,7 +256,9 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
     command = [sys.executable, "-c", NURSERY, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    exits = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines()}
+    exits = {}
+    for line in done.stdout.splitlines():
+        exits[line.split()[0]] = int(line.split()[1])
     killed = [name for name, status in exits.items() if status == -signal.SIGKILL]
     assert len(killed) >= 55
     steps = []

@@ -57,11 +57,12 @@ def gradients_of(leaf: int) -> dict[str, Tensor]:
     agree everywhere.
     """
     generator = torch.Generator().manual_seed(1000 + leaf)
-    return {
-        name: torch.randn(shape, generator=generator)
-        * torch.exp2(torch.randint(-12, 6, shape, generator=generator))
-        for name, shape in SHAPES.items()
-    }
+    gradients = {}
+    for name, shape in SHAPES.items():
+        gradients[name] = torch.randn(shape, generator=generator) * torch.exp2(
+            torch.randint(-12, 6, shape, generator=generator)
+        )
+    return gradients
 
 
 def mesh_of(kind: str) -> DeviceMesh:

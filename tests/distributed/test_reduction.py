@@ -42,9 +42,11 @@ def placed(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn
 
 def all_gradients(model: nn.Module) -> dict[str, Tensor]:
     """All gradients."""
-    return {
-        name: full_tensor_of(p.grad) for name, p in model.named_parameters() if p.grad is not None
-    }
+    gradients = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            gradients[name] = full_tensor_of(p.grad)
+    return gradients
 
 
 def step(reduction: GradientReduction, model: nn.Module, leaves: list[int | None]) -> None:
@@ -55,9 +57,10 @@ def step(reduction: GradientReduction, model: nn.Module, leaves: list[int | None
 
 
 def expected(leaves: range) -> dict[str, Tensor]:
-    return {
-        name: sum(gradients_of(leaf)[name].double() for leaf in leaves) for name in gradients_of(0)
-    }
+    sums = {}
+    for name in gradients_of(0):
+        sums[name] = sum(gradients_of(leaf)[name].double() for leaf in leaves)
+    return sums
 
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
@@ -65,13 +68,15 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
 
 
 def test_every_reduction_has_its_figures() -> None:
-    figures = {
-        name: (tuple(map(row.bytes_per_element, ("float32", "bfloat16"))), row.order_invariant)
-        for name, row in REDUCTIONS.items()
-    }
-    expected = {
-        name: (row.wire_bytes, row.order_invariant) for name, row in expectations.REDUCTIONS.items()
-    }
+    figures = {}
+    for name, row in REDUCTIONS.items():
+        figures[name] = (
+            tuple(map(row.bytes_per_element, ("float32", "bfloat16"))),
+            row.order_invariant,
+        )
+    expected = {}
+    for name, row in expectations.REDUCTIONS.items():
+        expected[name] = (row.wire_bytes, row.order_invariant)
     assert figures == expected, "tests/expectations.py states each reduction a second time"
 
 
@@ -116,9 +121,9 @@ def half_precision(rank: int) -> list[list[float]]:
             for name in ("native", "float32"):
                 model, called = placed(kind, torch.float16)
                 reduction = ng.reduce_gradients_with(called, name, average=average)
-                large = {
-                    key: torch.full_like(value, 3000.0) for key, value in gradients_of(0).items()
-                }
+                large = {}
+                for key, value in gradients_of(0).items():
+                    large[key] = torch.full_like(value, 3000.0)
                 with reduction.micro_batch():
                     called(
                         {key: 8 * value for key, value in large.items()} if average else large

@@ -38,10 +38,10 @@ def assignments(size: int) -> dict[str, Assignment]:
         "uneven": [leaves[:first], *([leaf] for leaf in leaves[first:])],
     }
     rounds = {name: max(map(len, ranks)) for name, ranks in named.items()}
-    return {
-        name: [[*of, *[None] * (rounds[name] - len(of))] for of in ranks]
-        for name, ranks in named.items()
-    }
+    assigned = {}
+    for name, ranks in named.items():
+        assigned[name] = [[*of, *[None] * (rounds[name] - len(of))] for of in ranks]
+    return assigned
 
 
 def outcome(kind: str, dtype: torch.dtype, leaves: Sequence[int | None]) -> list[str]:

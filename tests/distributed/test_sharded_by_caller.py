@@ -106,11 +106,11 @@ def learned(rank: int) -> dict[str, list[str]]:
     """Of every way in which a caller shards."""
     torch.set_num_threads(1)
     places = PLACES[dist.get_world_size()]
-    return {
-        f"{place} {how}": learn(sharded(place, how, torch.bfloat16))
-        for place in places
-        for how in HOWS
-    }
+    outcomes = {}
+    for place in places:
+        for how in HOWS:
+            outcomes[f"{place} {how}"] = learn(sharded(place, how, torch.bfloat16))
+    return outcomes
 
 
 def alone(rank: int) -> list[str]:
@@ -135,9 +135,10 @@ def summed(model: Net) -> dict[str, Tensor]:
     """Gradients of one micro-batch a rank, added up over the ranks, of what is trained."""
     with ng.reduce_gradients_with(model, "reproducible", average=False).micro_batch():
         loss_of(model, dist.get_rank()).backward()
-    gradients: dict[str, Any] = {
-        name: p.grad for name, p in model.named_parameters() if p.requires_grad
-    }
+    gradients: dict[str, Any] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            gradients[name] = p.grad
     return {name: full_tensor_of(gradient) for name, gradient in gradients.items()}
 
 
@@ -171,7 +172,10 @@ def test_a_reduction_sums_what_fsdp_gathers_or_refuses(tmp_path: Path) -> None:
     model = Net()
     for leaf in range(2):
         loss_of(model, leaf).backward()
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            expected[name] = p.grad
     for sums, lines in run_ranks(sums_and_refusals, 2, tmp_path):
         for gradients in sums:
             torch.testing.assert_close(gradients, expected)

@@ -79,9 +79,9 @@ def print_of(model: nn.Module, optimizer: ng.AdamW) -> str:
 def shard_and_learn(rank: int) -> dict[str, Any]:
     size = dist.get_world_size()
     line = init_device_mesh("cpu", (size,))
-    outcomes: dict[str, Any] = {
-        case: learn(*prepared(case, mesh=line, narrow_gather=case in GATHERED)) for case in RECIPES
-    }
+    outcomes: dict[str, Any] = {}
+    for case in RECIPES:
+        outcomes[case] = learn(*prepared(case, mesh=line, narrow_gather=case in GATHERED))
     outcomes["offload"] = learn(*prepared("word", mesh=line, offload=True))
     outcomes["groups"] = {
         case: shapes(prepared(case, mesh=line)[0]) for case in ("word", "autocast")
@@ -101,7 +101,10 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
 def shapes(model: nn.Module) -> tuple[list[str], list[str]]:
     """The names of modules with a group of their own, and of parameters that are whole."""
     units = {id(unit) for unit in sharding.fsdp_modules(model)}
-    unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    unsharded = []
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor):
+            unsharded.append(name)
     return [name for name, module in model.named_modules() if id(module) in units], unsharded
 
 

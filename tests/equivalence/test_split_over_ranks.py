@@ -81,7 +81,9 @@ def shared_out(gradient: Tensor, p: DTensor) -> DTensor:
             ) % 2 == mesh.get_local_rank(dim)
             gradient = torch.where(is_here, gradient, 0)
             placements[dim] = Partial()
-    reduced = [Partial() if placement.is_partial() else Replicate() for placement in placements]
+    reduced = []
+    for placement in placements:
+        reduced.append(Partial() if placement.is_partial() else Replicate())
     return DTensor.from_local(gradient, mesh, reduced, run_check=False).redistribute(
         mesh, placements
     )

@@ -206,7 +206,9 @@ def test_a_mask_in_each_step_leaves_the_other_weights() -> None:
     for storage, row in STORAGES.items():
         training = start(storage)
         unmasked = train(start(storage))
-        masks = [torch.arange(p.numel()).view(p.shape) % 3 > 0 for p in training.model.parameters()]
+        masks = []
+        for p in training.model.parameters():
+            masks.append(torch.arange(p.numel()).view(p.shape) % 3 > 0)
         for step in range(STEPS):
             train(training, range(step, step + 1))
             for p, mask in zip(training.model.parameters(), masks, strict=True):

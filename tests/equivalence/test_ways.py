@@ -57,7 +57,10 @@ def results(folder: Path) -> list[dict[tuple[str, str], dict[str, str]]]:
     [*itertools.product(ranks.WAYS, RECIPES), *(("hsdp", recipe) for recipe in MORE)],
 )
 def test_ranks(way: str, recipe: str, results: list[dict[tuple[str, str], dict[str, str]]]) -> None:
-    on_each_rank = [result[way, recipe] for result in results if (way, recipe) in result]
+    on_each_rank = []
+    for result in results:
+        if (way, recipe) in result:
+            on_each_rank.append(result[way, recipe])
     assert on_each_rank == [on_one_rank(recipe)] * ranks.WAYS[way]
 
 

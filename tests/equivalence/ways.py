@@ -121,7 +121,10 @@ def fingerprint(training: Training) -> dict[str, str]:
 def flat(value: Any, name: str) -> dict[str, Any]:
     """Flatten nested mappings and lists to leaves."""
     if isinstance(value, Mapping):
-        return {k: v for key, part in value.items() for k, v in flat(part, f"{name}.{key}").items()}
+        flattened = {}
+        for key, part in value.items():
+            flattened.update(flat(part, f"{name}.{key}"))
+        return flattened
     if isinstance(value, (list, tuple)):
         return flat(dict(enumerate(value)), name)
     return {name: value}

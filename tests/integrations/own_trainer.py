@@ -60,10 +60,9 @@ class OwnRun:
     @property
     def prepare_settings(self) -> dict[str, Any]:
         """What the trainer gave to ``prepare``: keyword arguments, with the peak learning rate."""
-        options = {
-            name: getattr(self.settings, name)
-            for name in ("lr", "max_grad_norm", "seed", "audit_every")
-        }
+        options = {}
+        for name in ("lr", "max_grad_norm", "seed", "audit_every"):
+            options[name] = getattr(self.settings, name)
         return {**options, **self.settings.optimizer_options, "decays": is_matrix}
 
     def model(self) -> LlamaForCausalLM:

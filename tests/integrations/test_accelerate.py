@@ -115,10 +115,11 @@ def of_two(
     model, optimizer = accelerator.prepare(narrow, optimizer)
     pass_states_on(optimizer)
     draw = torch.Generator().manual_seed(1 + rank)
-    batches = [
-        (torch.randn(8, 32, generator=draw).bfloat16(), torch.randn(8, 32, generator=draw))
-        for _ in range(4)
-    ]
+    batches = []
+    for _ in range(4):
+        batches.append(
+            (torch.randn(8, 32, generator=draw).bfloat16(), torch.randn(8, 32, generator=draw))
+        )
 
     def steps(step_batches: list[Any]) -> list[float]:
         losses = []
@@ -134,9 +135,9 @@ def of_two(
     accelerator.save_state(folder)
     losses += steps(batches[2:])
     stored = [optimizer.optimizer.stored(p) for p in model.parameters()]
-    full_tensors = [
-        value.full_tensor() if hasattr(value, "full_tensor") else value for value in stored
-    ]
+    full_tensors = []
+    for value in stored:
+        full_tensors.append(value.full_tensor() if hasattr(value, "full_tensor") else value)
     accelerator.load_state(folder)
     return losses, full_tensors, steps(batches[2:])
 
@@ -152,7 +153,8 @@ def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path, recipe: str
         )
         for losses, weights, resumed in results:
             assert resumed == losses[2:]
-            assert all(torch.equal(a, b) for a, b in zip(weights, results[0][1], strict=True))
+            for a, b in zip(weights, results[0][1], strict=True):
+                assert torch.equal(a, b)
         of_kind[kind] = results
     for ddp, fsdp2 in zip(of_kind["DDP"], of_kind["FSDP2"], strict=True):
         assert ddp[0] == fsdp2[0] and all(map(torch.equal, ddp[1], fsdp2[1]))

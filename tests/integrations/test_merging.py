@@ -30,10 +30,15 @@ def bases(model: Any) -> list[Tensor]:
 def nearest(value: Fraction) -> float:
     """Return the nearest bfloat16, of two the even one."""
     low = torch.tensor(float(value)).bfloat16()
-    near = [torch.nextafter(low, torch.tensor(end).bfloat16()) for end in (-torch.inf, torch.inf)]
+    near = []
+    for end in (-torch.inf, torch.inf):
+        near.append(torch.nextafter(low, torch.tensor(end).bfloat16()))
     candidates = [low, *near]
     distances = [abs(Fraction(float(x)) - value) for x in candidates]
-    closest = [x for x, d in zip(candidates, distances, strict=True) if d == min(distances)]
+    closest = []
+    for x, d in zip(candidates, distances, strict=True):
+        if d == min(distances):
+            closest.append(x)
     return float(min(closest, key=lambda x: int(x.view(torch.int16)) % 2))
 
 
@@ -59,9 +64,9 @@ def test_merged_weights_are_the_nearest_of_base_and_product() -> None:
     assert ng.merge(model) == 0
     weight = layer.get_base_layer().weight
     for row, column in ((0, 0), (3, 5), (31, 23), (7, 11), (12, 1)):
-        products = [
-            Fraction(float(up[row, k])) * Fraction(float(down[k, column])) for k in range(4)
-        ]
+        products = []
+        for k in range(4):
+            products.append(Fraction(float(up[row, k])) * Fraction(float(down[k, column])))
         exact = Fraction(float(base[row, column])) + 2 * sum(products)
         assert float(weight[row, column]) == nearest(exact)
     assert layer.merged

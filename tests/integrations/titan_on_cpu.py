@@ -207,10 +207,11 @@ def train(config: Trainer.Config, steps: int | None = None) -> Trained:
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
     """Copy tensors whole, and other values as they are."""
-    tensors = {
-        name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)
-    }
-    full_tensors = {
-        name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()
-    }
+    tensors = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value.detach()
+    full_tensors = {}
+    for name, x in tensors.items():
+        full_tensors[name] = x.full_tensor() if hasattr(x, "full_tensor") else x
     return values | {name: value.clone() for name, value in full_tensors.items()}

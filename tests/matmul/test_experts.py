@@ -46,7 +46,9 @@ def swap_experts(model: nn.Module, row: str | Compute) -> NarrowLayers:
 def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is() -> None:
     model = mixtral()
     plain = mixtral()
-    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    before = {}
+    for name, tensor in model.state_dict().items():
+        before[name] = tensor.data_ptr()
     linears = swap_experts(model, "bfloat16")
     assert sorted(linears.layers) == [
         f"model.layers.{k}.mlp.experts.{weight}"

@@ -39,7 +39,9 @@ def test_integers_multiply_bit_for_bit(
 ) -> None:
     rows, contraction, columns = shape
     codes = random_codes(rows, contraction, seed=0), random_codes(columns, contraction, seed=1)
-    scales = [gaussian(side, 1, dtype=torch.float32, seed=side).abs() for side in (rows, columns)]
+    scales = []
+    for side in (rows, columns):
+        scales.append(gaussian(side, 1, dtype=torch.float32, seed=side).abs())
     bias = gaussian(columns, dtype=dtype, seed=4) if with_bias else None
     lhs, rhs = (
         Operand(side, scale) if dim else Operand(side.t().contiguous(), scale.t())

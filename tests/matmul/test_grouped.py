@@ -220,12 +220,11 @@ def test_a_grouped_kernel_that_is_off_in_its_trial_is_not_used(
 
 
 def test_a_compute_without_a_grouped_kernel_takes_one_expert_after_the_other() -> None:
-    kinds = {
-        name: {grouped.kind_of(p) for p in row.products.values()} for name, row in COMPUTES.items()
-    }
-    at_once = {
-        name
-        for name, product_kinds in kinds.items()
-        if "" not in product_kinds and product_kinds != {"wide"}
-    }
+    kinds = {}
+    for name, row in COMPUTES.items():
+        kinds[name] = {grouped.kind_of(p) for p in row.products.values()}
+    at_once = set()
+    for name, product_kinds in kinds.items():
+        if "" not in product_kinds and product_kinds != {"wide"}:
+            at_once.add(name)
     assert at_once == {"float8-row", "float8-row-wide-gw", "mxfp8", "mxfp8-ocp"}

@@ -477,7 +477,9 @@ def test_kept_layers_share_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_of_ddp_keep_their_own_random_bits(one_rank: None) -> None:
     model = Model()
     swap_linears(model, "int8-row")
-    sent = {id(buffer) for buffer in nn.parallel.DistributedDataParallel(model).modules_buffers}
+    sent = set()
+    for buffer in nn.parallel.DistributedDataParallel(model).modules_buffers:
+        sent.add(id(buffer))
     assert len(list(model.buffers())) > 0 and not sent & {id(buffer) for buffer in model.buffers()}
 
 
@@ -576,7 +578,8 @@ def test_func_grad_gives_the_bits_of_backward(compute: str, fresh_compiler: None
         model.requires_grad_(False)
         gradient = torch.compile(gradient, backend="aot_eager")
     gradients = gradient({name: p.detach() for name, p in model.named_parameters()}, x)
-    assert all(torch.equal(gradients[name], p.grad) for name, p in model.named_parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(gradients[name], p.grad)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -607,10 +610,8 @@ def test_several_forward_passes_before_backward_and_calls_without_gradient_betwe
             optimizer.step()
             optimizer.zero_grad()
         trained.append([*model.parameters()])
-    assert all(
-        torch.equal(plain, interleaved_param)
-        for plain, interleaved_param in zip(*trained, strict=True)
-    )
+    for plain, interleaved_param in zip(*trained, strict=True):
+        assert torch.equal(plain, interleaved_param)
 
 
 def test_exceptions_of_a_float16_recipe_compute_in_float16() -> None:

@@ -130,15 +130,13 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
         "sm100": float8 | mx | nv | {"mxfp4"}, "sm120": float8 | mx | nv,
     }  # fmt: skip
     for architecture, computes in expected.items():
-        needed = {
-            name: [p for p in row.products.values() if needs_kernel(p)]
-            for name, row in COMPUTES.items()
-        }
-        native = {
-            name
-            for name, of in needed.items()
-            if of and all(kernel_for(product, architecture) for product in of)
-        }
+        needed = {}
+        for name, row in COMPUTES.items():
+            needed[name] = [p for p in row.products.values() if needs_kernel(p)]
+        native = set()
+        for name, of in needed.items():
+            if of and all(kernel_for(product, architecture) for product in of):
+                native.add(name)
         assert native == computes, architecture
 
 
@@ -287,16 +285,25 @@ def test_compilers_see_through_a_native_layer(compute: str, chip: str) -> None:
     grad = gaussian(48, 80, seed=4)
     with graph_device(chip):
         assert same(passed(layer, x, grad, call), passed(layer, x, grad))
-    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    calls = []
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                calls.append(node)
     kernels = [node for node in calls if node.target in KERNELS]
     assert len(kernels) == 3
     if compute in SCALED_MM:
-        has_bias = [len(node.args) > 4 and node.args[4] is not None for node in kernels]
+        has_bias = []
+        for node in kernels:
+            has_bias.append(len(node.args) > 4 and node.args[4] is not None)
         assert has_bias == [True, False, False]
     ours = {str(node.target) for node in calls if "narrowgauge" in str(node.target)}
     assert ours <= {"narrowgauge.scaled_mm.default", "narrowgauge.bias_gradient.default"}
     if compute in SCALED_MM:
-        copies = [node for node in calls if node.target is torch.ops.aten.clone.default]
+        copies = []
+        for node in calls:
+            if node.target is torch.ops.aten.clone.default:
+                copies.append(node)
         assert len(copies) == 3 and all(node.meta["val"].dtype.itemsize == 1 for node in copies)
 
 

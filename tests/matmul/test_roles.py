@@ -73,9 +73,15 @@ def test_roles_are_seen_under_any_name(is_tied: bool) -> None:
 
 
 def test_the_last_blocks_stay_wide_where_a_compute_asks() -> None:
-    last = {name: role for name, role in roles_of(Model(), 0.15).items() if role == "last block"}
+    last = {}
+    for name, role in roles_of(Model(), 0.15).items():
+        if role == "last block":
+            last[name] = role
     assert set(last) == {"blocks.3", "blocks.3.gate", "blocks.3.up", "blocks.3.down"}
-    half = {name for name, role in roles_of(Model(), 0.5).items() if role == "last block"}
+    half = set()
+    for name, role in roles_of(Model(), 0.5).items():
+        if role == "last block":
+            half.add(name)
     assert half > set(last) and "blocks.2.base_layer" in half and "blocks.1.shared" not in half
     assert roles_of(nn.Linear(4, 4), 0.5) == {}
 
@@ -97,7 +103,10 @@ def test_a_label_head_and_the_head_that_a_model_names() -> None:
 def test_swapping_leaves_them_and_says_why(compute: str) -> None:
     model = Model().bfloat16()
     linears = swap_linears(model, compute)
-    wide_layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    wide_layers = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            wide_layers.add(name)
     wide_layers -= {name for name, layer in linears.layers.items() if not layer.compute.is_wide}
     roles = roles_of(model, 0.15 if compute == "nvfp4" else 0.0)
     assert wide_layers == {name for name in wide_layers | set(linears.layers) if name in roles}
@@ -119,9 +128,9 @@ def test_a_recipe_keeps_them_too_unless_an_override_says_otherwise() -> None:
         {"recipe": "nvfp4/word", "override": [{"pattern": "blocks.3.up", "compute": "mxfp8"}]}
     )
     model, _ = ng.prepare(Model(), recipe)
-    computes = {
-        name: layer.compute.name for name, layer in ng.matmul.linears_of(model).layers.items()
-    }
+    computes = {}
+    for name, layer in ng.matmul.linears_of(model).layers.items():
+        computes[name] = layer.compute.name
     assert computes["blocks.0.gate"] == "nvfp4" and computes["blocks.3.up"] == "mxfp8"
     assert computes.get("blocks.3.gate", "bfloat16") == "bfloat16"
     assert computes.get("to_vocabulary", "bfloat16") == "bfloat16"

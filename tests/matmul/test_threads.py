@@ -40,7 +40,9 @@ def test_two_threads_get_the_products_of_their_own_inputs(
 
     with torch.no_grad():
         outputs = [model(x) for x in inputs]
-    threads = [threading.Thread(target=call_often, args=(k, outputs[k])) for k in (0, 1)]
+    threads = []
+    for k in (0, 1):
+        threads.append(threading.Thread(target=call_often, args=(k, outputs[k])))
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -116,12 +116,16 @@ def test_neither_joining_nor_layout_nor_the_order_of_tensors_enters(
 ) -> None:
     monkeypatch.setattr(exact_sums, "JOINED_ELEMENTS", joined)
     monkeypatch.setattr(exact_sums, "JOINED_TOTAL", max(1, 3 * joined))
-    draws = [torch.randn(shape, generator=generator(k)) * scale for k, shape in enumerate(SHAPES)]
-    tensors = [x.to(dtype) for x, dtype in zip(draws, itertools.cycle(dtypes), strict=False)]
+    draws = []
+    for k, shape in enumerate(SHAPES):
+        draws.append(torch.randn(shape, generator=generator(k)) * scale)
+    tensors = []
+    for x, dtype in zip(draws, itertools.cycle(dtypes), strict=False):
+        tensors.append(x.to(dtype))
     expected = scalar_bits(exact_norm([torch.cat([x.reshape(-1).float() for x in tensors])]))
-    shifted = [
-        torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:] if x.numel() else x for x in tensors
-    ]
+    shifted = []
+    for x in tensors:
+        shifted.append(torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:] if x.numel() else x)
     strided = [torch.stack([x, x], -1)[..., 0] for x in tensors]
     for same in (
         tensors,
@@ -135,9 +139,8 @@ def test_neither_joining_nor_layout_nor_the_order_of_tensors_enters(
 
 def test_compiled_passes_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.torch_support.compile.COMPILE_ELEMENTS", 1 << 12)
-    tensors = [
-        wild(count, seed, torch.bfloat16)
-        for seed, count in enumerate((9001, 80_000, 70_001, 80_001))
-    ]
+    tensors = []
+    for seed, count in enumerate((9001, 80_000, 70_001, 80_001)):
+        tensors.append(wild(count, seed, torch.bfloat16))
     tensors[3] = tensors[3][1:]
     assert scalar_bits(exact_norm(tensors)) == scalar_bits(exact_norm(tensors, compile=False))

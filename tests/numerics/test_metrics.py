@@ -56,7 +56,9 @@ def test_only_elements_that_meant_to_move_can_be_lost() -> None:
     d = torch.tensor([0.0, -0.0, 1.0, 1.0, 1.0, 1.0])
     e = torch.tensor([0.0, 5.0, 0.0, 1.0, 1.0, 1.0])
     v = torch.tensor([0.0, 0.0, 0.0, -0.0, 1.0, 1.0])
-    reading = {name: value.item() for name, value in update_metrics(update_sums(d, e, v)).items()}
+    reading = {}
+    for name, value in update_metrics(update_sums(d, e, v)).items():
+        reading[name] = value.item()
     assert (reading["lost_fraction"], reading["unseen_fraction"]) == (0.25, 0.5)
     assert reading["imprecision_share"] == pytest.approx(4 / 6)
 
@@ -73,7 +75,9 @@ def test_lost_decay_against_fractions() -> None:
     assert len(DECAY_SUMS) == len(decay_terms(torch.ones(1), torch.ones(1)))
     c = gaussian(200, seed=5)
     t = gaussian(200, seed=6)
-    pairs = [(Fraction(a), Fraction(b)) for a, b in zip(c.tolist(), t.tolist(), strict=True)]
+    pairs = []
+    for a, b in zip(c.tolist(), t.tolist(), strict=True):
+        pairs.append((Fraction(a), Fraction(b)))
     exact = 1 - sum((a * b for a, b in pairs), Fraction(0)) / sum(
         (a * a for a, _ in pairs), Fraction(0)
     )

@@ -130,7 +130,9 @@ def narrow_values(row: Format) -> Tensor:
     """
     representable = numbers(row.name) if row.kind == "float" else numbers(row.name)[1:]
     gaps = representable[1:] - representable[:-1]
-    parts = [representable[:-1] + gaps * part for part in (0.5, 0.25, 2.0**-9, 0.9990234375, 1 / 3)]
+    parts = []
+    for part in (0.5, 0.25, 2.0**-9, 0.9990234375, 1 / 3):
+        parts.append(representable[:-1] + gaps * part)
     candidates = torch.cat(
         [
             representable,
@@ -170,7 +172,9 @@ def test_words_are_hashes_of_logical_indices(key: int) -> None:
     words = random_words(5, 7, torch.tensor(key, dtype=torch.int32), first_row=1000)
     column_key = hashed(0x2545F491, key)
     by_row = [hashed(1000 + row, key) // 2**16 / 2**16 for row in range(5)]
-    by_column = [(hashed(column, column_key) // 2**16 + 0.5) / 2**16 for column in range(7)]
+    by_column = []
+    for column in range(7):
+        by_column.append((hashed(column, column_key) // 2**16 + 0.5) / 2**16)
     assert words[0].tolist() == [[word] for word in by_row] and words[1].tolist() == [by_column]
     drawn = uniform(words).double() * 2**16 - 0.5
     assert drawn.equal(drawn.round()) and drawn.min() >= 0 and drawn.max() < 2**16
@@ -222,7 +226,9 @@ def theirs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the oracle says, turned as the matrix lies."""
     drawn = uniform(random_words(*x.shape, KEY))
-    turned = [(v if dim == 1 else v.t()).contiguous().numpy() for v in (x.float(), drawn)]
+    turned = []
+    for v in (x.float(), drawn):
+        turned.append((v if dim == 1 else v.t()).contiguous().numpy())
     result = oracle.quantize(
         turned[0], **asdict(cast), uniform=turned[1], amax=None if amax is None else float(amax)
     )

@@ -120,10 +120,9 @@ def test_dither_is_the_named_bits_and_the_middle_of_the_rest(
     )
     used = min(count, dropped)
     missing = 2 ** (dropped - used)
-    expected = [
-        oracle.field(word, start, used) * missing + missing // 2
-        for word in unsigned(words).tolist()
-    ]
+    expected = []
+    for word in unsigned(words).tolist():
+        expected.append(oracle.field(word, start, used) * missing + missing // 2)
     result = dither(words, start, count, dropped)
     assert result.tolist() == expected
     assert int(result.min()) >= 0 and int(result.max()) < 2**dropped

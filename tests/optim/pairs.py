@@ -141,7 +141,9 @@ def parameters(
 
 def everything(optimizer: ng.Optimizer) -> dict[str, Tensor]:
     """Visible weights and all that is kept, copied, in the parameters' order."""
-    result = {f"{k} visible": p.detach().clone() for k, p in enumerate(parameters_of(optimizer))}
+    result = {}
+    for k, p in enumerate(parameters_of(optimizer)):
+        result[f"{k} visible"] = p.detach().clone()
     for k, entry in optimizer.state_dict()["state"].items():
         result |= {f"{k} {name}": value.clone() for name, value in entry.items()}
     return result

@@ -37,7 +37,11 @@ def kind(storage: Storage) -> tuple[object, ...]:
 
 def shifts(storage: Storage) -> dict[str, int]:
     """Return the lowest bit of every field in an element of its plane."""
-    return {name: shift for plane in layout_of(storage).planes for name, shift, _ in plane.fields}
+    shift_of = {}
+    for plane in layout_of(storage).planes:
+        for name, shift, _ in plane.fields:
+            shift_of[name] = shift
+    return shift_of
 
 
 def stall(
@@ -51,9 +55,9 @@ def stall(
     """
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(side, side, generator=generator).bfloat16()
-    cycle = [
-        (0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16() for _ in range(50)
-    ]
+    cycle = []
+    for _ in range(50):
+        cycle.append((0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16())
     weight = torch.nn.Parameter(start.to(getattr(torch, STORAGES[storage].visible), copy=True))
     options = {
         "lr": lr,

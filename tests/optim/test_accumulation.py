@@ -101,7 +101,9 @@ def test_float16_sums_are_rounded_once() -> None:
     expected = torch.from_numpy(oracle.nearest(total, dropped=13).astype(np.float16))
     assert torch.equal(bits(summed(parts)), bits(expected))
     # What autograd's float16 sum loses on the way, the float32 sum keeps.
-    back = [torch.tensor([v], dtype=torch.float16) for v in (60000.0, 60000.0, -60000.0)]
+    back = []
+    for v in (60000.0, 60000.0, -60000.0):
+        back.append(torch.tensor([v], dtype=torch.float16))
     assert summed(back).tolist() == [60000.0]
 
 
@@ -112,7 +114,9 @@ def test_what_is_not_finite_stays_so_in_its_element_alone(place: int, value: flo
     result = summed(parts)
     assert not result[5].isfinite() and result.isfinite().sum() == 10
     assert bool(result[5].isnan()) == math.isnan(value)
-    opposite = [torch.tensor([v]).bfloat16() for v in (math.inf, 1.0, -math.inf, 1.0)]
+    opposite = []
+    for v in (math.inf, 1.0, -math.inf, 1.0):
+        opposite.append(torch.tensor([v]).bfloat16())
     assert summed(opposite).isnan().all()
     largest = torch.tensor([3.38e38]).bfloat16()
     assert summed([largest] * 3).tolist() == [math.inf]
@@ -129,9 +133,9 @@ def test_missing_frozen_and_tied() -> None:
         loss.backward()
         accumulator.accumulate()
     accumulator.finish()
-    gradients = [
-        None if p.grad is None else p.grad.tolist() for p in (sometimes, always, never, frozen)
-    ]
+    gradients = []
+    for p in (sometimes, always, never, frozen):
+        gradients.append(None if p.grad is None else p.grad.tolist())
     assert gradients == [[2.0] * 3, [8.0] * 3, None, None]
     accumulator.discard()
     accumulator.finish()
@@ -154,10 +158,9 @@ def test_a_gradient_left_at_the_end_counts_and_a_discarded_sum_does_not() -> Non
 
 
 def test_bytes_are_counted() -> None:
-    parameters = [
-        torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
-        for shape in ((64, 3), (5,), ())
-    ]
+    parameters = []
+    for shape in ((64, 3), (5,), ()):
+        parameters.append(torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
     assert GradientAccumulator(parameters).bytes_per_param() == 4
     assert GradientAccumulator(parameters, dtype=torch.float64).bytes_per_param() == 8
     parameters[1].requires_grad_(False)
@@ -180,7 +183,9 @@ def test_shards_are_summed_where_they_lie(one_rank: None) -> None:
 
 def test_many_micro_batches_lose_less_than_in_the_parameters_format() -> None:
     """Against the exact sum of 256 gradients: autograd's sum in bfloat16, and the accumulator's."""
-    weights = [torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)) for _ in range(2)]
+    weights = []
+    for _ in range(2):
+        weights.append(torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)))
     accumulator = GradientAccumulator(weights[1:])
     generator = torch.Generator().manual_seed(0)
     exact = torch.zeros(4096, dtype=torch.float64)
@@ -191,5 +196,7 @@ def test_many_micro_batches_lose_less_than_in_the_parameters_format() -> None:
             (weight * gradient).sum().backward()
         accumulator.accumulate()
     accumulator.finish()
-    errors = [float((w.grad.double() - exact).norm() / exact.norm()) for w in weights]
+    errors = []
+    for w in weights:
+        errors.append(float((w.grad.double() - exact).norm() / exact.norm()))
     assert errors[0] > 0.01 > 0.003 > errors[1]

@@ -65,7 +65,9 @@ def test_a_state_with_keys_of_another_kind_is_refused() -> None:
 
 def loaded(content: dict[str, Any]) -> tuple[ng.AdamW, dict[str, nn.Parameter], str]:
     """Load a checkpoint's weights, then its states, into an optimizer that keeps float32 values."""
-    parameters = {name: nn.Parameter(value.clone()) for name, value in content["model"].items()}
+    parameters = {}
+    for name, value in content["model"].items():
+        parameters[name] = nn.Parameter(value.clone())
     storage = "exact" if all(p.dtype is torch.bfloat16 for p in parameters.values()) else "float32"
     optimizer = ng.AdamW(list(parameters.items()), storage=storage, compile=False, low_bits="zero")
     return optimizer, parameters, ng.load_states(optimizer, content["optimizer"])
@@ -102,9 +104,8 @@ def test_fused_adam_keeps_its_masters_and_the_step_of_its_group(master: str) -> 
     optimizer, parameters, library = loaded({"model": {"w": weight}, "optimizer": state})
     assert library == "FusedAdam" and int(optimizer.state_dict()["state"][0]["step"]) == 7
     assert torch.equal(optimizer.stored(parameters["w"]), exact if masters else weight.float())
-    assert all(
-        torch.equal(optimizer.stored(parameters["w"], kind), moments[kind]) for kind in MOMENTS
-    )
+    for kind in MOMENTS:
+        assert torch.equal(optimizer.stored(parameters["w"], kind), moments[kind])
 
 
 def test_what_does_not_fit_is_refused_in_one_line() -> None:
@@ -146,7 +147,9 @@ def test_a_run_of_torchs_sgd_goes_on_with_its_momentum(options: dict[str, Any]) 
         ]
 
     def step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = []
+        for group in optimizer.param_groups:
+            parameters.extend(group["params"])
         for p in parameters:
             p.grad = p.detach().clone()
         optimizer.step()
@@ -287,13 +290,12 @@ def test_torchs_adamw_goes_on_from_full_weights_and_our_state() -> None:
     copied.load_state_dict(weights)
     theirs.load_state_dict(ng.to_torch_state(ours))
     for p, q in zip(copied.parameters(), model.parameters(), strict=True):
-        assert all(torch.equal(theirs.state[p][name], ours.stored(q, name)) for name in MOMENTS)
+        for name in MOMENTS:
+            assert torch.equal(theirs.state[p][name], ours.stored(q, name))
         p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
     theirs.step(), ours.step()
-    assert all(
-        torch.allclose(p, q, rtol=1e-6)
-        for p, q in zip(copied.parameters(), model.parameters(), strict=True)
-    )
+    for p, q in zip(copied.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-6)
     model, ours = trained("exact")
     assert torch.equal(ng.full_weights(model, ours)["0.weight"], ours.stored(model[0].weight))
     with pytest.raises(DataError, match="muon"):

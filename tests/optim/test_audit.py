@@ -33,16 +33,18 @@ def steps(edqs: list[float], weight: float = 1.0) -> list[Tensor]:
     """Audited steps of one tensor whose every update is ``weight`` long and arrives to the given
     shares.
     """
-    return [
-        row(
-            dd=weight,
-            de=weight * q,
-            ee=weight * q * q,
-            nonzero=10,
-            lost=10 * (1 - min(1.0, abs(q))),
+    rows = []
+    for q in edqs:
+        rows.append(
+            row(
+                dd=weight,
+                de=weight * q,
+                ee=weight * q * q,
+                nonzero=10,
+                lost=10 * (1 - min(1.0, abs(q))),
+            )
         )
-        for q in edqs
-    ]
+    return rows
 
 
 def sums_of(edq: float) -> Tensor:
@@ -178,12 +180,16 @@ def test_the_sums_are_those_of_what_is_kept(storage: str) -> None:
     )
     optimizer.adopt({p: p.detach().float() for p in params})
     for step in range(3):
-        before = [(optimizer.stored(p).double(), p.detach().double()) for p in params]
+        before = []
+        for p in params:
+            before.append((optimizer.stored(p).double(), p.detach().double()))
         take_steps(optimizer, range(step, step + 1), 1e-2)
-        stored = [
-            optimizer.stored(p).double() - old for p, (old, _) in zip(params, before, strict=True)
-        ]
-        seen = [p.detach().double() - old for p, (_, old) in zip(params, before, strict=True)]
+        stored = []
+        for p, (old, _) in zip(params, before, strict=True):
+            stored.append(optimizer.stored(p).double() - old)
+        seen = []
+        for p, (_, old) in zip(params, before, strict=True):
+            seen.append(p.detach().double() - old)
         sums = dict(zip(UPDATE_SUMS, optimizer.last_audit.tolist(), strict=True))
         assert sums["elements"] == sums["nonzero"] == sum(p.numel() for p in params)
         assert sums["lost"] == sum(int((change == 0).sum()) for change in stored)
@@ -209,7 +215,9 @@ def test_audits_in_turn_read_each_element_once(storage: str) -> None:
     states = optimizer.make_states(optimizer.param_groups[0], params)
     for param, state in states.items():
         period = audit_of(state, 0, torch.device("cpu"))[0]
-        audits = [audit_of(state, turn, torch.device("cpu")) for turn in range(period)]
+        audits = []
+        for turn in range(period):
+            audits.append(audit_of(state, turn, torch.device("cpu")))
         assert [phase for _, phase, _ in audits] == list(range(period))
         assert sum(elements for *_, elements in audits) == param.numel()
 
@@ -265,10 +273,12 @@ def lost_decay_of_two(
     # An element-wise rule reads the leading part of a pair, as the sources' do; a matrix rule gets
     # the whole weight.
     is_leading = rule in (ng.AdamW, ng.Lion) and STORAGES[storage].weight.parts > 1
-    intended = [
-        -Fraction(lr) * Fraction(decay) * Fraction(w) for w in (visible if is_leading else before)
-    ]
-    stored = [Fraction(a) - Fraction(b) for a, b in zip(after, without, strict=True)]
+    intended = []
+    for w in visible if is_leading else before:
+        intended.append(-Fraction(lr) * Fraction(decay) * Fraction(w))
+    stored = []
+    for a, b in zip(after, without, strict=True):
+        stored.append(Fraction(a) - Fraction(b))
     along = sum((c * t for c, t in zip(intended, stored, strict=True)), Fraction(0))
     exact = 1 - along / sum((c * c for c in intended), Fraction(0))
     audited = update_metrics(optimizer.auditor.windows[next(iter(optimizer.auditor.windows))][-1])[

@@ -90,7 +90,9 @@ def test_the_rate_arrives_at_every_size_of_gradients(size: float) -> None:
     """A norm of 1 over 8 billion weights is 1e-5 in each: no moment may have a floor above its
     square.
     """
-    rates = {name: rate(name, size) for name in [*LIMITS, "float16/split", "float16/collage-plus"]}
+    rates = {}
+    for name in [*LIMITS, "float16/split", "float16/collage-plus"]:
+        rates[name] = rate(name, size)
     assert {name: value for name, value in rates.items() if not 0.98 < value < 1.02} == {}
     assert all(rate(name, size) < 0.9 for name in ("naive", "float16/naive"))
 
@@ -161,7 +163,9 @@ def test_exact_is_master_to_the_bit() -> None:
         )
         take_steps(optimizer, range(300), scale=0.01)
         (weight,) = optimizer.param_groups[0]["params"]
-        stored = {name: optimizer.stored(weight, name) for name in ("weight", *STATE_NAMES)}
+        stored = {}
+        for name in ("weight", *STATE_NAMES):
+            stored[name] = optimizer.stored(weight, name)
         results.append({"visible": weight.detach(), **stored})
     assert_same_bits(*results)
 

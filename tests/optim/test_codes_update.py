@@ -58,7 +58,9 @@ def empty_lane(
 
 def filled(lane: Lane, seen: Tensor, gradient: Tensor, fields: Mapping[str, Tensor]) -> Lane:
     """The lane with those bits; its words hold nothing else."""
-    words = {name: (fields.get(name, word), shift) for name, (word, shift) in lane.fields.items()}
+    words = {}
+    for name, (word, shift) in lane.fields.items():
+        words[name] = (fields.get(name, word), shift)
     return Lane(seen, gradient, words, lane.scales)
 
 
@@ -83,10 +85,10 @@ SCALARS = {
 
 
 def scalars(storage: Storage) -> dict[str, Tensor]:
-    return {
-        name: torch.tensor(value, dtype=codes.value_dtype(storage))
-        for name, value in SCALARS.items()
-    }
+    tensors = {}
+    for name, value in SCALARS.items():
+        tensors[name] = torch.tensor(value, dtype=codes.value_dtype(storage))
+    return tensors
 
 
 def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray) -> Sequence[np.ndarray]:

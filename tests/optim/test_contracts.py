@@ -79,8 +79,12 @@ def left_over(rule: str, storage: str, steps: int = 24) -> list[float]:
     lr = optimizer.param_groups[0]["lr"]
     losses = []
     for step in range(steps + 1):
-        errors = [p.detach().float() - target for p, target in zip(params, targets, strict=True)]
-        slopes = [curvature @ error for curvature, error in zip(curvatures, errors, strict=True)]
+        errors = []
+        for p, target in zip(params, targets, strict=True):
+            errors.append(p.detach().float() - target)
+        slopes = []
+        for curvature, error in zip(curvatures, errors, strict=True):
+            slopes.append(curvature @ error)
         losses.append(
             [float((error * slope).sum()) for error, slope in zip(errors, slopes, strict=True)]
         )
@@ -223,10 +227,9 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
     if isinstance(optimizer.rule, MatrixRule):
         states = extras_of(optimizer.rule, (rows, cols), group)
         row = storage.keeping(optimizer.rule.kept)
-        codes = {
-            name: FLOAT32 if state.role is None else storage.code(state.role)
-            for name, state in states.items()
-        }
+        codes = {}
+        for name, state in states.items():
+            codes[name] = FLOAT32 if state.role is None else storage.code(state.role)
         matrix_bytes = sum(bytes_alone(codes[name], state.shape) for name, state in states.items())
         matrix_bytes += sum(
             4 * state.shape[0] for name, state in states.items() if codes[name].scaled

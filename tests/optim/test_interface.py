@@ -93,7 +93,9 @@ def test_steps_have_the_same_bits_under_any_default_dtype_and_device(
         optimizer = build(rule, parameters(storage), storage, max_grad_norm=0.5, audit_every=3)
         optimizer.compile = compile
         ran = False
-        slopes = [step_gradients(parameters_of(optimizer), step) for step in range(3)]
+        slopes = []
+        for step in range(3):
+            slopes.append(step_gradients(parameters_of(optimizer), step))
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
         try:
@@ -131,7 +133,9 @@ def beside(
 ) -> tuple[ng.Optimizer, list[ng.Optimizer]]:
     """An optimizer of all tensors, and one for each of them."""
     options["low_bits"] = "zero"  # random ones are keyed by name
-    alone = [build("adamw", [p], storage, **options) for p in parameters(storage, shapes)]
+    alone = []
+    for p in parameters(storage, shapes):
+        alone.append(build("adamw", [p], storage, **options))
     return build("adamw", parameters(storage, shapes), storage, **options), alone
 
 
@@ -203,9 +207,9 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**6)
     scaled = build(rule, parameters(storage), storage, loss_scaler=scaler)
     plain = build(rule, parameters(storage), storage, max_grad_norm=math.inf)
-    schedules = [
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (scaled, plain)
-    ]
+    schedules = []
+    for optimizer in (scaled, plain):
+        schedules.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     for step in range(4):
         slopes = step_gradients(parameters_of(plain), step)
         if step == 1:
@@ -252,10 +256,9 @@ def learn(optimizer: ng.Optimizer, scale: Callable[[Tensor], Tensor], steps: ran
     params = parameters_of(optimizer)
     for step in steps:
         optimizer.zero_grad()
-        products = [
-            (p.float() * slope).sum()
-            for p, slope in zip(params, step_gradients(params, step), strict=True)
-        ]
+        products = []
+        for p, slope in zip(params, step_gradients(params, step), strict=True):
+            products.append((p.float() * slope).sum())
         scale(torch.stack(products).sum()).backward()
         optimizer.step()
 

@@ -65,7 +65,9 @@ def test_a_first_step_begins_in_the_cell_and_the_rest_is_as_ever(storage: str) -
     Equal weights get different low bits, also without a gradient.
     """
     shapes = [(80, 64), (6, 10), (300,)]
-    weights = [nn.Parameter(torch.ones_like(p) * 0.3) for p in parameters(storage, shapes)]
+    weights = []
+    for p in parameters(storage, shapes):
+        weights.append(nn.Parameter(torch.ones_like(p) * 0.3))
     weights[2].data[0] = 0.2  # not a vector of one value
     optimizer = build("adamw", weights, storage, lr=0.0, low_bits="random")
     before = [p.detach().clone() for p in parameters_of(optimizer)]
@@ -141,9 +143,9 @@ def test_weights_of_a_16_bit_run_are_filled_whenever_it_is_taken_over() -> None:
 
 def test_names_and_places_draw_the_bits_and_a_vector_of_one_value_has_none() -> None:
     def stored(name: str, *shapes: tuple[int, ...], low_bits: str = "random") -> list[torch.Tensor]:
-        named = [
-            (f"{name}{k}", nn.Parameter(torch.ones(s).bfloat16())) for k, s in enumerate(shapes)
-        ]
+        named = []
+        for k, s in enumerate(shapes):
+            named.append((f"{name}{k}", nn.Parameter(torch.ones(s).bfloat16())))
         optimizer = ng.AdamW(named, low_bits=low_bits, seed=3)
         optimizer.make_missing(optimizer.param_groups[0], [p for _, p in named])
         return [optimizer.stored(p) for _, p in named]
@@ -199,9 +201,8 @@ def test_float32_copies_of_a_checkpoint_are_filled_once() -> None:
     with_low_bits = model[2].weight.detach().clone()
     visible = [p.bfloat16() for p in model.parameters()]
     assert ng.fill_low_bits(model) == 40 * 40 + 40
-    assert all(
-        torch.equal(p.bfloat16(), v) for p, v in zip(model.parameters(), visible, strict=True)
-    )
+    for p, v in zip(model.parameters(), visible, strict=True):
+        assert torch.equal(p.bfloat16(), v)
     assert torch.equal(model[2].weight, with_low_bits) and model[1].weight.unique().numel() == 1
     assert model[0].weight.unique().numel() > 1500
     assert ng.fill_low_bits(model) == 0

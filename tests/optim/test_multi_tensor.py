@@ -447,7 +447,9 @@ def test_equal_matrices_share_two_launches_and_each_product(
     """
     if not is_tried:
         monkeypatch.setattr(matrix, "_multiplies_stacks", lambda *args: False)
-    alike = {n: matrix._multiplies_stacks((n, 8, 16), torch.float32, CPU) for n in (5, 3)}
+    alike = {}
+    for n in (5, 3):
+        alike[n] = matrix._multiplies_stacks((n, 8, 16), torch.float32, CPU)
     launches: Counter[bool] = Counter()
     launch = multi_tensor.Table.launch
 
@@ -662,9 +664,9 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, storage: str, r
     """Also a last bit of a division, which shows in one of a thousand weights of 16 bits."""
     if compiler_missing():
         pytest.skip(compiler_missing())
-    operations = {
-        name: FAULTS[right] if text == right else text for name, text in cpp.CPP.operations.items()
-    }
+    operations = {}
+    for name, text in cpp.CPP.operations.items():
+        operations[name] = FAULTS[right] if text == right else text
     monkeypatch.setattr(multi_tensor, "_reasons", {})
     cpp_step.functions.cache_clear()
     with monkeypatch.context() as patch:

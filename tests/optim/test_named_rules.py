@@ -20,12 +20,14 @@ RATES = {"params", "lr", "weight_decay", "options"}
 
 
 def test_every_optimizer_has_a_row_and_every_row_an_optimizer() -> None:
-    classes = [
-        thing
-        for thing in vars(optimizers).values()
-        if isinstance(thing, type) and issubclass(thing, Optimizer)
-    ]
-    names = {cls.__name__ for cls in classes if cls is not Optimizer and cls.__name__[0] != "_"}
+    classes = []
+    for thing in vars(optimizers).values():
+        if isinstance(thing, type) and issubclass(thing, Optimizer):
+            classes.append(thing)
+    names = set()
+    for cls in classes:
+        if cls is not Optimizer and cls.__name__[0] != "_":
+            names.add(cls.__name__)
     assert {row.optimizer for row in UPDATE_RULES.values()} == names
 
 
@@ -34,11 +36,10 @@ def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_step
     rule: str,
 ) -> None:
     row = UPDATE_RULES[rule]
-    options = {
-        name: p.default
-        for name, p in inspect.signature(OPTIMIZERS[rule]).parameters.items()
-        if name not in RATES
-    }
+    options = {}
+    for name, p in inspect.signature(OPTIMIZERS[rule]).parameters.items():
+        if name not in RATES:
+            options[name] = p.default
     shared = {"betas": "beta1" in row.settings, row.eps_option: "eps" in row.settings}
     for name, is_option in shared.items():
         assert (name in options) == is_option

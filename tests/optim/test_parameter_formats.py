@@ -89,17 +89,16 @@ def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
     """
     torch.manual_seed(0)
     formats = {"word": torch.bfloat16, "float16/split": torch.float16, "float32": torch.float32}
-    weights = {
-        storage: nn.Parameter(torch.randn(6, 4).to(dtype)) for storage, dtype in formats.items()
-    }
+    weights = {}
+    for storage, dtype in formats.items():
+        weights[storage] = nn.Parameter(torch.randn(6, 4).to(dtype))
     frozen, grouped = (
         nn.Parameter(weights["float32"].detach().clone(), requires_grad=False) for _ in range(2)
     )
     frozen.requires_grad_(False), grouped.requires_grad_()
-    alone = {
-        storage: ng.AdamW([copy.deepcopy(weight)], storage=storage, low_bits="zero")
-        for storage, weight in weights.items()
-    }
+    alone = {}
+    for storage, weight in weights.items():
+        alone[storage] = ng.AdamW([copy.deepcopy(weight)], storage=storage, low_bits="zero")
     groups = [
         {"params": [*weights.items(), ("frozen", frozen)]},
         {"params": [("grouped", grouped)], "storage": "float32"},
@@ -107,10 +106,9 @@ def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
     options = {"keep_float32": lambda name, parameter: name == "float32", "low_bits": "zero"}
     optimizer = ng.AdamW(groups, **options)
     frozen.requires_grad_()
-    pairs = [
-        (weights[storage], parameters_of(separate)[0], separate)
-        for storage, separate in alone.items()
-    ]
+    pairs = []
+    for storage, separate in alone.items():
+        pairs.append((weights[storage], parameters_of(separate)[0], separate))
     pairs += [(frozen, *pairs[-1][1:]), (grouped, *pairs[-1][1:])]
     for step in range(2):
         for p, q, _ in pairs:
@@ -131,7 +129,8 @@ def test_random_low_bits_of_a_16_bit_checkpoint_in_float32() -> None:
     with pytest.warns(UserWarning, match="of 944 were zero"):
         optimizer = ng.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, low_bits="random")
     train(model, optimizer, 1)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    for p, q in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, q)
     assert not torch.equal(optimizer.stored(model.up.weight), model.up.weight.float())
 
 
@@ -254,7 +253,9 @@ def test_a_copy_goes_on_with_the_same_bits(copied: Callable[[Any], Any], kind: A
 
 @pytest.mark.parametrize("kind", [ng.AdamW, ng.Muon, ng.SGD])
 def test_maximize_is_the_step_of_the_negated_gradient(kind: Any) -> None:
-    weights = [nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16)) for _ in range(2)]
+    weights = []
+    for _ in range(2):
+        weights.append(nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16)))
     for weight, sign in zip(weights, (1, -1), strict=True):
         optimizer = kind([weight], lr=0.1, maximize=sign > 0, max_grad_norm=1.0)
         weight.grad = sign * torch.arange(16.0).view(4, 4).bfloat16()

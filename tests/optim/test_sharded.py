@@ -91,7 +91,9 @@ def everything(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Tensor]:
     """Visible weights and all that is kept, gathered; only float tensors of 2 and 4 bytes are
     compared by their bits.
     """
-    result = {f"{name} visible": gathered(p) for name, p in model.named_parameters()}
+    result = {}
+    for name, p in model.named_parameters():
+        result[f"{name} visible"] = gathered(p)
     state = optimizer.state_dict()["state"]
     for k, (name, p) in enumerate(model.named_parameters()):
         result[f"{name} weight"] = gathered(optimizer.stored(p))
@@ -150,11 +152,14 @@ def muon_in_float32(mesh: Any, placements: Any = None) -> dict[str, Tensor]:
     mesh.
     """
     torch.manual_seed(0)
-    weights = [torch.randn(shape).bfloat16() for shape in ((8, 6), (6, 8), (4, 2, 6))]
-    laid_out = [
-        w if mesh is None else distribute_tensor(w, mesh, placements, src_data_rank=None)
-        for w in weights
-    ]
+    weights = []
+    for shape in ((8, 6), (6, 8), (4, 2, 6)):
+        weights.append(torch.randn(shape).bfloat16())
+    laid_out = []
+    for w in weights:
+        laid_out.append(
+            w if mesh is None else distribute_tensor(w, mesh, placements, src_data_rank=None)
+        )
     model = nn.ParameterList([nn.Parameter(w) for w in laid_out])
     optimizer = ng.Muon(
         list(model), lr=0.05, ns_dtype="float32", storage="word", audit_every=2, compile=False

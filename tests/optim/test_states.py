@@ -196,7 +196,9 @@ def test_a_skipped_step_does_not_count_whatever_is_read_first(read: str) -> None
 
 
 def test_adopted_states_of_two_parameters_are_rounded_by_other_random_bits() -> None:
-    weights = [nn.Parameter(torch.linspace(1, 2, 64).view(8, 8).bfloat16()) for _ in range(2)]
+    weights = []
+    for _ in range(2):
+        weights.append(nn.Parameter(torch.linspace(1, 2, 64).view(8, 8).bfloat16()))
     optimizer = ng.AdamW(weights, storage="word", compile=False)
     values = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
     optimizer.adopt(

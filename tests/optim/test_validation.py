@@ -173,10 +173,9 @@ def test_a_group_that_comes_later_has_all_options() -> None:
 def test_plain_sgd_under_one_cycle_is_torchs() -> None:
     ours = ng.SGD(parameters("float32"), lr=0.1, storage="float32", compile=False)
     theirs = torch.optim.SGD(parameters("float32"), lr=0.1)
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
-        for optimizer in (ours, theirs)
-    ]
+    schedules = []
+    for optimizer in (ours, theirs):
+        schedules.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6))
     for step in range(5):
         for optimizer, schedule in zip((ours, theirs), schedules, strict=True):
             take_steps(optimizer, range(step, step + 1))

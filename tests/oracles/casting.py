@@ -110,11 +110,16 @@ def quantize(
             up = scale_rounding == "up"
             if scale == "float8_e4m3fn":
                 ends = (6,) if fit == "largest" else (6, 4)
-                tried = [
-                    e4m3_scale(magnitude, tensor_scale, format, end, up=rounding == "stochastic")
-                    for end in ends
-                ]
-                errors = [squared_error(part, try_, tensor_scale, format) for try_ in tried]
+                tried = []
+                for end in ends:
+                    tried.append(
+                        e4m3_scale(
+                            magnitude, tensor_scale, format, end, up=rounding == "stochastic"
+                        )
+                    )
+                errors = []
+                for try_ in tried:
+                    errors.append(squared_error(part, try_, tensor_scale, format))
                 inner[group] = tried[errors.index(min(errors))]
                 inverse = reciprocal(rational(inner[group].flat[0]) * rational(tensor_scale))
             elif granularity in BLOCKS:
@@ -300,10 +305,9 @@ def rotated(x: Floats) -> Floats:
     of it.
     """
     with np.errstate(all="ignore"):
-        parts = [
-            sylvester(x[:, k : k + 16] * np.array(SIGNS, np.float32))
-            for k in range(0, x.shape[1], 16)
-        ]
+        parts = []
+        for k in range(0, x.shape[1], 16):
+            parts.append(sylvester(x[:, k : k + 16] * np.array(SIGNS, np.float32)))
         return np.concatenate(parts, axis=1) * np.float32(0.25)
 
 

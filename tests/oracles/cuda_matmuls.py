@@ -195,12 +195,15 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
         swizzle_b: Any = None, bias: Tensor | None = None, output_dtype: torch.dtype = torch.bfloat16,
         contraction_dim: Any = (), use_fast_accum: bool = False,
     ) -> Tensor:  # fmt: skip
-        scales = [list(x) if isinstance(x, (list, tuple)) else [x] for x in (scale_a, scale_b)]
-        names = [
-            [r.name for r in (x if isinstance(x, list) else [x])]
-            for x in (scale_recipe_a, scale_recipe_b)
-        ]
-        swizzles = [[s.name for s in (x or [])] for x in (swizzle_a, swizzle_b)]
+        scales = []
+        for x in (scale_a, scale_b):
+            scales.append(list(x) if isinstance(x, (list, tuple)) else [x])
+        names = []
+        for x in (scale_recipe_a, scale_recipe_b):
+            names.append([r.name for r in (x if isinstance(x, list) else [x])])
+        swizzles = []
+        for x in (swizzle_a, swizzle_b):
+            swizzles.append([s.name for s in (x or [])])
         is_amd = architecture.startswith("gfx")
         # PyTorch 2.13's counts half of mxfp4's scales, and knows no scales row by row.
         if not is_amd and (mat_a.dtype, names[0]) != (FP4, ["BlockWise1x32"]):
@@ -223,10 +226,9 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
             check(names != [["BlockWise128x128"]] * 2, "two matrices of square blocks")
             check(not any(swizzles), "blocks of 128 lie in columns, not in tiles")
             check(sides[0] % 4 == 0 and sides[1] % 4 == 0, "multiples of 4")
-            factors = [
-                column_values(levels[0], side, terms, name[0])
-                for levels, side, name in zip(scales, sides, names, strict=True)
-            ]
+            factors = []
+            for levels, side, name in zip(scales, sides, names, strict=True):
+                factors.append(column_values(levels[0], side, terms, name[0]))
         else:
             block, dtype, bits = {
                 ("BlockWise1x32",): (32, E8M0, mat_a.dtype),
@@ -261,10 +263,9 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
                     "mxfp4 writes bfloat16 and adds no bias",
                 )
             values_of = row_values if is_amd else tile_values
-            factors = [
-                values_of(levels[0], side, terms, block)
-                for levels, side in zip(scales, sides, strict=True)
-            ]
+            factors = []
+            for levels, side in zip(scales, sides, strict=True):
+                factors.append(values_of(levels[0], side, terms, block))
             check(
                 {len(levels) for levels in scales} == {len(names[0])}, "as many scales as recipes"
             )

@@ -63,10 +63,9 @@ def update_sums(
     """The sums of an update without decay, as fractions, in their order: dd, de, ee, nonzero, lost,
     unseen, cc, ct, elements, spacings.
     """
-    rows = [
-        (Fraction(d), Fraction(e), Fraction(v))
-        for d, e, v in zip(intended, stored, visible, strict=True)
-    ]
+    rows = []
+    for d, e, v in zip(intended, stored, visible, strict=True):
+        rows.append((Fraction(d), Fraction(e), Fraction(v)))
     return [
         sum((d * d for d, _, _ in rows), Fraction(0)),
         sum((d * e for d, e, _ in rows), Fraction(0)),

@@ -72,9 +72,9 @@ def _saved_bytes(config: dict[str, Any], recipe: Recipe) -> int:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, recipe.storage.visible))
         narrow_linears(model, recipe, 0)
-        parameters = {
-            tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
-        }
+        parameters = set()
+        for tensor in (*model.parameters(), *model.buffers()):
+            parameters.add(tensor.untyped_storage()._cdata)
         sizes: dict[int, int] = {}
         alive: list[Tensor] = []  # else another tensor may get the place of one
 

@@ -97,7 +97,9 @@ def test_measured_all_reduces_are_met_within_a_third(
 
 def test_a_switch_that_adds_halves_what_large_sums_take() -> None:
     h200, a100, card = (cluster_of(name, 8) for name in ("H200", "A100-SXM4-80GB", "H100-PCIe"))
-    ways = [path_of(8, 1, cluster).has_adding_switch for cluster in (h200, a100, card)]
+    ways = []
+    for cluster in (h200, a100, card):
+        ways.append(path_of(8, 1, cluster).has_adding_switch)
     assert ways == [True, False, False]
     plain = Path(8, 1, 100e9, 10e9)
     adding = Path(8, 1, 100e9, 10e9, has_adding_switch=True)

@@ -51,7 +51,9 @@ def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> N
         (COLS,),
         (COLS,),
     ]  # attention, up, down, norms
-    weights = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
+    weights = []
+    for shape in shapes:
+        weights.append(torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
     counted = sum(
         state_bytes(OPTIMIZERS[name]([weight], lr=1e-3, storage=storage), weight)
         for weight in weights

@@ -146,12 +146,9 @@ def test_software_names_its_program() -> None:
             sum(software.startswith(tuple(program.softwares)) for program in PROGRAMS.values()) == 1
         ), software
     arguments: dict[str, Any] = {"chip": "H100-SXM", "chips": 16, "software": "megatron-core-2025"}
-    jobs = {
-        job.recipe.name: job
-        for job in plan(
-            "llama-8b", recipes=["bfloat16/master", "bfloat16/word"], **arguments
-        ).options
-    }
+    jobs = {}
+    for job in plan("llama-8b", recipes=["bfloat16/master", "bfloat16/word"], **arguments).options:
+        jobs[job.recipe.name] = job
     default_job = jobs["bfloat16/master"]
     ours = jobs["bfloat16/word"]
     assert default_job.program is PROGRAMS["megatron-core"] and default_job.layout.zero in (0, 1)
@@ -349,10 +346,9 @@ def test_fused_experts_do_not_save_their_results() -> None:
         ).best.memory
         for kernels in ("compiled", "fused")
     )  # fmt: skip
-    saved = [
-        next(term.value for term in terms if term.name == "kept by the layers")
-        for terms in (eager, fused)
-    ]
+    saved = []
+    for terms in (eager, fused):
+        saved.append(next(term.value for term in terms if term.name == "kept by the layers"))
     assert saved[0] - saved[1] == pytest.approx(32 * 4096 * 2 * 2 * 4096, rel=0.01)
 
 

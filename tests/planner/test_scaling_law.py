@@ -34,7 +34,9 @@ def test_a_third_point_checks_the_law() -> None:
     assert tuple(scaling.laws[0].parts) == ("divided", "constant")
     assert all("linear" not in law.parts for law in scaling.laws)
     for law in scaling.laws:  # three points and two unknowns leave one residual to judge by
-        misses = [law.seconds(chips) / seconds - 1 for chips, seconds in scaling.points]
+        misses = []
+        for chips, seconds in scaling.points:
+            misses.append(law.seconds(chips) / seconds - 1)
         assert law.error == pytest.approx(math.hypot(*misses))
     assert "Measure a third size" not in "\n".join(scaling.sentences())
 

@@ -55,9 +55,10 @@ def sum_bytes(recipe: str, **fixed: str) -> float:
     """The buffers that sum micro-batches, for each parameter of a rank."""
     layout = {"tensor": 1, "shard": 8, "zero": 3, "micro_batch": 1, "micro_batches": 4, **fixed}
     memory = search(SMALL, parse(recipe), H100, 4096, fixed=layout).memory
-    sums = [
-        term.value for term in memory.addends if "sum" in term.name and term.group == "gradients"
-    ]
+    sums = []
+    for term in memory.addends:
+        if "sum" in term.name and term.group == "gradients":
+            sums.append(term.value)
     return sum(sums) / (SMALL.num_parameters / 8)
 
 

@@ -27,10 +27,11 @@ SHARED = Layout(shard=8)
 def exact(chip: str, **rows: float) -> Efficiency:
     """Shares that reach every printed rate, start kernels in no time and hide nothing."""
     names = efficiency_of(get_chip(chip)).values
-    values = {
-        name: 0.0 if name.endswith("seconds") or name.startswith(("overlap", "slowed")) else 1.0
-        for name in names
-    }
+    values = {}
+    for name in names:
+        values[name] = (
+            0.0 if name.endswith("seconds") or name.startswith(("overlap", "slowed")) else 1.0
+        )
     return Efficiency({**values, "spread": 0.0, **rows}, "by hand")
 
 

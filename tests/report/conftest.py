@@ -31,9 +31,13 @@ def make_run() -> Callable[..., Run]:
         more: Row | None = None,
     ) -> Run:
         same = {"grad_norm": 1.0, "seconds": 0.5, "tokens_per_second": 1000.0, **(more or {})}
-        rows = [{"step": step, "loss": loss(step), **same} for step in range(1, steps + 1)]
+        rows = []
+        for step in range(1, steps + 1):
+            rows.append({"step": step, "loss": loss(step), **same})
         places = range(max(1, steps // 5), steps + 1, max(1, steps // 5))
-        evals = [{"step": step, "val_loss": loss(step) + 0.1, "tokens": step} for step in places]
+        evals = []
+        for step in places:
+            evals.append({"step": step, "val_loss": loss(step) + 0.1, "tokens": step})
         summary = {
             "val_loss": loss(steps) + 0.1,
             "bytes_per_param": bytes_per_param,

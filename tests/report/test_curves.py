@@ -138,9 +138,9 @@ def test_every_figure_is_valid_json(make_run: MakeRun) -> None:
         ),
         make_run("bfloat16/naive", loss=lambda step: 3.0),
     ]
-    figures = [
-        figure for section in comparison_figures(group_runs(runs)).values() for figure in section
-    ]
+    figures = []
+    for section in comparison_figures(group_runs(runs)).values():
+        figures.extend(section)
     assert len(figures) == 5
     for figure in figures:
         json.dumps([figure.data, figure.layout], allow_nan=False)

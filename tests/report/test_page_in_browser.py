@@ -61,26 +61,28 @@ def report(make_run: MakeRun) -> str:
     run.
     """
     counts = [0] * 40 + [1, 2, 4, 8, 16, 8, 4, 2, 1] + [0] * 63
-    gauges = [
-        {
-            "step": step,
-            "tensors": {
-                f"input:{name}": [1.0, 1.0, 0, 0.01, 0.0, 30.0, 5.0, 3.0, 1.0]
-                for name in ("layers.0.up", EVIL)
-            },
-            "updates": {
-                f"{name}.weight": [0.5, 0.1, 0.1, 0.1, 0.1, 0.1] for name in ("layers.0.up", EVIL)
-            },
-            "histograms": {"weight": counts, "grad": counts[10:] + [0] * 10},
-        }
-        for step in (20, 40, 60)
-    ]
+    gauges = []
+    for step in (20, 40, 60):
+        gauges.append(
+            {
+                "step": step,
+                "tensors": {
+                    f"input:{name}": [1.0, 1.0, 0, 0.01, 0.0, 30.0, 5.0, 3.0, 1.0]
+                    for name in ("layers.0.up", EVIL)
+                },
+                "updates": {
+                    f"{name}.weight": [0.5, 0.1, 0.1, 0.1, 0.1, 0.1]
+                    for name in ("layers.0.up", EVIL)
+                },
+                "histograms": {"weight": counts, "grad": counts[10:] + [0] * 10},
+            }
+        )
     events = (
         {"kind": "warning", "step": 50, "message": EVIL, "tensor": EVIL, "advice": "read it"},
     )
-    runs = [
-        make_run("bfloat16/word", seed, steps=60, gauges=gauges, events=events) for seed in (0, 1)
-    ]
+    runs = []
+    for seed in (0, 1):
+        runs.append(make_run("bfloat16/word", seed, steps=60, gauges=gauges, events=events))
     runs.append(
         make_run(
             "bfloat16/naive",

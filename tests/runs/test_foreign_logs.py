@@ -19,11 +19,10 @@ from narrowgauge.report.publishing import report
 
 def history(folder: Path, scalars: dict[str, dict[int, float]]) -> Path:
     """A folder with a ``trainer_state.json`` of these scalars."""
-    rows = [
-        {"step": step, tag: value}
-        for tag, series in scalars.items()
-        for step, value in series.items()
-    ]
+    rows = []
+    for tag, series in scalars.items():
+        for step, value in series.items():
+            rows.append({"step": step, tag: value})
     folder.mkdir()
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
     return folder

@@ -27,11 +27,10 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
             expected.kept_bytes,
             expected.default_storage,
         ), name
-        reused = {
-            s.tensor: not row.is_wide and row.cast_slots[n] != n
-            for n, s in SLOTS.items()
-            if s.reuses
-        }
+        reused = {}
+        for n, s in SLOTS.items():
+            if s.reuses:
+                reused[s.tensor] = not row.is_wide and row.cast_slots[n] != n
         assert {slot for slot, is_so in reused.items() if is_so} == set(expected.reused), name
         has = {"stochastic": row.is_stochastic, "scaled loss": row.scales_loss}
         assert {slot for slot, is_so in has.items() if is_so} == set(expected.has) - {"served"}, (
@@ -109,9 +108,10 @@ def test_codes_beside_outlier_columns_serve_no_other_matmul() -> None:
 
 
 def test_only_narrow_floats_need_a_row_of_the_kernels() -> None:
-    needed = {
-        name for name, row in COMPUTES.items() if any(map(needs_kernel, row.products.values()))
-    }
+    needed = set()
+    for name, row in COMPUTES.items():
+        if any(map(needs_kernel, row.products.values())):
+            needed.add(name)
     assert {"float8-row", "mxfp8", "nvfp4"} <= needed
     assert not needed & {
         "float32",

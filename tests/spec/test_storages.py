@@ -14,14 +14,12 @@ every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAG
 
 
 def test_every_row_has_its_figures() -> None:
-    figures = {
-        n: (row.bytes_per_param, row.bytes_per_row, row.tail_bits, row.beside)
-        for n, row in STORAGES.items()
-    }
-    expected = {
-        n: (row.bytes_per_param, row.row_bytes, row.tail_bits, row.beside)
-        for n, row in expectations.STORAGES.items()
-    }
+    figures = {}
+    for n, row in STORAGES.items():
+        figures[n] = (row.bytes_per_param, row.bytes_per_row, row.tail_bits, row.beside)
+    expected = {}
+    for n, row in expectations.STORAGES.items():
+        expected[n] = (row.bytes_per_param, row.row_bytes, row.tail_bits, row.beside)
     assert figures == expected, "tests/expectations.py states each storage a second time"
 
 
@@ -62,8 +60,9 @@ def test_fields_share_words_without_overlap_and_in_the_fewest_bits() -> None:
         fields = tuple((f"f{k}", draw.choice(likely)) for k in range(draw.randint(0, 6)))
         groups = packed(fields)
         assert sorted(itertools.chain(*groups)) == sorted(fields)
-        assert all(0 < sum(bits for _, bits in group) <= width_of(group) <= 32 for group in groups)
+        for group in groups:
+            assert 0 < sum(bits for _, bits in group) <= width_of(group) <= 32
         assert sum(map(width_of, groups)) == fewest_bits(tuple(bits for _, bits in fields)), fields
-        assert all(
-            len(group) == 1 for group in groups if any(bits in (16, 32) for _, bits in group)
-        )
+        for group in groups:
+            if any(bits in (16, 32) for _, bits in group):
+                assert len(group) == 1

@@ -67,9 +67,9 @@ def commands(command: click.Command, words: str = "") -> Iterator[str]:
 
 
 def mistakes() -> str:
-    results = {
-        line: CliRunner().invoke(main, line.split(), prog_name="narrowgauge") for line in MISTAKES
-    }
+    results = {}
+    for line in MISTAKES:
+        results[line] = CliRunner().invoke(main, line.split(), prog_name="narrowgauge")
     assert {
         (result.exit_code, result.stdout, result.stderr.count("\n")) for result in results.values()
     } == {(2, "", 1)}
@@ -78,10 +78,14 @@ def mistakes() -> str:
 
 def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float) -> list[Run]:
     """Make runs with a validation half way."""
-    return [
-        make_run(recipe, seed, loss, evals=[(5, loss + 1), (10, loss)], step_seconds=step_seconds)
-        for seed, loss in enumerate(losses)
-    ]
+    runs = []
+    for seed, loss in enumerate(losses):
+        runs.append(
+            make_run(
+                recipe, seed, loss, evals=[(5, loss + 1), (10, loss)], step_seconds=step_seconds
+            )
+        )
+    return runs
 
 
 def compared() -> list[Run]:

@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Each case, trained at once."""
     folder = tmp_path_factory.mktemp("whole")
-    return {
-        name: read_run(loop.train(settings(place, folder / str(k), **case)))
-        for k, (name, case) in enumerate(CASES.items())
-    }
+    runs = {}
+    for k, (name, case) in enumerate(CASES.items()):
+        runs[name] = read_run(loop.train(settings(place, folder / str(k), **case)))
+    return runs

@@ -52,7 +52,10 @@ def edit(folder: Path, **changes: Any) -> None:
 
 def refused(folder: Path, *words: str) -> str:
     """What a resume that is refused says; it changes nothing."""
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            before[path] = path.read_bytes()
     result = call("resume", str(folder), *words)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), (
         result.exception
@@ -72,9 +75,10 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
     edit(stopped, lr=0.007, steps=6)
     assert call("resume", str(stopped)).exit_code == 0
     run = read_run(stopped)
-    notes = [
-        event["message"] for event in run.events if event["kind"] == "note" and event["step"] == 4
-    ]
+    notes = []
+    for event in run.events:
+        if event["kind"] == "note" and event["step"] == 4:
+            notes.append(event["message"])
     assert notes == [
         "steps was 8 up to step 4 and is 6 from there on",
         "lr was 0.003 up to step 4 and is 0.007 from there on",
@@ -138,7 +142,10 @@ def test_a_flag_that_is_given_holds_from_there_on_and_is_told(
     ],
 )
 def test_a_flag_that_makes_another_run_is_refused(flag: str, value: str, stopped: Path) -> None:
-    before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+    before = {}
+    for path in stopped.rglob("*"):
+        if path.is_file():
+            before[path] = path.read_bytes()
     result = call("train", "--out", str(stopped), f"--{flag}", value)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.stderr
     assert f"with {flag.replace('-', '_')} = " in result.stderr

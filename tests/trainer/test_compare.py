@@ -141,11 +141,10 @@ def base(place: Path) -> TrainConfig:
 
 def done(base: TrainConfig, out: Path, recipes: Sequence[Recipe] = RECIPES, seeds: int = 2) -> str:
     """Compare or go on, and return the printed text."""
-    settings = {
-        name: value
-        for name, value in base.to_dict().items()
-        if name not in ("recipe", "seed", "out")
-    }
+    settings = {}
+    for name, value in base.to_dict().items():
+        if name not in ("recipe", "seed", "out"):
+            settings[name] = value
     stream = io.StringIO()
     run_comparison(define(recipes, settings, seeds=seeds, out=out), stream=stream)
     return stream.getvalue()
@@ -178,9 +177,10 @@ def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(
 
 
 def test_finished_runs_are_kept(first: tuple[Path, str], base: TrainConfig) -> None:
-    before = {
-        path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")
-    }
+    before = {}
+    for name in NAMES:
+        for path in (first[0] / name).rglob("*"):
+            before[path] = path.stat().st_mtime_ns
     assert done(base, first[0]).count("earlier") == 4
     omitted = define(RECIPES, {"data": base.data}, seeds=2, out=first[0])
     assert [config.to_dict() for config in omitted] == [
@@ -279,11 +279,12 @@ def test_contradictions_are_refused_before_anything_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    overrides = [[{"pattern": "*", "compute": compute}] for compute in ("mxfp8", "mxfp4")]
-    alike = [
-        parse({"recipe": "bfloat16/word", "name": "A", "override": override})
-        for override in overrides
-    ]
+    overrides = []
+    for compute in ("mxfp8", "mxfp4"):
+        overrides.append([{"pattern": "*", "compute": compute}])
+    alike = []
+    for override in overrides:
+        alike.append(parse({"recipe": "bfloat16/word", "name": "A", "override": override}))
     for recipes, says in (([], "no recipe was named"), (alike, r"called bfloat16/word \(A\)")):
         with pytest.raises(RecipeError, match=says):
             define(recipes, {})

@@ -155,7 +155,9 @@ def pickled(
     """A folder as transformers wrote it before safetensors; ``sharded`` in two files with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
-    weights = {name.removeprefix(prefix): value for name, value in model.state_dict().items()}
+    weights = {}
+    for name, value in model.state_dict().items():
+        weights[name.removeprefix(prefix)] = value
     if not sharded:
         torch.save(weights, folder / "pytorch_model.bin")
         return folder

@@ -55,7 +55,9 @@ pytestmark = [
 def test_bad_input_writes_nothing(
     words: tuple[str, ...], says: str, place: Path, tmp_path: Path
 ) -> None:
-    names = {name: tmp_path / name for name in ("nonsense", "headless", "sighted", "picture")}
+    names = {}
+    for name in ("nonsense", "headless", "sighted", "picture"):
+        names[name] = tmp_path / name
     for path in names.values():
         path.mkdir()
     (names["nonsense"] / "config.json").write_text('{"model_type": "nonsense"}')
@@ -71,9 +73,9 @@ def test_bad_input_writes_nothing(
     (tmp_path / "recipe.toml").write_text(
         'recipe = "bfloat16/word"\n[[override]]\npattern = "nothing"\ncompute = "mxfp8"\n'
     )
-    named = {
-        name: str(path) for name, path in {**names, "recipe": tmp_path / "recipe.toml"}.items()
-    }
+    named = {}
+    for name, path in {**names, "recipe": tmp_path / "recipe.toml"}.items():
+        named[name] = str(path)
     before = sorted(tmp_path.rglob("*"))
     refused = call(
         *words_of(settings(place, tmp_path / "run")), *(word.format(**named) for word in words)
@@ -117,12 +119,15 @@ def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None
 
 def test_micro_batches_add_up_to_the_batch(place: Path, tmp_path: Path) -> None:
     changes = {"recipe": "float32", "steps": 3}
-    parts = [
-        read_run(
-            loop.train(settings(place, tmp_path / str(k), gradient_accumulation_steps=k, **changes))
-        ).steps
-        for k in (1, 4)
-    ]
+    parts = []
+    for k in (1, 4):
+        parts.append(
+            read_run(
+                loop.train(
+                    settings(place, tmp_path / str(k), gradient_accumulation_steps=k, **changes)
+                )
+            ).steps
+        )
     for first, second in zip(*parts, strict=True):
         assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
         assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
@@ -214,8 +219,10 @@ def test_a_lost_update_is_an_event(
     run = read_run(loop.train(config))
     warnings = [e for e in run.events if e["kind"] == "lost_updates"]
     assert any("mlp.down_proj.weight" in e["tensor"] for e in warnings)
-    assert all(e["advice"] == "storage 'word'" and e["value"] < 0.9 for e in warnings)
-    assert all("'bfloat16'" not in e["message"] and e["tensor"] in e["message"] for e in warnings)
+    for e in warnings:
+        assert e["advice"] == "storage 'word'" and e["value"] < 0.9
+    for e in warnings:
+        assert "'bfloat16'" not in e["message"] and e["tensor"] in e["message"]
     # The gauges' detector reads the same updates, and does not raise the event a second time.
     assert (
         len({(e["step"], e["tensor"]) for e in warnings})
@@ -263,7 +270,9 @@ def test_an_evaluation_is_in_evaluation_mode_and_a_step_is_not(place: Path, tmp_
 
 def test_matrices_alone_decay(place: Path, tmp_path: Path) -> None:
     run = built(place, tmp_path, recipe="float32/float32", weight_decay=0.1)
-    before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    before = {}
+    for name, parameter in run.model.named_parameters():
+        before[name] = parameter.detach().clone()
     for parameter in run.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     run.optimizer.step()

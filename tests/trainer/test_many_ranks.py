@@ -126,7 +126,9 @@ VERIFIED = {
 
 
 def test_verifying_changes_no_bit(place: Path, tmp_path: Path) -> None:
-    runs = {tmp_path / str(every): {**VERIFIED, "verify_every": every} for every in (0, 2)}
+    runs = {}
+    for every in (0, 2):
+        runs[tmp_path / str(every)] = {**VERIFIED, "verify_every": every}
     run_ranks(train_here, 2, tmp_path / "ranks", place, runs)
     plain, verified = map(read_run, runs)
     assert [lasting(row) for row in plain.steps] == [lasting(row) for row in verified.steps]

@@ -144,7 +144,10 @@ def test_stopped_and_resumed_is_the_same_run(
     loop.resume(folder)
     assert_same_run(read_run(folder), uninterrupted[name])
     left_out = ("note", "warning", "checkpoint")
-    kinds = [e["kind"] for e in read_run(folder).events if e["kind"] not in left_out]
+    kinds = []
+    for e in read_run(folder).events:
+        if e["kind"] not in left_out:
+            kinds.append(e["kind"])
     assert kinds == ["start", "stop", "resume", "stop", "resume", "finish"]
 
 
@@ -162,7 +165,9 @@ def test_gauges_go_on_and_fingerprints_have_a_row_for_each_start(
     uninterrupted, parts = runs
     assert len(uninterrupted.gauges) > 2
     assert [lasting(row) for row in parts.gauges] == [lasting(row) for row in uninterrupted.gauges]
-    steps = [[row["step"] for row in run.fingerprints] for run in runs]
+    steps = []
+    for run in runs:
+        steps.append([row["step"] for row in run.fingerprints])
     assert sorted(set(steps[1]) - set(steps[0])) == [3]
     assert len(steps[1]) == len(steps[0]) + 2
 
@@ -330,7 +335,9 @@ def test_its_command_resumes_a_run(
     ):
         assert nursery(*words, at={written: kill} if kill else {}) == -(kill or 0), nursery.printed
     assert_same_run(read_run(tmp_path / "run"), uninterrupted["naive"])
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    before = {}
+    for path in (tmp_path / "run").rglob("*"):
+        before[path] = path.stat().st_mtime_ns
     assert call(*words).exit_code == 0
     refused = call(*words, "--lr", "0.01")
     assert refused.exit_code == 2 and "from 0.003 to 0.01 because the run is fin" in refused.stderr
@@ -389,7 +396,10 @@ def test_each_checkpoint_is_an_event_once_it_is_there(
     uninterrupted: dict[str, Run], tmp_path: Path
 ) -> None:
     for run in uninterrupted.values():
-        steps = [event["step"] for event in run.events if event["kind"] == "checkpoint"]
+        steps = []
+        for event in run.events:
+            if event["kind"] == "checkpoint":
+                steps.append(event["step"])
         assert steps == [2, 4, 6, 8]
     run = uninterrupted["naive"]
     copy = Path(shutil.copytree(run.path, tmp_path / "run"))
@@ -418,9 +428,10 @@ def test_what_has_changed_since_the_run_began_is_told(
     (folder / "run.toml").write_text(tomli_w.dumps(record))
     capsys.readouterr()
     loop.resume(folder)
-    notes = [
-        e["message"] for e in read_run(folder).events if e["kind"] == "note" and e["step"] == 2
-    ]
+    notes = []
+    for e in read_run(folder).events:
+        if e["kind"] == "note" and e["step"] == 2:
+            notes.append(e["message"])
     ends = ": bits may differ from an uninterrupted run"
     assert notes[0] == f"the run started with torch 2.0.1 and resumes with {now}{ends}"
     assert len(notes) == 4 and "started with num_threads 64 and resumes with 1" in notes[2]

@@ -58,12 +58,17 @@ def runs(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dic
         place,
         {folder / "two" / n: {**c, "stop_after": 2} for n, c in CASES.items()},
     )
-    stopped = {start: {name: folder / start / name for name in CASES} for start in ("one", "two")}
+    stopped = {}
+    for start in ("one", "two"):
+        stopped[start] = {name: folder / start / name for name in CASES}
     go_on(0, place, copies(stopped["two"], folder, "two, then one"))
     run_ranks(go_on, 3, folder / "b", place, copies(stopped["two"], folder, "two, then three"))
     run_ranks(go_on, 2, folder / "c", place, copies(stopped["one"], folder, "one, then two"))
     ways = ("whole", "two, then one", "two, then three", "one, then two")
-    return {way: {name: read_run(folder / way / name) for name in CASES} for way in ways}
+    results = {}
+    for way in ways:
+        results[way] = {name: read_run(folder / way / name) for name in CASES}
+    return results
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,7 +89,9 @@ def test_one_process_exports_what_three_wrote(
 ) -> None:
     single, three = (runs[way][case].path for way in ("whole", "two, then three"))
     assert any((three / "checkpoints").glob("*/shard-00003-*.safetensors"))
-    out = [export.export(folder, tmp_path / str(k)) for k, folder in enumerate((single, three))]
+    out = []
+    for k, folder in enumerate((single, three)):
+        out.append(export.export(folder, tmp_path / str(k)))
     assert_same_bits(
         *(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()) for folder in out)
     )

@@ -38,9 +38,9 @@ def make_run(
     """A run that took ``steps`` steps from a loss of 8, and ended in ``loss``; ``None`` is not
     finished.
     """
-    rows: list[dict[str, Any]] = [
-        {"step": k, "loss": 8.0 - k / 10, "seconds": step_seconds} for k in range(1, steps + 1)
-    ]
+    rows: list[dict[str, Any]] = []
+    for k in range(1, steps + 1):
+        rows.append({"step": k, "loss": 8.0 - k / 10, "seconds": step_seconds})
     for row, value in zip(rows[len(rows) - len(edq) :], edq, strict=True):
         row |= {"edq": value, "noise": noise, "lost_fraction": 0.25}
     summary = {

@@ -73,7 +73,8 @@ RANKS: list[tuple[list[Run], Rank, list[str]]] = [
 def test_runs_have_a_rank_and_faults(group: list[Run], rank: Rank, faults: list[str]) -> None:
     stats = compared(MASTER, group).classes["bfloat16/word"]
     assert stats.rank is rank and len(stats.faults) == len(faults)
-    assert all(fault.startswith(name) for fault, name in zip(stats.faults, faults, strict=True))
+    for fault, name in zip(stats.faults, faults, strict=True):
+        assert fault.startswith(name)
     is_fit = rank in (Rank.WITHIN_NOISE, Rank.BETTER) and not faults
     assert stats.is_fit is is_fit
     assert stats.usable_rank is (None if faults else rank)
@@ -123,8 +124,7 @@ def test_what_might_be_cheaper_is_named_with_the_seeds_that_would_tell() -> None
 
 
 def test_models_that_learned_nothing_give_no_verdict() -> None:
-    runs = [
-        replace(run, run={**run.run, "data": {"unigram_loss": 4.05}})
-        for run in (*MASTER, *word(4.0, 4.1, 4.2))
-    ]
+    runs = []
+    for run in (*MASTER, *word(4.0, 4.1, 4.2)):
+        runs.append(replace(run, run={**run.run, "data": {"unigram_loss": 4.05}}))
     assert "No recipe is named: bfloat16/master learned no more" in compared(runs).verdict[0]

@@ -56,10 +56,9 @@ def test_the_file_says_what_the_page_says() -> None:
 
 def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
     # Seed 7 is word's alone; the order of the runs does not matter.
-    word = [
-        make_run("bfloat16/word", seed, loss)
-        for seed, loss in ((7, 9.0), (2, 4.23), (0, 4.01), (1, 4.12))
-    ]
+    word = []
+    for seed, loss in ((7, 9.0), (2, 4.23), (0, 4.01), (1, 4.12)):
+        word.append(make_run("bfloat16/word", seed, loss))
     (difference,) = compare_runs([*word, *MASTER]).differences
     assert difference.num_pairs == 3 and difference.mean == pytest.approx(0.02)
     assert difference.half == pytest.approx(

@@ -36,17 +36,17 @@ def gauges(step: int, **wrong: Any) -> Row:
 
     def figures(kind: str, name: str, bad: bool) -> list[float | None]:
         healthy = HEALTHY["tensor" if name == "tensors" else kind]
-        return [
-            {**healthy, **(wrong.get(kind, {}) if bad else {})}[field] for field in METRICS[name]
-        ]
+        values = []
+        for field in METRICS[name]:
+            values.append({**healthy, **(wrong.get(kind, {}) if bad else {})}[field])
+        return values
 
-    tensors = {
-        f"{kind}:{layer}{'.weight' if kind in ('weight', 'grad') else ''}": figures(
-            kind, "tensors", layer == LAYER
-        )
-        for kind in ("weight", "input", "output_grad", "grad")
-        for layer in (OTHER, LAYER)
-    }
+    tensors = {}
+    for kind in ("weight", "input", "output_grad", "grad"):
+        for layer in (OTHER, LAYER):
+            tensors[f"{kind}:{layer}{'.weight' if kind in ('weight', 'grad') else ''}"] = figures(
+                kind, "tensors", layer == LAYER
+            )
     pairs = ((OTHER, False), (LAYER, True))
     return {
         "step": step,

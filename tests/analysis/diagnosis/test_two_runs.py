@@ -186,12 +186,11 @@ def test_a_setting_of_the_users_can_act_anywhere_and_may_stand_outside_of_tables
 
 
 def test_rounding_that_training_amplifies_stays_within_its_bound() -> None:
-    changed = {
-        (step, key): 1 + 1e-6 * 5**step
-        for step in range(2, 7)
-        for key in TENSORS
-        if key != "tokens:batch"
-    }
+    changed = {}
+    for step in range(2, 7):
+        for key in TENSORS:
+            if key != "tokens:batch":
+                changed[(step, key)] = 1 + 1e-6 * 5**step
     assert pair(changed, steps=6).is_rounding
 
 
@@ -276,7 +275,9 @@ def test_the_rank_is_named_that_alone_differs(case: str) -> None:
         [1],
     ), str(runs)
     assert "of rank 1." in runs.verdict
-    other_parts = {kind: dict.fromkeys(range(3), 7.0) for kind in ("grad", "weight")}
+    other_parts = {}
+    for kind in ("grad", "weight"):
+        other_parts[kind] = dict.fromkeys(range(3), 7.0)
     for layout in (
         on_ranks("b", other_parts),
         on_ranks("c", {}, 2),

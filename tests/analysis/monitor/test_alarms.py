@@ -29,7 +29,10 @@ def step_row(step: int, **wrong: Any) -> Row:
 
 def sampled(onset: int = ONSET, until: int = ONSET + 200, **wrong: Any) -> list[Row]:
     """Samples that are healthy before the onset, and wrong from it on."""
-    return [gauges(step, **(wrong if step >= onset else {})) for step in range(20, until + 1, 20)]
+    rows = []
+    for step in range(20, until + 1, 20):
+        rows.append(gauges(step, **(wrong if step >= onset else {})))
+    return rows
 
 
 def stepped(wrong: Callable[[int], Row], until: int = 600) -> list[Row]:
@@ -108,11 +111,11 @@ def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
     noise = random.Random(0)
 
     def jitter(kind: str) -> dict[str, float]:
-        return {
-            name: value * math.exp(0.3 * noise.gauss(0, 1))
-            for name, value in HEALTHY[kind].items()
-            if name != "edq"
-        }
+        jittered = {}
+        for name, value in HEALTHY[kind].items():
+            if name != "edq":
+                jittered[name] = value * math.exp(0.3 * noise.gauss(0, 1))
+        return jittered
 
     rows = [
         gauges(step, **{kind: jitter("tensor") for kind in ("weight", "input", "output_grad", "grad")}, update=jitter("update"),
@@ -152,10 +155,9 @@ def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure() -> Non
     def overflow(step: int) -> Row:
         return {**SCALED, "grad_norm": math.inf, "skipped": True} if step in (150, 300) else SCALED
 
-    once = [
-        gauges(step, **({"grad": {"nonfinite": 9}} if step in (300, 320) else {}))
-        for step in range(20, 601, 20)
-    ]
+    once = []
+    for step in range(20, 601, 20):
+        once.append(gauges(step, **({"grad": {"nonfinite": 9}} if step in (300, 320) else {})))
     assert run(FLOAT16, once, stepped(overflow)) == []
     settling = stepped(lambda s: {"loss_scale": 2.0 ** (16 - sum(s >= k for k in (10, 20, 30)))})
     assert run(FLOAT16, [], settling) == []
@@ -179,7 +181,9 @@ def test_spikes_are_no_past_of_the_judge() -> None:
 
 def test_the_same_trouble_is_told_again_only_after_it_was_over() -> None:
     def raised(*lost: float) -> list[int]:
-        rows = [gauges(20 * n, update={"lost_decay": value}) for n, value in enumerate(lost, 1)]
+        rows = []
+        for n, value in enumerate(lost, 1):
+            rows.append(gauges(20 * n, update={"lost_decay": value}))
         return [event.step for event in run(NAIVE, rows)]
 
     assert raised(0.6, 0.6, 0.6, 0.0, 0.0, 0.0, 0.6, 0.6, 0.6) == [60, 180]
@@ -219,7 +223,8 @@ def test_rows_with_holes_are_normal(tables: Row) -> None:
 
 def test_a_slow_growth_is_measured_from_the_lowest_median() -> None:
     relative = [detector for detector in DETECTORS.values() if detector.relative]
-    assert all(detector.limit(None) is None and detector.floor > 0 for detector in relative)
+    for detector in relative:
+        assert detector.limit(None) is None and detector.floor > 0
     rows = [gauges(20 * k, weight={"rms": 0.1 * 1.01**k}) for k in range(1, 201)]
     (event,) = run(NAIVE, rows)
     # The first fifty values have a median of 0.129.

@@ -43,7 +43,10 @@ def flat() -> SpikeJudge:
 
 def seen(judge: SpikeJudge, loss: float, norm: float) -> list[Spike]:
     """Judge a step, then record it."""
-    spikes = [spike for spike in (judge.loss(loss), judge.norm(norm)) if spike is not None]
+    spikes = []
+    for spike in (judge.loss(loss), judge.norm(norm)):
+        if spike is not None:
+            spikes.append(spike)
     judge.add(loss, norm, spiked=bool(spikes))
     return spikes
 

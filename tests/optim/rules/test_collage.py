@@ -73,10 +73,9 @@ def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) 
     start = BFLOAT16(torch.randn(count, generator=torch.Generator().manual_seed(1)) * 0.02)
     weight: Parts = (start, torch.zeros(count))
     moments: list[Parts] = [(torch.zeros(count),), tuple(torch.zeros(2 if plus else 1, count))]
-    words = {
-        name: torch.zeros(count, dtype=torch.bfloat16)
-        for name in ("dw", "m", "v", *(["dv"] if plus else []))
-    }
+    words = {}
+    for name in ("dw", "m", "v", *(["dv"] if plus else [])):
+        words[name] = torch.zeros(count, dtype=torch.bfloat16)
     words["w"] = weight[0].bfloat16()
     for t, g in enumerate(gradients(count, 20), 1):
         s = scalars(beta2=beta2, t=t)

@@ -101,7 +101,9 @@ def test_the_unigram_loss_guesses_by_the_training_tokens_alone() -> None:
 
 
 def test_lines_of_json_are_split_by_their_text(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": text_of(number), "id": number}) for number in range(40)]
+    lines = []
+    for number in range(40):
+        lines.append(json.dumps({"text": text_of(number), "id": number}))
     file = tmp_path / "lines.jsonl"
     file.write_text(
         "\n".join([*lines[:20], "", *lines[20:], '{"text": ""}', '{"text": "\\ud800"}'])
@@ -269,9 +271,9 @@ def test_an_epoch_holds_every_window_of_the_text_once(dataset: Dataset) -> None:
     epoch = np.concatenate([dataset.batch(step, 1, 16, seed=0) for step in range(num_windows)])
     assert epoch.dtype == np.int64 and epoch.shape == (num_windows, 17)
     tokens = all_tokens(dataset.train)
-    windows = {
-        tuple(tokens[start : start + 17].tolist()) for start in range(0, num_windows * 16, 16)
-    }
+    windows = set()
+    for start in range(0, num_windows * 16, 16):
+        windows.add(tuple(tokens[start : start + 17].tolist()))
     assert {tuple(row) for row in epoch.tolist()} == windows
 
 
