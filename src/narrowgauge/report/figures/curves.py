@@ -60,7 +60,7 @@ def validation_loss(groups: Sequence[Group]) -> Figure | None:
 
 
 def _losses(title: str, curves: Sequence[Curve], how: str) -> Figure | None:
-    layout = layout_of("step", _LOSS, can_log_x=True)
+    layout = layout_of("step", _LOSS)
     data = traces_of(curves, title.lower())
     how += f"{_BAND}{fit_axis(curves, layout)}"
     return Figure(title.lower().replace(" ", "-"), title, how, data, layout) if data else None
@@ -149,6 +149,6 @@ def _over_decades(groups: Sequence[Group], name: str, title: str, how: str) -> F
     curves = _curves(groups, "steps", name)
     means = _means_of(curves)
     is_log = bool(means.size and 0 < 3 * means.min() < means.max())
-    layout = layout_of("step", title.lower(), log_y=is_log, can_log_x=True)
+    layout = layout_of("step", title.lower(), log_y=is_log)
     data = traces_of(curves, title.lower())
     return Figure(name.replace("_", "-"), title, how, data, layout) if data else None

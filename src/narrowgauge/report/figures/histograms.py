@@ -38,8 +38,8 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
         rows: of ``gauges.jsonl``.
         index: palette index of the run.
     Returns:
-        A Plotly figure with a slider over at most :data:`MOST_STEPS` steps, including the first and
-        the last. Its ``frames`` hold the heights of the bars, per step and panel.
+        A Plotly figure, and for its slider at most :data:`MOST_STEPS` steps, including the first
+        and the last. Its ``frames`` hold the heights of the bars, per step and panel.
     """
     counted = []
     for row in rows:
@@ -75,15 +75,12 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
             "hovertemplate": f"%{{y:.3~p}} of {title.lower()}<br>2<sup>%{{x}}</sup> to twice that<extra></extra>",
         })  # fmt: skip
     # The page's script shows the frame of the chosen step.
-    slider = {
-        "active": num_steps - 1, "steps": [{"label": f"{step}", "method": "skip"} for step, _ in chosen],
-        "currentvalue": {"prefix": "step ", "font": {"size": 12, "color": "@ink"}}, "pad": {"t": 44, "b": 4},
-        "bgcolor": "@muted", "activebgcolor": "@accent", "bordercolor": "@line", "tickcolor": "@muted",
-        "font": {"color": "@muted"},
-    }  # fmt: skip
-    layout = _panels(len(data), [low - 2, high + 2]) | {"sliders": [slider]}
-    frames = list(map(list, zip(*panels, strict=True)))
-    return {"data": [*data, *_format_bars()], "layout": layout, "frames": frames}
+    return {
+        "data": [*data, *_format_bars()],
+        "layout": _panels(len(data), [low - 2, high + 2]),
+        "steps": [step for step, _ in chosen],
+        "frames": list(map(list, zip(*panels, strict=True))),
+    }
 
 
 def _counts(row: Row) -> dict[str, list[float]]:
@@ -152,7 +149,7 @@ def _panels(num_panels: int, exponents: list[float]) -> Row:
     bottom = 10
     total = top + (panel + gap) * num_panels + bottom
     layout: Row = {
-        "height": total + 180, "bargap": 0,
+        "height": total + 105, "bargap": 0,
         "xaxis": {
             "title": {"text": "magnitude, as a power of two"}, "range": exponents, "tickprefix": "2<sup>", "ticksuffix": "</sup>",
             "dtick": 8, "tick0": 0, "anchor": f"y{num_panels + 1}",

@@ -117,34 +117,14 @@ def _scatter(line: Series, group: Group) -> Row:
     }
 
 
-def layout_of(
-    x: str, y: str, *, log_y: bool = False, can_log_x: bool = False, **yaxis: object
-) -> Row:
-    """Return axes with titles.
-
-    ``can_log_x`` adds a button that toggles a log scale on the horizontal axis.
-    """
-    layout: Row = {
+def layout_of(x: str, y: str, *, log_y: bool = False, **yaxis: object) -> Row:
+    """Return axes with titles."""
+    return {
         "xaxis": {"title": {"text": x}},
         "yaxis": {"title": {"text": plain(y)}, "type": "log" if log_y else "linear", **yaxis},
         # A second, hidden axis from 0 to 1, for marks without a value.
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
     }
-    if can_log_x:
-        layout["updatemenus"] = [_LOG_X]
-    return layout
-
-
-_LOG_X: Row = {
-    "type": "buttons", "x": 1, "xanchor": "right", "y": 1.01, "yanchor": "bottom", "pad": {"b": 2, "r": 34},
-    "bgcolor": "@card", "bordercolor": "@line", "showactive": False, "font": {"size": 12, "color": "@ink"},
-    "buttons": [
-        {
-            "label": "log x", "method": "relayout", "args": [{"xaxis.type": "log", "xaxis.autorange": True, "xaxis.dtick": 1}],
-            "args2": [{"xaxis.type": "linear", "xaxis.autorange": True, "xaxis.dtick": None}],
-        }
-    ],
-}  # fmt: skip
 
 
 def fit_axis(curves: Sequence[Curve], layout: Row) -> str:

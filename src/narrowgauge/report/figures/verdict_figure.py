@@ -48,8 +48,8 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
         return None
     # An interval may be much wider than any difference, and may leave the figure.
     limit = 1.1 * max(1.5 * threshold, min(max(reach), 1.5 * FAR * threshold))
-    layout = layout_of(f"loss minus {plain(comparison.baseline)} (nats per token)", "")
-    layout["xaxis"] |= {"range": [-limit, limit], "zeroline": True}
+    layout = layout_of("nats per token", "")
+    layout["xaxis"] |= {"range": [-limit, limit], "zeroline": True, "nticks": 4}
     layout["yaxis"] |= {
         "tickvals": list(range(len(drawn))), "ticktext": drawn,
         "range": [len(drawn) - 0.5, -0.5], "zeroline": False, "showgrid": False,
