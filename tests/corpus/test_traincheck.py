@@ -75,5 +75,5 @@ def test_the_counts_of_the_page() -> None:
         best[min(verdicts, key=["right", "wrong", "silent"].index)] += 1
         if any("twin" in tool for tool in answer):
             accused.append(program.name)
-    assert best == {"right": 6, "wrong": 1, "silent": 7}, "docs/faults.md and RESULTS.md"
-    assert accused == ["deepspeed-1801"]
+    assert best == {"right": 7, "silent": 7}, "docs/faults.md and RESULTS.md"
+    assert not accused

@@ -49,11 +49,9 @@ class Loop:
     Attributes:
         model: as the loop calls it.
         clip: the limit of the gradient norm, or none.
-        checks_gradient: the model can be called on one rank alone.
     """
 
     clip: float | None = None
-    checks_gradient = True
 
     def __init__(self, is_faulty: bool) -> None:
         torch.manual_seed(0)
@@ -506,7 +504,6 @@ class ReplicasNotClipped(Loop):
     """
 
     clip = 0.2
-    checks_gradient = False  # a rank alone holds a part of the model
 
     def new_model(self) -> nn.Module:
         return TensorParallel(self.rank)

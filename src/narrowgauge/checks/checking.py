@@ -36,9 +36,10 @@ def check(
     Without ``batch`` the model is not called: only weights, states and settings are read. With
     ``batch`` and ``loss``, read what the loss teaches, as :func:`narrowgauge.teaches`; compare the
     gradient with the slope of the loss, and one configured step with float32 in one process, tensor
-    by tensor. All ranks make the call. Gradients, buffers, states, generators and attributes of
-    modules are as before at the end. ``ng.RunRecorder(..., audit_every=100)`` compares steps of the
-    run with the optimizer's rule.
+    by tensor. All ranks make the call. Where ranks hold parts of layers that are no DTensors, one
+    process has no whole model, and the gradient is not compared. Gradients, buffers, states,
+    generators and attributes of modules are as before at the end. ``ng.RunRecorder(...,
+    audit_every=100)`` compares steps of the run with the optimizer's rule.
 
     Args:
         model: as the loop calls it, possibly wrapped or compiled.

@@ -60,7 +60,9 @@ from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
 from narrowgauge.checks.shadow import Key, Shadow, eager, is_finite, tensors_in
 from narrowgauge.checks.slope import slope_readings
 from narrowgauge.checks.step_check import joined
+from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.distributed.ranks import Ranks, all_ranks
+from narrowgauge.distributed.replica_verification import possible_parts
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.numerics.dtensor import is_sharded, named_gradients, whole
 from narrowgauge.numerics.hashing import fingerprint
@@ -155,6 +157,14 @@ def gradient_readings(
         if ranks.largest(int(configured.draws)):
             samples = [run(False, seed=seed) for seed in range(_DRAWS)]
     differing = _differing_ranks(configured.gradients, ranks)
+    in_parts: set[str] = set()
+    if differing:
+        in_parts = possible_parts(weights_of_ranks(model, ranks)).intersection(differing)
+    if in_parts:
+        # One process would wait for the others in the model's own collectives.
+        words = f"ranks hold parts of {of_all(sorted(in_parts))}: no process has the whole model"
+        unseen["the gradient"] = words
+        return [], [], [], math.nan
     of_ranks = ranks.gather(parts)
     all_parts = list(chain.from_iterable(of_ranks))
     twin = None if follows else float32_copy(model, widens=False)
@@ -195,9 +205,10 @@ def gradient_readings(
                 readings += rounding.readings()
             lines += words
             if not configured.is_training:
-                lines.append(
-                    "  structure compared in evaluation mode, since training draws random numbers"
-                )
+                mode = "structure compared in evaluation mode, since training draws random numbers"
+                if samples:
+                    mode += f"; evaluation mode draws too: means of {_DRAWS} passes"
+                lines.append(f"  {mode}")
             done.append(f"gradients of {counted(len(exact.exact), 'tensor')}")
         return readings, lines, done, reasons, value
 
@@ -442,6 +453,17 @@ def _differing_ranks(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
     for prints in other_ranks:
         counts.update(name for name, bits in first.items() if prints.get(name) != bits)
     return counts
+
+
+def weights_of_ranks(model: nn.Module, ranks: Ranks) -> list[dict[str, int]]:
+    """Return a hash of a sample of each weight by name, of each rank; none where parameters are
+    sharded as DTensors. All ranks make the call.
+    """
+    weights = {}
+    if ranks.size > 1 and not any(map(is_sharded, model.parameters())):
+        for name, p in model.named_parameters():
+            weights[inner_name(name)] = fingerprint(evenly_spread(p))
+    return ranks.gather(weights)
 
 
 def vocabulary_of(model: nn.Module) -> int:

@@ -26,11 +26,13 @@ from narrowgauge.checks.gradients import (
     has_own_batches,
     micro_batches,
     reason_for_none,
+    weights_of_ranks,
 )
 from narrowgauge.checks.set_up import SetUp
 from narrowgauge.checks.sight import num_columns, restart, seen, sight_of
 from narrowgauge.checks.softmaxes import LABEL, Target, Term, Trace, joined, terms_of
 from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Table, number_columns, text_columns
 from narrowgauge.torch_support.put_back import put_back
@@ -186,7 +188,7 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
     facts |= arithmetic_facts(rows, terms) | {"other_terms": ", ".join(other_terms)}
     facts |= look(model, loss, batch, rows, terms)
     facts |= label_facts(rows, terms[0].teaches) | weight_facts(rows, _format_of(terms)[1])
-    if has_own_batches(model):
+    if has_own_batches(model) and not unlike(weights_of_ranks(model, all_ranks())):
         facts = over_ranks(facts)
     lines = []
     for columns in _COLUMNS:

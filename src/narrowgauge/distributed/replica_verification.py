@@ -11,7 +11,7 @@ Damage of a shard without a replica cannot be detected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,34 @@ def replica_groups(owner: Any) -> list[Any]:
         if placement.is_replicate() and mesh.size(axis) > 1:
             groups.append(mesh.get_group(axis))
     return groups
+
+
+def unlike(of_ranks: Sequence[Mapping[str, int]]) -> set[str]:
+    """Return the names whose numbers differ between ranks, or that a rank lacks.
+
+    Example:
+        >>> sorted(unlike([{"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 4}]))
+        ['b', 'c']
+    """
+    names = set[str]().union(*of_ranks)
+    return {name for name in names if len({numbers.get(name) for numbers in of_ranks}) > 1}
+
+
+def possible_parts(weights: Sequence[Mapping[str, int]]) -> set[str]:
+    """Return the names of which each rank may hold a part that is no DTensor, as in Megatron.
+
+    Their weights differ between ranks before the first step, where other weights are equal. Their
+    gradients differ too; if not, the first weights were not sent to all ranks.
+
+    Args:
+        weights: hashes by name, of each rank.
+    Example:
+        >>> possible_parts([{"norm": 1, "up": 2}, {"norm": 1, "up": 3}]), possible_parts([{"up": 2}, {"up": 3}])
+        ({'up'}, set())
+    """
+    names = set[str]().union(*weights)
+    apart = unlike(weights)
+    return set() if apart == names else apart
 
 
 def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[CorruptionError]:

@@ -72,3 +72,38 @@ def test_the_step_the_tensor_and_the_rank_of_a_fault_are_told(tmp_path: Path) ->
         assert f"grad:{NAME} (gradient) of rank 1" in runs.verdict
     for mine, its in zip(healthy, plain, strict=True):  # hooks change no bit
         assert mine.equal(its)
+
+
+def train_without_wrapper(rank: int, folder: Path, unsummed: tuple[str, ...]) -> list[str]:
+    """Train with linear weights that differ between ranks from the start, and sum all gradients
+    but some. Return the tensors that are told to differ, on rank 0.
+    """
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ng.RunRecorder(folder, model, optimizer, fingerprints_every=1) as recorder:
+        for _ in range(STEPS):
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            for name, p in model.named_parameters():
+                if name not in unsummed:
+                    torch.distributed.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+    if rank > 0:
+        return []
+    return [r.tensor for r in ng.diagnose(folder).readings if r.what == "ranks-differ"]
+
+
+def train_without_wrappers(rank: int, place: Path) -> list[list[str]]:
+    linear = ("1.weight", "1.bias")
+    cases = {"parts": linear, "unsent": (), "unsummed": (*linear, "0.weight")}
+    return [train_without_wrapper(rank, place / name, case) for name, case in cases.items()]
+
+
+def test_parts_of_a_layer_are_no_replicas_that_differ(tmp_path: Path) -> None:
+    parts, unsent, unsummed = run_ranks(train_without_wrappers, 2, tmp_path / "ranks", tmp_path)[0]
+    assert not parts
+    assert unsent[0] == "weight:1.weight"
+    assert unsummed[0] == "grad:0.weight"

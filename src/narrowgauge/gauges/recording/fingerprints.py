@@ -13,7 +13,7 @@ that ranks must share are compared at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
@@ -23,7 +23,11 @@ from torch import Tensor, nn
 
 from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.reduction import reduction_of
-from narrowgauge.distributed.replica_verification import replica_groups
+from narrowgauge.distributed.replica_verification import (
+    possible_parts,
+    replica_groups,
+    unlike,
+)
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.gauges.hub import Hub, Listener
 from narrowgauge.numerics.chunks import flat_chunks
@@ -35,6 +39,8 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import members_of
 from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
 
+_Place = tuple[str, tuple[int, ...]]
+"""``KIND:NAME`` of a tensor, and the ranks that hold it alike."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = "state"
 """The kind of every other state of an optimizer, as ``state:NAME:PARAMETER``."""
@@ -82,6 +88,9 @@ class Fingerprints(Listener):
         self._is_past_backward = False
         self._num_sequences = 0
         self._first_sequence = 0
+        # Tensors of which each rank holds a part that is no DTensor, and those of which it may.
+        self._parts: set[str] = set()
+        self._possible_parts: set[str] | None = None
         self._clear()
         hub.listeners.append(self)
 
@@ -91,7 +100,7 @@ class Fingerprints(Listener):
         # Of this rank alone: a hash of its part of each kind, and hashes of tensors that other
         # ranks hold alike.
         self._own: dict[str, int] = {}
-        self._alike: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._alike: dict[_Place, int] = {}
         self._num_sent = 0
         self._clip: float | None = None
 
@@ -300,10 +309,27 @@ class Fingerprints(Listener):
         if any(factor is not None for factor in factors):
             ranks["clip"] = list(factors)
         columns: Row = {"ranks": ranks}
-        parted = _parted(alike)
+        parted = _parted(alike, self._parts_of(alike))
         if parted:
             columns["parted"] = parted
         return columns
+
+    def _parts_of(self, of_all: Sequence[Mapping[_Place, int]]) -> set[str]:
+        """Return the tensors of which ranks hold parts, or may, by all that was recorded so far."""
+        if self._possible_parts is None:
+            self._possible_parts = set()
+            if not any(map(is_sharded, self.model.parameters())):
+                self._possible_parts = possible_parts(_of_kind("weight", of_all))
+        if self._possible_parts:
+            gradients = _of_kind("grad", of_all)
+            differing = unlike(gradients)
+            for name in set[str]().union(*gradients) & self._possible_parts:
+                if name in differing:
+                    self._parts.add(name)
+                elif self._entries[f"grad:{name}"][1] == 0.0:
+                    continue  # it does not tell
+                self._possible_parts.discard(name)
+        return self._parts | self._possible_parts
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
         """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped,
@@ -394,16 +420,37 @@ def _sum_of_squares(x: Tensor) -> float:
     return float(torch.stack(chunks).sum())
 
 
-def _parted(of_all: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> Row:
+def _of_kind(kind: str, of_all: Sequence[Mapping[_Place, int]]) -> list[dict[str, int]]:
+    """Return the numbers of one kind by name, of each rank."""
+    of_kind: list[dict[str, int]] = []
+    for numbers in of_all:
+        named = {}
+        for (key, _), number in numbers.items():
+            if key.startswith(f"{kind}:"):
+                named[_name_in(key)] = number
+        of_kind.append(named)
+    return of_kind
+
+
+def _name_in(key: str) -> str:
+    return key.rpartition(":")[2]
+
+
+def _parted(of_all: Sequence[Mapping[_Place, int]], parts: Collection[str]) -> Row:
     """Return the first tensors with different replicas, with each rank's number.
 
     ``None`` for a rank without it.
+
+    Args:
+        parts: names of tensors that are no replicas.
     """
-    places: dict[tuple[str, tuple[int, ...]], None] = {}
+    places: dict[_Place, None] = {}
     for numbers in of_all:
         places |= dict.fromkeys(numbers)
     parted: Row = {}
     for key, ranks in places:
+        if _name_in(key) in parts:
+            continue
         row: list[int | None] = [None] * len(of_all)
         for rank in ranks:
             row[rank] = of_all[rank].get((key, ranks))

@@ -36,9 +36,10 @@ from narrowgauge.analysis.thresholds import (
     UNSTEPPED,
 )
 from narrowgauge.checks.float32_copy import is_called_from
-from narrowgauge.checks.gradients import has_own_batches, vocabulary_of
+from narrowgauge.checks.gradients import has_own_batches, vocabulary_of, weights_of_ranks
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
+from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.gauges.hub import Hub, Listener, RunNotice
 from narrowgauge.gauges.recording.intended_updates import IntendedStep, on_host
 from narrowgauge.gauges.recording.leaves import Averages, copies_of, names_of
@@ -808,9 +809,13 @@ class Watch(Listener):
             yield KINDS["equal-ranks"].reading("", self._here.size, 1, 0, step, words=words)
 
     def _has_own_data(self) -> bool:
+        """Return whether each rank should train on its own batch. All ranks make the call."""
         is_own = has_own_batches(self.watched_model)
         if not is_own:
             self.unseen["batches of ranks"] = "parameters are sharded, not by FSDP"
+        elif parts := unlike(weights_of_ranks(self.watched_model, self._here)):
+            self.unseen["batches of ranks"] = f"ranks hold other values of {of_all(sorted(parts))}"
+            is_own = False
         return is_own
 
 
