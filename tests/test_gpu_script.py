@@ -26,7 +26,7 @@ def test_the_rehearsal_fails_nowhere_but_at_peers(
     gpu = benchmark_module("gpu")
     assert gpu.main(["--rehearse", "--json", str(tmp_path / "gpu.json")]) == 0
     tables = json.loads((tmp_path / "gpu.json").read_text())["tables"]
-    assert len(tables) == 6 and all(tables.values())
+    assert len(tables) >= 6 and all(tables.values())  # peers that are installed have one more
     failures = {}
     for table in tables.values():
         for row in table:
