@@ -8,12 +8,14 @@ so only the optimizer and the way a weight becomes visible part them. A run is a
 
 Model: a Llama of 2.4 million weights, trained here on one half of the standard library's source as
 bytes, then fine-tuned on the other half. Batches are 1 × 128 bytes; AdamW, betas 0.9 and 0.999, no
-decay; the rate rises for 10 steps, then stays, or falls linearly to 0.
+decay; the rate rises for 10 steps, then stays, or falls linearly to 0. ``--model smollm2``
+fine-tunes SmolLM2-135M-Instruct instead, as ``finetune.py`` loads it, on 1 × 128 of its tokens;
+all rows multiply in bfloat16 there.
 
 Baseline: ``master``: a float32 copy of each bfloat16 weight with zero low bits, float32 moments.
 
-Run: ``./dev bench long_runs [--row ROW ...] [--lr 1e-5] [--steps 1000] [--seeds 0 1 2] [--falls]``
-trains what has no record. ``--table`` prints the records. Rows:
+Run: ``./dev bench long_runs [--row ROW ...] [--lr 1e-5] [--steps 1000] [--seeds 0 1 2] [--falls]
+[--model smollm2]`` trains what has no record. ``--table`` prints the records. Rows:
 
 - a storage of ours, alone (low bits zero) or with `` random``;
 - ``autocast`` or ``autocast random``: torch AdamW on float32 weights, seen in bfloat16;
@@ -38,7 +40,7 @@ from typing import Any
 import torch
 from _others_training import FORMULAS, PEERS, cut, formula_bytes
 from board import table
-from finetune import append
+from finetune import append, start_of
 from peers import bytes_held
 from torch import Tensor, nn
 
@@ -46,6 +48,8 @@ import narrowgauge as ng
 
 FILE = Path(__file__).with_name("long_runs.jsonl")
 PRETRAINED = Path("runs/long_runs/pretrained.pt")
+SMALL = "llama-2m"
+MODELS = (SMALL, "smollm2")
 MASTER = "master"
 STOCHASTICALLY = "masters seen stochastically"
 ROWS = (
@@ -67,6 +71,8 @@ LENGTH = 128
 HELD_OUT = 64
 EVALUATIONS = (25, 50, 100, 200, 400, 600, 800, 1000, 1500, 2000, 2500, 3000)
 BETAS = (0.9, 0.999)
+Job = tuple[str, str, float, int, int, bool]
+"""Of a run: model, row, rate, steps, seed, and whether the rate falls."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +96,14 @@ class Run:
     distance: float | None
     changed: float
     bytes_per_param: float
+    model: str = SMALL
 
     @property
-    def key(self) -> tuple[str, float, int, int, bool]:
-        return self.row, self.lr, self.steps, self.seed, self.falls
+    def key(self) -> Job:
+        return self.model, self.row, self.lr, self.steps, self.seed, self.falls
 
 
-def records() -> dict[tuple[str, float, int, int, bool], Run]:
+def records() -> dict[Job, Run]:
     """Return the runs of the file."""
     if FILE.is_file():
         lines = FILE.read_text().splitlines()
@@ -140,9 +147,13 @@ def text_halves() -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """Return the loss of the model with these weights."""
+    """Return the loss of the model with these weights; of a model with a large vocabulary with
+    products in bfloat16.
+    """
     named = {"input_ids": tokens, "labels": tokens}
-    result = torch.func.functional_call(model, weights, args=(), kwargs=named, tie_weights=False)
+    is_large = model.config.vocab_size > 256
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_large):
+        result = torch.func.functional_call(model, weights, args=(), kwargs=named)
     loss: Tensor = result.loss
     return loss
 
@@ -166,8 +177,23 @@ def pretrained(blocks: Tensor, steps: int = 1500) -> nn.Module:
         PRETRAINED.parent.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), PRETRAINED)
     model.load_state_dict(torch.load(PRETRAINED))
+    return rounded(model)
+
+
+def rounded(model: nn.Module) -> nn.Module:
+    """Return the model with the nearest bfloat16 values, in float32."""
     ng.cast_parameters(model, torch.bfloat16)
     return ng.cast_parameters(model, torch.float32)
+
+
+def start(name: str) -> tuple[nn.Module, Tensor]:
+    """Return a model of :data:`MODELS` and the blocks of its fine-tune, ``[blocks, LENGTH]``."""
+    if name == SMALL:
+        first, second = text_halves()
+        return pretrained(first), second
+    loaded = start_of()
+    blocks = torch.cat([loaded.train, loaded.held_out])
+    return rounded(loaded.model), blocks.view(-1, LENGTH)
 
 
 # ── a run ─────────────────────────────────────────────────────────────────────────────────────────
@@ -271,14 +297,15 @@ def flat(trained: Trained) -> Tensor:
     return torch.cat([p.flatten() for p in trained.visible().values()])
 
 
-def master_file(lr: float, steps: int, seed: int, falls: bool) -> Path:
-    """Return where ``master``'s last visible weights are kept, for the distance."""
-    return PRETRAINED.with_name(f"master-{lr:g}-{steps}-{seed}-{falls}.pt")
+def master_file(job: Job) -> Path:
+    """Return where the last visible weights of a job's ``master`` are kept, for the distance."""
+    model, _, lr, steps, seed, falls = job
+    return PRETRAINED.with_name(f"master-{model}-{lr:g}-{steps}-{seed}-{falls}.pt")
 
 
-def fine_tuned(job: tuple[str, float, int, int, bool], model: nn.Module, blocks: Tensor) -> Run:
+def fine_tuned(job: Job, model: nn.Module, blocks: Tensor) -> Run:
     """Fine-tune once and return the record."""
-    row, lr, steps, seed, falls = job
+    name, row, lr, steps, seed, falls = job
     trained = Trained(row, model, lr, seed)
     held_out = blocks[-HELD_OUT:]
     train = blocks[:-HELD_OUT]
@@ -299,8 +326,9 @@ def fine_tuned(job: tuple[str, float, int, int, bool], model: nn.Module, blocks:
         if step + 1 in (*EVALUATIONS, steps):
             losses[str(step + 1)] = validation_loss(trained, held_out)
     last = flat(trained)
-    masters_file = master_file(lr, steps, seed, falls)
+    masters_file = master_file(job)
     if row == MASTER:
+        masters_file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(last, masters_file)
     distance = None
     if masters_file.is_file():
@@ -308,18 +336,18 @@ def fine_tuned(job: tuple[str, float, int, int, bool], model: nn.Module, blocks:
         first = torch.cat([p.detach().flatten() for p in model.parameters()])
         distance = ((last - master).norm() / (master - first).norm()).item()
     size = trained.bytes_per_param()
-    return Run(row, lr, steps, seed, falls, losses, distance, changed, size)
+    return Run(row, lr, steps, seed, falls, losses, distance, changed, size, name)
 
 
 # ── the table ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def shown(lr: float, steps: int, falls: bool) -> str:
+def shown(model: str, lr: float, steps: int, falls: bool) -> str:
     """Return the table of one setting: how far the loss fell less ``master``'s, in 0.001 nats."""
     runs = []
-    for r in records().values():
-        if (r.lr, r.steps, r.falls) == (lr, steps, falls):
-            runs.append(r)
+    for run in records().values():
+        if (run.model, run.lr, run.steps, run.falls) == (model, lr, steps, falls):
+            runs.append(run)
     masters = {run.seed: run for run in runs if run.row == MASTER}
     marks = [str(mark) for mark in (25, 100, 400, 1000, 2000, 3000) if mark <= steps]
     lines = []
@@ -361,21 +389,21 @@ def main() -> None:
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-5])
     parser.add_argument("--steps", type=int, nargs="+", default=[1000])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--model", choices=MODELS, default=SMALL)
     parser.add_argument("--falls", action="store_true", help="let the rate fall to 0")
     parser.add_argument("--table", action="store_true", help="print the records")
     args = parser.parse_args()
     if args.table:
         for lr, steps in itertools.product(args.lr, args.steps):
-            print(shown(lr, steps, args.falls))
+            print(shown(args.model, lr, steps, args.falls))
         return
     torch.set_num_threads(1)
-    first, second = text_halves()
-    model = pretrained(first)
+    model, blocks = start(args.model)
     for steps, seed, lr, row in itertools.product(args.steps, args.seeds, args.lr, args.row):
-        job = (row, lr, steps, seed, args.falls)
+        job = (args.model, row, lr, steps, seed, args.falls)
         if job in records():
             continue
-        run = fine_tuned(job, model, second)
+        run = fine_tuned(job, model, blocks)
         append(run, FILE)
         print(row, lr, steps, seed, run.losses, flush=True)
 
