@@ -65,7 +65,7 @@ class Job:
     def kind(self) -> str:
         """Return the class of question, which decides the error bars."""
         return kind_of(
-            has_adapters=not self.program.trains_all,
+            has_adapters=self.program.has_adapters,
             has_mixture=self.architecture.mixture is not None,
             tokens=self.sequence_length,
         )
@@ -117,11 +117,17 @@ class Job:
         trained = 0
         for matmul in adapters_of(a, self.program):
             trained += matmul.num_elements
+        head_trains = False
         for matmul in a.matmuls:
             if self.program.part_of(matmul).trains:
                 trained += matmul.num_parameters
-        if self.program.part("embeddings").trains and not a.tie_embeddings:
-            trained += a.vocab_size * a.hidden_size
+                head_trains = matmul.part == "head"
+        if self.program.part("embeddings").trains:
+            trained += a.positions * a.hidden_size
+            if not (a.tie_embeddings and head_trains):
+                trained += a.vocab_size * a.hidden_size
+        if self.program.part("norms").trains:
+            trained += a.vectors + a.outer_vectors
         return trained
 
     @cached_property

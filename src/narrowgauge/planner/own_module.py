@@ -76,8 +76,14 @@ def of_module(
         loss: ``loss(model, batch)``; None for the output's ``loss``, or the sum of the first
             output.
     Raises:
-        DataError: the module has no matrices, or a step on fake tensors fails.
+        DataError: the module has no matrices, the batch is empty, or a step on fake tensors fails.
     """
+    tensors = [value for value in tree_leaves(batch) if isinstance(value, Tensor)]
+    if not tensors or not tensors[0].numel():
+        raise DataError(
+            f"Cannot plan {type(model).__name__} on an empty batch.",
+            "Name a batch of at least one sample.",
+        )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes: dict[int, Any] = {}
         for buffer in model.buffers():
@@ -104,7 +110,7 @@ def of_module(
                 f"{str(error).splitlines()[0]}.",
                 "Plan its config.json, or its number of parameters: narrowgauge plan run --params.",
             ) from error
-    first = next(value for value in tree_leaves(batch) if isinstance(value, Tensor))
+    first = tensors[0]
     length = num_sequences = 1
     if first.ndim:
         num_sequences = first.shape[0]
@@ -172,6 +178,19 @@ def _shape(model: nn.Module, counts: Counts) -> Architecture:
     return with_all(result, sum(p.numel() for p in model.parameters()))
 
 
+def refuse_options(**options: Any) -> None:
+    """Raise if an option of a named model is set for a counted module."""
+    for name, value in options.items():
+        if value:
+            advice = "Change the module itself, then plan it."
+            if name in ("sequence_length", "tokens_per_step"):
+                advice = "Name another batch, or fix layout='micro_batches=N'."
+            raise DataError(
+                f"Cannot plan a module with {name} because its step is counted on the batch.",
+                advice,
+            )
+
+
 def question_of(optimizer: Any) -> tuple[str, str]:
     """Return the rule and the storage of an optimizer: of this project, or of PyTorch with states
     of the weights' dtype.
@@ -184,6 +203,11 @@ def question_of(optimizer: Any) -> tuple[str, str]:
     parameters = []
     for group in optimizer.param_groups:
         parameters += [p for p in group["params"] if p.requires_grad and p.ndim > 1]
+    if not parameters:
+        raise DataError(
+            f"Cannot plan {type(optimizer).__name__} because it has no matrices.",
+            "Name a rule (optimizer='adamw') and recipes.",
+        )
     first = parameters[0]
     if hasattr(optimizer, "storage_of"):
         return rule, optimizer.storage_of(first).name

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
+from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError
 from narrowgauge.planner.advice import alternatives, measured_correction
 from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.candidates import compared_recipes, keeps_rate, read_recipes
@@ -135,14 +135,27 @@ def plan(
         if value is not None and not 1 <= value < math.inf:
             raise NarrowgaugeError(f"Cannot plan with {name} = {value}.", "Use 1 or more.")
     fixed = read_layout(layout)
+    is_named = isinstance(model, str | Path | Architecture)
+    if is_named and batch is not None:
+        raise DataError("Cannot plan a batch of a named model.", "Name sequence_length.")
+    if not is_named and batch is None:
+        raise DataError(
+            f"Cannot plan {type(model).__name__} without a batch.",
+            "Name batch: a step's arguments.",
+        )
     if batch is not None:
-        from narrowgauge.planner.own_module import of_module, question_of
+        from narrowgauge.planner.own_module import of_module, question_of, refuse_options
 
-        model, length, num_sequences = of_module(model, batch, loss)
-        sequence_length = sequence_length or length
-        fixed.setdefault("recompute", "none")
-        is_batch_fixed = "micro_batch" in fixed or "micro_batches" in fixed
-        if tokens_per_step is None and not is_batch_fixed:
+        refuse_options(
+            sequence_length=sequence_length,
+            tokens_per_step=tokens_per_step,
+            lora=lora,
+            base=base,
+            parts=parts,
+            recompute=fixed.setdefault("recompute", "none") != "none",
+        )
+        model, sequence_length, num_sequences = of_module(model, batch, loss)
+        if "micro_batch" not in fixed and "micro_batches" not in fixed:
             fixed |= {"micro_batch": num_sequences, "micro_batches": 1}
         if not isinstance(optimizer, str):
             optimizer, storage = question_of(optimizer)
@@ -161,6 +174,7 @@ def plan(
             "Use shorter sequences, or more tokens.",
         )
     machines = _machines(cluster, chip, chips, rates)
+    _refuse_absent(architecture, parts or {})
     loop = _program(program, lora, base, parts or {}, {where.software for where in machines})
     named = rates.get("software")
     if program and named and loop.softwares and not named.startswith(tuple(loop.softwares)):
@@ -381,6 +395,21 @@ def _program(
             f"Train adapters over them (--lora 16 --base {base}).",
         )
     return with_parts(loop, parts)
+
+
+def _refuse_absent(architecture: Architecture, parts: Mapping[str, str]) -> None:
+    """Raise for a part that the model does not have."""
+    absent = []
+    if not architecture.expert_parameters:
+        absent.append("experts")
+    if not any(matmul.part == "mlp" for matmul in architecture.matmuls):
+        absent.append("mlp")
+    for name in absent:
+        if name in parts:
+            raise RecipeError(
+                f"Cannot store the part {name!r} because {architecture.name} has none.",
+                f"Leave {name} out.",
+            )
 
 
 def _shared(

@@ -25,6 +25,7 @@ from narrowgauge.planner.runs_with import programs_of, why_not
 from narrowgauge.planner.step_time import check_job
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 
 TOKENS_PER_STEP = 1 << 22
 """Default tokens of an optimizer step: four million, as Llama 3 begins with (arXiv 2407.21783,
@@ -146,14 +147,19 @@ def search(
 
 
 def _sums(job: Job, fixed: Mapping[str, Any]) -> list[str]:
-    """Return the dtypes of the gradient sum: the program's, then the weights'."""
+    """Return the dtypes of the gradient sum: the program's, then the weights'.
+
+    Gradients are not summed in float16, whose range is too small.
+    """
     if "accumulation_dtype" in fixed:
         return [fixed["accumulation_dtype"]]
-    visible = job.recipe.storage.visible
-    usual = visible if job.program.sums == "weight" else job.program.sums
-    if job.recipe.reduction.order_invariant or usual == visible:
+    narrow = job.recipe.storage.visible
+    if narrow not in ACCUMULATION_DTYPES:
+        narrow = "float32"
+    usual = narrow if job.program.sums == "weight" else job.program.sums
+    if job.recipe.reduction.order_invariant or usual == narrow:
         return [usual]
-    return [usual, visible]
+    return [usual, narrow]
 
 
 def _best(tried: Sequence[Estimate], least: float) -> Estimate | None:

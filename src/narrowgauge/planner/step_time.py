@@ -91,6 +91,11 @@ def check_job(job: Job) -> None:
             f"Cannot place a layout of {layout.num_ranks} ranks on {job.cluster.chips} chips.",
             "Shard less, or add chips.",
         )
+    if not job.trained_parameters:
+        raise RecipeError(
+            f"Cannot plan {architecture.name} because nothing of it trains.",
+            "Leave a part trained, or name --lora.",
+        )
     why = unsuited(architecture, layout, job.sequence_length)
     if why:
         raise RecipeError(
