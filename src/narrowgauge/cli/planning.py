@@ -58,10 +58,16 @@ def _counts(text: str) -> list[int]:
 
 def _parts(text: str) -> dict[str, str]:
     """Parse parts and how they are stored: ``head=trained,experts=nf4``."""
-    rows = [part.partition("=") for part in _names(text)]
-    for name, _, value in rows:
-        read_part(value or name)
-    return {name.strip(): value.strip() for name, _, value in rows}
+    rows: dict[str, str] = {}
+    for part in _names(text):
+        name, _, value = map(str.strip, part.partition("="))
+        if not value:
+            raise click.BadParameter(f"'{part}' has no format, such as {name}=trained.")
+        if name in rows:
+            raise click.BadParameter(f"'{name}' is named twice.")
+        read_part(value)
+        rows[name] = value
+    return rows
 
 
 def _names(text: str) -> list[str]:
@@ -210,6 +216,9 @@ def run_command(
     if (params is None) == ("model" not in question):
         raise click.UsageError("Name --model, or the number of parameters (--params 10e9).")
     if params is not None:
+        for name, value in (("explain", explain), ("days", days)):
+            if value:
+                raise click.UsageError(f"--{name} needs a model: name --model.")
         return _show_state(params, question, as_json)
     from narrowgauge.planner.plan import plan, plan_within
 

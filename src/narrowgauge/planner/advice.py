@@ -102,6 +102,16 @@ def measured_correction(planned: Estimate, like: Any) -> float:
     measured = like if isinstance(like, int | float) else _measured_rate(str(like))
     if not 0 < measured < math.inf:
         raise DataError(f"Cannot plan like a run of {measured:g} tokens/s.", "Name a rate above 0.")
+    peak = planned.chip.peak_flops
+    if not planned.recipe.compute.is_wide:
+        peak = 1e12 * max(planned.chip.peak_tflops.values())
+    share = planned.mfu * measured / planned.tokens_per_second * planned.chip.peak_flops / peak
+    if share > 1:
+        raise DataError(
+            f"Cannot plan like a run of {measured:,.0f} tokens/s because that is {share:.0%} of the "
+            f"peak of {planned.cluster.name}.",
+            "Name the tokens per second of all chips of the first row.",
+        )
     return planned.tokens_per_second / measured
 
 

@@ -35,6 +35,11 @@ class Estimate(Job):
 
     faster: Estimate | None = None
 
+    def corrected(self, correction: float) -> Estimate:
+        """Return the estimate at the speed of a measured run."""
+        faster = self.faster.corrected(correction) if self.faster else None
+        return dataclasses.replace(self, correction=correction, faster=faster)
+
     # memory
 
     @cached_property

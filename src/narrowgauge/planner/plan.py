@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError
+from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.advice import alternatives, measured_correction
 from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.candidates import compared_recipes, keeps_rate, read_recipes
@@ -20,8 +20,20 @@ from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.plan_tables import Plan
-from narrowgauge.planner.program import Program, adapters, program_of, read_program, with_parts
-from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, search, usual_tokens_per_step
+from narrowgauge.planner.program import (
+    BASES,
+    Program,
+    adapters,
+    program_of,
+    read_program,
+    with_parts,
+)
+from narrowgauge.planner.search import (
+    LEAST_TOKENS_PER_STEP,
+    MOST_CONTEXT,
+    search,
+    usual_tokens_per_step,
+)
 from narrowgauge.planner.units import duration_text
 from narrowgauge.spec.chips import Chip, read_chip
 from narrowgauge.spec.models import MODELS
@@ -44,6 +56,7 @@ _SEQUENCE_LENGTH = 4096
 _DOUBLED = [1 << power for power in range(18)]
 _LONGEST = 1 << 24
 _STEP_OF_LENGTH = 128
+_RATES = ("interconnect_gbit_per_second", "software", "host_memory_gb", "chips_per_node")
 EQUAL_RATES = 0.02
 """Rates of rows within this fraction count as equal.
 
@@ -109,7 +122,7 @@ def plan(
             ``int8``, ``nf4``, ``nvfp4``.
         parts: rows of the table of parts (:data:`~narrowgauge.planner.program.PARTS`), as
             ``{"head": "trained"}``.
-        like: a measured run of this question's first layout: a run folder, a log, or its tokens per
+        like: a measured run of the answer's first row: a run folder, a log, or its tokens per
             second of all chips.
         price: of a chip-hour, for the price of the run.
         advise: whether to look for what would fit, and for what a program's limits removed.
@@ -126,14 +139,13 @@ def plan(
         >>> best.fits, best.layout.shard
         (True, 8)
     """
-    numbers = {
-        "sequence_length": sequence_length,
-        "tokens_per_step": tokens_per_step,
-        "tokens": tokens,
-    }
-    for name, value in numbers.items():
-        if value is not None and not 1 <= value < math.inf:
-            raise NarrowgaugeError(f"Cannot plan with {name} = {value}.", "Use 1 or more.")
+    _refuse_number("sequence_length", sequence_length, 1, is_whole=True)
+    _refuse_number("tokens_per_step", tokens_per_step, 1)
+    _refuse_number("tokens", tokens, 1)
+    _refuse_number("price", price, 1e-6)
+    _refuse_number("lora", lora, 0, is_whole=True)
+    if price is not None and tokens is None:
+        raise NarrowgaugeError("Cannot price a run without its tokens.", "Name tokens (--tokens).")
     fixed = read_layout(layout)
     is_named = isinstance(model, str | Path | Architecture)
     if is_named and batch is not None:
@@ -176,6 +188,13 @@ def plan(
     machines = _machines(cluster, chip, chips, rates)
     _refuse_absent(architecture, parts or {})
     loop = _program(program, lora, base, parts or {}, {where.software for where in machines})
+    most = max([0, *(row.rank for _, row in loop.parts)])
+    if most > architecture.hidden_size:
+        raise RecipeError(
+            f"Cannot plan adapters of rank {most:,} on matrices of {architecture.hidden_size:,} "
+            "columns.",
+            "Name a smaller rank (--lora 16).",
+        )
     named = rates.get("software")
     if program and named and loop.softwares and not named.startswith(tuple(loop.softwares)):
         raise NarrowgaugeError(
@@ -213,9 +232,6 @@ def plan(
         has_adapters = loop.has_adapters
         return compared_recipes(asked, recipes, where.chip, optimizer, has_adapters=has_adapters)
 
-    if like is not None:
-        first = machines[0]
-        correction = measured_correction(searched(first, compared(first)[0]), like)
     jobs: list[Estimate] = []
     left_out: dict[str, str] = {}
     refusal: NarrowgaugeError | None = None
@@ -241,6 +257,9 @@ def plan(
                 with contextlib.suppress(RecipeError):  # its ranks compute more at once
                     jobs[place] = searched(job.cluster, job.recipe, tokens=least)
     jobs = _ranked(jobs)
+    if like is not None:
+        correction = measured_correction(jobs[0], like)
+        jobs = [job.corrected(correction) for job in jobs]
     shared = _shared(jobs, machines, tokens_per_step, is_free, searched)
     answer = Plan(
         tuple(jobs), name, tokens, shared=shared, left_out=left_out, price=price, fixed=fixed
@@ -259,7 +278,10 @@ def plan(
         "base": base,
         "parts": parts,
     }
-    return replace(answer, instead=alternatives(plan, architecture, machines, loop, question))
+    changes = []
+    for text, job in alternatives(plan, architecture, machines, loop, question):
+        changes.append((text, job.corrected(correction)))
+    return replace(answer, instead=tuple(changes))
 
 
 def plan_within(
@@ -339,17 +361,27 @@ def plan_longest(**question: Any) -> Plan:
         except NarrowgaugeError:  # beyond learned positions, or no step of one sequence
             return True
 
-    answer(_STEP_OF_LENGTH)  # a wrong question raises here
+    # A wrong question raises here.
     # Context ranks need a multiple of them, so lengths are doubled first.
-    low = _STEP_OF_LENGTH
+    odd = [_odd_part(job.cluster.chips) for job in answer(_STEP_OF_LENGTH).options]
+    unit = _STEP_OF_LENGTH * math.lcm(*(part for part in odd if part <= MOST_CONTEXT))
+    if is_too_long(unit):
+        unit = _STEP_OF_LENGTH
+    low = unit
     while low < _LONGEST and not is_too_long(2 * low):
         low *= 2
     if is_too_long(low):
         raise NarrowgaugeError(
             f"No sequence fits, even of {low} tokens.", "Ask narrowgauge plan run what would fit."
         )
-    sizes = range(low, 2 * low, _STEP_OF_LENGTH)
-    return answer(sizes[bisect_left(sizes, True, key=is_too_long) - 1])
+    sizes = range(low, 2 * low, unit)
+    length = sizes[bisect_left(sizes, True, key=is_too_long) - 1]
+    between = range(length + unit - _STEP_OF_LENGTH, length, -_STEP_OF_LENGTH)
+    return answer(next((size for size in between if not is_too_long(size)), length))
+
+
+def _odd_part(number: int) -> int:
+    return number // (number & -number)
 
 
 def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> list[Cluster]:
@@ -363,6 +395,14 @@ def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> 
             why = f"a cluster has its own {next(iter(rates), 'chips')}"
         advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
         raise ChipError(f"Cannot plan because {why}.", advice)
+    for name in rates:
+        if name not in _RATES:
+            advice = suggestion(name, _RATES) or f"There are {', '.join(_RATES)}."
+            raise NarrowgaugeError(f"Cannot plan with {name!r}, which is no argument.", advice)
+    for count in counts:
+        _refuse_number("chips", count, 1, is_whole=True)
+    for name in ("interconnect_gbit_per_second", "host_memory_gb"):
+        _refuse_number(name, rates.get(name), 1e-3)
     machines = []
     for where in clusters:
         machines.append(where if isinstance(where, Cluster) else read_cluster(where))
@@ -373,9 +413,21 @@ def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> 
     return machines
 
 
+def _refuse_number(name: str, value: Any, least: float, *, is_whole: bool = False) -> None:
+    """Raise for a number below ``least``, or for what is no number."""
+    kinds = int if is_whole else int | float
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if value is None or (is_number and least <= value < math.inf):
+        return
+    kind = "a whole number" if is_whole else "a number"
+    raise NarrowgaugeError(
+        f"Cannot plan with {name} = {value!r}.", f"Use {kind} from {least:g} on."
+    )
+
+
 def _listed(value: Any) -> list[Any]:
     """Return one value, or several, as a list."""
-    is_one = isinstance(value, str | int | Path | Chip | Cluster)
+    is_one = isinstance(value, str | float | int | Path | Chip | Cluster)
     return [value] if is_one else list(value)
 
 
@@ -383,6 +435,11 @@ def _program(
     program: str | Program, lora: int, base: str, parts: Mapping[str, str], software: set[str]
 ) -> Program:
     """Return the training loop of a question, with its table of parts."""
+    if base and base not in BASES:
+        raise RecipeError(
+            f"Cannot store frozen weights in {base!r}.",
+            suggestion(base, BASES) or f"There are {', '.join(BASES)}.",
+        )
     if program or lora:
         loop = read_program(program or "hf-trainer")
     else:

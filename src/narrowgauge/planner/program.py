@@ -303,6 +303,14 @@ def with_parts(program: Program, parts: Mapping[str, str | Part]) -> Program:
                 f"Cannot plan a part named {name!r}.",
                 suggestion(name, PARTS) or f"There are {', '.join(PARTS)}.",
             )
+        if not isinstance(row, str | Part):
+            raise RecipeError(
+                f"Cannot store the part {name!r} as {row!r}.", "Name a format, as 'nf4'."
+            )
+        if name == "reference" and "trained" in str(row).split("+"):
+            raise RecipeError(
+                "Cannot train the reference: it is a frozen copy.", "Name its format."
+            )
         rows[name] = read_part(row) if isinstance(row, str) else row
         if name == "reference" and rows[name].trains:
             rows[name] = rows[name]._replace(trains=False, dtype="bfloat16")

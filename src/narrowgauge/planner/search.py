@@ -52,7 +52,8 @@ SIMPLER_STEP_FACTOR = 2
 LEAST_PART = 4096
 """Minimum tokens of a sequence on a context rank."""
 _TENSOR = (1, 2, 4, 8)
-_CONTEXT = (1, 2, 4, 8, 16)
+MOST_CONTEXT = 16
+"""Maximum context ranks that are tried."""
 _EXPERT = (16, 32, 64)
 _MICRO_BATCHES = (*range(1, 9), 16, 32, 64, 128, 256, 512)
 MOST_TOKENS_AT_ONCE = 1 << 16
@@ -295,7 +296,8 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     tensors = _values(fixed, "tensor", filter(node.__ge__, _TENSOR))
     stages = _values(fixed, "pipeline", _stages(job))
     longest = max(1, job.sequence_length // LEAST_PART)
-    contexts = _values(fixed, "context", filter(longest.__ge__, _CONTEXT))
+    divisors = [ranks for ranks in range(1, MOST_CONTEXT + 1) if chips % ranks == 0]
+    contexts = _values(fixed, "context", filter(longest.__ge__, divisors))
     for tensor, pipeline, context in product(tensors, stages, contexts):
         ranks, rest = divmod(chips, tensor * pipeline * context)
         is_interleaved_one = pipeline == 1 and fixed.get("interleave", 1) > 1

@@ -72,7 +72,16 @@ def step_terms(job: Job) -> Terms:
     name = "states read and written"
     optimizer = Term("optimizer", name, seconds, formula, "bytes of the storage")
     terms = [*_stage_terms(job, layers, has_head), optimizer]
-    return Terms((*terms, *_waiting_terms(job, number, sum(term.value for term in terms))))
+    terms += _waiting_terms(job, number, sum(term.value for term in terms))
+    if job.correction != 1:
+        terms = [_corrected(term, job.correction) for term in terms]
+    return Terms(tuple(terms))
+
+
+def _corrected(term: Term, correction: float) -> Term:
+    """Return a term as a measured run had it: all terms share the error of the plan."""
+    formula = f"{term.formula} × {correction:.3g} (--like)"
+    return term._replace(value=term.value * correction, formula=formula)
 
 
 def check_job(job: Job) -> None:
@@ -207,11 +216,9 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    beyond = median_of("named" if job.software else "assumed", job.kind) * job.correction - 1
+    beyond = median_of("named" if job.software else "assumed", job.kind) - 1
     if beyond:
         formula = f"{seconds:.3g} s × {beyond:.3g}, the median of published runs of this kind"
-        if job.correction != 1:
-            formula = f"{seconds:.3g} s × {beyond:.3g}, of the measured run (--like)"
         source = "benchmarks/published_runs.py"
         yield Term("waiting", "beyond the terms", seconds * beyond, formula, source)
     saved = number * job.bytes_per_param / (1e9 * job.chip.host_gb_per_second * shares["host"])

@@ -7,12 +7,36 @@ chip. Every link rate is in one direction.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from narrowgauge.errors import ChipError, DataError, suggestion
 from narrowgauge.spec.toml import load_data, load_toml
+
+_RATES_OF_FORMATS = ("peak_tflops", "measured_tflops")
+_NUMBERS: dict[str, type | tuple[type, ...]] = {
+    "memory_gb": int,
+    "reachable_mib": int,
+    "peers": int,
+    "chips_per_node": int,
+    "bandwidth_gb_per_second": (int, float),
+    "host_gb_per_second": (int, float),
+    "link_gb_per_second": (int, float),
+    "peer_gb_per_second": (int, float),
+    "network_gbit_per_second": (int, float),
+}
+_KINDS = {"str": "text", "bool": "true or false"}
+
+
+def _refuse_number(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    """Raise for what is no number above 0."""
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if is_number and 0 < value < math.inf:  # type: ignore[operator]
+        return
+    whole = "whole " if kind is int else ""
+    raise DataError(f"a chip has {name} = {value!r}.", f"Use a {whole}number above 0.")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,6 +85,33 @@ class Chip:
     measured_tflops: Mapping[str, float] = field(default_factory=dict)
     official: bool = True
     device: str = ""
+
+    def __post_init__(self) -> None:
+        for row in fields(self):
+            value = getattr(self, row.name)
+            if row.name in _RATES_OF_FORMATS:
+                for format, rate in value.items():
+                    _refuse_number(f"{row.name}.{format}", rate, (int, float))
+            elif row.name in _NUMBERS:
+                is_unpublished = row.default is None and value is None
+                has_no_link = row.name == "link_gb_per_second" and value == 0
+                if not (is_unpublished or has_no_link):
+                    _refuse_number(row.name, value, _NUMBERS[row.name])
+            elif type(value).__name__ != row.type:
+                raise DataError(
+                    f"a chip has {row.name} = {value!r}.", f"Use {_KINDS[str(row.type)]}."
+                )
+        if not {"bfloat16", "float16", "float32"} & {*self.peak_tflops}:
+            raise DataError(
+                "a chip has peak_tflops of neither bfloat16, float16 nor float32.", "Add one."
+            )
+        for format, rate in self.measured_tflops.items():
+            # Above the printed clock, chips reach a tenth more.
+            if rate > 1.25 * self.peak_tflops.get(format, 0):
+                raise DataError(
+                    f"a chip has measured_tflops.{format} = {rate}, far above its peak.",
+                    f"Name peak_tflops.{format}, of dense products.",
+                )
 
     @property
     def target(self) -> str:
@@ -117,14 +168,24 @@ def read_chip(name: str | Path) -> Chip:
             f"Cannot read the chip {path}: {error}.", 'It is a TOML file with like = "H100-SXM".'
         ) from None
     field_names = {row.name for row in fields(Chip)}
-    like = get_chip(str(table.pop("like", "")))
+    if "like" not in table:
+        raise DataError(f"{path} does not say its like.", 'Write like = "H100-SXM".')
+    like = get_chip(str(table.pop("like")))
     for key in table:
         if key not in field_names:
             advice = (
                 suggestion(key, field_names) or f"Known: like, {', '.join(sorted(field_names))}."
             )
             raise DataError(f"Cannot read the chip {path}: no field is named {key!r}.", advice)
-    return replace(like, **{"name": path.stem, **table})
+    for key in _RATES_OF_FORMATS:
+        if not isinstance(table.get(key, {}), dict):
+            raise DataError(
+                f"{path}: {key} = {table[key]!r} is not a table.", f"Write {key}.bfloat16 = 989."
+            )
+    try:
+        return replace(like, **{"name": path.stem, **table})
+    except DataError as error:
+        raise DataError(f"Cannot read the chip {path}: {error.message}", error.advice) from None
 
 
 def get_chip(name: str) -> Chip:
