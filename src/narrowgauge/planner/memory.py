@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from narrowgauge.planner.activations import layer_bytes, widths_of
 from narrowgauge.planner.architecture import Architecture
+from narrowgauge.planner.host import in_use_bytes
 from narrowgauge.planner.job import OPTIMIZER_STATES, Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model_state import (
@@ -34,7 +35,7 @@ GROUPS = {
     "logits": ("input of the head", "logits"),
     "buffers": ("two layers, gathered", "gradients of two layers", "outer weights, gathered",
                 "weights of the stage, gathered", "gradients of the stage, before they are shared",
-                "a matrix, dequantized", "a layer's input and its gradient, gathered"),
+                "a matrix, dequantized", "a layer from the host", "a layer's input and its gradient, gathered"),
     "overhead": ("context", "communication buffers", "workspaces", "fragmentation"),
 }  # fmt: skip
 """Every term of a memory, by group."""
@@ -58,6 +59,7 @@ _SOURCES = {
     "weights of the stage, gathered": _STAGES,
     "gradients of the stage, before they are shared": _STAGES,
     "a matrix, dequantized": "bitsandbytes: the largest matrix in bfloat16",
+    "a layer from the host": "definition",
     "a layer's input and its gradient, gathered": "Korthikanti et al., arXiv 2205.05198, section 4.2.2",
     **dict.fromkeys(GROUPS["overhead"], "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"),
 }  # fmt: skip
@@ -369,6 +371,9 @@ class _Rank:
                 narrow = max(narrow, matmul.num_elements / matmul.count)
         if narrow:
             yield _term("a matrix, dequantized", *_of(narrow / layout.tensor, "parameters", 2.0))
+        in_use = in_use_bytes(self.job)
+        if in_use:
+            yield _term("a layer from the host", in_use, "weights in use")
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
             row = self.a.hidden_size * self.widths.matmul
             name = "a layer's input and its gradient, gathered"

@@ -194,6 +194,11 @@ class Program:
         return any(row.rank for _, row in self.parts)
 
     @property
+    def has_host(self) -> bool:
+        """Tell whether a part lies in the host's memory."""
+        return any(row.host for _, row in self.parts)
+
+    @property
     def trains_all(self) -> bool:
         """Tell whether every part of the model trains."""
         return all(row.trains for name, row in self.parts if name != "reference")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.collectives import layer_exchanges, parameters_of, state_exchanges
 from narrowgauge.planner.efficiency import median_of
+from narrowgauge.planner.host import host_parts, host_terms
 from narrowgauge.planner.job import Job
 from narrowgauge.planner.layer_times import (
     Seconds,
@@ -67,8 +68,10 @@ def step_terms(job: Job) -> Terms:
     number = dense / sharing + experts / job.layout.sharing_experts(sharing)
     if not job.program.trains_all:
         number = job.trained_parameters * layers / job.architecture.num_layers / sharing
-    seconds = optimizer_seconds(job, number)
-    formula = f"{number:.3g} parameters × {job.bytes_per_param:g} B read and written"
+    away = host_parts(job, layers, has_head)
+    near = max(0.0, number - away.trained)
+    seconds = optimizer_seconds(job, near)
+    formula = f"{near:.3g} parameters × {job.bytes_per_param:g} B read and written"
     name = "states read and written"
     optimizer = Term("optimizer", name, seconds, formula, "bytes of the storage")
     terms = [*_stage_terms(job, layers, has_head), optimizer]
@@ -195,6 +198,7 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
     yield Term("gaps", "between kernels", batches * busy * (1 / library - 1), formula, source)
     yield from layer_exchanges(job, layers, busy, groups["attention"])
     yield from state_exchanges(job, layers, busy)
+    yield from host_terms(job, host_parts(job, layers, has_head), busy)
     if layout.pipeline > 1:
         waiting = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
         formula = f"{layout.pipeline - 1} other stages, {waiting:.3g} s a micro-batch, / {layout.interleave}"
