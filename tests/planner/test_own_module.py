@@ -127,3 +127,22 @@ def test_a_module_that_reads_values_is_refused() -> None:
 
     with pytest.raises(DataError, match="fake tensors"):
         ng.plan(Reads(), batch=TOKENS, chip="H100-SXM")
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.conv(images).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("make", "batch"), [*CASES.values(), (Images, torch.zeros(4, 3, 16, 16))])
+def test_a_counted_module_has_no_interval_of_published_runs(make: Any, batch: Any) -> None:
+    answer = ng.plan(make(), batch=batch, recipes="bfloat16/word", chip="H100-SXM", tokens=1e9)
+    best = answer.best
+    assert best.memory_interval is best.rate_interval is best.days_interval(1e9) is None
+    assert any("What is unchecked has no interval" in line for line in answer.sentences())
+    assert answer.tables()

@@ -63,7 +63,12 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """Return the class of question, which decides the error bars."""
+        """Return the class of question, which decides the error bars.
+
+        No published run checks the counted step of a module.
+        """
+        if self.architecture.counts:
+            return "module"
         return kind_of(
             has_adapters=self.program.has_adapters,
             has_mixture=self.architecture.mixture is not None,

@@ -33,6 +33,7 @@ _KINDS = {
     "mixture": "mixtures of experts",
     "long": "long sequences",
     "dense": "dense models",
+    "module": "counted modules",
 }
 
 
