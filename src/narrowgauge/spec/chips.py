@@ -169,7 +169,7 @@ def read_chip(name: str | Path) -> Chip:
         ) from None
     field_names = {row.name for row in fields(Chip)}
     if "like" not in table:
-        raise DataError(f"{path} does not say its like.", 'Write like = "H100-SXM".')
+        raise ChipError(f"{path} does not say its like.", 'Write like = "H100-SXM".')
     like = get_chip(str(table.pop("like")))
     for key in table:
         if key not in field_names:
