@@ -61,4 +61,4 @@ def test_a_slower_link_takes_longer() -> None:
     chip = replace(fast.chip, host_gb_per_second=fast.chip.host_gb_per_second / 2)
     slow = replace(fast, cluster=replace(fast.cluster, chip=chip))
     name = "weights from the host"
-    assert slow.step.of(name) >= 2 * fast.step.of(name)
+    assert slow.step.of(name) >= 2 * fast.step.of(name) > 0

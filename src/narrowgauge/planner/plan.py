@@ -163,7 +163,7 @@ def plan(
             tokens_per_step=tokens_per_step,
             lora=lora,
             base=base,
-            parts=parts,
+            parts=parts or (isinstance(program, Program) and program.parts),
             recompute=fixed.setdefault("recompute", "none") != "none",
         )
         model, sequence_length, num_sequences = of_module(model, batch, loss)
