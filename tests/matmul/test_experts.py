@@ -100,6 +100,7 @@ def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compu
         gate, up = layers["gate_up_proj"](x[token]).chunk(2, -1)
         sums[token, place] = layers["down_proj"](nn.functional.silu(gate) * up).float()
     assert torch.equal(y, (sums * shares[..., None]).sum(1).bfloat16())
+    assert experts(x[:0], chosen[:0], shares[:0]).shape == (0, 32)
 
 
 def test_experts_that_cannot_be_swapped_are_refused() -> None:

@@ -125,6 +125,14 @@ def test_codes_alone_are_not_the_paper_s_form() -> None:
     assert type(frozen["fc"]) is nn.Linear
 
 
+def test_a_layer_whose_forward_was_replaced_is_refused_before_any_change() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].forward = lambda x: x  # as accelerate's hooks do
+    with pytest.raises(RecipeError, match="replaced its forward"):
+        quantize_for_inference(model, "int8-row")
+    assert type(model[0]) is nn.Linear
+
+
 def test_a_computed_weight_is_refused_before_any_change() -> None:
     model = nn.Sequential(
         nn.Linear(32, 32), torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))

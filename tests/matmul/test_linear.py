@@ -285,6 +285,17 @@ def test_the_head_is_kept_and_so_is_what_patterns_name() -> None:
     }
 
 
+def test_patterns_hold_under_a_wrapper_and_a_transform_is_no_swap() -> None:
+    compiled = torch.compile(Model())
+    kept = swap_linears(compiled, "float8-row", keep=("*_head", "[kv]_*"))
+    assert kept.layers.keys() == {"_orig_mod.q_proj"}
+    for compute in ("scalify", "scalify-float16"):
+        with pytest.raises(RecipeError, match=r"ng\.prepare"):
+            swap_linears(Model(), compute)
+        with pytest.raises(RecipeError, match=r"ng\.prepare"):
+            kept.set_compute(lambda name, chosen=compute: COMPUTES[chosen])  # type: ignore[misc]
+
+
 class Regression(Model):
     def forward(self, x: Tensor, labels: Tensor) -> tuple[torch.dtype, ...]:  # type: ignore[override]
         return self.q_proj(x).dtype, x.dtype, labels.dtype
@@ -425,12 +436,14 @@ def test_a_second_optimizer_of_the_model_counts_once_the_first_has_stopped() -> 
     assert linears.step == 6
 
 
+@pytest.mark.parametrize("has_two_tokens", [False, True])
 @pytest.mark.parametrize("compute", ["int8-row", "nvfp4"])
 def test_micro_batches_that_nobody_counts_round_independently(
-    compute: str,
+    compute: str, has_two_tokens: bool
 ) -> None:
     """Of equal mean and unequal values, 8 of them: the noise of the sum has the variance of
-    independent ones.
+    independent ones. A loss on the last tokens alone, as a classifier's, leaves all other gradients
+    0.
     """
     layer, linears = make_layer(compute, 64, 48, bias=False)
     sums = []
@@ -439,8 +452,11 @@ def test_micro_batches_that_nobody_counts_round_independently(
         linears.clock.set(seed=seed)
         of_seed = []
         for micro_batch in range(8):
-            x = gaussian(2, 32, 64, seed=micro_batch) + 0.5
-            grad = gaussian(2, 32, 48, seed=100 + micro_batch)
+            x = gaussian(2, 65, 64, seed=micro_batch) + 0.5
+            grad = gaussian(2, 65, 48, seed=100 + micro_batch)
+            if has_two_tokens:
+                grad[:, :-2] = 0
+                grad[0] = 0
             of_seed.append(torch.autograd.grad(layer(x), layer.weight, grad)[0].double())
         sums.append(sum(of_seed))
         parts.append(torch.stack(of_seed))

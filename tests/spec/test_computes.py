@@ -4,7 +4,10 @@ and what rows promise.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -64,6 +67,14 @@ def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
     assert COMPUTES["float8-block"].output.right.bits == 8 + 32 / 128**2
 
 
+_MX = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
+
+
+def _with_word(field: str) -> None:
+    word: Any = {field: "bfloat16"}
+    replace(_MX, **word)
+
+
 REFUSED = {
     "a block of another shape": lambda: Cast("int8", "3x5"),
     "8 bits without a scale": lambda: Cast("float8_e4m3fn"),
@@ -75,6 +86,15 @@ REFUSED = {
     "a float32 that is rounded down": lambda: Cast("int8", "1x32", scale_rounding="floor"),
     "4 or 6 of powers of two": lambda: Cast("float4_e2m1fn", "1x32", "power-of-two", fit="four-or-six"),
     "outliers of blocks": lambda: Cast("int8", "1x32", outliers=6.0),
+    "an infinite outlier": lambda: Cast("int8", "row", outliers=math.inf),
+    "a negative outlier": lambda: Cast("int8", "row", outliers=-1.0),
+    "a rotated row": lambda: Cast("int8", "row", rotation="hadamard"),
+    "one rotated operand": lambda: Product(_MX, replace(_MX, rotation="hadamard")),
+    "an unknown accumulation": lambda: Product(_MX, _MX, "bfloat16"),  # type: ignore[arg-type]
+    **{
+        f"an unknown {name}": partial(_with_word, name)
+        for name in ("scale", "rounding", "scale_rounding", "fit", "scaling", "rotation", "outlier_weights")
+    },
     "a left column": lambda: Product(Cast("int8", "column"), Cast("int8", "row")),
     "outliers of a gradient": lambda: replace(
         COMPUTES["int8-row"], name="mine", grad_input=COMPUTES["int8-outlier"].output

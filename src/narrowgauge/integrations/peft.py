@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul import inference
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.linear import is_linear, is_transposed
+from narrowgauge.matmul.linear import is_linear, is_transposed, refuse_replaced_forward
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
@@ -169,7 +169,7 @@ def quantize_base(
     if patterns is None:
         patterns = chosen.keep
         if patterns:
-            patterns = (*patterns, *roles_of(model))
+            patterns = (*patterns, *map(_base_name, roles_of(model)))
     is_packed = right.format == "float4_e2m1fn" and right.block is not None
     kind = PackedLinear if is_packed else FrozenLinear
     if not is_packed:
@@ -177,6 +177,7 @@ def quantize_base(
     layers = []
     for name, layer in _frozen(model):
         if not any(map(partial(fnmatch.fnmatchcase, name), patterns)):
+            refuse_replaced_forward(name, layer, chosen)
             layers.append(layer)
     if not layers:
         raise RecipeError(
@@ -223,6 +224,10 @@ def _frozen(model: nn.Module) -> list[tuple[str, Any]]:
     for path, module in model.named_modules():
         is_base = is_linear(module) and module not in adapters
         if is_base and not cast(Tensor, module.weight).requires_grad:
-            name = path.removeprefix("base_model.model.").removesuffix(".base_layer")
-            frozen.append((name, module))
+            frozen.append((_base_name(path), module))
     return frozen
+
+
+def _base_name(path: str) -> str:
+    """Return the name of a module in the base model."""
+    return path.removeprefix("base_model.model.").removesuffix(".base_layer")

@@ -237,7 +237,7 @@ def multiply_experts(
     x = _project(experts, "down_proj", x, chosen, offsets)
     if experts.has_post_expert_norm:
         x = experts.post_expert_norm(x)
-    y = _permuted(x, inverse, order, 1).view(tokens, top_k, -1)
+    y = _permuted(x, inverse, order, 1).view(tokens, top_k, hidden_states.shape[1])
     return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 

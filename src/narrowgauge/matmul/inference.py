@@ -27,7 +27,12 @@ from narrowgauge.matmul.layer_matmuls import (
     multiply_slots,
     register,
 )
-from narrowgauge.matmul.linear import is_linear, keep_from_fused_kernels, matrix_of
+from narrowgauge.matmul.linear import (
+    is_linear,
+    keep_from_fused_kernels,
+    matrix_of,
+    refuse_replaced_forward,
+)
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.matmul.swapping import chooser
@@ -235,11 +240,11 @@ def quantize_for_inference(
                 "are stored as codes.",
                 f'Leave the experts as they are with keep = ("lm_head", "{name}").',
             )
-    layers = [
-        module
-        for name, module in model.named_modules()
-        if is_linear(module) and choose(name) is not None
-    ]
+    layers = []
+    for name, module in model.named_modules():
+        if is_linear(module) and choose(name) is not None:
+            refuse_replaced_forward(name, module, compute)
+            layers.append(module)
     if not layers:
         raise RecipeError(
             f"{type(model).__name__} has no linear layer to quantize.",

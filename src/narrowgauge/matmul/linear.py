@@ -290,10 +290,9 @@ def _empty_module(base: Any, plain: Any) -> Any:
     return extended.__new__(extended)
 
 
-def made_narrow(name: str, module: nn.Module, compute: Compute) -> Linear:
-    """Return the module as a :class:`Linear`.
-
-    It stays the same object, so hooks and references stay valid.
+def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> None:
+    """Raise RecipeError for a layer whose forward a framework has replaced: it would not multiply
+    as the compute says.
     """
     if "forward" in vars(module) and not isinstance(module, (Linear, DeferredLinear)):
         raise RecipeError(
@@ -302,6 +301,14 @@ def made_narrow(name: str, module: nn.Module, compute: Compute) -> Linear:
             "Prepare the model before the framework gets it; in torchtitan, use "
             "NarrowgaugeConverter.",
         )
+
+
+def made_narrow(name: str, module: nn.Module, compute: Compute) -> Linear:
+    """Return the module as a :class:`Linear`.
+
+    It stays the same object, so hooks and references stay valid.
+    """
+    refuse_replaced_forward(name, module, compute)
     transposed = is_transposed(module)
     weight = cast(Tensor, module.weight)
     kind: Any = type(module)

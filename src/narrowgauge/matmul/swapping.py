@@ -150,8 +150,12 @@ class NarrowLayers:
 
     def set_compute(self, choose: Callable[[str], Compute]) -> None:
         """Continue in other computes. ``choose`` maps a layer's name to its compute."""
+        chosen = {name: choose(name) for name in self.layers}
+        for name, compute in chosen.items():
+            if not self.layers[name].compute.transform:
+                _refuse_transform(compute)
         for name, layer in self.layers.items():
-            layer.set_compute(choose(name))
+            layer.set_compute(chosen[name])
         if self.clock.followed is not None:
             self.clock.follow(self.clock.followed)  # which may key random bits only now
 
@@ -198,6 +202,7 @@ def swap_linears(
     require_float64(model.parameters())
     if not callable(compute):
         compute = get_compute(compute)
+        _refuse_transform(compute)
     roles = roles_of(model, 0.0 if callable(compute) else compute.keep_last)
     is_by_role = keep is None and not callable(compute) and bool(compute.keep)
     choose = chooser(compute, keep, roles if is_by_role else {})
@@ -243,6 +248,16 @@ def swap_linears(
     linears.clock.serve_model(model)
     keep_ranks_apart(model)
     return linears
+
+
+def _refuse_transform(compute: Compute) -> None:
+    """Raise RecipeError for a compute whose casts need a transformed model."""
+    if compute.transform:
+        raise RecipeError(
+            f"Cannot swap layers to '{compute.name}' alone because its static scales need the "
+            "whole model changed.",
+            f'Use ng.prepare(model, "{compute.name}/word").',
+        )
 
 
 def keep_ranks_apart(model: nn.Module) -> None:
@@ -303,7 +318,10 @@ def chooser(
         )
 
     def choose(name: str) -> Compute | None:
-        is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in keep or ())
+        names = {name, plain_name(name).removesuffix(".base_layer")}  # of PEFT
+        is_kept = False
+        for pattern in keep or ():
+            is_kept |= any(fnmatch.fnmatchcase(one_name, pattern) for one_name in names)
         if is_kept or role_of(name, roles):
             return None
         if callable(compute):

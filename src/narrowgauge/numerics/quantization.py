@@ -114,6 +114,8 @@ def quantize_whole(
     values = x.float()
     if fold is not None:
         values = values * fold
+    if cast.scaling == "static":
+        values = values.where(values.isfinite(), torch.nan)  # a static scale would hide infinities
     if cast.is_wide or cast.scaling == "static":
         return _codes(values, None, cast, words), None
     along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]

@@ -14,9 +14,10 @@ multiplies the *other* operand before that operand's cast.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, bytes_per_number, get_format
@@ -52,6 +53,16 @@ _TURNED: dict[str, Any] = {
     **{name: "x".join(reversed(name.split("x"))) for name in BLOCKS},
 }
 """The granularity of a matrix's transpose."""
+_WORDS: dict[str, tuple[str, ...]] = {
+    "scale": get_args(Scale),
+    "rounding": get_args(Rounding),
+    "scale_rounding": get_args(ScaleRounding),
+    "fit": get_args(Fit),
+    "scaling": get_args(Scaling),
+    "rotation": get_args(Rotation),
+    "outlier_weights": get_args(OutlierWeights),
+}
+"""The words that each field of a cast takes."""
 ROTATION_SIZE = 16
 """Consecutive elements of the contraction that one Hadamard rotation mixes."""
 PLACES = ("output", "grad_input", "grad_weight")
@@ -123,6 +134,15 @@ class Cast:
     def _validate(self) -> None:
         if self.granularity not in _TURNED:
             self._refuse(f"share a scale by '{self.granularity}'", f"Take {', '.join(_TURNED)}.")
+        for name, words in _WORDS.items():
+            value = getattr(self, name)
+            if value not in words:
+                raise RecipeError(
+                    f"Cannot make a cast with {name} = {value!r} because no cast has it.",
+                    f"Take one of {', '.join(words)}.",
+                )
+        if not 0 <= self.outliers < math.inf:
+            self._refuse(f"have {self.outliers} as its outliers", "Take 0 or a finite magnitude.")
         is_16_bits = self.element.kind == "float" and self.element.bits in (16, 32, 64)
         if self.is_wide and not is_16_bits:
             self._refuse("be rounded without a scale", 'Give a granularity, such as "row".')
@@ -153,6 +173,8 @@ class Cast:
             self._refuse(
                 "fit 4 or 6", "That is for float4_e2m1fn with float8_e4m3fn scales, to nearest."
             )
+        if self.rotation != "none" and not self.is_wide and self.block is None:
+            self._refuse("be rotated", 'Take a block, such as "1x32".')
         if self.outliers and (self.is_wide or self.block is not None):
             self._refuse("leave outlier columns out", 'Take the granularity "row" or "tensor".')
 
@@ -238,6 +260,16 @@ class Product:
                 "a scale belongs to one term of "
                 "the sum.",
                 "Scale it per row, tensor or block; the right operand may have columns.",
+            )
+        if self.left.rotation != self.right.rotation:
+            raise RecipeError(
+                f"Cannot multiply ({self.left}) by ({self.right}) because one operand is rotated.",
+                "Rotate both or none: the rotations cancel in the product.",
+            )
+        if self.accumulation not in get_args(Accumulation):
+            raise RecipeError(
+                f"Cannot accumulate in {self.accumulation!r} because no product does.",
+                f"Take one of {', '.join(get_args(Accumulation))}.",
             )
 
     @property
