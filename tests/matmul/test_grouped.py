@@ -55,7 +55,7 @@ def plain(
         layer.weight.copy_(weight)
         if bias is not None:
             layer.bias.copy_(bias)
-    swapped = swap_linears(holder, row, keep=()).layers["expert"]
+    swapped = swap_linears(holder, lambda name: row, keep=()).layers["expert"]  # scalify's too
     swapped.key.copy_(like.key[expert])
     swapped.set_clock(like.clock)
     return swapped

@@ -129,6 +129,8 @@ def quantize(
                 outer[group] = one_level(magnitude, format, scale, up=up)
                 inverse = reciprocal(rational(outer[group].flat[0]))
         scaled = product(part, np.float32(float(inverse)))
+        if scaling == "static":  # a scale from the group's own amax would make it NaN
+            scaled = np.where(np.isfinite(scaled), scaled, np.nan).astype(scaled.dtype)
         if rounding == "nearest":
             codes[group] = nearest(scaled, format)
         else:

@@ -88,7 +88,6 @@ REFUSED = {
     "outliers of blocks": lambda: Cast("int8", "1x32", outliers=6.0),
     "an infinite outlier": lambda: Cast("int8", "row", outliers=math.inf),
     "a negative outlier": lambda: Cast("int8", "row", outliers=-1.0),
-    "a rotated row": lambda: Cast("int8", "row", rotation="hadamard"),
     "one rotated operand": lambda: Product(_MX, replace(_MX, rotation="hadamard")),
     "an unknown accumulation": lambda: Product(_MX, _MX, "bfloat16"),  # type: ignore[arg-type]
     **{

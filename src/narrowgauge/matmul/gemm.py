@@ -74,10 +74,13 @@ def multiply(
         a = a.t()
     if dims[1] == 1:
         b = b.t()
-    if a.dtype != b.dtype:  # only one is narrow, and perhaps padded
+    if a.shape[1] != b.shape[0]:  # one is padded to other blocks, with zeros
         size = min(a.shape[1], b.shape[0])
-        a = a[:, :size].float()
-        b = b[:size].float()
+        a = a[:, :size].contiguous()
+        b = b[:size].contiguous()
+    if a.dtype != b.dtype:
+        a = a.float()
+        b = b.float()
     by_row = lhs.by_row()
     by_column = rhs.by_column()
     if a.dtype == torch.int8:

@@ -173,8 +173,6 @@ class Cast:
             self._refuse(
                 "fit 4 or 6", "That is for float4_e2m1fn with float8_e4m3fn scales, to nearest."
             )
-        if self.rotation != "none" and not self.is_wide and self.block is None:
-            self._refuse("be rotated", 'Take a block, such as "1x32".')
         if self.outliers and (self.is_wide or self.block is not None):
             self._refuse("leave outlier columns out", 'Take the granularity "row" or "tensor".')
 
