@@ -5,7 +5,7 @@ does around it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -508,8 +508,11 @@ def test_kept_layers_share_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again is not None and again.clock is linears.clock and again.step == 1
 
 
-def test_ranks_of_ddp_keep_their_own_random_bits(one_rank: None) -> None:
-    model = Model()
+@pytest.mark.parametrize("make", [Model, lambda: nn.Linear(16, 16)])
+def test_ranks_of_ddp_keep_their_own_random_bits(
+    make: Callable[[], nn.Module], one_rank: None
+) -> None:
+    model = make()
     swap_linears(model, "int8-row")
     sent = set()
     for buffer in nn.parallel.DistributedDataParallel(model).modules_buffers:
@@ -696,6 +699,16 @@ def test_encoder_layers_compute_in_evaluation_as_in_training() -> None:
     torch.testing.assert_close(
         evaluated, model(x).detach(), rtol=0, atol=1e-5
     )  # attention itself is fused
+
+
+def test_an_encoder_takes_a_mask_of_padding_in_evaluation() -> None:
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    swap_linears(model, "float8-row")
+    is_padding = torch.zeros(2, 3, dtype=torch.bool)
+    is_padding[1, 2] = True
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, 32), src_key_padding_mask=is_padding).shape == (2, 3, 32)
 
 
 def test_a_weight_that_changes_is_cast_again_within_cached_weights() -> None:

@@ -246,12 +246,14 @@ def matrix_of(module: Any) -> Tensor:
 
 
 def keep_from_fused_kernels(model: nn.Module) -> None:
-    """Make PyTorch's encoder layers call their linear layers in evaluation too, and not one kernel
-    on the weights.
+    """Make PyTorch's encoders call their linear layers in evaluation too, on padded tensors, and
+    not one kernel on the weights.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _narrow_class(plain: type[Any]) -> type[Linear]:

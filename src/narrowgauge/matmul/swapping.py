@@ -269,7 +269,8 @@ def keep_ranks_apart(model: nn.Module) -> None:
     buffers = []
     for name, layer in model.named_modules():
         if isinstance(layer, NarrowLayer):
-            buffers += [f"{name}.key", f"{name}.clock_words"]
+            prefix = f"{name}." if name else ""
+            buffers += [f"{prefix}key", f"{prefix}clock_words"]
     if buffers:
         leave_out_of_ddp(model, buffers)
 
