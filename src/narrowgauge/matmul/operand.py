@@ -110,16 +110,14 @@ def cast_matrix(
         return Operand(x.to(dtype))
     x = padded(x, cast, dim)
     size = x.numel()
+    if fold is not None and (cast.block is not None or cast.rotation != "none"):
+        x = x.float() * fold
+        fold = None
     if cast.rotation != "none":
-        if fold is not None:
-            x = x.float() * fold
-            fold = None
         x = fused(size, bound(_rotate, dim), x)
     if cast.block is None:
         cast_at_once = bound(cast_whole, cast, dim, dtype)
         return Operand(*fused(size, cast_at_once, x, *(draw or (None, None)), fold, amax))
-    if fold is not None:
-        x = x.float() * fold
     sides = sides_of(cast, dim)
     in_blocks = bound(cast_blocks, cast, dim, dtype)
     results = fused(size, in_blocks, blocked(x, sides), *(draw or (None, None)), amax)

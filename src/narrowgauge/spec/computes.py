@@ -330,7 +330,7 @@ class Compute:
                 )
         lhs = self.output.left
         rhs = self.output.right
-        if lhs.outliers and (rhs.is_wide or rhs.block or rhs.rotation != lhs.rotation):
+        if lhs.outliers and (rhs.is_wide or rhs.block):
             raise RecipeError(
                 f"Cannot leave outlier columns out in compute '{self.name}' because its weights "
                 "have scales of blocks or none.",

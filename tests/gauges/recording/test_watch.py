@@ -434,14 +434,18 @@ class SecondOptimizer(Loop):
         self.second.step()
 
 
-class KeptBySecond(Loop):
-    """Two optimizers, of which the loop clears the gradients of one."""
+class SeparateHead(Loop):
+    """The head has an optimizer of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         second = torch.optim.SGD(self.model.head.parameters(), lr=1e-3)
         rest = [p for name, p in self.model.named_parameters() if not name.startswith("head")]
         self.optimizer = [self.adamw(rest), second]
+
+
+class KeptBySecond(SeparateHead):
+    """Two optimizers, of which the loop clears the gradients of one."""
 
     def update(self, step: int) -> None:
         for optimizer in self.optimizer:
@@ -463,14 +467,12 @@ class ThawedLate(Loop):
             self.model.blocks[0].requires_grad_(True)
 
 
-class LeavesBlockInEvaluation(Loop):
+class LeavesBlockInEvaluation(StaysInEvaluation):
     """An evaluation puts the model in evaluation mode, and only a part of it back."""
 
     def after(self, step: int) -> None:
+        super().after(step)
         if step == 20:
-            self.model.eval()
-            with torch.no_grad():
-                loss_of(self.model, batch(99))
             self.model.training = True
             self.model.blocks[1].train()
 
@@ -695,16 +697,10 @@ class OneOfTwoOptimizers(TwoOptimizers):
         return super().optimizer_of(model)[1]
 
 
-class TwoThatShareBackward(Loop):
+class TwoThatShareBackward(SeparateHead):
     """Two networks as of a GAN: the gradients that one's loss leaves in the other are cleared
     before the other's own pass.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        second = torch.optim.SGD(self.model.head.parameters(), lr=1e-3)
-        rest = [p for name, p in self.model.named_parameters() if not name.startswith("head")]
-        self.optimizer = [self.adamw(rest), second]
 
     def train(self, steps: int) -> Loop:
         for step in range(1, steps + 1):
