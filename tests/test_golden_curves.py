@@ -106,6 +106,12 @@ def test_a_curve_is_as_recorded(recipe: str, update_golden: bool) -> None:
         CURVES.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     if recipe in table.get(here, {}):
         assert text == table[here][recipe], f"{losses} and {numbers(table[here][recipe])}"
+    else:
+        warnings.warn(
+            f"No curve of {recipe} is recorded for {here}: compared within {TOLERANCE} only.",
+            stacklevel=1,
+        )
+    assert any(recipe in curves for curves in table.values())
     for key, curves in table.items():
         if recipe in curves:
             assert losses == pytest.approx(numbers(curves[recipe]), rel=TOLERANCE), key

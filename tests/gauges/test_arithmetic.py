@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from narrowgauge.analysis.settings import settings_diff
-from narrowgauge.gauges.arithmetic import PROBES, measure_arithmetic
+from narrowgauge.gauges import arithmetic
+from narrowgauge.gauges.arithmetic import PROBES, measure_arithmetic, measure_changes
 from narrowgauge.gauges.recording import provenance
 from narrowgauge.gauges.recording.provenance import describe_process
 from narrowgauge.gauges.recording.provenance import differences as changes_since
@@ -19,24 +20,37 @@ from narrowgauge.spec.toml import load_data
 CPU = torch.device("cpu")
 
 
-def test_the_number_of_threads_changes_sums_of_whole_tensors_alone() -> None:
+def test_a_measurement_repeats_and_leaves_every_setting() -> None:
+    """True of every processor: which probes change with the threads is not (AMX: float32 matmuls)."""
     before = torch.get_num_threads()
     machines = []
     try:
-        for number in (1, 2):
+        for number in (1, 2, 1):
             torch.set_num_threads(number)
-            with torch.autocast(
-                "cpu", torch.bfloat16, enabled=number == 2
-            ):  # the measurement leaves it
+            with torch.autocast("cpu", torch.bfloat16, enabled=number == 2):
                 machines.append(measure_arithmetic(CPU))
+            assert torch.get_num_threads() == number
     finally:
         torch.set_num_threads(before)
     assert list(PROBES) == list(load_data("probes", "runs"))
-    single_thread, two_threads = ({"arithmetic": machine} for machine in machines)
-    assert [difference.name for difference in settings_diff(single_thread, two_threads)] == [
-        "sum of a tensor"
-    ]
-    assert [machine["settings"]["threads"] for machine in machines] == ["1", "2"]
+    assert [machine["settings"]["threads"] for machine in machines] == ["1", "2", "1"]
+    assert machines[0] == machines[2]
+
+
+def test_a_setting_that_changes_kernels_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is of the machine at hand: each row is what a process of its setting gives."""
+    setting = "ATEN_CPU_CAPABILITY=default"
+    monkeypatch.setattr(arithmetic, "_LOWER_SETTINGS", {setting: "avx2"})
+    monkeypatch.setattr(arithmetic, "instruction_sets", lambda: {"avx2"})
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    before = torch.get_num_threads()
+    changes = measure_changes()
+    assert torch.get_num_threads() == before
+    assert set(changes) == {setting, *(f"threads={n}" for n in (1, 2, 4) if n != before)}
+    has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    assert bool(changes[setting]) == has_vectors
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")  # the user's own choice stands
+    assert setting not in measure_changes()
 
 
 def test_flushed_subnormals_are_seen() -> None:

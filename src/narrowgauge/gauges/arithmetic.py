@@ -12,8 +12,11 @@ drawn and no setting changed.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -22,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.runs.schema import UNAVAILABLE
-from narrowgauge.torch_support.machine import processor_name
+from narrowgauge.torch_support.machine import instruction_sets, processor_name
 
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
@@ -30,6 +33,24 @@ _VARIABLES = (
 )  # fmt: skip
 # Variables by which the libraries choose their kernels.
 _LIBRARIES = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v(\S+)"}
+
+
+_THREADS = (1, 2, 4)
+_LOWER_SETTINGS = {
+    "ATEN_CPU_CAPABILITY=default": "avx2",
+    "ATEN_CPU_CAPABILITY=avx2": "avx512f",
+    "ONEDNN_MAX_CPU_ISA=SSE41": "avx2",
+    "ONEDNN_MAX_CPU_ISA=AVX2": "avx512f",
+    "ONEDNN_MAX_CPU_ISA=AVX512_CORE": "avx512_bf16",
+    "MKL_CBWR=COMPATIBLE": "avx2",
+}
+# Variables that make a library use fewer instructions, each with an instruction set that it gives up.
+_MEASURE_AGAIN = """
+import json, torch
+from narrowgauge.gauges.arithmetic import measure_arithmetic
+torch.set_num_threads({threads})
+print(json.dumps(measure_arithmetic(torch.device("cpu"))["results"]))
+"""
 
 
 def fixed_numbers() -> Tensor:
@@ -95,6 +116,50 @@ def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:
         x = fixed_numbers().to(device)
         results = {name: _bits(probe, x) for name, probe in PROBES.items()}
         return {"settings": settings_in_force(device), "results": results}
+
+
+def measure_changes() -> dict[str, list[str]]:
+    """Measure which probes change on this CPU with the number of threads, and with variables that
+    choose other kernels.
+
+    What changes depends on the processor: two threads change the sum of a whole tensor on all that
+    were tried, and float32 matmuls on those with AMX. So no table says it for every machine.
+
+    Returns:
+        the names of the changed probes, by setting. Variables that are set already, or that take
+        nothing from this processor, are left out.
+    Cost: a process for each variable, about 2 s of processor time.
+    """
+    device = torch.device("cpu")
+    present = measure_arithmetic(device)["results"]
+    threads_before = torch.get_num_threads()
+    changes = {}
+    try:
+        for threads in _THREADS:
+            torch.set_num_threads(threads)
+            results = measure_arithmetic(device)["results"]
+            if threads != threads_before:
+                changes[f"threads={threads}"] = _differing(present, results)
+    finally:
+        torch.set_num_threads(threads_before)
+    program = _MEASURE_AGAIN.format(threads=threads_before)
+    for setting, given_up in _LOWER_SETTINGS.items():
+        name, _, value = setting.partition("=")
+        if name in os.environ or given_up not in instruction_sets():
+            continue
+        process = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, name: value},
+            capture_output=True,
+            check=False,
+        )
+        if process.returncode == 0:
+            changes[setting] = _differing(present, json.loads(process.stdout))
+    return changes
+
+
+def _differing(first: dict[str, str], second: dict[str, str]) -> list[str]:
+    return [name for name in first if first[name] != second[name]]
 
 
 def _bits(probe: Callable[[Tensor], Tensor], x: Tensor) -> str:
