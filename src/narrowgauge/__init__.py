@@ -1,5 +1,5 @@
-"""bfloat16 memory, float32 training: optimizers and number formats for PyTorch that lose no small
-updates.
+"""Train in bfloat16 memory with float32's result: optimizers and number formats for PyTorch, and
+tools that measure what a format loses.
 
 The names most needed are here: verbs, optimizers, and the types that verbs return. The others are
 under ``ng.spec`` (tables), ``ng.errors``, ``ng.runs``, ``ng.optim``, ``ng.matmul`` and further

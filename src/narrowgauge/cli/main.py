@@ -87,8 +87,8 @@ def _require_one_process(command: str) -> None:
 @click.version_option(__version__, prog_name="narrowgauge", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """bfloat16 memory, float32 training: optimizers and number formats for PyTorch that lose no
-    small updates.
+    """Train in bfloat16 memory with float32's result: optimizers and number formats for PyTorch,
+    and tools that measure what a format loses.
 
     \b
     narrowgauge tokenize text.txt tokens
