@@ -1,0 +1,142 @@
+"""A context leaves nothing behind: after it the package's modules and the process's settings are as
+before, whether its block ended, raised, or was entered twice.
+
+Every context manager of the package is found by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import logging
+import os
+import pkgutil
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge
+from optional_packages import absent_packages
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "disk_errors": (Path("a"),),
+    "random_numbers": (0, 1, 2),
+    "threads_of": (3, False),
+    "reason_for_none": ("area", {}),
+    "recorded": ({},),
+    "put_back": (nn.Linear(2, 2),),
+    "_of_the_copy": (nn.Linear(2, 2),),
+}
+"""Of contexts that have required parameters."""
+ELSEWHERE = {
+    "new_folder": "makes a folder (tests/runs)",
+    "whole_folder": "makes a folder (tests/runs)",
+    "cpu_kernel_wrapped": "within float32_attention",
+    "_ended": "of a training's session (tests/trainer)",
+}
+"""Contexts of something that lives outside the process's settings, with the place of their tests."""
+PLAIN = (bool, int, float, str, type(None))
+
+
+def module_names() -> list[str]:
+    names = []
+    for found in pkgutil.walk_packages(narrowgauge.__path__, "narrowgauge."):
+        file = Path(narrowgauge.__file__).parent.joinpath(*found.name.split(".")[1:])
+        source = file.with_suffix(".py")
+        if source.exists() and "integrations" not in found.name and "__main__" not in found.name:
+            if not absent_packages(source.read_text(encoding="utf-8")):
+                names.append(found.name)
+    return names
+
+
+@cache
+def contexts() -> dict[str, Callable[..., Any]]:
+    """Return the functions of the package that make a context, by name."""
+    result = {}
+    for module_name in module_names():
+        module = importlib.import_module(module_name)
+        for name, value in vars(module).items():
+            made = getattr(value, "__wrapped__", None)
+            is_own = getattr(value, "__module__", "") == module_name
+            if is_own and inspect.isgeneratorfunction(made) and name not in ELSEWHERE:
+                result[name] = value
+    return result
+
+
+def left_behind() -> dict[str, Any]:
+    """Return what a context may change: plain values and sizes of the package's modules, and the
+    settings of the process.
+    """
+    state: dict[str, Any] = {
+        "environment": dict(os.environ),
+        "warnings": len(warnings.filters),
+        "torch's logger": logging.getLogger("torch").level,
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "flash attention": torch.backends.cuda.flash_sdp_enabled(),
+        "modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "torch's numbers": torch.get_rng_state().tolist(),
+        "Python's numbers": random.getstate(),
+        "NumPy's numbers": repr(np.random.get_state()),
+    }
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("narrowgauge."):
+            for name, value in vars(module).items():
+                if isinstance(value, PLAIN):
+                    state[f"{module_name}.{name}"] = value
+                elif isinstance(value, dict | list | set):
+                    state[f"{module_name}.{name}"] = len(value)
+    return state
+
+
+def entered(make: Callable[..., Any], arguments: tuple[Any, ...], way: str) -> None:
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        with make(*arguments), make(*arguments):
+            yield
+
+    if way == "twice":
+        with again():
+            pass
+        return
+    with contextlib.suppress(KeyError), make(*arguments):
+        torch.rand(1)
+        if way == "raises":
+            raise KeyError(way)
+
+
+@pytest.mark.parametrize("way", ["ends", "raises", "twice"])
+def test_a_context_leaves_nothing_behind(way: str) -> None:
+    assert len(contexts()) >= 5
+    faults = []
+    for name, make in contexts().items():
+        required = []
+        for parameter in inspect.signature(make).parameters.values():
+            if parameter.default is parameter.empty:
+                required.append(parameter.name)
+        assert not required or name in ARGUMENTS, f"{name} needs arguments in ARGUMENTS"
+        arguments = ARGUMENTS.get(name, ())
+        entered(make, arguments, "ends")  # what is imported or made once is there now
+        torch.manual_seed(0)
+        before = left_behind()
+        entered(make, arguments, way)
+        torch.manual_seed(0)
+        after = left_behind()
+        for key in before.keys() | after.keys():
+            if before.get(key) != after.get(key):
+                faults.append(f"{name}: {key} was {before.get(key)!r:.80}, is {after.get(key)!r:.80}")
+    assert not faults, "\n".join(faults)
