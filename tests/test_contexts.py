@@ -53,9 +53,10 @@ def module_names() -> list[str]:
     for found in pkgutil.walk_packages(narrowgauge.__path__, "narrowgauge."):
         file = Path(narrowgauge.__file__).parent.joinpath(*found.name.split(".")[1:])
         source = file.with_suffix(".py")
-        if source.exists() and "integrations" not in found.name and "__main__" not in found.name:
-            if not absent_packages(source.read_text(encoding="utf-8")):
-                names.append(found.name)
+        if not source.exists() or "integrations" in found.name or "__main__" in found.name:
+            continue
+        if not absent_packages(source.read_text(encoding="utf-8")):
+            names.append(found.name)
     return names
 
 
@@ -138,5 +139,7 @@ def test_a_context_leaves_nothing_behind(way: str) -> None:
         after = left_behind()
         for key in before.keys() | after.keys():
             if before.get(key) != after.get(key):
-                faults.append(f"{name}: {key} was {before.get(key)!r:.80}, is {after.get(key)!r:.80}")
+                faults.append(
+                    f"{name}: {key} was {before.get(key)!r:.80}, is {after.get(key)!r:.80}"
+                )
     assert not faults, "\n".join(faults)
