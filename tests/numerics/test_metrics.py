@@ -16,6 +16,7 @@ from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.numerics.metrics import (
     CHANGE_SUMS,
     DECAY_SUMS,
+    END_SUMS,
     UPDATE_SUMS,
     decay_terms,
     update_metrics,
@@ -45,7 +46,7 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert got.dtype == torch.float64 and got.shape == (len(UPDATE_SUMS),)
     assert (
         got[3:].tolist()
-        == [180.0, 40.0, 80.0, 0.0, 0.0, 200.0, 0.0]
+        == [180.0, 40.0, 80.0, 0.0, 0.0, 0.0, 200.0, 0.0]
         == [float(x) for x in expected[3:]]
     )
     for name, value, exact in zip(UPDATE_SUMS, got.tolist(), expected, strict=True):
@@ -66,7 +67,7 @@ def test_only_elements_that_meant_to_move_can_be_lost() -> None:
 def decayed(intended: Tensor, stored: Tensor, spacings: float = 1e6) -> Tensor:
     """Sums of decay alone."""
     terms = [term.double().sum() for term in decay_terms(intended, stored)]
-    zeros = torch.zeros(len(CHANGE_SUMS), dtype=torch.float64)
+    zeros = torch.zeros(len((*CHANGE_SUMS, *END_SUMS)), dtype=torch.float64)
     counts = torch.tensor([float(intended.numel()), spacings], dtype=torch.float64)
     return torch.cat([zeros, torch.stack(terms), counts])
 

@@ -170,7 +170,7 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
 
 # ── relative to a row ─────────────────────────────────────────────────────────────────────────────
 
-BOUNDS = [2.0**-100, 1e-3, 1 - 2.0**-24, 1.0, 1 + 2.0**-23, 448.0]
+BOUNDS = [2.0**-100, 1e-3, 1 - 2.0**-24, 1.0, 1 + 2.0**-23, 448.0, 2.0**20, 2.0**80]
 
 
 def above(bound: float) -> float:
@@ -179,16 +179,12 @@ def above(bound: float) -> float:
     return math.ldexp(1.0, exponent - (mantissa == 0.5))
 
 
-def multipliers(code: Code, bound: float) -> tuple[Tensor, Tensor]:
-    return codes.multipliers(code, torch.tensor(bound))
-
-
 @exhaustive("code", SCALED)
 @exhaustive("bound", BOUNDS)
 def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(
     code: Code, bound: float
 ) -> None:
-    into, back = multipliers(code, bound)
+    into, back = codes.multipliers(torch.tensor(bound))
     window = above(bound) * (2 - 2.0**-code.mantissa_bits)
     x = torch.tensor(
         [bound, above(bound) * 1.7, window, window * 1.5, window * 1e10, math.inf, math.nan]
@@ -202,7 +198,7 @@ def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(
 @exhaustive("code", [c for c in SCALED if c.hold])
 @exhaustive("bound", [2.0**-149, 1e-40, *BOUNDS, 1e38])
 def test_hold_keeps_every_positive_value_of_a_row_above_zero(code: Code, bound: float) -> None:
-    into, back = multipliers(code, bound)
+    into, back = codes.multipliers(torch.tensor(bound))
     x = torch.tensor([2.0**-149, 2.0**-126, 1e-30, 1e-10, 1.0, 1e30])
     for addend in (0, None):
         steps = codes.encode(code, x, addend, 0, into)

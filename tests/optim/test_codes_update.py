@@ -50,8 +50,8 @@ def empty_lane(
     for name in storage.scaled:
         new = torch.tensor((after or bounds)[name])
         scales[name] = (
-            codes.multipliers(storage.code(name), new)[0],
-            codes.multipliers(storage.code(name), torch.tensor(bounds[name]))[1],
+            codes.multipliers(new)[0],
+            codes.multipliers(torch.tensor(bounds[name]))[1],
         )
     return Lane(nothing, nothing, fields, scales)
 
@@ -183,7 +183,7 @@ def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
         codes.gradient_value("float16", before.gradient).double() * SCALARS["gradient_scale"]
     ).square()
     # The second moments end relative to their row.
-    spacing = Fraction(float(before.scales["exp_avg_sq"][1])) / 2**136
+    spacing = Fraction(float(before.scales["exp_avg_sq"][1])) / 2**40
     end = Fraction(3, 4) * spacing
     is_plus = storage.exp_avg_sq.parts > 1
     errors = []
@@ -202,12 +202,10 @@ def spacings(storage: Storage, lane: Lane, name: str, x: np.ndarray) -> oracle.F
     """How far apart the values of a code are around each x, as if its parts were one long mantissa."""
     code = storage.code(name)
     lowest = -126.0
-    if code.scaled:
-        lowest += np.log2(
-            float(lane.scales[name][1])
-        )  # a window begins where float32's exponents do, and is moved
-    elif code.is_window:
+    if code.is_window:
         lowest = float(code.lowest)
+        if code.scaled:  # it ends at a power of two of its row
+            lowest += np.log2(float(lane.scales[name][1]))
     elif code.bits == 64:
         lowest = -1022.0
     elif name == "weight" and storage.visible == "float16":

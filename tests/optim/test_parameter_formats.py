@@ -270,7 +270,7 @@ def test_a_state_is_a_mapping() -> None:
     optimizer = ng.AdamW(model.parameters())
     train(model, optimizer)
     state = optimizer.state[model.up.weight]
-    assert dict(state).keys() == {"step", "packed"} == set(dict(state.items()))
+    assert dict(state).keys() == {"step", "window", "packed"} == set(dict(state.items()))
     assert state["step"] == 3
     assert "exp_avg" in state
     assert torch.equal(state["exp_avg"], optimizer.stored(model.up.weight, "exp_avg"))

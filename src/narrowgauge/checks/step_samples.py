@@ -135,10 +135,9 @@ class Sample:
             elif code.mantissa_bits < 23:
                 ends = None
                 if code.scaled:
-                    multiplier = codes.multipliers(code, state.row_bounds[name])[1]
-                    back = multiplier.double().log2() - (code.lowest + 126)
+                    end = codes.multipliers(state.row_bounds[name])[1].double().log2()
                     shape = self.parameter.shape
-                    ends = spread(back.reshape(*shape[:-1], 1).expand(shape))
+                    ends = spread(end.reshape(*shape[:-1], 1).expand(shape))
                 self.roundings[name] = Rounding(code, ends)
 
 

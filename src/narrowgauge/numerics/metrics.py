@@ -40,7 +40,11 @@ DECAY_SUMS = ("cc", "ct")
 
 They are zero if the rule has no separate decay.
 """
-KERNEL_SUMS = (*CHANGE_SUMS, *DECAY_SUMS)
+END_SUMS = ("at_end",)
+"""The count of elements with a state at the end of its window
+(:func:`narrowgauge.optim.codes.num_at_end`).
+"""
+KERNEL_SUMS = (*CHANGE_SUMS, *END_SUMS, *DECAY_SUMS)
 HOST_SUMS = ("elements", "spacings")
 """What the host knows: the number of elements, and the sum of their audited decays in ulps (a lower
 bound).
@@ -79,7 +83,7 @@ def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """Return the sums of one tensor's update without decay, float64 ``[10]``.
+    """Return the sums of one tensor's update without decay, float64 ``[11]``.
 
     This is the reference for kernels.
 
@@ -93,7 +97,7 @@ def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
         d, e, v = (part.double() for part in parts)
         total += torch.stack([term.sum() for term in update_terms(d, e, v)])
     host = torch.tensor(
-        [0.0, 0.0, intended.numel(), 0.0], dtype=torch.float64, device=intended.device
+        [0.0, 0.0, 0.0, intended.numel(), 0.0], dtype=torch.float64, device=intended.device
     )
     return torch.cat([total, host])
 
@@ -134,8 +138,17 @@ Each is NaN if nothing was intended: it can neither hide nor raise an alarm.
 """
 
 
+def share_at_end(sums: Tensor) -> Tensor:
+    """Return the fraction of elements with a moment at the end of its code's range, of sums
+    ``[..., 11]``.
+
+    The step of their gradients is not the rule's. It is NaN without elements.
+    """
+    return _ratio(sums[..., _PLACE["at_end"]], sums[..., _PLACE["elements"]])
+
+
 def update_metrics(sums: Tensor) -> dict[str, Tensor]:
-    """Return all :data:`UPDATE_METRICS` of sums ``[..., 10]``, float64 ``[...]`` each.
+    """Return all :data:`UPDATE_METRICS` of sums ``[..., 11]``, float64 ``[...]`` each.
 
     Add sums of steps or tensors first.
     """

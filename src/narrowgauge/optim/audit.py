@@ -33,6 +33,8 @@ FEWEST = 5
 CONFIDENCE = 1 - 2e-4
 """Two-sided: one false alarm in 10,000 windows whose true EDQ is exactly ``MIN_EDQ``."""
 NUM_SUMS = len(metrics.UPDATE_SUMS)
+MOST_AT_END = 0.01
+"""The share of elements at the end of a code's range above which an alarm is raised."""
 
 
 class UpdateLossWarning(UserWarning):
@@ -51,6 +53,8 @@ class AuditedUpdates:
             nothing was intended.
         edq_error: standard error of ``edq`` over the window's steps, NaN for fewer than two.
         noise: ‖E−D‖/‖D‖.
+        at_end: fraction of elements with a moment at the end of its code's range. Their gradients
+            are too large for the storage, and D is not the rule's change.
         lost_fraction: fraction of intended element changes that left the stored value unchanged.
         unseen_fraction: the same for the visible weight.
         num_audits: audited steps in the window.
@@ -67,13 +71,15 @@ class AuditedUpdates:
     unseen_fraction: float
     num_audits: int
     imprecision_share: float
+    at_end: float
     lost_decay: float
 
     @property
     def stalls(self) -> bool:
         """Return whether updates are lost with statistical certainty."""
         width = student_t(max(1, self.num_audits - 1), CONFIDENCE)
-        return self.num_audits >= FEWEST and self.edq + width * self.edq_error < MIN_EDQ
+        is_low = self.edq + width * self.edq_error < MIN_EDQ
+        return self.num_audits >= FEWEST and (is_low or self.at_end > MOST_AT_END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,13 @@ class Alarm:
     def message(self) -> str:
         """Return one line: the tensor, the loss, the remedy."""
         r = self.reading
+        if r.at_end > MOST_AT_END:
+            return (
+                f"The gradients of '{self.tensor}' are too large for storage '{self.storage}': "
+                f"moments of {r.at_end:.0%} of its elements are at the end of their range over "
+                f"{r.num_audits} audited steps, and the step is not the rule's. "
+                f"'{self.fallback}' would keep them, and so would a smaller loss."
+            )
         return (
             f"'{self.tensor}' loses {1 - r.edq:.0%} of its update (EDQ {r.edq:.2f} ± "
             f"{r.edq_error:.2f} over "
@@ -122,7 +135,9 @@ def read(rows: Iterable[Tensor]) -> AuditedUpdates:
     The delta method gives the error of the EDQ, a ratio of sums over the steps.
     """
     table = torch.stack(list(rows))
-    values = {name: float(value) for name, value in metrics.update_metrics(table.sum(0)).items()}
+    total = table.sum(0)
+    values = {name: float(value) for name, value in metrics.update_metrics(total).items()}
+    values["at_end"] = float(metrics.share_at_end(total))
     error = math.nan
     if len(table) > 1:
         error = float(edq_and_error(table, len(table))[1])
@@ -130,7 +145,7 @@ def read(rows: Iterable[Tensor]) -> AuditedUpdates:
 
 
 def edq_and_error(windows: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Return the EDQ and its standard error of windows ``[…, audits, 10]`` with ``counts`` audits.
+    """Return the EDQ and its standard error of windows ``[…, audits, 11]`` with ``counts`` audits.
 
     Other rows are zero.
     """
@@ -141,7 +156,7 @@ def edq_and_error(windows: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor
 
 
 Sums = tuple[list[Tensor], Tensor | HostCopy]
-"""Tensors, and for each its ``UPDATE_SUMS`` of one step, float64 ``[tensors, 10]``.
+"""Tensors, and for each its ``UPDATE_SUMS`` of one step, float64 ``[tensors, 11]``.
 
 They may still be in flight on a device.
 """
@@ -174,7 +189,7 @@ class Auditor:
         return torch.tensor(places, device="cpu")
 
     def window(self, parameter: Tensor) -> Tensor:
-        """Return the last sums of a tensor, oldest first: float64 ``[audits, 10]``."""
+        """Return the last sums of a tensor, oldest first: float64 ``[audits, 11]``."""
         place = self._rows[parameter]
         count = int(self._counts[place])
         return self._sums[place].roll(-count, 0)[max(0, WINDOW - count) :]
@@ -209,7 +224,12 @@ class Auditor:
         return table.sum(0)
 
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
-        """Restore a saved window. A tensor that stalls in it raises no second alarm."""
+        """Restore a saved window. A tensor that stalls in it raises no second alarm.
+
+        One of other sums, by an earlier version, is left out.
+        """
+        if rows.shape[-1] != NUM_SUMS:
+            return
         place = self._places([parameter])
         self._sums[place, : len(rows)] = rows
         self._counts[place] = len(rows)
@@ -222,7 +242,9 @@ class Auditor:
         edq, error = edq_and_error(self._sums, counts)
         widths = [student_t(max(1, n - 1), CONFIDENCE) for n in range(WINDOW + 1)]
         width = torch.tensor(widths, device="cpu")[counts]
-        low = (counts >= FEWEST) & (edq + width * error < MIN_EDQ)
+        at_end = metrics.share_at_end(self._sums.sum(1))
+        low = (edq + width * error < MIN_EDQ) | (at_end > MOST_AT_END)
+        low &= counts >= FEWEST
         if not low.any():
             return []
         return [parameter for parameter, place in self._rows.items() if low[place]]
@@ -246,7 +268,8 @@ class Auditor:
                 continue  # replaced since
             reading = read(self.window(parameter))
             storage = storage_of(parameter)
-            if reading.lost_fraction == 1 and storage.weight.rounding == "stochastic":
+            is_rare = reading.lost_fraction == 1 and storage.weight.rounding == "stochastic"
+            if is_rare and reading.at_end <= MOST_AT_END:
                 continue  # it stores rare updates on average, and a window may contain none
             self._alarmed.add(parameter)
             if parameter not in before:
@@ -337,6 +360,8 @@ class Audit(dict[str, AuditedUpdates]):
                 "noise": f"{r.noise:.3f}",
                 "steps": r.num_audits,
             }
+            if any(reading.at_end for reading in self.values()):
+                row["at their end"] = f"{r.at_end:.1%}"
             table.append(row)
         columns = tuple(Column(title, title, right=title != "tensor") for title in table[0])
         lines = Table(columns, table).plain().splitlines()

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -111,7 +112,8 @@ def _encode_window(
 
     Scale by a power of two, so that its exponent field begins at zero.
     """
-    bits = bits_of(x * (2.0 ** -_scale(code) if scale is None else scale))
+    within = x if scale is None else x * scale
+    bits = bits_of(within * 2.0 ** -_scale(code))
     dropped = dropped_bits(code)
     magnitude = (
         bits & MAGNITUDE
@@ -156,7 +158,8 @@ def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | None) -
         bits = moved & (steps | SIGN)  # a right shift of an int32 keeps its sign in place
     else:
         bits = (moved & steps) | ((word << (31 - place)) & SIGN)
-    return float_of(bits) * (2.0 ** _scale(code) if scale is None else scale)
+    value = float_of(bits) * 2.0 ** _scale(code)
+    return value if scale is None else value * scale
 
 
 def _last_step(code: Code) -> int:
@@ -184,18 +187,17 @@ def finite_bound(bound: Tensor) -> Tensor:
     return torch.where(bound < math.inf, bound, 3e38)
 
 
-def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the powers of two that take rows into the window of a scaled code and back: float32,
-    shaped like ``bound``.
+def multipliers(bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the powers of two that take rows of a scaled code below 1, and back: float32, shaped
+    like ``bound``.
 
     The window ends at the smallest power of two not below ``bound``, the amax of a row or slightly
-    more. Values up to 1.7 times that end still fit. A code that begins at ``2**lowest`` of its end
-    has its largest window at ``2**-lowest``.
+    more. Values up to 1.7 times that end still fit.
     """
-    # Round the exponent up: everything but a power of two carries. Both results must be normal
-    # float32 values.
+    # Round the exponent up: everything but a power of two carries. Both results, and their products
+    # with the distance of a low part, are to be normal float32 values.
     exponent = ((bits_of(finite_bound(bound)) + 0x7FFFFF) >> 23) - 127
-    exponent = (exponent + _scale(code)).clamp(-126, 126)
+    exponent = exponent.clamp(-112, 126)
     return float_of((127 - exponent) << 23), float_of((127 + exponent) << 23)
 
 
@@ -656,6 +658,23 @@ def write_state(
     return fields
 
 
+def num_at_end(storage: Storage, written: Written, lane: Lane) -> Tensor:
+    """Return 1.0 for each element with a state at the end of its window, where larger values stop.
+
+    Codes that follow their row have no such end.
+    """
+    found = []
+    for name, _ in storage.states:
+        code = storage.code(name)
+        if code.is_window and not code.scaled:
+            shift = lane.fields[name][1]
+            steps = _moved(written.fields[name], -shift) & _last_step(code)
+            found.append((steps == _last_step(code)).to(written.changes[0].dtype))
+    if not found:
+        return torch.zeros_like(written.changes[0])
+    return reduce(torch.maximum, found)
+
+
 def _shift(lane: Lane, part: str) -> int:
     return lane.fields[part][1] if part in lane.fields else 0  # the visible weight has no field
 
@@ -739,7 +758,7 @@ def alone_value(code: Code, tensor: Tensor, bound: Tensor | None = None) -> Tens
 
     For a float32 state this is its own memory, not a copy. A scaled code needs its bound.
     """
-    back = None if bound is None else multipliers(code, bound)[1]
+    back = None if bound is None else multipliers(bound)[1]
     return decode(code, tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0, back)
 
 
@@ -764,5 +783,5 @@ def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None 
         random = random_bits(place ^ (bits_of(value) & MANTISSA), seed)
         addend = dither(random, 32 - dropped, dropped, dropped)
     dtype = alone_dtype(code)
-    into = None if bound is None else multipliers(code, bound)[0]
+    into = None if bound is None else multipliers(bound)[0]
     return encode(code, value, addend, 0, into).to(INTEGER[8 * dtype.itemsize]).view(dtype)

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.expansions import NearestEven
-from narrowgauge.numerics.metrics import CHANGE_SUMS, DECAY_SUMS, decay_terms, update_terms
+from narrowgauge.numerics.metrics import (
+    CHANGE_SUMS,
+    DECAY_SUMS,
+    END_SUMS,
+    decay_terms,
+    update_terms,
+)
 from narrowgauge.numerics.rounding import quiet
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane, Written
@@ -209,7 +215,8 @@ def make_step(
         numbers = {name: values[index] for index, name in enumerate(names)}
         done = []
         decayed = []
-        for k, lane in enumerate(lanes_of(storage, words, arguments[num_words:end])):
+        lanes = lanes_of(storage, words, arguments[num_words:end])
+        for k, lane in enumerate(lanes):
             change = changes[k] if changes else None
             done.append(advance(rule, storage, lane, change, numbers, seed))
             if summarize is not None and rule.decay:
@@ -226,8 +233,9 @@ def make_step(
         if summarize is None:
             return values.new_zeros(0)
         terms: list[tuple[Tensor, ...]] = []
-        for written in done:
-            terms.append(update_terms(*written.changes))
+        for lane, written in zip(lanes, done, strict=True):
+            at_end = codes.num_at_end(storage, written, lane)
+            terms.append((*update_terms(*written.changes), at_end))
         for k, shrinking in enumerate(decayed):
             terms[k] += shrinking
         return summarize([sum(term[1:], term[0]) for term in zip(*terms, strict=True)])
@@ -280,7 +288,8 @@ class Kernel:
         self.not_printed = ""
         self.how_it_ran: str | None = None
         self.is_matrix = isinstance(rule, MatrixRule)
-        self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
+        num_decay = len(DECAY_SUMS) if rule.decay else 0
+        self.num_sums = len(CHANGE_SUMS) + len(END_SUMS) + num_decay
 
     def decay(self, options: Mapping[str, Any], step: int) -> float:
         """Return the fraction that a step's decay takes from each weight.

@@ -47,7 +47,7 @@ def states_of(
     states: dict[Tensor, ParameterState] = optimizer.make_states(group, entries)
     for parameter, entry in entries.items():
         state = states[parameter]
-        names = set(state.keys())
+        names = set(state.keys()) - ({"window"} - entry.keys())
         if names != entry.keys():
             lost = names - entry.keys()
             if lost:
@@ -59,8 +59,7 @@ def states_of(
                 f"because {reason}.",
                 "Load the state of this rule and storage.",
             )
-        state.take(entry)
-        state.step = int(entry["step"])
+        state.load(entry)
     return states
 
 

@@ -838,7 +838,7 @@ class Optimizer(torch.optim.Optimizer):
 
         A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master`` (float32 or
         float64), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is
-        0-d float32. Values are DTensors if the parameter is one.
+        0-d float32, and ``window`` where the codes of ``word`` begin. Values are DTensors if the parameter is one.
         """
         self.settle()  # a step skipped on a device has not yet reverted its count
         result: dict[str, Any] = super().state_dict()

@@ -58,10 +58,9 @@ def scales_of_rows(
     for name, before in old.items():
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
         after = weight_bound(weights) if name == "weight" else codes.finite_bound(new[name])
-        code = storage.code(name)
         bound = torch.where(scalars["skip"] != 0, before, after)
-        into = codes.multipliers(code, bound)[0]
-        back = codes.multipliers(code, before)[1]
+        into = codes.multipliers(bound)[0]
+        back = codes.multipliers(before)[1]
         scales[name] = bound, into, back
     return scales
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from narrowgauge.optim.kernel import Kernel, Numbers, lanes_of, make_average, st
 from narrowgauge.optim.layout import layout_of
 from narrowgauge.optim.row_bounds import bound_rows, largest_of_rows, weight_bound
 from narrowgauge.optim.rules.matrix import MatrixRule, MatrixState
-from narrowgauge.spec.storages import FLOAT32, Code, Storage
+from narrowgauge.spec.storages import FLOAT32, OLD_WINDOW, WINDOW, Code, Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
 """Replaces the gradient between steps, so that the last one can be freed."""
@@ -192,6 +193,8 @@ class ParameterState:
         """
         saved = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
         extras = self.tensors_of_extras()
+        if self._moved_codes():
+            saved["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
         for name, value in self.in_parameter_order().items():
             if name in extras:
                 saved[name] = sendable(self.owner, value)
@@ -204,6 +207,7 @@ class ParameterState:
     def keys(self) -> list[str]:
         return [
             "step",
+            *(["window"] if self._moved_codes() else []),
             *self.words,
             *(f"{name}_bound" for name in self.bounds),
             *self.tensors_of_extras(),
@@ -257,6 +261,38 @@ class ParameterState:
             self.set_bound(name, self._checked(values, f"{name}_bound", torch.float32, shape))
         for name, tensor in self.tensors_of_extras().items():
             tensor.copy_(self._checked(values, name, tensor.dtype, tuple(tensor.shape)))
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Fill the state from the tensors of :meth:`saved`, also of an earlier version."""
+        self.take(saved)
+        self.step = int(saved["step"])
+        window = int(saved.get("window", OLD_WINDOW))
+        if window != WINDOW:
+            self._move(window)
+
+    def _moved_codes(self) -> dict[str, Code]:
+        """Return the codes of states whose window was once another one, by state."""
+        codes_of = {name: self.code(name) for name in (*dict(self.storage.states), *self.extras)}
+        return {name: code for name, code in codes_of.items() if code.has_moved}
+
+    def _move(self, window: int) -> None:
+        """Encode states again that were saved in another window."""
+        moved = self._moved_codes()
+
+        def encoded(name: str, word: Tensor, shift: int) -> Tensor:
+            code = moved[name]
+            saved = replace(code, lowest=window if code.signed else 2 * window)
+            return codes.encode(code, codes.decode(saved, word, shift), None, shift)
+
+        def write(lane: Lane) -> dict[str, Tensor]:
+            return {name: encoded(name, *lane.fields[name]) for name in beside}
+
+        beside = moved.keys() - self.extras.keys()
+        if beside:
+            self._rewrite(write)
+        for name in moved.keys() & self.extras.keys():
+            extra = self.extras[name]
+            extra.copy_(encoded(name, extra.to(torch.int32), 0))
 
     def _checked(
         self, values: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]
@@ -481,8 +517,8 @@ class ParameterState:
         tensors, weight = self.kernel_tensors()
         if scales is None:
             scales = []
-            for name, bound in self.bounds.items():
-                into, back = codes.multipliers(self.storage.code(name), bound)
+            for bound in self.bounds.values():
+                into, back = codes.multipliers(bound)
                 for part in zip(into, back, strict=True):
                     scales += part
         tensors += [*scales, *lanes]

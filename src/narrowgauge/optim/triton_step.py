@@ -30,6 +30,8 @@ from narrowgauge.torch_support.triton import REDUCERS, TRITON, load
 BLOCK = 512
 """Words that a program steps at a time: 16 bytes for each of 128 threads."""
 SUMS = len(KERNEL_SUMS)
+COLUMNS = 1 << (SUMS - 1).bit_length()
+"""Lengths of vectors are powers of two."""
 _HELPERS = f"""{REDUCERS}
 
 @triton.jit
@@ -50,12 +52,13 @@ def add_up(table, order, sums, totals, WIDTH: tl.constexpr):
     row = table + (tl.load(order + tl.program_id(0)) + 1) * WIDTH - {len(SIZES)}
     first, count = tl.load(row + {SIZES.index("first")}), tl.load(row + {SIZES.index("count")})
     period, phase = tl.load(row + {SIZES.index("period")}), tl.load(row + {SIZES.index("phase")})
-    column, total = tl.arange(0, {SUMS}), tl.full([{SUMS}], 0.0, tl.float64)
+    column, total = tl.arange(0, {COLUMNS}), tl.full([{COLUMNS}], 0.0, tl.float64)
+    is_sum = column[None, :] < {SUMS}
     for start in range(phase, count, 64 * period):
         place = start + tl.arange(0, 64)[:, None] * period
-        terms = tl.load(sums + (first + place) * {SUMS} + column[None, :], mask=place < count, other=0.0)
+        terms = tl.load(sums + (first + place) * {SUMS} + column[None, :], mask=(place < count) & is_sum, other=0.0)
         total += tl.reduce(terms.to(tl.float64), 0, sum_of)
-    tl.store(totals + tl.program_id(0) * {SUMS} + column, total)
+    tl.store(totals + tl.program_id(0) * {SUMS} + column, total, mask=column < {SUMS})
 """
 
 

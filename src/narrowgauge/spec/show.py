@@ -6,6 +6,7 @@ with. ``--json`` prints the same figures as a terminal and the documentation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -90,6 +91,12 @@ def _code_text(code: Code) -> str:
     if code.rounding == "stochastic":
         text += ", stochastic"
     return text
+
+
+def _range_text(storage: Storage) -> str:
+    """Write which gradients a storage takes: ``3e-11 to 2e+07``."""
+    least, most = storage.gradients
+    return "any" if most == math.inf else f"{least:.0e} to {most:.0e}"
 
 
 def _weight_text(storage: Storage) -> str:
@@ -197,6 +204,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
     facts = {
         "for": compute.purpose,
         "loses": recipe.storage.loses,
+        "gradients": _range_text(recipe.storage),
         "native": _native(compute),
         "compute from": compute.source,
         "storage from": recipe.storage.source,

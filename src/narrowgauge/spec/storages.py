@@ -15,6 +15,7 @@ The optimizer, tests, documentation and ``narrowgauge show`` read the same table
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -80,6 +81,11 @@ class Code:
         return self.exponent_bits < 8
 
     @property
+    def has_moved(self) -> bool:
+        """Tell whether states were once saved in another window (:data:`OLD_WINDOW`)."""
+        return self.is_window and not self.scaled and self.exponent_bits > 5
+
+    @property
     def highest(self) -> int:
         """Exponent of the largest binade in range."""
         return self.lowest + (1 << self.exponent_bits) - 3 + self.is_window
@@ -101,9 +107,9 @@ CODES: dict[str, Code] = {
     "float16-held": Code("float16", 5, 10, signed=False, lowest=-14, hold=True),
     "float16-pair": Code("float16 + float16", 5, 10, lowest=-14, parts=2),
     # The windows of `word`: the second moment needs twice the binades of the first, and both are
-    # centred so that gradients from 2^-54 to 2^9 survive.
-    "e6m5": Code("e6m5", 6, 5, rounding="stochastic", lowest=-54),
-    "e7m5": Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-108, hold=True),
+    # placed so that gradients from 2^-38 to 2^24 survive.
+    "e6m5": Code("e6m5", 6, 5, rounding="stochastic", lowest=-38),
+    "e7m5": Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-76, hold=True),
     # Windows that end at the power of two above their row's amax. Normal values of e5 reach down to
     # 2^-30 of it.
     "e4m3-row": Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
@@ -124,6 +130,12 @@ CODES: dict[str, Code] = {
     "float8-row-triple": Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3),
 }
 """Codes by name. A row of the table writes ``weight+first moment+second moment``."""
+WINDOW = CODES["e6m5"].lowest
+"""Where the windows of `word` begin: a first moment's at ``2**WINDOW``, a second one's at its square.
+Saved states name it.
+"""
+OLD_WINDOW = -54
+"""That of states that do not name it."""
 FLOAT32 = CODES["float32"]
 BFLOAT16 = CODES["bfloat16"]
 
@@ -330,6 +342,19 @@ class Storage:
     def is_stochastic(self) -> bool:
         roles = ["weight", *dict(self.states).values()]
         return any(self.code(role).rounding == "stochastic" for role in roles)
+
+    @property
+    def gradients(self) -> tuple[float, float]:
+        """Return the smallest and the largest gradient whose moments a storage holds.
+
+        A code that follows its row, or has float32's own exponents, holds all.
+        """
+        least, most = 0.0, math.inf
+        for code, power in ((self.exp_avg, 1), (self.exp_avg_sq, 2)):
+            if code.is_window and not code.scaled:
+                least = max(least, 2.0 ** ((code.lowest + 3) / power))
+                most = min(most, 2.0 ** (code.highest / power))
+        return least, most
 
     def code(self, role: str) -> Code:
         """Return the code of ``weight``, ``exp_avg``, ``exp_avg_sq`` or one of ``states``."""

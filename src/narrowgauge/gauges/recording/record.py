@@ -282,7 +282,7 @@ class Record(AbstractContextManager["Record"]):
         for row in run.steps:
             sums = row.get("audit_sums")
             if sums:
-                total += total.new_tensor([sums.get(name, math.nan) for name in UPDATE_SUMS])
+                total += total.new_tensor([sums.get(name, 0.0) for name in UPDATE_SUMS])
             if row.get("tokens_per_second") is not None:
                 rates.append(row["tokens_per_second"])
             memory = max(memory, row.get("peak_memory_bytes") or 0)
