@@ -28,11 +28,11 @@ from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
-from narrowgauge.optim.foreign_states import resume_from
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import (
     make_loaded_states,
     put_states,
+    resume_from,
     show_states,
     states_of,
     take_states,
