@@ -31,7 +31,6 @@ from .integrations.merging import unmerge as unmerge
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
 from .numerics.rounding import round_to as round_to
-from .numerics.scaling import LossScaler as LossScaler
 from .optim.accumulation import GradientAccumulator as GradientAccumulator
 from .optim.audit import audit as audit
 from .optim.averaging import AveragedModel as AveragedModel
