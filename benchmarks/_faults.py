@@ -235,9 +235,8 @@ def set_loss_scale(scale: float) -> Callable[[Session], None]:
     """A loss scale at which float16 gradients are lost."""
 
     def strike(session: Session) -> None:
-        scaler = session.optimizer.loss_scaler
-        assert scaler is not None
-        scaler.scale_tensor.fill_(scale)
+        assert session.scaler is not None
+        session.scaler.update(scale)
 
     return strike
 

@@ -69,11 +69,13 @@ def trained(recipe: str) -> list[float]:
         model(), recipe, lr=5e-4, betas=(0.9, 0.95), weight_decay=0.1, decays=is_matrix, max_grad_norm=1.0,
         audit_every=0, compile=False, low_bits="zero",  # the initial weights lie on bfloat16's grid
     )  # fmt: skip
+    scaler = torch.amp.GradScaler("cpu", enabled=optimizer.scales_loss)
     losses = []
     for tokens in batches():
         loss = llama(input_ids=tokens, labels=tokens).loss
-        (loss if optimizer.loss_scaler is None else optimizer.loss_scaler.scale(loss)).backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses

@@ -31,13 +31,12 @@ from .integrations.merging import unmerge as unmerge
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
 from .numerics.rounding import round_to as round_to
-from .numerics.scaling import LossScaler as LossScaler
 from .optim.accumulation import GradientAccumulator as GradientAccumulator
-from .optim.adam_states import full_weights as full_weights
-from .optim.adam_states import load_states as load_states
-from .optim.adam_states import to_torch_state as to_torch_state
 from .optim.audit import audit as audit
 from .optim.averaging import AveragedModel as AveragedModel
+from .optim.loading import full_weights as full_weights
+from .optim.loading import load_states as load_states
+from .optim.loading import to_torch_state as to_torch_state
 from .optim.low_bits import fill_low_bits as fill_low_bits
 from .optim.optimizer import Optimizer as Optimizer
 from .optim.optimizers import SGD as SGD

@@ -4,8 +4,6 @@ resumes whole trainings.
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from torch import nn
@@ -32,17 +30,6 @@ def test_the_step_travels_whatever_is_computed_in_when_it_is_saved() -> None:
     linears = ng.matmul.linears_of(model)
     linears.set_compute(lambda name: ng.spec.COMPUTES["bfloat16"])
     assert optimizer.state_dict()["param_groups"][0]["matmul_step"] == 2
-
-
-def test_the_loss_scale_travels() -> None:
-    (_, optimizer), (_, loaded) = (prepared("float16/split") for _ in range(2))
-    for overflowed in (True, True, False):
-        optimizer.loss_scaler.update_(torch.tensor(overflowed))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    loaded.load_state_dict(torch.load(file, weights_only=True))
-    assert loaded.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
 
 
 @pytest.mark.parametrize("recipe", ["float8-tensor/word", "int8-outlier/word"])

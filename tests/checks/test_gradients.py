@@ -755,20 +755,6 @@ def test_models_and_batches_of_any_class_are_compared(
     assert (random.getstate(), numpy.random.get_state()[2]) == before
 
 
-def test_our_loss_scale_is_no_factor() -> None:
-    torch.manual_seed(0)
-    model, optimizer = ng.prepare(
-        nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), "float16/split"
-    )
-    scaler = optimizer.loss_scaler
-    assert scaler is not None
-    readings = ng.check(
-        model, optimizer, batch=(torch.randn(8, 16).half(), torch.randn(8, 4)), loss=mean_square,
-        backward=lambda model, batch: scaler.scale(mean_square(model, batch)).backward(),
-    )  # fmt: skip
-    assert readings.ok and scaler.request is None
-
-
 def test_small_networks_whose_units_flip_are_not_accused() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -18,7 +18,6 @@ import narrowgauge as ng
 from checks.audited_loop import Loop
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.step_check import StepCheck, joined
-from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.spec.storages import STORAGES
 
 
@@ -274,16 +273,11 @@ def test_a_clipped_norm_that_its_format_rounds_up_is_no_reading() -> None:
     assert not readings
 
 
-@pytest.mark.parametrize("by", ["ours", "torch", "torch, fused"])
+@pytest.mark.parametrize("by", ["torch", "torch, fused"])
 def test_a_scaled_loss_is_unscaled_again(by: str) -> None:
     master = ours(ng.AdamW, "float16/master", max_grad_norm=0.25)
     loop = Loop(**{"fused": True} if "fused" in by else master, watch={"max_grad_norm": 100.0})
-    if by == "ours":
-        loop.optimizer.loss_scaler = LossScaler(1024.0)
-        plain = loop.loss
-        loop.loss = lambda: loop.optimizer.loss_scaler.scale(plain())
-    else:
-        scale_by_torch(loop)
+    scale_by_torch(loop)
     assert not loop.run(4).readings and not loop.rows[4]["unseen"]
 
 

@@ -29,6 +29,7 @@ from equivalence.ways import (
     save_dcp,
     start,
     tokens,
+    update,
 )
 
 NUM_RANKS = 4
@@ -60,8 +61,7 @@ def train_in_micro_batches(
                 differentiate(
                     training, tokens(step, 0 if is_absent else first + rank), 1 / MICRO_BATCHES
                 )
-        training.optimizer.step()
-        training.optimizer.zero_grad()
+        update(training)
     return training
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -89,17 +90,28 @@ def tokens(step: int, micro_batch: int = 0) -> Tensor:
 def differentiate(training: Training, inputs: Tensor, share: float = 1.0) -> Tensor:
     """Run forward and backward on ``share`` of the loss, scaled if the recipe scales it."""
     loss = training.model(input_ids=inputs, labels=inputs).loss * share
-    scaler = training.optimizer.loss_scaler
-    (loss if scaler is None else scaler.scale(loss)).backward()
+    scaler_of(training).scale(loss).backward()
     return loss.detach()
+
+
+def update(training: Training) -> None:
+    """Take an optimizer step along the gradients, and drop them."""
+    scaler = scaler_of(training)
+    scaler.scale(torch.zeros(()))  # which makes its scale
+    scaler.step(training.optimizer)
+    training.optimizer.zero_grad()
+
+
+def scaler_of(training: Training) -> GradScaler:
+    """Return the scaler of a step. A scale lasts longer than these trainings."""
+    return GradScaler("cpu", enabled=training.optimizer.scales_loss)
 
 
 def train(training: Training, steps: Iterable[int] = range(STEPS)) -> Training:
     """Take optimizer steps, each on one batch."""
     for step in steps:
         differentiate(training, tokens(step))
-        training.optimizer.step()
-        training.optimizer.zero_grad()
+        update(training)
     return training
 
 
@@ -227,8 +239,7 @@ def recorded(recipe: str) -> dict[str, str]:
         with ng.RunRecorder(f"{folder}/run", *training, recipe=recipe, **often) as recorder:
             for step in range(STEPS):
                 loss = differentiate(training, tokens(step))
-                training.optimizer.step()
-                training.optimizer.zero_grad()
+                update(training)
                 recorder.step(loss=loss)
         run = ng.read_run(f"{folder}/run")
         assert len(run.steps) == len(run.gauges) == STEPS and all("edq" in row for row in run.steps)
@@ -266,8 +277,7 @@ def accumulated(recipe: str) -> dict[str, str]:
             differentiate(training, tokens(step, micro_batch), 1 / MICRO_BATCHES)
             accumulator.accumulate()
         accumulator.finish()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
+        update(training)
     return fingerprint(training)
 
 
@@ -283,8 +293,7 @@ def summed_by_hand(recipe: str) -> dict[str, str]:
                 p.grad = None
         for p, total in sums.items():
             p.grad = total.to(p.dtype)
-        training.optimizer.step()
-        training.optimizer.zero_grad()
+        update(training)
     return fingerprint(training)
 
 

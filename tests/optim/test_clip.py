@@ -22,15 +22,14 @@ def test_clipping_scales_as_torch_does() -> None:
 
 
 def test_a_spike_that_is_skipped_does_not_lower_the_loss_scale() -> None:
-    scaler = ng.LossScaler(initial=4.0, hysteresis=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     weight = torch.nn.Parameter(torch.ones(4, 4).half())
-    optimizer = ng.AdamW(
-        [weight], lr=0.1, storage="float16/split", audit_every=0, loss_scaler=scaler
-    )
+    optimizer = ng.AdamW([weight], lr=0.1, storage="float16/split", audit_every=0)
     optimizer.skip_above = 1.0
     scaler.scale((weight.float() * 2.0).sum()).backward()
-    optimizer.step()
-    assert optimizer.num_skipped == 1 and float(scaler.scale_tensor) == 4.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.num_skipped == 1 and scaler.get_scale() == 4.0
 
 
 @FEW
@@ -39,14 +38,15 @@ def test_a_step_below_the_limit_is_the_unclipped_step(
     rule: str, storage: str, scale: float | None
 ) -> None:
     def stepped(max_norm: float | None) -> dict[str, torch.Tensor]:
-        scaler = None if scale is None else ng.LossScaler(initial=scale)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
         weights = parameters(storage)
-        optimizer = build(rule, weights, storage, max_grad_norm=max_norm, loss_scaler=scaler)
+        optimizer = build(rule, weights, storage, max_grad_norm=max_norm)
         for step in range(3):
             gradients = step_gradients(weights, step, 2.0**-6)  # of norm 0.2
             loss = sum((w * g).sum().float() for w, g in zip(weights, gradients, strict=True))
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
         return everything(optimizer)
 

@@ -1,5 +1,4 @@
-"""Sums of micro-batch gradients and the loss scale by definition: one addition, one decision after
-the other.
+"""Sums of micro-batch gradients by definition: one addition after the other.
 
 Two float32 operations are done as numpy's float32 does them, which rounds each once; everything
 else is quotients, remainders and lists.
@@ -8,8 +7,6 @@ else is quotients, remainders and lists.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,45 +37,3 @@ def float32_sum(gradients: Sequence[Singles]) -> Singles:
     for gradient in gradients[1:]:
         total = total + gradient
     return total
-
-
-@dataclass
-class Scale:
-    """A loss scale that a person would keep on paper."""
-
-    scale: float = 2.0**16
-    growth_interval: int = 2000
-    hysteresis: int = 2
-    floor: float = 1.0
-    ceiling: float = 2.0**24
-    overflows_in_a_row: int = 0
-    good_in_a_row: int = 0
-    overflows: int = 0
-    held: int = 0
-
-    def step(self, overflowed: bool) -> None:
-        """One step, overflowed or not."""
-        if not overflowed:
-            self.overflows_in_a_row = 0
-            self.good_in_a_row += 1
-            if self.good_in_a_row == self.growth_interval:
-                self.good_in_a_row = 0
-                self.scale = min(self.scale * 2, self.ceiling)
-            return
-        self.overflows += 1
-        self.overflows_in_a_row += 1
-        self.good_in_a_row = 0
-        if self.overflows_in_a_row >= self.hysteresis:
-            before = self.scale
-            self.scale = max(self.scale / 2, self.floor)
-            self.held += before == self.scale
-
-    def as_dict(self) -> dict[str, Any]:
-        """The state by name."""
-        return {
-            "scale": self.scale,
-            "lives": max(self.hysteresis - self.overflows_in_a_row, 0),
-            "good_steps": self.good_in_a_row,
-            "num_overflows": self.overflows,
-            "num_held": self.held,
-        }

@@ -31,7 +31,6 @@ from narrowgauge.errors import (
 )
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.numerics.rounding import round_to
-from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.state import plan_state
@@ -132,7 +131,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "float64": (lambda: ng.AdamW(weights(torch.float64)), RecipeError, r"'word'.*float64.*model\.float\(\).*'float64'"),
     "a matrix rule": (lambda: ng.Muon(weights(torch.float32), storage="float64"), RecipeError, "compute in float32"),
     "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
-    "loss scale": (lambda: LossScaler(initial=3.0), RecipeError, r"initial = 3.*power of two"),
     # models
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
     "an option of another rule": (

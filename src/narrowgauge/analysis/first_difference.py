@@ -327,9 +327,7 @@ def _tensors(step: int, records: Sequence[_Records]) -> list[Difference]:
 
 
 def _loss_scale(record: _Records, step: int) -> float:
-    """Return the scale of a step. A row holds the loss scale after its step."""
-    before = number(record.rows.get(step - 1, {}).get("loss_scale"))
-    return before or number(record.rows.get(step, {}).get("loss_scale")) or 1.0
+    return number(record.rows.get(step, {}).get("loss_scale")) or 1.0
 
 
 def _lacking(

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from narrowgauge.assembly.resumption import carry_loss_scale
 from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import reduce_gradients_with
@@ -28,7 +27,6 @@ from narrowgauge.matmul.roles import role_of, roles_of
 from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linear_names, swap_linears
 from narrowgauge.numerics.dtensor import own_part
-from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.parameter_formats import cast_statistics, round_in_place, rounded
@@ -55,7 +53,6 @@ def prepare(
     decays: Callable[[str, Tensor], bool] = lambda name, parameter: True,
     options_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
     seed: int = 0,
-    loss_scaler: LossScaler | None = None,
     mesh: Any = None,
     shard: str = "full",
     offload: bool = False,
@@ -83,8 +80,6 @@ def prepare(
         options_of: returns a parameter's own options from its name: ``{"lr": 1e-4}``, or ``{"rule":
             "adamw"}`` in a matrix rule.
         seed: seed of stochastic rounding.
-        loss_scaler: becomes ``optimizer.loss_scaler``. ``None`` makes one if the compute is
-            float16. Pass the loss through its ``scale`` before ``backward()``.
         mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated
             with ``shard="none"``. A mesh of two axes replicates a sharded model. Every rank starts
             from rank 0's values. ``None`` keeps the model whole; DistributedDataParallel may wrap
@@ -102,7 +97,8 @@ def prepare(
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are
         summed over ranks, ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each
         forward and backward pass. The ``state_dict()`` of both suffices to resume with the same
-        bits. The model's is the plain model's.
+        bits. The model's is the plain model's. A float16 compute needs
+        ``torch.amp.GradScaler``, whose state belongs into a checkpoint too.
     Raises:
         RecipeError: an unknown recipe or option, or a model that the recipe cannot train. The model
             is unchanged then.
@@ -127,14 +123,10 @@ def prepare(
             "Cannot use narrow_gather without a mesh.",
             "Leave it out, or pass mesh=init_device_mesh(…).",
         )
-    if loss_scaler is None and any(compute.scales_loss for compute in policy.computes):
-        loss_scaler = LossScaler()
 
     def built(is_trial: bool = False) -> OptimizerT:
         groups = _groups(model, policy, decays, extra_options, is_trial)
-        return optimizer(
-            groups, storage=policy.storage.name, seed=seed, loss_scaler=loss_scaler, **options
-        )
+        return optimizer(groups, storage=policy.storage.name, seed=seed, **options)
 
     # What the optimizer refuses is refused before the model is rounded.
     _check_extra_options(built(is_trial=True), extra_options)
@@ -160,7 +152,7 @@ def prepare(
         stepper.reduction = reduce_gradients_with(
             model, policy.reduction, average=average, mesh=mesh
         )
-    carry_loss_scale(stepper)
+    stepper.scales_loss = any(compute.scales_loss for compute in policy.computes)
     return model, stepper
 
 

@@ -327,7 +327,6 @@ def configured_step(
     model = set_up.model
     mode = Shadow(**asks, model=model) if follows else None
     ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
-    requests = [(x.loss_scaler, x.loss_scaler.request) for x in ours if x.loss_scaler is not None]
     parameters = _trainable(model) | dict(outside)
     with ExitStack() as undo:
         unrestored = undo.enter_context(put_back(model, parameters.values(), set_up.optimizers))
@@ -345,12 +344,6 @@ def configured_step(
         draws = generators() != states
         scale: Any = scales.left
         loss_scale = scales.applied
-        for scaler, request in requests:
-            if scaler.request is not request:
-                # This pass scaled its loss; the optimizer would divide.
-                scale = scaler.scale_tensor
-                loss_scale = float(scale)
-                scaler.request = request
         raw = named_gradients(parameters)
         gradients = Gradients()
         for name, x in raw.items():

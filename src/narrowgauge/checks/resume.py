@@ -270,9 +270,6 @@ def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
             yield f"{key}.{place[2]}", ".".join((*place[:2], *place[3:])), item
         else:
             yield key, inner_name(name), item
-    scaler = getattr(value, "loss_scaler", None)
-    if scaler is not None:  # of our optimizers, which do not save it
-        yield f"{key}.loss scale", "", float(scaler.scale_tensor)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

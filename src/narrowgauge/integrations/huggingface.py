@@ -15,8 +15,8 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.recording import RecordedCallback
-from narrowgauge.optim.adam_states import full_weights, to_torch_state
 from narrowgauge.optim.audit import audit, unwrapped
+from narrowgauge.optim.loading import full_weights, to_torch_state
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.runs.atomic_io import write_whole

@@ -14,12 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import by_group, local_of
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import reciprocal, sqrt
-from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.torch_support.torch_names import is_captured, send
 
 Finite = Callable[[], list[bool]]
@@ -43,22 +41,21 @@ class Decision(NamedTuple):
 
 
 def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
-    """Compute the factor of the gradients and whether to skip the step; return float32 ``[4]``.
+    """Compute the factor of the gradients and whether to skip the step; return float32 ``[3]``.
 
-    The result holds: the factor, 1 to skip, the norm of the unscaled gradients, and 1 if a gradient
-    is not finite. ``options`` are four float32, 0-d: ``max_norm`` and ``skip_above``, which may be
-    infinite, the loss scale, and ``found_inf`` of ``torch.amp.GradScaler``, which is not 0 if it
-    found a gradient that is not finite.
+    The result holds: the factor, 1 to skip, and the norm of the unscaled gradients. ``options``
+    are four float32, 0-d: ``max_norm`` and ``skip_above``, which may be infinite, the loss scale,
+    and ``found_inf`` of ``torch.amp.GradScaler``, which is not 0 if it found a gradient that is
+    not finite.
     """
     max_norm, skip_above, grad_scale, found_inf = options
     scale = reciprocal(grad_scale)
     unscaled = norm / grad_scale
     finite = norm.isfinite()
     clip = (reciprocal(norm * scale + 1e-6) * max_norm).clamp(max=1.0)
-    overflow = (found_inf != 0) | ~finite
-    skip = overflow | (unscaled > skip_above)
+    skip = (found_inf != 0) | ~finite | (unscaled > skip_above)
     scale = torch.where(finite & (max_norm < math.inf), scale * clip, scale)
-    return torch.stack([scale, skip.to(scale.dtype), unscaled, overflow.to(scale.dtype)])
+    return torch.stack([scale, skip.to(scale.dtype), unscaled])
 
 
 class StepControl:
@@ -69,7 +66,6 @@ class StepControl:
 
     def __init__(self, worth_compiling: Callable[[int, torch.device], bool]) -> None:
         self._worth_compiling = worth_compiling
-        self._request: object = None
         self.table = SquaresTable()
         self._sent: list[float] = []
         self._limits: Tensor | None = None
@@ -77,27 +73,24 @@ class StepControl:
     @torch.no_grad()
     def __call__(
         self, gradients: Sequence[Tensor], device: torch.device, *, max_norm: float | None, skip_above: float,
-        scaler: LossScaler | None = None, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+        grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> Decision:  # fmt: skip
         """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
 
         Args:
             max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not
                 clip.
-            scaler: divide gradients by its scale. It must scale a loss before each step, or a
-                ``RecipeError`` is raised.
             grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it
                 found a gradient that is not finite; 0-d.
         """
-        scale, is_ours = self._scale_of_loss(gradients, scaler, grad_scale, found_inf)
-        needs_norm = not (max_norm is None and scaler is None and skip_above == math.inf)
+        needs_norm = not (max_norm is None and skip_above == math.inf)
         limits = self.send(device, max_norm, skip_above)
-        if not needs_norm and scale is found_inf is None:
+        if not needs_norm and grad_scale is found_inf is None:
             return Decision(limits[:2], None, None)
         compile = self._worth_compiling(sum(g.numel() for g in gradients), device)
         table = self.table if compile and sums_on(gradients) else None
         no_scale, no_inf, *options = limits.unbind()
-        for scalar, default in ((scale, no_scale), (found_inf, no_inf)):
+        for scalar, default in ((grad_scale, no_scale), (found_inf, no_inf)):
             options.append(default if scalar is None else scalar.to(default).view(()))
         norm = None
         if needs_norm:
@@ -111,8 +104,6 @@ class StepControl:
             flags = [local_of(gradient).isfinite().all() for gradient in gradients]
             finite = torch.stack(flags).tolist
         decided = decide(options[0].new_zeros(()) if norm is None else norm, options)
-        if is_ours and scaler is not None:
-            scaler.update_(decided[3])
         return Decision(decided[:2], None if norm is None else decided[2], finite)
 
     def send(self, device: torch.device, max_norm: float | None, skip_above: float) -> Tensor:
@@ -131,39 +122,3 @@ class StepControl:
                 self._sent = limits
             self.table.send()
         return self._limits
-
-    def _scale_of_loss(
-        self,
-        gradients: Sequence[Tensor],
-        scaler: LossScaler | None,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> tuple[Tensor | None, bool]:
-        """Return the divisor of the gradients, and whether our own scaler is used."""
-        if scaler is None:
-            return grad_scale, False
-        if scaler.request is self._request:
-            # Distributed checkpoints create a state with zero gradients, which have any scale.
-            if found_inf is None and any(bool(local_of(g).any()) for g in gradients):
-                raise RecipeError(
-                    "step() was called, but optimizer.loss_scaler.scale(loss) was not called since "
-                    "the last step. Gradients "
-                    "would be divided by a scale that they do not have.",
-                    "Call optimizer.loss_scaler.scale(loss).backward(). Where a framework calls "
-                    "backward() itself, let its "
-                    "own torch.amp.GradScaler scale the loss (fp16=True, '16-mixed'), or take a "
-                    "bfloat16 recipe.",
-                )
-            return grad_scale, False
-        if scaler.stepped is scaler.request:
-            raise RecipeError(
-                "Cannot step two optimizers with one LossScaler: the first step has changed the "
-                "scale of the loss.",
-                "Put all parameters into one optimizer, in param groups, or scale the loss with "
-                "torch.amp.GradScaler.",
-            )
-        self._request = scaler.stepped = scaler.request
-        ours = scaler.scale_tensor
-        if grad_scale is not None:
-            ours = grad_scale.to(ours.device) * ours
-        return ours, True

@@ -23,16 +23,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
-from narrowgauge.optim.foreign_states import resume_from
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import (
     make_loaded_states,
     put_states,
+    resume_from,
     show_states,
     states_of,
     take_states,
@@ -101,10 +100,6 @@ class Optimizer(torch.optim.Optimizer):
         compile: print and compile the steps. ``None`` decides at each step: always on a GPU, on a
             CPU for 2¹⁴ elements or more. :meth:`ran_compiled` tells the outcome. Storages in
             float64 never run compiled.
-        loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a
-            step with a non-finite gradient, and updates the scaler. It refuses a step if the scaler
-            has scaled no loss since the last one. ``torch.amp.GradScaler`` works too. Do not pass
-            it here.
         low_bits: where a weight begins of which the model holds 16 bits: at a ``"random"`` place in
             its rounding cell (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32
             copy begins. Low bits that are known stay.
@@ -121,7 +116,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Any], rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
-        loss_scaler: LossScaler | None = None, low_bits: str = "random", maximize: bool | None = False,
+        low_bits: str = "random", maximize: bool | None = False,
         keep_float32: Callable[[str, Tensor], bool] | None = None, **flags: bool | None,
     ) -> None:  # fmt: skip
         unknown = flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}
@@ -156,7 +151,9 @@ class Optimizer(torch.optim.Optimizer):
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._tables: dict[tuple[Kernel, torch.device], Table] = {}
         self._control = StepControl(self._is_worth_compiling)
-        self.loss_scaler = loss_scaler  # frameworks that make it later set it before the first step
+        # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
+        self.scales_loss = False
+        self.loss_scale: Tensor | None = None  # that of the last step, if there was one
         self._stepped = False
         self._uncompiled: Callable[..., Any] | None = None
         self._pending: _Pending | None = None
@@ -185,11 +182,9 @@ class Optimizer(torch.optim.Optimizer):
         `grad_scale` and `found_inf`.
 
         Frameworks do not clip then. So it is true only for float16 gradients, which GradScaler does
-        not unscale, and a scaler.
+        not unscale, and for a compute in float16.
         """
-        return self.loss_scaler is not None or any(
-            p.dtype is torch.float16 for p in self._parameters()
-        )
+        return self.scales_loss or any(p.dtype is torch.float16 for p in self._parameters())
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, as in ``torch.optim``.
@@ -631,19 +626,18 @@ class Optimizer(torch.optim.Optimizer):
             self._capture(work, states, gradients)
             return
         self._stepped = True
-        # torch.amp.GradScaler sets it and `grad_scale` during a step.
+        # torch.amp.GradScaler sets both during a step.
+        self.loss_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
+        if self.scales_loss and found_inf is None:
+            validation.refuse_unscaled(gradients.values())
         num_elements: dict[Kernel, int] = defaultdict(int)
         for state in states:
             num_elements[state.kernel] += state.parameter.numel()
         for kernel in self._kernels.values():
             kernel.how_it_ran = None
             kernel.not_printed = self._why_not_printed(num_elements[kernel], device)
-        scaling = {
-            "scaler": self.loss_scaler,
-            "grad_scale": getattr(self, "grad_scale", None),
-            "found_inf": found_inf,
-        }
+        scaling = {"grad_scale": self.loss_scale, "found_inf": found_inf}
         placed = [gradients[state.owner] for state in states]
         self.last_control, norm, finite = self._decide(self._control, placed, device, **scaling)
         control = self.last_control
@@ -698,7 +692,7 @@ class Optimizer(torch.optim.Optimizer):
         decision = self._decide(step_control, placed, states[0].parameter.device)
         pairs = [(state, state.gradient) for state in states]
         captured = _Captured(work, pairs, step_control, launches.tables, decision)
-        is_scaled = self.loss_scaler is not None or getattr(self, "found_inf", None) is not None
+        is_scaled = self.scales_loss or getattr(self, "found_inf", None) is not None
         is_first = any(state.step == 0 for state in states)
         validation.check_captured(
             is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches))
@@ -934,7 +928,7 @@ class _Captured:
 
 
 _COPIED = (
-    "rule", "defaults", "param_groups", "max_grad_norm", "audit_every", "compile", "loss_scaler", "keep_float32", "maximize",
+    "rule", "defaults", "param_groups", "max_grad_norm", "audit_every", "compile", "scales_loss", "keep_float32", "maximize",
     "num_skipped", "num_calls", "skip_above", "rounded",
 )  # fmt: skip
 

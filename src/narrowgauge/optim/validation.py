@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.optim.low_bits import LOW_BITS
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
@@ -38,7 +38,7 @@ FLAGS = ("amsgrad", "maximize", "differentiable")
 """Options of ``torch.optim`` that no param group here has. They may be false or ``None``."""
 HOW_TO_RUN = ("fused", "foreach", "capturable")
 """Options of ``torch.optim`` for what is done anyway."""
-_OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
+_OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile")
 
 
 def check_options(options: Mapping[str, Any], rule: AnyRule) -> None:
@@ -198,6 +198,19 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
             "parameter "
             f"{tuple(parameter.shape)}.",
             "Drop the gradients (zero_grad) when a parameter is resized.",
+        )
+
+
+def refuse_unscaled(gradients: Iterable[Tensor]) -> None:
+    """Refuse float16's gradients of a loss that nobody scaled.
+
+    Distributed checkpoints make a state by a step with zero gradients, which have any scale.
+    """
+    if any(bool(local_of(gradient).any()) for gradient in gradients):
+        raise RecipeError(
+            "Cannot step because nobody scaled the loss, and small gradients are zero in float16.",
+            "Make scaler = torch.amp.GradScaler(device), and call scaler.scale(loss).backward(), "
+            "scaler.step(optimizer), scaler.update(). Or take a bfloat16 recipe.",
         )
 
 

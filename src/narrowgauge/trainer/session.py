@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly.preparation import is_matrix, prepare
@@ -106,6 +107,7 @@ class Session:
             reduction does not.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with
             nothing to sum.
+        scaler: scales the loss of a float16 compute.
         step: optimizer steps done.
         sequences: sequences read by these steps, whatever their batch sizes were.
         batch_crc: checksum of the last step's tokens, of all ranks together.
@@ -128,8 +130,10 @@ class Session:
     saver: Saver = field(init=False)
     fingerprints: Fingerprints = field(init=False)
     linears: NarrowLayers | None = field(init=False)
+    scaler: GradScaler | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.scaler = GradScaler(self.device.type) if self.optimizer.scales_loss else None
         self.saver = Saver(self.folder, self.here.apart())
         self.linears = linears_of(self.model)
         self.fingerprints = Fingerprints(
@@ -209,8 +213,8 @@ class Session:
             "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
             "fingerprint": self.weights_fingerprint(), "settings": self.config.to_dict(),
         }  # fmt: skip
-        if (scaler := self.optimizer.loss_scaler) is not None:
-            state["loss_scaler"] = scaler.state_dict()
+        if self.scaler is not None:
+            state["loss_scaler"] = self.scaler.state_dict()
         self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -228,8 +232,8 @@ class Session:
         )
         restore_tensors(tensors, named, optimizer)
         optimizer.num_skipped = state["num_skipped"]
-        if optimizer.loss_scaler is not None and "loss_scaler" in state:
-            optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
+        if self.scaler is not None and "loss_scaler" in state:
+            self.scaler.load_state_dict(state["loss_scaler"])
         self.step = self.saver.resumed_from = state["step"]
         self.sequences = state["sequences"]
         fingerprint = self.weights_fingerprint()

@@ -40,7 +40,11 @@ def train_step(session: Session) -> Row:
         session.verify_replicas()
 
     total = differentiate(session)
-    optimizer.step()
+    if session.scaler is None:
+        optimizer.step()
+    else:
+        session.scaler.step(optimizer)
+        session.scaler.update()
     optimizer.zero_grad(set_to_none=True)
     # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record
     # of this step.
@@ -69,7 +73,7 @@ def differentiate(session: Session) -> Tensor:
     config = session.config
     linears = session.linears
     reduction = session.reduction
-    scaler = session.optimizer.loss_scaler
+    scaler = session.scaler
     parts = session.micro_batches
     shares = []
     accumulator = session.accumulator

@@ -214,12 +214,14 @@ def test_how_far_rounding_of_a_tensor_grows_is_unknown_after_steps_without_finge
     assert TwoRuns(*runs).is_rounding
 
 
-def test_gradients_are_compared_without_the_loss_scale_that_their_step_began_with() -> None:
+def test_gradients_are_compared_without_the_loss_scale_of_their_step() -> None:
+    scaled = {(4, key): 2 * ROUNDED for key in TENSORS if key.startswith("grad")}
     first = make_run("a")
-    second = make_run("b", {(2, "grad:layers.1"): ROUNDED})
-    for run, scales in ((first, (4, 4, 4, 4)), (second, (4, 8, 8, 8))):
-        for row, scale in zip(run.steps, scales, strict=True):
-            row["loss_scale"] = scale
+    second = make_run("b", scaled)
+    for run, scale in ((first, 4), (second, 8)):
+        for row in run.steps:
+            row["loss_scale"] = 4
+        run.steps[3] |= {"loss_scale": scale, "grad_norm": 2.0}
     assert TwoRuns(first, second).readings[0].what == "loss_scale"
 
 

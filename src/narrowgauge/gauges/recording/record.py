@@ -29,7 +29,6 @@ from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.step_row import StepReader, is_finite, symptom, why_skipped
 from narrowgauge.numerics.metrics import UPDATE_SUMS
-from narrowgauge.numerics.scaling import FLOOR
 from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
@@ -42,6 +41,9 @@ from narrowgauge.spec.recipes import Recipe
 OnRow = Callable[[str, Row], object]
 """Takes each written row: the kind, named as its file (steps, evals, gauges, events), and the row.
 """
+
+LOWEST_SCALE = 1.0
+"""A loss scale of 1 and below leaves float16 none of its advantage. torch.amp.GradScaler goes on."""
 
 GO_BACK = "Lower the learning rate or look at the data of that step, and continue from the last good checkpoint."
 
@@ -158,7 +160,6 @@ class Record(AbstractContextManager["Record"]):
                 They replace those read here.
         """
         reader = self.reader
-        scaler = getattr(reader.ours, "loss_scaler", None)
         columns = numbers(columns, "step")
         if "step" in columns:
             raise NarrowgaugeError(
@@ -171,14 +172,13 @@ class Record(AbstractContextManager["Record"]):
         self._append("steps", row)
         for event in self.alarms.on_step(row):
             self.event(event, shown=True)
-        # The scale of the step; the scaler may have lowered it since.
-        can_lower_scale = (
-            scaler is not None and math.isfinite(row.get("loss") or 0.0) and reader.scale > FLOOR
-        )
+        scale = row.get("loss_scale", math.inf)
+        can_lower_scale = math.isfinite(row.get("loss") or 0.0) and LOWEST_SCALE < scale < math.inf
+        failed = not is_finite(row) or (row.get("skipped") and scale <= LOWEST_SCALE)
         if reader.ours is not None and reader.was_skipped:
             self.event(Event("skip", self.num_steps, why_skipped(reader.ours, self.here)))
         self._num_failed += 1
-        if is_finite(row) or can_lower_scale:
+        if not failed or can_lower_scale:
             self._num_failed = 0
         if self._num_failed == FAILURES:
             message = f"the last {FAILURES} steps failed: {symptom(row)}"

@@ -55,13 +55,10 @@ class StepReader:
     def begin(self) -> None:
         """Begin a step: note the time, and the state of the optimizer."""
         self.restart_clock()
-        self.scale = 1.0
         if self.ours is None:
             return
         self._num_skipped = self.ours.num_skipped
         self._num_calls = self.ours.num_calls
-        if self.ours.loss_scaler is not None:
-            self.scale = float(self.ours.loss_scaler.scale_tensor)
 
     def restart_clock(self) -> None:
         """Do not count the time since the step began."""
@@ -106,8 +103,8 @@ class StepReader:
         row: Row = {"skipped": not is_taken}
         if optimizer.grad_norm is not None:
             row["grad_norm"] = float(optimizer.grad_norm)
-        if optimizer.loss_scaler is not None:
-            row["loss_scale"] = float(optimizer.loss_scaler.scale_tensor)
+        if optimizer.loss_scale is not None:
+            row["loss_scale"] = float(optimizer.loss_scale)
         if optimizer.last_audit is not None:
             sums = optimizer.last_audit.to("cpu", torch.float64)
             optimizer.last_audit = None
@@ -165,8 +162,8 @@ def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
     if len(names) > 1:
         message += f" and {len(names) - 1} more"
     message += "; no weight changed"
-    if optimizer.loss_scaler is not None:
-        message += f"; the loss scale is now {float(optimizer.loss_scaler.scale_tensor):g}"
+    if optimizer.loss_scale is not None:
+        message += f"; the loss scale was {float(optimizer.loss_scale):g}"
     return message
 
 
