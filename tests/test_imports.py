@@ -218,7 +218,6 @@ def test_no_other_module_imports_what_takes_seconds() -> None:
 READ_GRADIENTS_IN_PLACE = {
     "numerics/dtensor.py",
     "torch_support/put_back.py",
-    "checks/sight.py",
     "distributed/reduction.py",
     "gauges/recording/watch.py",
     "optim/parameter_formats.py",

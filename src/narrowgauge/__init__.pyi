@@ -17,8 +17,8 @@ from .checks.checking import check as check
 from .checks.deltas import apply_delta as apply_delta
 from .checks.deltas import delta as delta
 from .checks.moved import moved as moved
-from .checks.ranked import ranked_places as ranked_places
 from .checks.resume import check_resume as check_resume
+from .checks.rounding import ranked_places as ranked_places
 from .checks.same import same as same
 from .checks.teaches import teaches as teaches
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with

@@ -248,7 +248,7 @@ def test_a_mask_of_infinities_is_no_fault() -> None:
     assert ng.ranked_places(model, step).lines() == ["nothing was rounded below float32"]
 
 
-def test_a_scaled_model_has_its_own_lines_and_gradients_that_no_shadow_follows() -> None:
+def test_a_scaled_model_has_its_own_lines_and_usual_roundings() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)).bfloat16()
     scalify(model)
@@ -258,9 +258,9 @@ def test_a_scaled_model_has_its_own_lines_and_gradients_that_no_shadow_follows()
         logits = model(tokens).float().flatten(0, 1)
         F.cross_entropy(logits, tokens.flatten()).backward()
 
-    with Shadow(measures=True, model=model) as mode:
+    with Shadow(measures=True) as mode:
         step()
     lines = {site.line for site, _ in mode.errs}
     assert lines and not any("scal" in line.partition("(")[2] for line in lines), lines
     ranked = ng.ranked_places(model, step)
-    assert "roundings were not measured" in str(ranked) and not ranked.places
+    assert 0 < ranked.roundings < 3 and not ranked.readings(), ranked

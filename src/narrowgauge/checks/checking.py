@@ -6,14 +6,15 @@ Optimizers of PyTorch and of other libraries pass the same checks as Narrowgauge
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.float32_copy import Loss
-from narrowgauge.checks.gradients import Backward, gradient_readings
+from narrowgauge.checks.gradients import gradient_readings
 from narrowgauge.checks.manifest import manifest, parameter_readings
+from narrowgauge.checks.passes import Backward, Loss
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.teaches import checked_lesson, loss_readings
 from narrowgauge.checks.updates import grid_lines, update_readings
@@ -35,7 +36,7 @@ def check(
 
     Without ``batch`` the model is not called: only weights, states and settings are read. With
     ``batch`` and ``loss``, read what the loss teaches, as :func:`narrowgauge.teaches`; compare the
-    gradient with the slope of the loss, and one configured step with float32 in one process, tensor
+    gradient with the slope of the loss, and one configured step with its shadow and with the plain loss in one process, tensor
     by tensor. All ranks make the call. Where ranks hold parts of layers that are no DTensors, one
     process has no whole model, and the gradient is not compared. Gradients, buffers, states,
     generators and attributes of modules are as before at the end. ``ng.RunRecorder(...,
@@ -60,7 +61,7 @@ def check(
             ``loss``.
 
     Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: nine passes of the
-        loss, 5 to 24 more to rank places whose rounding is unusual, and 48 bytes per parameter.
+        loss, 5 to 24 more to rank places whose rounding is unusual, and 40 bytes per parameter.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -81,12 +82,15 @@ def check(
     lines = manifest(set_up) + grid_lines(set_up)
     taught = Readings()
     if loss is not None:
-        more, words, done, value = gradient_readings(set_up, batch, loss, backward, unseen)
-        if all(reading.what != "step-in-backward" for reading in more):
+        measured = gradient_readings(set_up, batch, loss, backward, unseen)
+        done = measured.judged
+        if all(reading.what != "step-in-backward" for reading in measured.readings):
             taught = checked_lesson(set_up, batch, loss, backward, unseen)
-        at_start, beside = loss_readings(value, taught.taught)
-        readings = readings + more + at_start + taught.readings
-        lines = taught.lines + lines + beside + words
+        at_start, beside = loss_readings(measured.value, taught.taught)
+        readings = readings + measured.readings + at_start + taught.readings
+        lines = taught.lines + lines + beside + measured.lines
+        if measured.products:
+            lines.append(products_line(measured.products))
     linears = linears_of(model)
     if linears is not None and "narrow" in linears.matrices().values():
         lines.append(str(linears))
@@ -96,6 +100,17 @@ def check(
         done = [f"updates of {counted(len(predicted), 'tensor')} by {', '.join(kinds)}", *done]
     done = [f"settings of {counted(len(set_up.trained), 'tensor')}", *done]
     return Readings(readings, lines, "; ".join(done), unseen, taught.taught)
+
+
+def products_line(products: Mapping[str, int]) -> str:
+    """Return a line about the formats in which a step multiplied.
+
+    Example:
+        >>> products_line({"float32": 2, "bfloat16": 6})
+        'products of a step: 6 in bfloat16, 2 in float32'
+    """
+    counts = sorted(products.items(), key=lambda item: -item[1])
+    return "products of a step: " + ", ".join(f"{count} in {name}" for name, count in counts)
 
 
 def static_readings(set_up: SetUp) -> list[Reading]:

@@ -1,5 +1,5 @@
-"""Copy a model in float32, and compute its gradients in float32 or float64, whatever formats its
-code asks for.
+"""Copy a sharded model into one process, and compute in a wide format whatever a model's code asks
+for.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,46 +15,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from narrowgauge.checks.set_up import NARROW
-from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import layer_matmuls
-from narrowgauge.matmul.linear import NarrowLayer
-from narrowgauge.numerics.dtensor import gradient_of, whole
-from narrowgauge.torch_support.put_back import objects_of, put_back
+from narrowgauge.numerics.dtensor import whole
+from narrowgauge.torch_support.put_back import objects_of
 from narrowgauge.torch_support.torch_names import fsdp_groups, fsdp_parameters, unwrapped_model
 
-Loss = Callable[[nn.Module, Any], Tensor]
-Gradients = dict[str, Tensor]
 _NARROWER = {torch.float32: NARROW, torch.float64: (*NARROW, torch.float32)}
 
 
-def float32_copy(model: nn.Module, *, widens: bool = True) -> nn.Module:
-    """Return a deep copy in float32 or wider, unsharded, without wrappers, compiled code or FSDP2 hooks.
+def gathered_copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a sharded model in its own formats, unsharded, without wrappers,
+    compiled code or FSDP2's hooks.
 
-    All ranks of a sharded model make the call. Our low-precision linear layers are plain in the
-    copy.
-
-    Args:
-        widens: ``False`` keeps the formats of the model, of our layers, and of FSDP2's mixed
-            precision.
+    All ranks make the call.
     """
     model = unwrapped_model(model)
     memo = dict[int, Any]()
     classes = {}
-    gathered = {}
-    if not widens:
-        gathered = _gathered_dtypes(model)
+    gathered = _gathered_dtypes(model)
     for _, x in objects_of(model):
-        if isinstance(x, Tensor) and x.is_floating_point():
-            values = whole(x.detach()).clone()
-            is_parameter = isinstance(x, nn.Parameter)
-            if not widens:
-                values = values.to(gathered.get(x, x.dtype))
-            elif (is_parameter or x.dtype in NARROW) and x.dtype is not torch.float64:
-                values = values.float()
-            if is_parameter:
-                memo[id(x)] = nn.Parameter(values, x.requires_grad)
-            else:  # results of an earlier pass, such as an auxiliary loss, become constants
-                memo[id(x)] = values.requires_grad_(x.is_leaf and x.requires_grad)
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            continue
+        values = whole(x.detach()).clone().to(gathered.get(x, x.dtype))
+        if isinstance(x, nn.Parameter):
+            memo[id(x)] = nn.Parameter(values, x.requires_grad)
+        else:  # results of an earlier pass, such as an auxiliary loss, become constants
+            memo[id(x)] = values.requires_grad_(x.is_leaf and x.requires_grad)
     for module in model.modules():
         if type(module).__name__.startswith("FSDP") and len(type(module).__mro__) > 2:
             classes[module] = type(module)
@@ -65,18 +50,10 @@ def float32_copy(model: nn.Module, *, widens: bool = True) -> nn.Module:
     try:
         for module, kind in classes.items():
             module.__class__ = kind.__mro__[2]
-        twin = copy.deepcopy(model, memo)
+        return copy.deepcopy(model, memo)
     finally:
         for module, kind in classes.items():
             module.__class__ = kind
-    choose = getattr(twin, "set_experts_implementation", None)
-    if callable(choose):
-        choose("eager")  # the grouped products of transformers take no float64
-    if widens:
-        for module in twin.modules():
-            if isinstance(module, NarrowLayer):
-                module.plain_dtype = torch.float32
-    return twin
 
 
 def _gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
@@ -140,38 +117,3 @@ def is_called_from(file: str | None, function: str = "") -> bool:
     ):
         frame = frame.f_back
     return frame is not None
-
-
-def gradients_of(
-    model: nn.Module, leaves: Mapping[str, Any], batch: Any, loss: Loss, mode: Widened
-) -> tuple[Gradients, float]:
-    """Return the gradients of named leaves, float64 on their device, and the loss.
-
-    Zeros stand for no gradient.
-    """
-    with put_back(model, leaves.values()), mode:
-        value = scalar(loss(model, batch))
-        value.backward()
-        gradients = {}
-        for name, p in leaves.items():
-            gradient = gradient_of(p)
-            if gradient is None:
-                gradients[name] = torch.zeros_like(p, dtype=torch.float64)
-            else:
-                gradients[name] = gradient.detach().to_dense().double()
-    return gradients, float(value.detach())
-
-
-def scalar(result: Any) -> Tensor:
-    """Return what the user's ``loss`` returned, if a backward pass can begin there."""
-    if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
-        kind = f"a {type(result).__name__}"
-        if isinstance(result, Tensor):
-            kind = f"shape {tuple(result.shape)}"
-            if not result.requires_grad:
-                kind += ", without a graph"
-        raise RecipeError(
-            f"Cannot compare gradients because loss(model, batch) returned {kind}.",
-            "Return the mean loss over the batch, a tensor of one element.",
-        )
-    return result

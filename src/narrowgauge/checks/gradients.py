@@ -1,78 +1,73 @@
-"""Check the gradient of a set-up: one configured step beside its float32 shadow, and beside float32
-in one process.
+"""Check the gradient of a set-up: one configured step beside its shadow, and beside the plain loss in
+one process.
 
 The configured pass runs on the model itself, before training: with its mode, autocast,
-accumulation, loss scale, recomputation, DDP, FSDP2 or compiled parts. Nothing of it stays. Beside
-it runs its shadow, the same pass without roundings (:mod:`narrowgauge.checks.shadow`). The gradient
-minus its shadow is *rounding*: a number, divided among places (:mod:`narrowgauge.checks.ranked`).
-The shadow minus the gradient of a float32 copy is *structure*: factors, micro-batches, reductions,
-missing terms. It is fitted by one factor, or by a number for each micro-batch and rank.
+accumulation, loss scale, recomputation or DDP. Nothing of it stays. Beside it runs its shadow, the
+same pass without roundings (:mod:`narrowgauge.checks.shadow`).
 
-Several ranks, and shards, have no shadow. There a copy in the model's formats runs in one process,
-and its roundings give the bound. The copy takes the batches of all ranks at once. Both run in
-training mode, or in evaluation mode where training draws random numbers.
+- *rounding* is the gradient minus that shadow: a number, divided among places
+  (:mod:`narrowgauge.checks.rounding`).
+- *structure* is that shadow minus the shadow of the plain loss of the whole batch, on the same model:
+  factors, micro-batches, reductions, missing terms. It is fitted by one factor, or by a number for
+  each micro-batch and rank.
+- *slope* is the second shadow in float64 beside the loss (:mod:`narrowgauge.checks.slope`).
+
+Reductions over ranks, and shards, are not followed. There the plain pass runs in one process over
+the batches of all ranks, of FSDP2's shards in a gathered copy, and its roundings give the bound. A
+gradient that is not followed through a kernel is named, and is compared within coarse bounds.
 
 Source of one bound per tensor: TTrace (2506.09280).
 """
 
 from __future__ import annotations
 
-import copy
-import gc
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all, words_of
-from narrowgauge.analysis.thresholds import LEAST
-from narrowgauge.checks.float32_copy import (
+from narrowgauge.checks.float32_copy import gathered_copy
+from narrowgauge.checks.passes import (
+    Backward,
     Gradients,
     Loss,
-    Widened,
-    cast,
-    float32_copy,
-    gradients_of,
-    scalar,
+    Pass,
+    Passes,
+    concatenated,
+    leaves_of,
+    micro_batches,
 )
-from narrowgauge.checks.ranked import (
-    Ranked,
-    followed,
-    not_finite,
-    not_followed,
-    not_measured,
-    rank,
-    ranked_places,
-    scales,
-)
-from narrowgauge.checks.resume import generators
+from narrowgauge.checks.rounding import Rounding, distances, lengths, rounding_of
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
-from narrowgauge.checks.shadow import Key, Shadow, eager, is_finite, tensors_in
-from narrowgauge.checks.slope import slope_readings
+from narrowgauge.checks.shadow import Shadow
+from narrowgauge.checks.sites import is_finite, tensors_in
+from narrowgauge.checks.slope import Slope
 from narrowgauge.checks.step_check import joined
 from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.replica_verification import possible_parts
-from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.numerics.dtensor import is_sharded, named_gradients, whole
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
-from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_support.put_back import objects_of, put_back
+from narrowgauge.torch_support.torch_names import unwrapped_model
 
 MARGIN = 4.0
-"""Bounds of what has no shadow, over the roundings of a copy in one process."""
+"""Bounds of what has no shadow, over the roundings of the plain pass."""
+COARSE = 32.0
+"""The same bound, in roundings of the step's products, where no pass is followed."""
+STOPPED = 0.03
+"""Bound where a pass rounds to integers on purpose: one value of many lands elsewhere."""
 _NEAR = 0.005
 """Relative distance within which a factor equals a number of the set-up."""
 MOST_TERMS = 16
@@ -80,142 +75,119 @@ MOST_TERMS = 16
 """
 LEAST_VOCABULARY = 16
 """Rows of the smallest embedding that counts as one of tokens."""
-_DRAWS = 8
-"""Passes whose mean is compared, where evaluation mode draws random numbers too."""
-Backward = Callable[[nn.Module, Any], object]
 
 
-class _Configured(NamedTuple):
-    """A configured step: whole gradients without a loss scale, the last loss, and the mode.
+class Measured(NamedTuple):
+    """What a step's gradient was found to be: the same on every rank.
 
     Args:
-        shadows: of the gradients that are followed.
-        mode: the shadow execution; ``None`` without.
-        causes: what made values of the loss and the gradients that are not finite, where it was
-            traced.
-        draws: whether a pass drew random numbers.
-        loss_scale: of the passes, whether or not the gradients are unscaled.
-        unstepped: names of tensors with a gradient that are no parameters of a module and in no
-            optimizer.
+        judged: what was compared.
+        value: the loss in float64; NaN if it was not read.
+        products: number of products by the format of their operands.
     """
 
-    gradients: Gradients
-    shadows: Gradients
-    mode: Shadow | None
-    causes: list[Any]
-    loss: Tensor | None
-    is_training: bool
-    draws: bool
-    unstepped: list[str]
-    loss_scale: float
+    readings: list[Reading]
+    lines: list[str]
+    judged: list[str]
+    value: float = math.nan
+    products: Mapping[str, int] = {}
 
 
 def gradient_readings(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
-) -> tuple[list[Reading], list[str], list[str], float]:
-    """Compare the gradients of one configured step with the slope of the loss, and with float32's.
+) -> Measured:
+    """Compare the gradients of one configured step with their shadow, with the plain loss, and with
+    the slope of the loss.
 
     All ranks make the call.
 
     Args:
         unseen: filled with the names that could not be compared, and the reasons.
-
-    Returns:
-        Readings, the same on every rank; lines; what was looked at; and the loss, NaN if it was not
-            read.
     """
-    ranks = all_ranks()
     model = set_up.model
+    ranks = all_ranks()
     for p in model.parameters():
         if p.is_complex():
             unseen["the gradient"] = "complex parameters"
-            return [], [], [], math.nan
+            return Measured([], [], [])
         if isinstance(getattr(p, "main_grad", None), Tensor):
             unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
-            return [], [], [], math.nan
-    outside = set_up.outside
-    reference = float32_copy(model)
-    versions = [p._version for p in model.parameters()]
-    parts = micro_batches(reference, batch, loss)
-    follows = ranks.size == 1 and not any(map(is_sharded, model.parameters()))
-    run = partial(configured_step, set_up, outside, batch, parts, loss, backward, unseen, follows)
-    first = configured = run(True, measures=True)
-    stepped = []
-    for (name, p), values, version in zip(
-        model.named_parameters(), reference.parameters(), versions, strict=True
-    ):
-        if not is_sharded(p) and p._version != version:  # FSDP2 writes its shards itself
-            stepped.append(inner_name(name))
-            p.data.copy_(values.data)
+            return Measured([], [], [])
+    leaves = leaves_of(set_up)
+    parts = micro_batches(model, batch, loss)
+    passes = Passes(model, set_up.optimizers, leaves, parts, batch, loss, backward, unseen)
+    has_shards = any(map(is_sharded, model.parameters()))
+    follows = ranks.size == 1 and not has_shards
+    before = {name: (p._version, p.detach().clone()) for name, p in leaves.items()}
+    if follows:
+        first, rounding = rounding_of(passes, passes.step)
+    else:
+        first = passes.run(passes.step, None)
+        rounding = None
+    stepped = _stepped(leaves, before)
+    del before
     if stepped:
-        return [*KINDS["step-in-backward"].of(stepped)], [], [], math.nan
-    ranked = _ranked(run, first) if follows else None
-    draws = bool(ranks.largest(int(configured.draws)))
-    samples = []
+        return Measured([*KINDS["step-in-backward"].of(stepped)], [], [])
+    step = first
+    draws = bool(ranks.largest(int(first.draws)))
     if draws:
-        configured = run(False)
-        if ranks.largest(int(configured.draws)):
-            samples = [run(False, seed=seed) for seed in range(_DRAWS)]
-    differing = _differing_ranks(configured.gradients, ranks)
-    in_parts: set[str] = set()
+        passes.is_training = False
+        step = passes.run(passes.step, Shadow() if follows else None)
+        draws = bool(ranks.largest(int(step.draws)))
+    differing = _differing_ranks(step.gradients, ranks)
     if differing:
         in_parts = possible_parts(weights_of_ranks(model, ranks)).intersection(differing)
-    if in_parts:
-        # One process would wait for the others in the model's own collectives.
-        words = f"ranks hold parts of {of_all(sorted(in_parts))}: no process has the whole model"
-        unseen["the gradient"] = words
-        return [], [], [], math.nan
+        if in_parts:
+            # One process would wait for the others in the model's own collectives.
+            words = (
+                f"ranks hold parts of {of_all(sorted(in_parts))}: no process has the whole model"
+            )
+            unseen["the gradient"] = words
+            return Measured([], [], [])
     of_ranks = ranks.gather(parts)
-    all_parts = list(chain.from_iterable(of_ranks))
-    twin = None if follows else float32_copy(model, widens=False)
+    alone = _alone(passes, [*chain.from_iterable(of_ranks)], has_shards, follows)
 
-    def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str], float]:
-        lines = []
-        value = math.nan
-        done = []
+    def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str], float, Any]:
         reasons = dict[str, str]()
-        readings = list(_equal_batches(model, of_ranks))
-        whole_batch = concatenated(all_parts)
-        leaves = _trainable(reference) | outside
-        with reason_for_none("the slope of the loss", reasons), _of_the_copy(model):
-            set_training(reference, True)
-            more, words, value = slope_readings(reference, leaves, whole_batch, loss)
-            readings += more
-            lines += words
-            done.append("the slope of the loss")
+        compared = _Compared(alone, first, step, rounding, differing, ranks.size, reasons)
+        readings = [*_equal_batches(model, of_ranks)]
+        with reason_for_none("the slope of the loss", reasons):
+            readings += compared.slope()
         with reason_for_none("the gradient", reasons):
-            set_training(reference, configured.is_training)
-            rounding = ranked
-            if twin is not None:
-                set_training(twin, configured.is_training)
-                rounding = _ranked_copy(twin, all_parts, loss)
-            assert rounding is not None
-            with _of_the_copy(model):
-                exact = _Reference(
-                    reference, leaves, outside, whole_batch, all_parts, loss, ranks.size
-                )
-            exact.set_bounds(configured, rounding, samples)
-            more, words = _compared(exact, configured, differing, rounding, reasons)
-            readings += more
-            bad = first_not_finite(first.gradients)
-            if bad and configured is not first:
-                wide = "in evaluation mode they were compared"
-                readings.append(_not_finite(bad, first, rounding, wide))
-            if not bad:
-                readings += rounding.readings()
-            lines += words
-            if not configured.is_training:
-                mode = "structure compared in evaluation mode, since training draws random numbers"
-                if samples:
-                    mode += f"; evaluation mode draws too: means of {_DRAWS} passes"
-                lines.append(f"  {mode}")
-            done.append(f"gradients of {counted(len(exact.exact), 'tensor')}")
-        return readings, lines, done, reasons, value
+            readings += compared.rounding_readings()
+            readings += compared.structure(draws=draws)
+        return readings, compared.lines, compared.judged, reasons, compared.value, compared.products
 
-    readings, lines, done, reasons, value = ranks.of_first(compare)
+    readings, lines, judged, reasons, value, products = ranks.of_first(compare)
     unseen |= reasons
-    readings += KINDS["missing-parameters"].of(configured.unstepped)
-    return readings, lines + coarse_loss(configured.loss), done, value
+    readings += KINDS["missing-parameters"].of(first.unstepped)
+    return Measured(readings, lines + coarse_loss(first.loss), judged, value, products)
+
+
+def _stepped(leaves: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Return the tensors that the passes changed, and put them back."""
+    stepped = []
+    for name, (version, values) in before.items():
+        p = leaves[name]
+        if is_sharded(p):  # FSDP2 writes its shards itself
+            continue
+        if p._version != version or not torch.equal(p, values):
+            stepped.append(name)
+            p.data.copy_(values)
+    return stepped
+
+
+def _alone(passes: Passes, parts: list[Any], has_shards: bool, follows: bool) -> Passes:
+    """Return the passes of one process over the batches of all ranks; of shards, in a copy."""
+    if follows:
+        return passes
+    model = unwrapped_model(passes.model)
+    leaves = passes.leaves
+    if has_shards:
+        model = gathered_copy(passes.model)
+        own = {inner_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+        leaves = leaves | own
+    return replace(passes, model=model, optimizers=[], leaves=leaves, parts=parts, backward=None)
 
 
 @contextmanager
@@ -231,209 +203,277 @@ def reason_for_none(area: str, reasons: dict[str, str]) -> Iterator[None]:
         reasons[area] = words_of(error)
 
 
-@contextmanager
-def _of_the_copy(model: nn.Module) -> Iterator[None]:
-    """Refuse a pass of the copy that runs the model itself, as a patch by a closure does.
-
-    Nothing stays in the model.
-    """
-    with put_back(model, model.parameters()):
-        yield
-        reached = [inner_name(n) for n, p in model.named_parameters() if p.grad is not None]
-        if reached:
-            raise ArithmeticError(
-                f"a forward pass of the copy runs {of_all(reached)} of the model itself, as a "
-                "patch by a closure does"
-            )
-
-
-# ── as configured ─────────────────────────────────────────────────────────────────────────────────
-
-
-def _ranked(run: Callable[..., _Configured], first: _Configured) -> Ranked:
-    """Rank the roundings of a configured step, or name the first value that is not finite."""
-    if first_not_finite(first.gradients):
-        return not_finite(run(True, traces=True).causes)
-    assert first.mode is not None
-
-    def repeat(chosen: Collection[Key]) -> Gradients:
-        return run(True, chosen=chosen).shadows
-
-    gradients = {name: g.double() for name, g in first.gradients.items()}
-    return rank(gradients, first.shadows, first.mode, repeat)
-
-
-def _ranked_copy(twin: nn.Module, parts: Sequence[Any], loss: Loss) -> Ranked:
-    """Rank the roundings of a copy in the model's formats, over the micro-batches of all ranks."""
-
-    def step() -> None:
-        for part in parts:
-            (scalar(loss(twin, part)) / len(parts)).backward()
-
-    try:
-        ranked = ranked_places(twin, step)
-    except RuntimeError as error:  # such as inputs that FSDP2 would have cast
-        return not_measured(words_of(error)[:200])
-    if ranked.not_finite:
-        return not_measured("the gradient of a copy is not finite")
-    return ranked
-
-
-def _trainable(model: nn.Module) -> dict[str, Any]:
-    return {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def set_training(model: nn.Module, is_training: bool) -> None:
-    """Set the mode of a model. A model that trains already keeps the mode of each part."""
-    if not is_training:
-        for module in model.modules():
-            module.training = False  # not train(False), which some modules override
-    elif not model.training:
-        model.train()
-
-
-def micro_batches(reference: nn.Module, batch: Any, loss: Loss) -> list[Any]:
-    """Return the micro-batches in a list.
-
-    A list of tensors that ``loss`` takes is one batch, as a DataLoader makes it.
-    """
-    if not isinstance(batch, list):
-        return [batch]
-    if not batch:
-        raise RecipeError(
-            "Cannot compare gradients because batch= is an empty list.",
-            "Pass a batch or micro-batches.",
-        )
-    if any(isinstance(item, Tensor) for item in batch):
-        try:
-            with put_back(reference), torch.no_grad(), Widened():
-                loss(reference, cast(batch, torch.float32))
-            return [batch]
-        except Exception:  # whatever the user's code raises for what it cannot read
-            pass
-    return batch
-
-
-def configured_step(
-    set_up: SetUp, outside: Mapping[str, Any], batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None,
-    unseen: dict[str, str], follows: bool, is_training: bool, *, seed: int | None = None, **asks: Any,
-) -> _Configured:  # fmt: skip
-    """Run the configured passes, and put everything back.
+class _Compared:
+    """The step of a set-up beside the plain loss in one process.
 
     Args:
-        follows: run the shadow beside them. ``asks`` are its arguments.
-        seed: of the random numbers; ``None`` draws on.
-    """
-    model = set_up.model
-    mode = Shadow(**asks, model=model) if follows else None
-    ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
-    parameters = _trainable(model) | dict(outside)
-    with ExitStack() as undo:
-        unrestored = undo.enter_context(put_back(model, parameters.values(), set_up.optimizers))
-        scales = undo.enter_context(_scalers_put_back())
-        set_training(model, is_training)
-        if not is_training:
-            for module in model.modules():  # many a loop's backward= begins with model.train()
-                vars(module)["train"] = lambda mode=True, module=module: module
-        if seed is not None:
-            torch.manual_seed(seed)
-            random.seed(seed)
-        states = generators()
-        with eager() if mode is not None else nullcontext(), mode or nullcontext():
-            value = _passes(model, batch, parts, loss, backward, ours)
-        draws = generators() != states
-        scale: Any = scales.left
-        loss_scale = scales.applied
-        raw = named_gradients(parameters)
-        gradients = Gradients()
-        for name, x in raw.items():
-            gradients[name] = _unscaled(whole(x.detach()).to_dense().clone(), scale)
-        shadows = Gradients()
-        causes = []
-        if mode is not None:
-            for name, x in followed(mode, raw).items():
-                shadows[name] = _unscaled(x, scale)
-            causes = [mode.first_bad(x) for x in (value, *raw.values()) if x is not None]
-        unstepped = []
-        named_ids = set(map(id, (*model.parameters(), *outside.values())))
-        for name, x in objects_of(model):
-            if (
-                isinstance(x, Tensor)
-                and x.is_leaf
-                and x.grad is not None
-                and id(x) not in named_ids
-            ):
-                unstepped.append(inner_name(name))
-    unseen |= unrestored
-    return _Configured(
-        gradients, shadows, mode, causes, value, is_training, draws, unstepped, loss_scale
-    )
-
-
-def _passes(
-    model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None, ours: Sequence[Optimizer]
-) -> Tensor | None:  # fmt: skip
-    """Run the loop's ``backward``, or each micro-batch's loss divided by their number.
-
-    Return the last loss.
-    """
-    if backward is not None:
-        backward(model, batch)
-        return None
-    value: Tensor | None = None
-    reduction = next((optimizer.reduction for optimizer in ours), None)
-    for place, part in enumerate(parts, 1):
-        is_last = place == len(parts)
-        waits: AbstractContextManager[Any] = nullcontext()
-        if reduction is not None:
-            waits = reduction.micro_batch(is_last=is_last)
-        elif not is_last:
-            waits = getattr(model, "no_sync", nullcontext)()
-        with waits:
-            value = scalar(loss(model, part))
-            (value / len(parts)).backward()
-    return value
-
-
-def _unscaled(gradient: Tensor, scale: Any) -> Tensor:
-    if isinstance(scale, Tensor) or scale != 1:
-        wide: Tensor = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / scale
-        return wide
-    return gradient
-
-
-class _Scales:
-    """The loss scale of the last losses, and what is left of it in the gradients.
-
-    A scaler's step would still divide gradients that were scaled last.
+        alone: makes the passes of one process.
+        first: the configured step; ``step`` in the mode in which structure is compared.
+        rounding: of the configured step; ``None`` where it is not followed.
+        differing: number of ranks with other gradients, by tensor.
     """
 
-    applied = 1.0
-    left = 1.0
+    def __init__(
+        self, alone: Passes, first: Pass, step: Pass, rounding: Rounding | None, differing: Mapping[str, int],
+        num_ranks: int, unseen: dict[str, str],
+    ) -> None:  # fmt: skip
+        self.alone = alone
+        self.first = first
+        self.step = step
+        self.follows = rounding is not None
+        self.measured = rounding
+        self.differing = differing
+        self.num_ranks = num_ranks
+        self.unseen = unseen
+        self.whole = concatenated(alone.parts)
+        self.lines = list[str]()
+        self.judged = list[str]()
+        self.value = math.nan
+        self.products = Counter[str]()
+        self.is_sum = True
+        self._terms: list[Gradients] | None = None
 
-    def note(self, scaler: GradScaler, name: str, method: Callable[[Any], Any], value: Any) -> Any:
-        result = method(value)
-        self.left = 1.0
-        if name == "scale":
-            self.applied = self.left = scaler.get_scale()
-        return result
+    def slope(self) -> list[Reading]:
+        """Return a reading where the gradient is not the slope of the loss."""
+        is_training = self.alone.is_training
+        self.alone.is_training = True
+        try:
+            slope = Slope(self.alone, self.whole)
+            self.value = slope.value
+            readings = slope.readings()
+        finally:
+            self.alone.is_training = is_training
+        self.judged.append("the slope of the loss")
+        if not readings:
+            count = counted(len(slope.names), "tensor")
+            line = f"slope: the loss changes as the gradient of {count} says, within {slope.largest:.0e}"
+            self.lines.append(f"{line}, in training mode")
+        return readings
+
+    def rounding_readings(self) -> list[Reading]:
+        """Return the readings of what rounds, and of values that are not finite."""
+        readings = []
+        rounding = self.measured
+        of_copy = ""
+        if rounding is None:
+            of_copy = "in a copy in one process, "
+            passes = replace(self.alone, is_training=self.step is self.first)
+            _, rounding = rounding_of(passes, passes.step)
+            self.measured = rounding
+        self.products = rounding.mode.products
+        first, *more = rounding.lines()
+        count = counted(len(self.first.gradients), "tensor")
+        self.lines += [f"gradients of {count}: {of_copy}{first}", *more]
+        self.judged.insert(0, f"gradients of {count}")
+        for line, words in rounding.mode.misread.items():
+            place = f"{words} in {line}"
+            readings.append(KINDS["rounding"].reading("", 1.0, 0.0, 0.0, place=place))
+        bad = _first_not_finite(self.first.gradients)
+        if bad:
+            readings.append(self._not_finite(bad))
+        else:
+            readings += rounding.readings()
+        return readings
+
+    def _not_finite(self, name: str) -> Reading:
+        """Return a reading of a gradient that is not finite."""
+        passes = replace(self.alone, is_training=True)
+        plain = passes.run(passes.plain(self.whole), Shadow())
+        exact = plain.shadows.get(name, plain.gradients.get(name))
+        wide = "float32's are"
+        if exact is None or not is_finite(exact):
+            wide = "nor are float32's, so look at weights, data and loss"
+        number = int((~self.first.gradients[name].isfinite()).sum())
+        made = self.measured.not_finite if self.measured is not None else ""
+        place = f" First in the step: {made}." if made else ""
+        return KINDS["nonfinite-gradient"].reading(name, number, 0, wide=wide, place=place)
+
+    def structure(self, *, draws: bool) -> list[Reading]:
+        """Return the readings of gradients that are missing, or differ from the plain loss's.
+
+        Args:
+            draws: whether the step draws random numbers in this mode, too.
+        """
+        plain = self.alone.run(self.alone.plain(self.whole), Shadow())
+        if draws and not self._repeats(plain, seed=1):
+            words = "evaluation mode draws random numbers too"
+            self.unseen["the structure of the gradient"] = words
+            return []
+        self.exact = {n: plain.shadows.get(n, g) for n, g in plain.gradients.items()}
+        self._set_bounds(plain)
+        readings = []
+        near = []
+        gone = []
+        zero = []
+        has_slope = False
+        is_finite_step = True
+        for name in reversed(list(self.alone.leaves)):  # in the order of backward
+            g = self.step.gradients.get(name)
+            r = self.exact.get(name)
+            is_zero = r is None or not bool(r.any())
+            has_slope = has_slope or not is_zero
+            if name in self.differing:
+                readings.append(KINDS["not-reduced"].reading(name, self.differing[name], 0))
+            elif g is None or not bool(g.any()):
+                if not is_zero:
+                    gone.append(name)
+                elif g is None and self._is_of_the_model(name):
+                    zero.append(name)
+            elif not is_finite(g):
+                is_finite_step = False
+            elif r is None:
+                words = "The plain loss does not depend on it."
+                bound = KINDS["gradient"].bound
+                readings.append(KINDS["gradient"].reading(name, 1.0, 0.0, bound, terms=words))
+            else:
+                result = self._judge(name, self.step.shadows.get(name, g).to(r.device), r)
+                if isinstance(result, Reading):
+                    readings.append(result)
+                else:
+                    near.append(result)
+        if readings and not self._repeats(plain):
+            self.unseen["the structure of the gradient"] = "two passes of the loss differ"
+            return []
+        count = len(self.alone.leaves)
+        if not (has_slope or near or readings) and is_finite_step:
+            readings.append(KINDS["zero-gradients"].reading("", 1, 0, 0))
+            zero = []
+        words = "; float32's are not zero"
+        readings += KINDS["no-gradient"].of(gone, count=count, words=words)
+        words = ", nor in the plain loss: no graph leads from the loss to them"
+        readings += KINDS["no-gradient"].of(zero, count=count, words=words)
+        self._add_lines(near, plain)
+        return joined(readings, count)
+
+    def _is_of_the_model(self, name: str) -> bool:
+        return any(inner_name(n) == name for n, _ in self.alone.model.named_parameters())
+
+    def _repeats(self, plain: Pass, seed: int | None = None) -> bool:
+        """Return whether another plain pass, perhaps with other draws, gives the same gradients."""
+
+        def repeated() -> Tensor:
+            if seed is not None:
+                torch.manual_seed(seed)
+                random.seed(seed)
+            return self.alone.plain(self.whole)()
+
+        again = self.alone.run(repeated, Shadow())
+        return all(torch.equal(x, again.gradients[n]) for n, x in plain.gradients.items())
+
+    def _set_bounds(self, plain: Pass) -> None:
+        """Allow for roundings where a gradient has no shadow, or where choices follow the step's."""
+        assert self.measured is not None
+        self.scales = lengths(self.exact)
+        own = distances(plain.gradients, self.exact)[1]
+        modes = [m for m in (self.measured.mode, self.step.mode, plain.mode) if m is not None]
+        chooses = any(m.indices.total() for m in (self.measured.mode, plain.mode))
+        stops = any(m.stops for m in modes)
+        working = max(self.measured.mode.working, plain.mode.working)
+        self.bounds = {}
+        for name in self.exact:
+            bound = KINDS["gradient"].bound
+            allowed = MARGIN * (own[name] + self.measured.each.get(name, 0.0) + 2.0**-24)
+            if name not in plain.shadows or (self.follows and name not in self.step.shadows):
+                bound = max(bound, allowed, COARSE * working)
+            elif chooses or not self.follows:
+                bound = max(bound, allowed)
+            if stops:
+                bound = max(bound, STOPPED)
+            self.bounds[name] = min(bound, 1.0)
+
+    def terms(self) -> list[Gradients]:
+        """Return the plain gradients of each micro-batch, if there are several and not too many."""
+        if self._terms is None:
+            self._terms = []
+            for part in self.alone.parts if 1 < len(self.alone.parts) <= MOST_TERMS else []:
+                term = self.alone.run(self.alone.plain(part), Shadow())
+                gradients = {}
+                for name, r in self.exact.items():
+                    g = term.gradients.get(name, torch.zeros_like(r))
+                    gradients[name] = term.shadows.get(name, g)
+                self._terms.append(gradients)
+        return self._terms
+
+    def _judge(self, name: str, x: Tensor, r: Tensor) -> Reading | float:
+        """Return a reading of a gradient, or its relative distance from the exact one if that is
+        within the bound.
+        """
+        bound = self.bounds[name]
+        scale = self.scales[name]
+        distance = float((x - r).norm()) / scale
+        if distance <= bound:
+            return distance
+        square = float(r.square().sum())
+        factor = float((x * r).sum()) / square if square else 0.0
+        if factor and float((x - factor * r).norm()) <= bound * abs(factor) * scale:
+            num_parts = len(self.alone.parts) // self.num_ranks
+            equals = equal_to(factor, num_parts, self.num_ranks)
+            return KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals)
+        words = ""
+        if square and self.terms():
+            columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
+            right, misfit = _fit(columns, r)
+            weights, rest = _fit(columns, x)
+            if misfit > bound:
+                # Such as a balance loss, pairs within a batch, or scales of a whole tensor: the sum
+                # of the parts is another function than the whole.
+                self.is_sum = False
+                mean = columns.mean(1).view_as(r)
+                distance = float((x - mean).norm()) / scale
+                bound = max(bound, MARGIN * misfit)
+                if distance <= bound or rest <= bound:
+                    return min(distance, bound)
+            fits = len(x.flatten()) >= 4 * len(weights) and rest <= 2 * bound
+            if fits and min(map(abs, right)) >= 1e-6:
+                ratios = torch.tensor(weights) / torch.tensor(right)
+                times = ", ".join(f"{round(ratio, 4) + 0.0:.3g}" for ratio in ratios.tolist())
+                words = f"Micro-batches count {times} times, rank after rank."
+        return KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words)
+
+    def _add_lines(self, near: list[float], plain: Pass) -> None:
+        if not self.is_sum:
+            words = "the loss over all of them is no weighted sum of their losses"
+            self.unseen["the weights of micro-batches"] = words
+        lost = (
+            [n for n in self.step.gradients if n not in self.step.shadows] if self.follows else []
+        )
+        if lost:
+            cuts = self.step.mode.cuts | plain.mode.cuts
+            through = f" through {', '.join(cuts)}" if cuts else ""
+            self.lines.append(f"  not followed{through}: {counted(len(lost), 'gradient')}")
+        if plain.mode.indices.total():
+            (site, name), number = plain.mode.indices.most_common(1)[0]
+            self.lines.append(
+                f"  {number} indices of {name} in {site} are others in float32, so bounds are wider"
+            )
+        if near:
+            without = "with" if lost else "without"
+            self.lines.append(
+                f"  {without} their roundings {counted(len(near), 'tensor')} within {max(near):.1g} "
+                "of float32's in one process"
+            )
+        if self.step is not self.first:
+            mode = "structure compared in evaluation mode, since training draws random numbers"
+            self.lines.append(f"  {mode}")
 
 
-@contextmanager
-def _scalers_put_back() -> Iterator[_Scales]:
-    """Note the calls of torch's loss scalers, and restore them at the end."""
-    scales = _Scales()
-    scalers = [x for x in gc.get_objects() if issubclass(type(x), GradScaler)]
-    before = copy.deepcopy(list(map(vars, scalers)))
-    for scaler in scalers:
-        for name in ("scale", "unscale_"):  # attributes of the object, which go with the rest
-            vars(scaler)[name] = partial(scales.note, scaler, name, getattr(scaler, name))
-    try:
-        yield scales
-    finally:
-        for scaler, attributes in zip(scalers, before, strict=True):
-            vars(scaler).clear()
-            vars(scaler).update(attributes)
+def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
+    """Return the weights of columns by least squares, and the relative length that they do not
+    explain.
+    """
+    columns = columns.cpu()
+    target = target.flatten().cpu()
+    weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
+    residual = float((target - columns @ weights).norm())
+    return weights.tolist(), residual / (float(target.norm()) or 1.0)
+
+
+def _first_not_finite(gradients: Mapping[str, Tensor]) -> str:
+    """Return the first gradient in backward that is not finite; empty without one."""
+    for name in reversed(list(gradients)):
+        if not is_finite(gradients[name]):
+            return name
+    return ""
 
 
 def _differing_ranks(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
@@ -513,275 +553,6 @@ def coarse_loss(loss: Any) -> list[str]:
         f"loss in {dtype_name(loss.dtype)}: near {float(loss):.3g} its values lie {spacing:.3g} "
         "apart; take the loss of logits.float()"
     ]
-
-
-def concatenated(parts: Sequence[Any]) -> Any:
-    """Return micro-batches as one.
-
-    Concatenate tensors along their first dim; dicts, tuples, lists, dataclasses item by item.
-
-    Raises:
-        RecipeError: the micro-batches cannot be concatenated.
-
-    Example:
-        >>> concatenated([(torch.zeros(2, 3), 1), (torch.ones(1, 3), 1)])[0].shape
-        torch.Size([3, 3])
-    """
-    first = parts[0]
-    if len(parts) == 1 or first is None or isinstance(first, (int, float, str)):
-        return first
-    if isinstance(first, Tensor):
-        try:
-            if first.ndim:
-                return torch.cat([part.to(first.device) for part in parts])
-            return first
-        except RuntimeError as error:
-            raise RecipeError(
-                "Cannot join the micro-batches because their shapes differ: "
-                f"{', '.join(str(tuple(part.shape)) for part in parts)}.",
-                "Pad them to one length.",
-            ) from error
-    if isinstance(first, Mapping):
-        return {key: concatenated([part[key] for part in parts]) for key in first}
-    if isinstance(first, (tuple, list)):
-        items = [concatenated(items) for items in zip(*parts, strict=True)]
-        if hasattr(first, "_fields"):
-            return type(first)(*items)
-        return type(first)(items)
-    if is_dataclass(first) and not isinstance(first, type):
-        joined = {}
-        for field in fields(first):
-            if field.init:
-                joined[field.name] = concatenated([getattr(part, field.name) for part in parts])
-        return replace(first, **joined)
-    raise RecipeError(
-        f"Cannot join micro-batches of type {type(first).__name__}.",
-        "Pass tensors, in tuples, dicts or dataclasses.",
-    )
-
-
-# ── the comparison ────────────────────────────────────────────────────────────────────────────────
-
-
-class _Reference:
-    """The gradients of a step in one process by tensor, in float32, and how far the configured ones
-    may be from them.
-
-    Args:
-        model: a float32 copy, without any narrow cast.
-        leaves: the copy's parameters that train, and those ``outside``, such as a head, that the
-            loss may use.
-        parts: the micro-batches of all ranks; ``batch`` joins them.
-
-    Attributes:
-        bounds: by tensor, relative to ``scales``.
-        scales: length of each exact gradient, or the least length of a tensor of its size.
-    """
-
-    def __init__(
-        self, model: nn.Module, leaves: Mapping[str, Any], outside: Collection[str], batch: Any, parts: Sequence[Any],
-        loss: Loss, num_ranks: int,
-    ) -> None:  # fmt: skip
-        self.model = model
-        self.leaves = leaves
-        self.loss = loss
-        self.num_ranks = num_ranks
-        self.batch, *self.parts = cast([batch, *parts], torch.float32)
-        exact = self.gradients(self.batch)
-        self.exact = {name: r for name, r in exact.items() if name not in outside or r.any()}
-        self.scales = scales(self.exact)
-        self.bounds = dict.fromkeys(self.exact, KINDS["gradient"].bound)
-        self.is_sum = True
-        self._terms: list[Gradients] | None = None
-
-    def gradients(self, batch: Any, seed: int | None = None) -> Gradients:
-        with torch.random.fork_rng(devices=[]):
-            if seed is not None:
-                torch.manual_seed(seed)
-            mode = Widened(torch.float32)
-            return gradients_of(self.model, self.leaves, batch, self.loss, mode)[0]
-
-    def terms(self) -> list[Gradients]:
-        """Return the gradients of each micro-batch, if there are several and not too many."""
-        if self._terms is None:
-            is_fitted = 1 < len(self.parts) <= MOST_TERMS
-            self._terms = []
-            if is_fitted:
-                self._terms += map(self.gradients, self.parts)
-        return self._terms
-
-    def set_bounds(
-        self, configured: _Configured, rounding: Ranked, samples: Sequence[_Configured]
-    ) -> None:
-        """Allow for roundings where a gradient has no shadow, and for random numbers where each
-        pass draws them.
-        """
-        chooses = configured.mode is not None and configured.mode.indices.total() > 0
-        unit = rounding.unit or 2.0**-24
-        for name in self.exact:
-            if chooses or name not in configured.shadows:
-                total = rounding.total
-                allowed = MARGIN * (total.by_tensor.get(name, total.largest) + unit)
-                self.bounds[name] = max(self.bounds[name], min(allowed, 1.0))
-        if not samples:
-            return
-        passes = [self.gradients(self.batch, seed) for seed in range(len(samples))]
-        for name, r in self.exact.items():
-            mean, error = _mean_and_error([_compared_values(x, name, r) for x in samples])
-            self.exact[name], own_error = _mean_and_error([x[name] for x in passes])
-            compared = configured.gradients
-            if name in configured.shadows:
-                compared = configured.shadows
-            compared[name] = mean
-            allowed = MARGIN * (error + own_error) / self.scales[name]
-            self.bounds[name] = max(self.bounds[name], allowed)
-
-    def judge(self, name: str, g: Tensor, r: Tensor) -> Reading | float:
-        """Return a reading of a gradient, or its relative distance from the exact one if that is
-        within the bound.
-        """
-        bound = self.bounds[name]
-        scale = self.scales[name]
-        length = float(r.norm())
-        distance = float((g - r).norm()) / scale
-        if distance <= bound:
-            return distance
-        factor = 0.0
-        words = "In a copy of the model the loss does not depend on it."
-        if length:
-            factor = float((g * r).sum()) / length**2
-            words = ""
-        rest = float((g - factor * r).norm())
-        if factor and rest <= bound * abs(factor) * scale:
-            equals = equal_to(factor, len(self.parts) // self.num_ranks, self.num_ranks)
-            return KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals)
-        if length and self.terms():
-            columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
-            right, misfit = _fit(columns, r)
-            weights, rest = _fit(columns, g)
-            if misfit > 16 * LEAST:
-                # Such as a balance loss, or pairs within a batch: the sum of the parts is another
-                # function than the whole.
-                self.is_sum = False
-                return self.judge(name, g, columns.mean(1).view_as(r))
-            if rest <= 2 * bound and min(map(abs, right)) >= 1e-6:
-                ratios = torch.tensor(weights) / torch.tensor(right)
-                times = ", ".join(f"{round(ratio, 4) + 0.0:.3g}" for ratio in ratios.tolist())
-                words = f"Micro-batches count {times} times, rank after rank."
-        return KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words)
-
-
-def _mean_and_error(columns: Sequence[Tensor]) -> tuple[Tensor, float]:
-    """Return the mean of some tensors, and the length of its standard error."""
-    values = torch.stack(list(columns))
-    return values.mean(0), float(values.var(0).sum().sqrt()) / math.sqrt(len(columns))
-
-
-def _compared_values(configured: _Configured, name: str, r: Tensor) -> Tensor:
-    """Return the shadow of a gradient, or the gradient where it is not followed; zeros without one."""
-    x = configured.shadows.get(name, configured.gradients.get(name))
-    if x is None:
-        return torch.zeros_like(r)
-    return x.to(r.device).double()
-
-
-def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
-    """Return the weights of columns by least squares, and the relative length that they do not
-    explain.
-    """
-    columns = columns.cpu()
-    target = target.flatten().cpu()
-    weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-    residual = float((target - columns @ weights).norm())
-    return weights.tolist(), residual / (float(target.norm()) or 1.0)
-
-
-def first_not_finite(gradients: Mapping[str, Tensor]) -> str:
-    """Return the first gradient in backward that is not finite; empty without one."""
-    for name in reversed(list(gradients)):
-        if not is_finite(gradients[name]):
-            return name
-    return ""
-
-
-def _not_finite(name: str, configured: _Configured, rounding: Ranked, wide: str) -> Reading:
-    """Return a reading of a gradient that is not finite."""
-    number = int((~configured.gradients[name].isfinite()).sum())
-    place = f" First in the step: {rounding.not_finite}." if rounding.not_finite else ""
-    return KINDS["nonfinite-gradient"].reading(name, number, 0, wide=wide, place=place)
-
-
-def _compared(
-    reference: _Reference,
-    configured: _Configured,
-    differing: Mapping[str, int],
-    rounding: Ranked,
-    reasons: dict[str, str],
-) -> tuple[list[Reading], list[str]]:
-    """Return the readings and lines. What is not finite comes first."""
-    readings = []
-    judged = []
-    near = []
-    gone = []
-    zero = []
-    bad = ""
-    has_slope = False
-    for name in reversed(reference.exact):  # in the order of backward
-        r = reference.exact[name]
-        g = configured.gradients.get(name)
-        is_zero = not bool(r.any())
-        has_slope = has_slope or not is_zero
-        if name in differing:
-            readings.append(KINDS["not-reduced"].reading(name, differing[name], 0))
-        elif g is None or not bool(g.any()):
-            if not is_zero:
-                gone.append(name)
-            elif g is None:
-                zero.append(name)
-        elif not is_finite(g):
-            bad = bad or name
-        else:
-            judged.append(name)
-            result = reference.judge(name, _compared_values(configured, name, r), r)
-            if isinstance(result, Reading):
-                readings.append(result)
-            else:
-                near.append(result)
-    count = len(reference.exact)
-    if bad:
-        wide = "float32's are"
-        if not is_finite(reference.exact[bad]):
-            wide = "nor are float32's, so look at weights, data and loss"
-        readings.append(_not_finite(bad, configured, rounding, wide))
-    if not (bad or has_slope or judged):
-        readings.append(KINDS["zero-gradients"].reading("", 1, 0, 0))
-        zero = []
-    words = "; float32's are not zero"
-    readings += KINDS["no-gradient"].of(gone, count=count, words=words)
-    words = ", nor in a float32 copy: no graph leads from the loss to them"
-    readings += KINDS["no-gradient"].of(zero, count=count, words=words)
-    if not reference.is_sum:
-        why_not = "the loss over all of them is no weighted sum of their losses"
-        reasons["the weights of micro-batches"] = why_not
-    mode = configured.mode
-    first, *more = rounding.lines()
-    of_copy = "" if mode is not None else "in a copy in one process, "
-    lines = [f"gradients of {counted(count, 'tensor')}: {of_copy}{first}", *more]
-    lost = [name for name in judged if name not in configured.shadows]
-    if mode is not None and lost:
-        lines.append(not_followed(mode, lost))
-    if mode is not None and mode.indices.total():
-        ((site, name), number) = mode.indices.most_common(1)[0]
-        lines.append(
-            f"  {number} indices of {name} in {site} are others in float32, so bounds are wider"
-        )
-    if near:
-        without = "with" if lost else "without"
-        lines.append(
-            f"  {without} their roundings {counted(len(near), 'tensor')} within {max(near):.1g} of "
-            "float32's in one process"
-        )
-    return joined(readings, count), lines
 
 
 def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:

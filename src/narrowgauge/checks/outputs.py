@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from narrowgauge.checks.adapters import name_without_adapters
 from narrowgauge.checks.float32_copy import cast
-from narrowgauge.checks.shadow import NARROW, floats_of, is_float
+from narrowgauge.checks.shadow import UNITS
+from narrowgauge.checks.sites import floats_of, is_float
 
 FINEST = 2.0**-24
 MARGIN = 4.0
@@ -45,7 +46,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 def unit_of(dtype: torch.dtype) -> float:
     """Return the unit roundoff of a format; of wide ones, float32's."""
-    return NARROW.get(dtype, FINEST)
+    return UNITS.get(dtype, FINEST)
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.checks.gradients import set_training
+from narrowgauge.checks.passes import set_training
 from narrowgauge.checks.shadow import is_integer
 from narrowgauge.checks.softmaxes import Trace, as_sequences, terms_of
 from narrowgauge.torch_support.put_back import put_back
 
 _FAINT = 1e-7
 """Gradients over the largest one that are zero."""
+_EXACT = 1e-5
+"""What is left of an attached loss's gradient after it is subtracted, relative to it."""
 
 
 def num_columns(rows: int, tokens: Tensor) -> int:
@@ -82,11 +84,18 @@ def sight_of(
             logits = torch.cat(matching or sources)[: len(rows)]
             noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
             weights = noise.to(logits) * rows.to(logits)[:, None]
-            (logits * weights).sum().backward()
+            asked: Any = torch.autograd.grad(
+                (logits * weights).sum(), embedded, retain_graph=True, allow_unused=True
+            )
+            attached: Any = torch.autograd.grad((logits * 0).sum(), embedded, allow_unused=True)
         sizes = torch.zeros(tokens.shape, device=tokens.device)
-        for x in embedded:
-            if x.grad is not None:
-                sizes = torch.maximum(sizes, as_sequences(x.grad.abs().amax(-1)))
+        for gradient, unasked in zip(asked, attached, strict=True):
+            if gradient is None or unasked is None:
+                continue
+            # An attached loss sends its gradient whatever arrives.
+            own = (gradient - unasked).abs()
+            own = own.where(own > _EXACT * unasked.abs(), 0.0)
+            sizes = torch.maximum(sizes, as_sequences(own.amax(-1)))
         return (sizes > _FAINT * sizes.max()).cpu()
 
     return seen_by

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all, words_of
-from narrowgauge.checks.shadow import is_finite
+from narrowgauge.checks.sites import is_finite
 from narrowgauge.checks.step_samples import (
     STATES,
     Sample,

@@ -18,16 +18,13 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.float32_copy import Loss
 from narrowgauge.checks.gradients import (
     LEAST_VOCABULARY,
-    Backward,
-    configured_step,
     has_own_batches,
-    micro_batches,
     reason_for_none,
     weights_of_ranks,
 )
+from narrowgauge.checks.passes import Backward, Loss, Passes, leaves_of, micro_batches
 from narrowgauge.checks.set_up import SetUp
 from narrowgauge.checks.sight import num_columns, restart, seen, sight_of
 from narrowgauge.checks.softmaxes import LABEL, Target, Term, Trace, joined, terms_of
@@ -148,14 +145,15 @@ def checked_lesson(
     """
     model = set_up.model
     parts = micro_batches(model, batch, loss)
-    outside = set_up.outside
+    passes = Passes(
+        model, set_up.optimizers, leaves_of(set_up), parts, batch, loss, backward, unseen
+    )
 
     def run() -> float:
-        step = configured_step(set_up, outside, batch, parts, loss, backward, {}, False, True)
-        return step.loss_scale
+        return passes.run(passes.step).loss_scale
 
     readings = Readings()
-    with reason_for_none("what the loss teaches", unseen), put_back(model, outside.values()):
+    with reason_for_none("what the loss teaches", unseen), put_back(model, set_up.outside.values()):
         readings = lesson(model, parts[0], loss, run)
     unseen |= readings.unseen
     return readings
