@@ -26,6 +26,7 @@ from narrowgauge.matmul.roles import role_of, roles_of
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import get_compute
+from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_names import leave_out_of_ddp, plain_name
 
@@ -107,14 +108,16 @@ class NarrowLayers:
         a layer is.
         """
         readers: dict[str, str] = {}
+        stacks = parts(self.model).stacks()
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
             is_bias = parameter.ndim < 2 or "bias" in name.rpartition(".")[2]
+            is_bias |= owner in stacks and min(parameter.shape) == 1  # [experts, 1, out]
             if is_bias or isinstance(owner, nn.Embedding | nn.LayerNorm):
                 continue
             layer = self.layers.get(owner_name) or self.layers.get(name)
-            is_choice = owner_name in self.kept or is_linear(owner) or experts.is_experts(owner)
+            is_choice = owner_name in self.kept or is_linear(owner) or owner in stacks
             readers[name] = type(owner).__name__
             if layer is not None and not layer.compute.is_wide:
                 readers[name] = "narrow"
