@@ -315,20 +315,6 @@ def test_patterns_hold_under_a_wrapper_and_a_transform_is_no_swap() -> None:
             kept.set_compute(lambda name, chosen=compute: COMPUTES[chosen])  # type: ignore[misc]
 
 
-class Regression(Model):
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[torch.dtype, ...]:  # type: ignore[override]
-        return self.q_proj(x).dtype, x.dtype, labels.dtype
-
-
-def test_inputs_are_cast_and_labels_are_not() -> None:
-    x = torch.ones(2, 64, dtype=torch.float64)
-    assert prepare(Regression(), "float32/word")[0](x=x, labels=x) == (
-        torch.float32,
-        torch.float32,
-        torch.float64,
-    )
-
-
 class Halved(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / 2
