@@ -16,7 +16,6 @@ from peers import Peer
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.assembly.preparation import is_matrix
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import differentiate
 
@@ -28,12 +27,12 @@ def peer_optimizer(peer: Peer, session: Session) -> torch.optim.Optimizer:
     """Build a peer's optimizer over the session's parameters; matrices decay, as in the trainer."""
     config = session.config
     matrices = []
-    for name, weight in session.model.named_parameters():
-        if is_matrix(name, weight):
+    for weight in session.model.parameters():
+        if weight.ndim >= 2:
             matrices.append(weight)
     vectors = []
-    for name, weight in session.model.named_parameters():
-        if not is_matrix(name, weight):
+    for weight in session.model.parameters():
+        if weight.ndim < 2:
             vectors.append(weight)
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},

@@ -45,7 +45,7 @@ from timing import Report, Row, exit_by, parser
 from torch import nn
 
 from narrowgauge.analysis.comparison.intervals import interval, shown_difference
-from narrowgauge.assembly.preparation import is_matrix, prepare
+from narrowgauge.assembly.preparation import prepare
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.optim import optimizers
@@ -126,8 +126,7 @@ Losses = dict[float, dict[int, float]]
 def outer_names(model: nn.Module) -> set[str]:
     """Return the names of the embeddings and the output head.
 
-    Matrix rules are for the matrices between them (Jordan et al. 2024, "Muon"). Give these
-    ``{"rule": "adamw"}`` in ``options_of``.
+    Matrix rules are for the matrices between them (Jordan et al. 2024, "Muon").
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outer = []
@@ -149,14 +148,25 @@ def trained(case: Case, config: TrainConfig) -> dict[str, float]:
         left_to_adamw = outer_names(model)
     else:
         left_to_adamw = set()
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        by_options: dict[tuple[bool, bool], dict[str, Any]] = {}
+        for name, parameter in model.named_parameters():
+            is_vector = parameter.ndim < 2
+            options: dict[str, Any] = {"weight_decay": 0.0} if is_vector else {}
+            if name in left_to_adamw:
+                options["rule"] = "adamw"
+            key = (is_vector, name in left_to_adamw)
+            by_options.setdefault(key, {"params": [], **options})["params"].append(parameter)
+        return list(by_options.values())
+
     _, optimizer = prepare(
         model,
         config.recipe,
         optimizer=OPTIMIZERS[case.rule],
         lr=config.lr,
         **case.optimizer_options,
-        decays=is_matrix,
-        options_of=lambda name: {"rule": "adamw"} if name in left_to_adamw else {},
+        groups=groups,
         max_grad_norm=config.max_grad_norm,
         seed=config.seed,
         average=False,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from equivalence.ways import llama
+from narrowgauge.assembly.preparation import matrices_decay
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
@@ -115,20 +116,20 @@ def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
 def test_all_parameters_are_decayed_or_those_that_are_chosen() -> None:
     _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
-    _, optimizer = ng.prepare(
-        net(), "bfloat16/word", weight_decay=0.3, decays=lambda name, p: p.ndim >= 2
-    )
+    _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3, groups=matrices_decay)
     assert len(optimizer.param_groups) == 2
     for group in optimizer.param_groups:
         assert {p.ndim >= 2 for p in group["params"]} == {group["weight_decay"] == 0.3}
 
 
 def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_parameter() -> None:
-    def of_the_head(name: str) -> dict[str, float]:
-        return {"lr": 0.5} if name.startswith("head") else {}
+    def head_apart(model: nn.Module) -> list[dict[str, Any]]:
+        head = list(model.head.parameters())
+        rest = [p for p in model.parameters() if not any(p is member for member in head)]
+        return [{"params": rest}, {"params": head, "lr": 0.5}]
 
     _, optimizer = ng.prepare(
-        net(), "bfloat16/word", optimizer=ng.SGD, momentum=0.9, options_of=of_the_head
+        net(), "bfloat16/word", optimizer=ng.SGD, momentum=0.9, groups=head_apart
     )
     assert type(optimizer) is ng.SGD and optimizer.reduction is None
     group_of = {}
@@ -143,10 +144,6 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
     assert {(g["momentum"], g["weight_decay"]) for g in optimizer.param_groups} == {
         (0.9, plain["weight_decay"])
     }
-    _, optimizer = ng.prepare(
-        net(), options_of=lambda name: {"lr": torch.tensor(0.5)}
-    )  # each may change alone
-    assert len(optimizer.param_groups) == len(group_of)
     with pytest.raises(ng.errors.RecipeError, match="storage 'exact' beside a recipe"):
         ng.prepare(net(), "bfloat16/word", storage="exact")
 
@@ -176,19 +173,14 @@ def test_frozen_parameters_are_cut_and_left_alone() -> None:
 
 def test_options_see_names_without_a_compilers_prefix() -> None:
     model = torch.compile(nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), backend="eager")
-    names: list[str] = []
-    ng.prepare(
-        model, "bfloat16/word", options_of=lambda name: names.append(name) or {}, compile=False
-    )
-    assert names == ["0.weight", "1.weight", "1.bias"]
+    _, optimizer = ng.prepare(model, "bfloat16/word", compile=False)
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "1.weight", "1.bias"]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "dtype"), [("bfloat16/word", torch.bfloat16), ("float32/word", torch.float32)]
-)
-def test_batch_norm_computes_with_the_models_format(recipe: str, dtype: torch.dtype) -> None:
-    model, _ = ng.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), recipe, compile=False)
-    assert model(torch.randn(4, 8).to(dtype)).dtype is model[1].running_mean.dtype is dtype
+def test_batch_norm_computes_with_the_models_format() -> None:
+    model, _ = ng.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), compile=False)
+    y = model(torch.randn(4, 8).bfloat16())
+    assert y.dtype is model[1].running_mean.dtype is torch.bfloat16
 
 
 def test_running_statistics_that_depend_on_ranks_are_refused_for_equal_bits() -> None:
@@ -217,22 +209,15 @@ def test_casting_parameters_gives_those_of_bfloat16_and_leaves_buffers_ties_and_
     assert model[2](torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
 
 
-def test_attention_of_pytorch_computes_in_a_wider_format_than_its_weights() -> None:
-    model, _ = ng.prepare(nn.MultiheadAttention(16, 2), "float32/word")
-    plain = nn.MultiheadAttention(16, 2)
-    plain.load_state_dict(model.state_dict())
-    x = torch.randn(3, 2, 16)
-    assert torch.equal(model(x, x, x)[0], plain(x, x, x)[0])
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         {"lr": -1.0},
-        {"options_of": lambda _: {"lrr": 1.0}},
-        {"options_of": lambda _: {"rule": "muon"}},
+        {"groups": lambda model: [{"params": list(model.parameters()), "lrr": 1.0}]},
+        {"groups": lambda model: [{"params": list(model.parameters()), "rule": "muon"}]},
         {"optimizer": ng.Muon, "recipe": "float8-row/compact"},
         {"narrow_gather": True},
+        {"recipe": "float32/word"},
     ],
 )
 def test_a_refused_model_is_unchanged(wrong: dict[str, Any]) -> None:

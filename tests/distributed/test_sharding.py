@@ -192,12 +192,3 @@ def test_a_part_of_the_ranks_trains_and_the_others_are_refused(tmp_path: Path) -
     first, second, outside = run_ranks(on_a_part, 3, tmp_path)
     assert first == second
     assert "on rank 2 because the mesh has only ranks [0, 1]" in outside
-
-
-def test_the_layers_of_a_plain_model_are_those_of_its_outer_lists() -> None:
-    model = nn.Module()
-    model.blocks = nn.ModuleList(
-        nn.ModuleDict({"parts": nn.ModuleList([nn.Linear(2, 2)])}) for _ in range(2)
-    )
-    model.empty = nn.ModuleList([nn.Identity()])
-    assert sharding._layers_of(model) == list(model.blocks)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from narrowgauge.assembly.preparation import is_matrix
+from narrowgauge.assembly.preparation import matrices_decay
 from narrowgauge.gauges.recording.step_row import StepReader
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
@@ -63,7 +63,7 @@ class OwnRun:
         options = {}
         for name in ("lr", "max_grad_norm", "seed", "audit_every"):
             options[name] = getattr(self.settings, name)
-        return {**options, **self.settings.optimizer_options, "decays": is_matrix}
+        return {**options, **self.settings.optimizer_options, "groups": matrices_decay}
 
     def model(self) -> LlamaForCausalLM:
         """A model of the same configuration in float32 with the initial weights, as a user builds

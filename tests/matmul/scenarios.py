@@ -164,7 +164,7 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
             rhs = rhs._replace(outer=None)
         key = KEY
         if layer.keys() is not None:
-            key = _draw(2 + of_left, grad, layer.clock.words(CPU), layer.key[None])[0]
+            key = _draw(2 + of_left, grad, layer.clock_words, layer.key[None])[0]
         lhs = quantized(first, matmul.left, of_left, key=key, fold=fold)
         values[place] = (
             exact(lhs) if of_left else exact(lhs).t(),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from matmul.launches import Launches
 from matmul.scenarios import CPU, EIGHT
 from narrowgauge.matmul import grouped, native
+from narrowgauge.matmul.clock import set_draw
 from narrowgauge.matmul.experts import GroupedLinear, _one_by_one, grouped_linear
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.swapping import swap_linears
@@ -57,7 +58,7 @@ def plain(
             layer.bias.copy_(bias)
     swapped = swap_linears(holder, lambda name: row, keep=()).layers["expert"]  # scalify's too
     swapped.key.copy_(like.key[expert])
-    swapped.set_clock(like.clock)
+    set_draw([swapped], seed=like.draw.seed)
     return swapped
 
 
@@ -69,7 +70,7 @@ def test_each_expert_is_a_linear_layer_of_its_own(
     x, weights, bias, grad = operands(dtype=dtype)
     own_bias = bias if with_bias else None
     layer = GroupedLinear(4, "experts.down_proj", COMPUTES[row])
-    layer.clock.set(seed=77)
+    set_draw([layer], seed=77)
     y = layer(x.requires_grad_(), weights, torch.tensor(ENDS, dtype=torch.int32), own_bias)
     y[: ENDS[-1]].backward(grad[: ENDS[-1]])
     for expert, (start, stop) in enumerate(pairwise((0, *ENDS))):

@@ -41,7 +41,7 @@ SCALED_MM = ("float8-row", "float8-tensor", "float8-tensor-e5m2")
 # [rows, contraction, columns]: ragged, and several tiles.
 SHAPES = [(33, 65, 17), (150, 300, 140)]
 every_place = pytest.mark.parametrize("place", PLACES)
-WAYS = [*NATIVE_ON.items(), ("mxfp8", "gfx950"), ("mxfp4", "gfx950")]
+WAYS = list(NATIVE_ON.items())
 every_way = pytest.mark.parametrize(
     ("row", "chip"),
     [(COMPUTES[name], chip) for name, chip in WAYS],
@@ -183,7 +183,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(
         exactly = product.value + wide
         # Sums leave mxfp4's kernel, and AMD's, in bfloat16; two tensors' scales are rounded in
         # float32.
-        first = torch.bfloat16 if row.name == "mxfp4" or chip == "gfx950" else dtype
+        first = torch.bfloat16 if row.name == "mxfp4" else dtype
         roundings = 2.0**-22 + oracle.ROUNDING[first] + oracle.ROUNDING[dtype]
         bound = product.magnitude * 2.0**-40 + (exactly.abs() + product.value.abs()) * roundings
         assert result.dtype == dtype and result.shape == exactly.shape

@@ -96,7 +96,16 @@ def test_a_label_head_and_the_head_that_a_model_names() -> None:
         def get_output_embeddings(self) -> nn.Module:
             return self.answer
 
-    assert roles_of(Classifier()) == {"score": "head", "answer": "head"}
+    assert roles_of(Classifier()) == {"answer": "head"}
+    labels = Classifier()
+    labels.answer = None
+    assert roles_of(labels) == {"score": "head"}
+
+
+def test_a_compute_that_finds_no_last_blocks_says_so() -> None:
+    model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+    with pytest.warns(UserWarning, match="Cannot keep the last blocks wide"):
+        swap_linears(model, "nvfp4")
 
 
 @pytest.mark.parametrize("compute", ["float8-row", "nvfp4"])

@@ -26,7 +26,6 @@ REAL_GROUPED_MM = torch._scaled_grouped_mm
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 E8M0 = torch.float8_e8m0fnu
-FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 FP4 = torch.float4_e2m1fn_x2
 FLOAT = torch.float32
 OUT = (torch.bfloat16, torch.float16, torch.float32)
@@ -98,15 +97,6 @@ def tile_values(scales: Tensor, rows: int, terms: int, block: int) -> Tensor:
     return memory(scales)[tiled_offset(outer, inner, num_inner)].double()
 
 
-def row_values(scales: Tensor, rows: int, terms: int, block: int) -> Tensor:
-    """Float64 ``[rows, terms]`` of scales row by row."""
-    check(
-        scales.numel() * block == rows * terms,
-        f"{scales.numel()} scales for {rows} × {terms} in {block}",
-    )
-    return memory(scales).double().view(rows, -1).repeat_interleave(block, 1)
-
-
 # ── the rules ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -114,15 +104,11 @@ def check_matrices(
     architecture: str, a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> int:
     """The rules of both ``_scaled_mm``; returns how many numbers a byte of the operands holds."""
-    sm = int(architecture[2:]) if architecture.startswith("sm") else 0
-    check(
-        sm >= 89 or architecture in ("gfx942", "gfx950", "gfx1200", "gfx1201"),
-        f"{architecture} has no _scaled_mm",
-    )
-    is_fnuz = architecture == "gfx942"
-    kinds = FNUZ if is_fnuz else (E4M3, E5M2, FP4)
+    sm = int(architecture[2:])
+    check(sm >= 89, f"{architecture} has no _scaled_mm")
+    kinds = (E4M3, E5M2, FP4)
     check(a.dtype in kinds and b.dtype in kinds, f"{a.dtype} × {b.dtype} on {architecture}")
-    check(sm == 0 or not a.dtype == b.dtype == E5M2, "cuBLAS multiplies no two e5m2 matrices")
+    check(not a.dtype == b.dtype == E5M2, "cuBLAS multiplies no two e5m2 matrices")
     check((a.dtype == FP4) == (b.dtype == FP4), "four bits times eight")
     per_byte = 2 if a.dtype == FP4 else 1
     check(a.stride(1) == 1 and a.stride(0) >= a.shape[1], "the left matrix is row-major")
@@ -170,17 +156,9 @@ def scaled_mm_v1(architecture: str) -> Callable[..., Tensor]:
             check(
                 scale_a.is_contiguous() and scale_b.is_contiguous(), "scales of rows are contiguous"
             )
-            if architecture.startswith("gfx"):
-                check(
-                    b.dtype == (FNUZ[0] if architecture == "gfx942" else E4M3),
-                    "by rows AMD's right operand is e4m3",
-                )
-                check(out_dtype == torch.bfloat16, "by rows AMD's result is bfloat16")
-            else:
-                check(
-                    out_dtype == torch.bfloat16,
-                    "by rows, CUTLASS writes bfloat16 before PyTorch 2.13",
-                )
+            check(
+                out_dtype == torch.bfloat16, "by rows, CUTLASS writes bfloat16 before PyTorch 2.13"
+            )
         values = (decoded(a) * scale_a.double()) @ (decoded(b) * scale_b.double())
         return (values if bias is None else values + bias.double()).to(out_dtype)
 
@@ -204,9 +182,8 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
         swizzles = []
         for x in (swizzle_a, swizzle_b):
             swizzles.append([s.name for s in (x or [])])
-        is_amd = architecture.startswith("gfx")
-        # PyTorch 2.13's counts half of mxfp4's scales, and knows no scales row by row.
-        if not is_amd and (mat_a.dtype, names[0]) != (FP4, ["BlockWise1x32"]):
+        # PyTorch 2.13's counts half of mxfp4's scales.
+        if (mat_a.dtype, names[0]) != (FP4, ["BlockWise1x32"]):
             REAL_SCALED_MM(
                 on_meta(mat_a), on_meta(mat_b), [*map(on_meta, scales[0])], scale_recipe_a, [*map(on_meta, scales[1])],
                 scale_recipe_b, swizzle_a, swizzle_b, None, output_dtype, contraction_dim, use_fast_accum,
@@ -217,7 +194,7 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
                 scale.data_ptr() % 16 == 0 or scale.numel() == 1,
                 "scales begin at multiples of 16 bytes",
             )
-        sm = 0 if is_amd else int(architecture[2:])
+        sm = int(architecture[2:])
         terms = mat_a.shape[1] * per_byte
         sides = len(mat_a), mat_b.shape[1]
         if names[0][0].endswith("128"):
@@ -239,33 +216,25 @@ def scaled_mm(architecture: str) -> Callable[..., Tensor]:
                 f"{names} of {mat_a.dtype}, {mat_b.dtype}",
             )
             check(
-                (sm >= 100 or (architecture == "gfx950" and block == 32))
-                and mat_a.dtype in (E4M3, FP4),
-                "scales of 16 and 32 values on Blackwell, of 32 on gfx950, of e4m3 or e2m1",
+                sm >= 100 and mat_a.dtype in (E4M3, FP4),
+                "scales of 16 and 32 values on Blackwell, of e4m3 or e2m1",
             )
             check(terms % 32 == 0, "multiples of 32 terms")
-            orders = ["NO_SWIZZLE"] if is_amd else ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
+            orders = ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
             check(all(s == orders[: len(names[0])] for s in swizzles), f"tiles: {swizzles}")
-            if is_amd:
-                check(
-                    all(size % 32 == 0 for size in (*mat_a.shape, *mat_b.shape)),
-                    "AMD takes multiples of 32",
-                )
-                check(output_dtype in OUT[:2], "AMD writes 16 bits")
             check(
                 all(levels[0].dtype == dtype and levels[0].is_contiguous() for levels in scales),
                 f"scales in {dtype}, contiguous",
             )
-            if block == 32 and mat_a.dtype == FP4 and not is_amd:
+            if block == 32 and mat_a.dtype == FP4:
                 check(100 <= sm < 110, "mxfp4 on B200 and B300 alone")
                 check(
                     output_dtype == torch.bfloat16 and bias is None,
                     "mxfp4 writes bfloat16 and adds no bias",
                 )
-            values_of = row_values if is_amd else tile_values
             factors = []
             for levels, side in zip(scales, sides, strict=True):
-                factors.append(values_of(levels[0], side, terms, block))
+                factors.append(tile_values(levels[0], side, terms, block))
             check(
                 {len(levels) for levels in scales} == {len(names[0])}, "as many scales as recipes"
             )

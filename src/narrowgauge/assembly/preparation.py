@@ -4,13 +4,13 @@ optimizer.
 The order of the steps matters. The optimizer takes its tails from the float32 weights *before* they
 are rounded. It takes its parameter groups from the parameters *after*. On many ranks the rounded
 model is sharded in between, since FSDP2 gathers a group of parameters in one format. Propagated
-scales, autocast and the casts of :mod:`narrowgauge.matmul.scopes` come last.
+scales and autocast come last.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.parameter_formats import cast_statistics, round_in_place, rounded
-from narrowgauge.optim.validation import FLAGS
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -40,9 +39,26 @@ from narrowgauge.torch_support.torch_names import plain_name
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer, default=AdamW)
 
 
-def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter has two dims or more. Language models decay these."""
-    return parameter.ndim >= 2
+Groups = list[dict[str, Any]]
+"""Param groups, as an optimizer of PyTorch takes them."""
+
+
+def one_group(model: nn.Module) -> Groups:
+    """Return the trained parameters of a model in one param group."""
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def matrices_decay(model: nn.Module) -> Groups:
+    """Return param groups in which only parameters of two dims or more decay, as language models
+    usually train.
+    """
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    groups: Groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def prepare(
@@ -50,8 +66,7 @@ def prepare(
     recipe: str | Path | Recipe = "bfloat16/word",
     *,
     optimizer: type[OptimizerT] = AdamW,  # type: ignore[assignment]  # mypy compares it with the bound of OptimizerT
-    decays: Callable[[str, Tensor], bool] = lambda name, parameter: True,
-    options_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
+    groups: Callable[[nn.Module], Groups] = one_group,
     seed: int = 0,
     mesh: Any = None,
     shard: str = "full",
@@ -75,10 +90,8 @@ def prepare(
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a
             :class:`narrowgauge.Recipe`.
         optimizer: one of Narrowgauge's classes.
-        decays: returns from name and parameter whether to decay it. By default all decay. For
-            matrices alone: ``decays=lambda name, parameter: parameter.ndim >= 2``.
-        options_of: returns a parameter's own options from its name: ``{"lr": 1e-4}``, or ``{"rule":
-            "adamw"}`` in a matrix rule.
+        groups: returns param groups from the model. It is called before and after the model is
+            rounded and sharded. :func:`matrices_decay` is one such function.
         seed: seed of stochastic rounding.
         mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated
             with ``shard="none"``. A mesh of two axes replicates a sharded model. Every rank starts
@@ -114,9 +127,11 @@ def prepare(
         torch.bfloat16
     """
     policy = parse(recipe)
-    _check_class(optimizer, options)
-    trained = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad]
-    extra_options = {name: _extra_options(name, options_of) for name in trained}
+    if "storage" in options:
+        raise RecipeError(
+            f"Cannot use storage '{options['storage']}' beside a recipe, which has a storage.",
+            "Name it in the recipe.",
+        )
     require_trainable(model, policy, mesh, shard)
     if narrow_gather and mesh is None:
         raise RecipeError(
@@ -125,11 +140,10 @@ def prepare(
         )
 
     def built(is_trial: bool = False) -> OptimizerT:
-        groups = _groups(model, policy, decays, extra_options, is_trial)
-        return optimizer(groups, storage=policy.storage.name, seed=seed, **options)
+        model_groups = _groups(model, policy, groups, is_trial)
+        return optimizer(model_groups, storage=policy.storage.name, seed=seed, **options)
 
-    # What the optimizer refuses is refused before the model is rounded.
-    _check_extra_options(built(is_trial=True), extra_options)
+    _check_groups(built(is_trial=True))  # before the model is rounded
     if mesh is not None:
         sharding.make_equal(model, mesh)
     visible = policy.storage.visible
@@ -212,101 +226,39 @@ def _shard(
 # ── the optimizer ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _check_class(optimizer: type[Any], options: Mapping[str, Any]) -> None:
-    """Refuse what is not an optimizer class of ours, and options that it lacks."""
-    if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):  # type: ignore[redundant-expr]
-        name = getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
-        raise RecipeError(
-            f"optimizer = {name} is not an optimizer class of narrowgauge.",
-            "Take a class such as ng.AdamW or ng.SGD.",
-        )
-    if "storage" in options:
-        raise RecipeError(
-            f"Cannot use storage '{options['storage']}' beside a recipe, which has a storage.",
-            "Name it in the recipe.",
-        )
-    declared = [
-        name
-        for base in optimizer.__mro__
-        for name in inspect.signature(base).parameters
-        if base is not object
-    ]
-    allowed = [
-        name
-        for name in (*declared, *FLAGS)
-        if name not in ("params", "rule", "defaults", "keep_float32")
-    ]
-    for name in options:
-        if name not in allowed:
-            raise RecipeError(
-                f"Cannot pass {name} = {options[name]!r} to {optimizer.__name__} because it has no "
-                "such option.",
-                "Give optimizer=ng.Muon or another class."
-                if name == "rule"
-                else suggestion(name, allowed) or "Leave it out.",
-            )
-
-
-def _extra_options(name: str, options_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
-    extra = options_of(name)
-    if not isinstance(extra, Mapping):
-        raise RecipeError(
-            f"options_of gave {extra!r} for '{name}', which is not a dict.",
-            "Give {} for no options.",
-        )
-    for key, advice in (("storage", "Name it in the recipe."), ("params", "Leave it out.")):
-        if key in extra:
-            raise RecipeError(f"options_of gave {key} for '{name}', which prepare decides.", advice)
-    return dict(extra)
-
-
 def _groups(
-    model: nn.Module,
-    recipe: Recipe,
-    decays: Callable[[str, Tensor], bool],
-    extra_options: Mapping[str, dict[str, Any]],
-    is_trial: bool,
-) -> list[dict[str, Any]]:
-    """Return param groups by decay and options of their own.
+    model: nn.Module, recipe: Recipe, groups: Callable[[nn.Module], Groups], is_trial: bool
+) -> Groups:
+    """Return param groups with names and the recipe's storage.
 
     For a trial, use tensors of the parameters' shapes instead.
     """
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for full_name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        name = plain_name(full_name)
-        if decays(name, parameter):
-            options = extra_options[name]
-        else:
-            options = extra_options[name] | {"weight_decay": 0.0}
-        # A tensor option may change, so it equals only itself.
-        key = tuple(
-            (option, id(x) if isinstance(x, Tensor) else repr(x))
-            for option, x in sorted(options.items())
-        )
+    names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    dtype = getattr(torch, recipe.storage.visible)
+    results = []
+    for group in groups(model):
+        members = []
+        for parameter in group["params"]:
+            name = names[parameter]
+            if is_trial:
+                value = torch.zeros((), dtype=dtype, device=parameter.device)
+                parameter = nn.Parameter(value.expand(parameter.shape))
+            members.append((name, parameter))
         # The optimizer derives the storage of vectors from the storage of their group.
-        group = groups.setdefault(key, {"params": [], "storage": recipe.storage.name, **options})
-        if is_trial:
-            dtype = getattr(torch, recipe.storage.visible)
-            parameter = nn.Parameter(
-                torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
-            )
-        group["params"].append((name, parameter))
-    return list(groups.values())
+        results.append({"storage": recipe.storage.name, **group, "params": members})
+    return results
 
 
-def _check_extra_options(optimizer: Optimizer, extra_options: Mapping[str, dict[str, Any]]) -> None:
-    """Refuse options of parameters that the optimizer would never read."""
+def _check_groups(optimizer: Optimizer) -> None:
+    """Refuse options of groups that the optimizer would never read."""
     # Muon takes options that are not among its defaults.
-    allowed = {*optimizer.defaults, "rule"}
-    for name, declared in inspect.signature(type(optimizer)).parameters.items():
-        if declared.kind is not declared.VAR_KEYWORD and name != "params":
-            allowed.add(name)
-    for name, extra in extra_options.items():
-        if strange := sorted(map(str, extra.keys() - allowed)):
+    allowed = {*optimizer.defaults, "params", "param_names", "storage", "rule"}
+    allowed.update(inspect.signature(type(optimizer)).parameters)
+    for group in optimizer.param_groups:
+        unknown = sorted(set(group) - allowed)
+        if unknown:
             raise RecipeError(
-                f"options_of gave '{strange[0]}' for '{name}', which {type(optimizer).__name__} "
-                "does not have.",
-                suggestion(strange[0], allowed),
+                f"Cannot step a group with '{unknown[0]}' because {type(optimizer).__name__} has no "
+                "such option.",
+                suggestion(unknown[0], allowed),
             )

@@ -34,6 +34,13 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
             "then. Or leave it as it is, and "
             "take ng.swap_linears, ng.AdamW and ng.reduce_gradients_with.",
         )
+    visible = recipe.storage.visible
+    if visible not in ("float32", recipe.dtype):
+        raise RecipeError(
+            f"Cannot train by recipe '{name}' because it computes in {recipe.dtype} with {visible} "
+            "weights, and autocast casts from float32 alone.",
+            f"Take a compute in {visible}, or the storage 'float32'.",
+        )
     parameters = dict(model.named_parameters())
     require_float64(parameters.values())
     if not any(parameter.requires_grad for parameter in parameters.values()):

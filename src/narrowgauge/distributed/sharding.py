@@ -1,5 +1,5 @@
 """Shard a model's parameters over the ranks of a mesh by PyTorch's FSDP2, one group for each
-decoder layer.
+block.
 
 FSDP2 gathers a group's parameters before they are used, and reduce-scatters its gradients after
 backward. This module decides which parameters form a group. A group's gradients have one dtype. So
@@ -24,11 +24,12 @@ from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint, fingerprint_all
 from narrowgauge.spec.sums import SHARDINGS
 from narrowgauge.torch_support import torch_names
+from narrowgauge.torch_support.anatomy import parts
 
 
 def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
-    """Shard a model's parameters over a mesh with FSDP2: a group for each decoder layer, and one
-    for the rest.
+    """Shard a model's parameters over a mesh with FSDP2: a group for each member of a run (see
+    :mod:`narrowgauge.torch_support.anatomy`), and one for the rest.
 
     Args:
         model: whole on every rank, with equal values. Its parameters become DTensors, in place.
@@ -46,10 +47,9 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
     policy = OffloadPolicy()
     if offload:
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    layers = []
-    for layer in _layers_of(model):
-        if layer is not model and _owns_its_parameters(layer, model):
-            layers.append(layer)
+    layers: list[nn.Module] = []
+    for run in parts(model).runs:
+        layers.extend(layer for layer in run if _owns_its_parameters(layer, model))
     separate, whole_params = _exceptions(model)
     for module in dict.fromkeys([*separate, *reversed(layers), model]):
         fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=whole_params)
@@ -58,18 +58,6 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
         # the ranks are a power of two.
         module.set_force_sum_reduction_for_comms(True)
     return model
-
-
-def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to gather one at a time: a transformers model's decoder layers, else the
-    members of module lists.
-    """
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        for members in torch_names.outermost_lists(model):
-            layers.extend(members)
-    return [layer for layer in layers if list(layer.parameters())]
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:

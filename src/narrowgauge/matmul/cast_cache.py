@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.torch_support.torch_hooks import after_every_step
+from narrowgauge.torch_support.torch_names import is_traced
 
 Key = tuple[Any, ...]
 
@@ -73,16 +74,15 @@ def cached_weights() -> Iterator[None]:
             _clear()
 
 
-def is_in_use() -> bool:
-    """Return whether casts are cached or given now, so that a graph must look them up while it
-    runs.
-    """
-    return bool(_depth or _gathered)
-
-
 def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operand:
     """Return a cast of a weight or of a view of it, from the cache if it has one under ``key``."""
-    if not is_in_use():
+    if is_traced() and _gathered:
+        raise RecipeError(
+            "Cannot compile a layer whose weight was gathered as codes because a graph cannot look "
+            "them up.",
+            "Leave out narrow_gather, or do not compile.",
+        )
+    if is_traced() or not (_depth or _gathered):
         return make()
     storage = weight.untyped_storage()
     if (gathered := _gathered.get(storage._cdata)) is not None and not gathered.storage.expired():

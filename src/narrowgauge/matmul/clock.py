@@ -1,15 +1,14 @@
-"""The clock of a model's random bits: the step and the seed of its optimizer, and the place of a
-micro-batch in the step.
+"""The seed and the step of random bits: those of the optimizer that steps a layer's weight.
 
-There is one clock: the optimizer's. A Narrowgauge optimizer is found when it is made, by the
-parameters that it shares with the model. Another one is found at its first step, or by
-:meth:`Clock.follow`. The number of its steps is in its first param group, so it is saved and loaded
-with the optimizer. An optimizer that steps none of the model's parameters is not heard.
+The count of steps is in the optimizer's first param group, so it is saved and loaded with the
+optimizer. A hook after the steps of all optimizers adds one, and writes the count to the layers
+whose weights this optimizer steps: into each layer's own words, in place. So a forward pass that is
+recomputed while some optimizers have stepped already has its first bits. A layer whose weight
+nothing trains follows the first optimizer that steps another parameter of its model.
 
-The place of a micro-batch is an index that the training loop sets. Where it sets none, a hash of
-the gradient itself takes its part, see ``operand.draw``. So no two micro-batches of a step round
-alike, on one rank or on several. A recomputed forward pass, a compiled one, and ranks that compute
-the same gradient have the same bits. Nothing counts calls, and nothing knows ranks.
+The place of a micro-batch in the step is an index that the training loop sets. Where it sets none,
+a hash of the gradient itself takes its part, see ``operand.draw``. So no two micro-batches of a
+step round alike, on one rank or on several. Nothing counts calls, and nothing knows ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.hashing import step_seed
@@ -36,218 +37,221 @@ KEY = "matmul_step"
 """The entry of an optimizer's first param group that counts its steps."""
 
 
-class Clock:
-    """The seed, the step and the place of a micro-batch in the batch, shared by the narrow layers
-    of a model.
-
-    A change is written to each device once for all layers, and only if a layer reads it.
+class Draw(NamedTuple):
+    """What keys the random bits of a layer.
 
     Attributes:
-        seed, step: of the optimizer that is followed.
+        seed, step: of the optimizer that steps its weight.
         first_sequence, first_token: the index in the step's batch of the micro-batch's first
             sequence or token; one is 0.
-        is_placed: whether the training loop sets these indices. Otherwise the gradient's own bits
-            tell micro-batches apart.
+        is_placed: whether the training loop sets these indices.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
-        self.step = 0
-        self.first_sequence = 0
-        self.first_token = 0
-        self.is_placed = False
-        self._begin()
+    seed: int = 0
+    step: int = 0
+    first_sequence: int = 0
+    first_token: int = 0
+    is_placed: bool = False
 
-    def _begin(self) -> None:
-        self._words: dict[torch.device, Tensor] = {}
-        self._model: Any = None
-        self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._optimizer: Any = None
-        self._last_other: Any = None
-        self._strangers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._has_stepped = False
-        self._hook: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        numbers = ("seed", "step", "first_sequence", "first_token", "is_placed")
-        return {name: getattr(self, name) for name in numbers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()  # the layers of a copy ask for their words again, and its optimizer is another one
-        _listen(self)
-
-    def set(self, **numbers: Any) -> None:
-        """Set some of the attributes."""
-        before = self._numbers()
-        vars(self).update(numbers)
-        if self._words and self._numbers() != before:
-            with torch.inference_mode(False):
-                for words in self._words.values():
-                    words.copy_(
-                        torch.tensor(self._numbers(), dtype=torch.int32, device="cpu"),
-                        non_blocking=True,
-                    )
-
-    def words(self, device: torch.device) -> Tensor:
-        """Return the tensor on a device that always holds these numbers, see ``operand.Keys``."""
-        if device not in self._words:
-            with torch.inference_mode(False):
-                self._words[device] = torch.tensor(
-                    self._numbers(), dtype=torch.int32, device=device
-                )
-        return self._words[device]
-
-    def _numbers(self) -> list[int]:
+    def words(self) -> list[int]:
+        """Return the int32 words that casts read, see ``operand.Keys``."""
         seed = step_seed(self.seed, self.step)
         return [seed, self.first_sequence, self.first_token, int(self.is_placed)]
 
-    # ── whose clock, and which optimizer's ────────────────────────────────────────────────────────
 
-    def serve(self, layer: nn.Module) -> None:
-        """Count a layer among those whose optimizer is followed."""
-        self._layers.add(layer)
+class Swap:
+    """The layers that were swapped together, and their model.
 
-    def serve_model(self, model: nn.Module) -> None:
-        """Follow the optimizer of any parameter of a model.
+    A layer has ``draw``, a :class:`Draw`, and ``clock_words``, a tensor of its words, or ``None``
+    if no cast takes random bits.
+    """
 
-        Look among those that were made before.
-        """
-        self._model = weakref.ref(model)
-        _listen(self)
-        for optimizer in announced_optimizers():
-            self.hear(optimizer)
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model: Any = (lambda: None) if model is None else weakref.ref(model)
+        self.layers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.leader: Any = lambda: None
+        _SWAPS.add(self)
+        after_every_step(_after_step)
+        _before_every_step(_before_step)
 
-    def hear(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follow the first optimizer that was made for this model."""
-        if self.followed is None and self._shares_parameters(optimizer):
-            self.follow(optimizer)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Swap:
+        swap = Swap(memo.get(id(self.model())))
+        memo[id(self)] = swap
+        return swap
 
-    @property
-    def followed(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer whose steps count; ``None`` if it is gone, or none was found yet."""
-        optimizer: torch.optim.Optimizer | None = (
-            None if self._optimizer is None else self._optimizer()
-        )
-        return optimizer
+    def __reduce__(self) -> tuple[type[Swap], tuple[()]]:
+        return Swap, ()
 
-    @property
-    def _is_keyed(self) -> bool:
-        return any(getattr(layer, "is_keyed", False) for layer in self._layers)
+    def stepped_by(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """Return the layers that an optimizer steps, or leads: those whose weights are frozen."""
+        stepped = _ids_of(optimizer)
+        weights = self._weights()
+        layers: list[Any] = []
+        frozen: list[Any] = []
+        for layer in self.layers:
+            parameters = weights.get(layer, [])
+            if any(id(parameter) in stepped for parameter in parameters):
+                layers.append(layer)
+            elif not any(parameter.requires_grad for parameter in parameters):
+                frozen.append(layer)
+        if not frozen or not any(id(p) in stepped for p in self._parameters()):
+            return layers
+        if self.leader() is None:
+            self.leader = weakref.ref(optimizer)
+        if self.leader() is optimizer:
+            layers += frozen
+        return layers
 
     def _parameters(self) -> Iterable[Tensor]:
-        model = None
-        if self._model is not None:
-            model = self._model()
+        model = self.model()
+        modules = list(self.layers) if model is None else [model]
+        for module in modules:
+            yield from module.parameters()
+
+    def _weights(self) -> dict[Any, list[Tensor]]:
+        """Return the parameters of each layer's weight. Those of experts are in another module."""
+        weights: dict[Any, list[Tensor]] = {}
+        for layer in self.layers:
+            named = layer.named_parameters()
+            weights[layer] = [parameter for name, parameter in named if name != "bias"]
+        model = self.model()
         if model is None:
-            modules = list(self._layers)
-        else:
-            modules = [model]
-        return (parameter for module in modules for parameter in module.parameters())
+            return weights
+        for module in model.modules():
+            projections: Any = module._modules.get("narrow")
+            if projections is not None:
+                for name, layer in projections.items():
+                    weights[layer] = [module._parameters[name]]
+        return weights
 
-    def _shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return any(id(parameter) in stepped for parameter in self._parameters())
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take seed and step from an optimizer from now on, and from its loaded state."""
-        if self._hook is not None:
-            self._hook.remove()
-        before = self.followed
-        if before is not None and before is not optimizer:
-            before.param_groups[0].pop(KEY, None)  # it counts no longer
-        self._optimizer, clock = weakref.ref(optimizer), weakref.ref(self)
-        self._hook = optimizer.register_load_state_dict_post_hook(
-            OwnHook(lambda optimizer: _after_load(clock(), optimizer))
-        )
-        self.read(optimizer)
+class _Followed(NamedTuple):
+    """The layers of an optimizer, and the numbers of parameters and layers when they were found."""
 
-    def read(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take seed and step from the optimizer's first group.
+    size: tuple[int, int]
+    layers: weakref.WeakSet[Any]
 
-        One that has no count gets this clock's.
-        """
-        group = optimizer.param_groups[0]
-        self.set(step=group.get(KEY, self.step), seed=group.get("seed", self.seed))
-        self.write()
 
-    def write(self) -> None:
-        """Give the count of steps to the optimizer's first group, if random bits depend on it."""
-        optimizer = self.followed
-        if optimizer is not None and self._is_keyed:
-            optimizer.param_groups[0][KEY] = self.step
+_SWAPS: weakref.WeakSet[Swap] = weakref.WeakSet()
+_FOLLOWED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Followed]
+_FOLLOWED = weakref.WeakKeyDictionary()
+_before_every_step = cache(register_optimizer_step_pre_hook)
 
-    def after_load(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the loaded count of steps. Return whether there was one, if bits depend on it."""
-        is_complete = KEY in optimizer.param_groups[0] or not self._is_keyed
-        self.read(optimizer)
-        return is_complete
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of this model's optimizer, one alone if its ``step`` calls that of its base
-        class.
-        """
-        if calls_of_step(optimizer) > 1:
-            return
-        if self.followed is not optimizer and not self._takes_over(optimizer):
-            return
-        self._last_other = None
-        self._has_stepped = True
-        self.set(step=self.step + 1)
-        self.write()
+def _ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
-    def _takes_over(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Follow another optimizer of this model that stepped: at once, or the second time if the
-        followed one may step too.
-        """
-        if optimizer in self._strangers:
-            return False
-        if not self._shares_parameters(optimizer):
-            self._strangers.add(optimizer)
-            return False
-        is_again = self._last_other is not None and self._last_other() is optimizer
-        if self.followed is not None and self._has_stepped and not is_again:
-            self._last_other = weakref.ref(optimizer)
-            return False
-        count = optimizer.param_groups[0].get(KEY, self.step)
-        if self._is_keyed and count != self.step:
+
+def write(layers: Iterable[Any]) -> None:
+    """Write the words of layers, with one copy for each device and value."""
+    targets: dict[tuple[Any, ...], list[Tensor]] = {}
+    for layer in layers:
+        if layer.clock_words is not None and not layer.clock_words.is_meta:
+            key = (layer.clock_words.device, *layer.draw.words())
+            targets.setdefault(key, []).append(layer.clock_words)
+    with torch.inference_mode(False):
+        for (device, *words), tensors in targets.items():
+            source = torch.tensor(words, dtype=torch.int32, device="cpu")
+            torch._foreach_copy_(tensors, [source.to(device, non_blocking=True)] * len(tensors))
+
+
+def set_draw(layers: Iterable[Any], **numbers: Any) -> None:
+    """Set some of the numbers that key the random bits of layers."""
+    layers = list(layers)
+    for layer in layers:
+        # Not through nn.Module's own assignment, which takes 1 µs a layer.
+        vars(layer)["draw"] = layer.draw._replace(**numbers)
+    write(layers)
+
+
+def layers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the layers that an optimizer steps or leads."""
+    swaps = list(_SWAPS)
+    num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    size = num_parameters, sum(len(swap.layers) for swap in swaps)
+    followed = _FOLLOWED.get(optimizer)
+    if followed is not None and followed.size == size:
+        return list(followed.layers)
+    layers = [layer for swap in swaps for layer in swap.stepped_by(optimizer)]
+    if layers and (followed is None or not followed.layers):
+        optimizer.register_load_state_dict_post_hook(OwnHook(_after_load))
+    _FOLLOWED[optimizer] = _Followed(size, weakref.WeakSet(layers))
+    return layers
+
+
+def follow(optimizer: torch.optim.Optimizer, steps: int = 0) -> None:
+    """Give the layers of an optimizer its count, plus ``steps``.
+
+    An optimizer without a count takes theirs.
+    """
+    layers = layers_of(optimizer)
+    if not layers:
+        return
+    group = optimizer.param_groups[0]
+    step = group.get(KEY, max(layer.draw.step for layer in layers)) + steps
+    if any(layer.clock_words is not None for layer in layers):
+        group[KEY] = step
+    if "seed" in group:
+        set_draw(layers, step=step, seed=group["seed"])
+    else:
+        set_draw(layers, step=step)
+
+
+def set_step(layers: Iterable[Any], step: int) -> None:
+    """Continue layers, and the optimizers that step them, at a step."""
+    layers = list(layers)
+    set_draw(layers, step=step)
+    for optimizer, followed in list(_FOLLOWED.items()):
+        if KEY in optimizer.param_groups[0] and not followed.layers.isdisjoint(layers):
+            optimizer.param_groups[0][KEY] = step
+
+
+def serve(model: nn.Module, layers: Iterable[Any], seed: int) -> None:
+    """Give layers that were swapped together a seed, and the optimizers that were made before."""
+    swap = Swap(model)
+    layers = list(layers)
+    for layer in layers:
+        layer.join(swap)
+    set_draw(layers, seed=seed)
+    hear()
+
+
+def hear() -> None:
+    """Give all layers the counts of the optimizers that were made before."""
+    for optimizer in {*announced_optimizers(), *_FOLLOWED}:
+        follow(optimizer)
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    """Refuse the first step of an optimizer whose loaded count is not its layers'."""
+    count = optimizer.param_groups[0].get(KEY)
+    if count is None or optimizer in _FOLLOWED:
+        return
+    for layer in layers_of(optimizer):
+        if layer.clock_words is not None and layer.draw.step != count:
+            del _FOLLOWED[optimizer]
             raise RecipeError(
-                f"Cannot continue at step {count} of a loaded {type(optimizer).__name__} because "
-                "the random bits of this step "
-                f"were those of step {self.step}.",
+                f"Cannot step a loaded {type(optimizer).__name__} at step {count} because the "
+                f"random bits of '{layer.names[0]}' were those of step {layer.draw.step}.",
                 "Call linears.follow(optimizer) before the first forward pass: swap_linears "
                 "returns linears.",
             )
-        self.follow(optimizer)
-        return True
 
 
-_CLOCKS: weakref.WeakSet[Clock] = weakref.WeakSet()
+def _after_step(optimizer: Any, *_: Any) -> None:
+    if calls_of_step(optimizer) == 1:
+        follow(optimizer, steps=1)
 
 
-def _listen(clock: Clock) -> None:
-    after_every_step(_step_all)
-    _CLOCKS.add(clock)
-
-
-def _step_all(optimizer: Any, *_: Any) -> None:
-    for clock in list(_CLOCKS):
-        clock.after_step(optimizer)
-
-
-def _hear_all(optimizer: torch.optim.Optimizer) -> None:
-    for clock in list(_CLOCKS):
-        clock.hear(optimizer)
-
-
-hear_of_optimizers(_hear_all)
-
-
-def _after_load(clock: Clock | None, optimizer: torch.optim.Optimizer) -> None:
-    if clock is not None and not clock.after_load(optimizer):
+def _after_load(optimizer: torch.optim.Optimizer) -> None:
+    is_keyed = any(layer.clock_words is not None for layer in layers_of(optimizer))
+    if is_keyed and KEY not in optimizer.param_groups[0]:
         warnings.warn(
             f"the loaded optimizer state lacks {KEY}, so training continues with other bits. Save "
-            "optimizer.state_dict() "
-            "unedited.",
+            "optimizer.state_dict() unedited.",
             stacklevel=5,
         )
+    follow(optimizer)
+
+
+hear_of_optimizers(follow)

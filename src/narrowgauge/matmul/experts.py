@@ -11,7 +11,6 @@ zero if another one has tokens.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -24,11 +23,12 @@ from narrowgauge.matmul.grouped import has_kernels, multiply_experts_at_once
 from narrowgauge.matmul.layer_matmuls import Call, multiply_layer, register
 from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
 from narrowgauge.matmul.operand import Keys, layer_keys
-from narrowgauge.matmul.own_code import NARROW, stacks_of, take_over
+from narrowgauge.matmul.own_code import NARROW, take_over
 from narrowgauge.numerics.widening import is_widened, linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import get_compute
+from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.torch_names import is_transformed
 
 
@@ -263,11 +263,11 @@ def grouped_layers(
     Return the projections by name.
     """
     swapped: dict[str, GroupedLinear] = {}
+    stacks = parts(model).stacks()
     for name, module in list(model.named_modules()):
-        if not is_experts(module):
-            continue
         layers: dict[str, nn.Module] = {}
-        for projection, full in _full_names(name, module).items():
+        for projection in stacks.get(module, ()):
+            full = f"{name}.{projection}".removeprefix(".")
             compute = choose(full)
             if compute is not None:
                 weight = module.get_parameter(projection)
@@ -314,38 +314,12 @@ def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
 
 def projections(model: nn.Module) -> list[str]:
     """Return the names of the projections of all experts."""
-    modules = [(name, module) for name, module in model.named_modules() if is_experts(module)]
-    return [full for name, module in modules for full in _full_names(name, module).values()]
-
-
-def _full_names(name: str, module: nn.Module) -> dict[str, str]:
-    """Return the projections of a module of that name, and their names in the model."""
-    prefix = ""
-    if name:
-        prefix = f"{name}."
-    return {projection: f"{prefix}{projection}" for projection in stacks_of(module)}
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Return whether a module stores the weights of several experts as 3-D parameters, swapped or
-    not.
-
-    They are as many as an attribute says that counts experts, or two of them share a side: one leads
-    into the experts, one out of them.
-    """
-    stacks = list(stacks_of(module).values())
-    if not stacks or type(module).__module__.startswith("torch.nn."):
-        return False
-    counts = set()
-    for name, value in vars(module).items():
-        if "expert" in name and type(value) is int:
-            counts.add(value)
-    if any(len(stack) in counts for stack in stacks):
-        return True
-    for first, second in itertools.combinations(stacks, 2):
-        if len(first) == len(second) > 1 and set(first.shape[1:]) & set(second.shape[1:]):
-            return True
-    return False
+    names = []
+    stacks = parts(model).stacks()
+    for name, module in model.named_modules():
+        for projection in stacks.get(module, ()):
+            names.append(f"{name}.{projection}".removeprefix("."))
+    return names
 
 
 def _register() -> None:

@@ -33,7 +33,6 @@ from narrowgauge.numerics.quantization import (
     tiled_scales,
 )
 from narrowgauge.spec.computes import Cast, Product
-from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.compile import fused
 from narrowgauge.torch_support.torch_names import is_traced
 
@@ -409,67 +408,33 @@ def works(kind: str, device: torch.device) -> bool:
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
-    rows, terms, columns = 384, 256, 160
-    ends = torch.tensor([128, 128, 384], dtype=torch.int32)
     cast = Cast("float8_e4m3fn", "row")
     if kind == "mx":
         cast = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
-    with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
-        tokens = native.specimen(cast, rows, terms)
-        weights = native.specimen(cast, len(ends) * columns, terms)
-        turned_weights = native.specimen(cast, columns, rows)
-        turned = native.specimen(cast, terms, rows)
-        try:
-            for lhs, rhs in ((tokens, weights), (turned, turned_weights)):
-                exact = _exact_product(lhs, rhs, ends, columns)
-                lhs_operand = _as_read(lhs, kind, ends, 0 if lhs is tokens else -1)
-                rhs_operand = _as_read(rhs, kind, ends, columns if lhs is tokens else -1)
-                lhs_operand = lhs_operand.mapped(lambda part: part.to(device))
-                rhs_operand = rhs_operand.mapped(lambda part: part.to(device))
-                result = multiply_groups(lhs_operand, rhs_operand, ends.to(device), kind, False)
-                if not torch.equal(result.cpu(), exact.bfloat16()):
-                    return False
-        except torch.OutOfMemoryError:
-            raise  # not the kernel's fault
-        except (RuntimeError, ValueError, AttributeError):
+    product = Product(cast, cast)
+
+    def trial() -> bool:
+        groups = (slice(0, 128), slice(128, 128), slice(128, 384))
+        x = native.exact_matrix(cast, 384, 256, 0)
+        weights = native.exact_matrix(cast, len(groups) * 160, 256, 1).view(len(groups), 160, 256)
+        grad = native.exact_matrix(cast, 160, 384, 0).t()
+        features = native.exact_matrix(cast, 256, 384, 1).t()
+        forward = []
+        backward = []
+        for group, weight in zip(groups, weights, strict=True):
+            forward.append(x[group].double() @ weight.double().t())
+            backward.append(grad[group].double().t() @ features[group].double())
+        offsets = torch.tensor([group.stop for group in groups], dtype=torch.int32, device=device)
+        x, weights, grad, features = (
+            tensor.bfloat16().contiguous().to(device) for tensor in (x, weights, grad, features)
+        )
+        slots = lay_out(x, offsets, ALIGN[kind])
+        lhs = cast_tokens(x, cast, slots, kind)
+        sums = _multiply(product, lhs, cast_weights(weights, cast, 1, kind), slots.ends)
+        if not torch.equal(sums[slots.slot].cpu(), torch.cat(forward).bfloat16()):
             return False
-    return True
+        lhs = cast_features(grad, cast, slots, kind)
+        sums = _multiply(product, lhs, cast_features(features, cast, slots, kind), slots.ends)
+        return torch.equal(sums.cpu(), torch.stack(backward).bfloat16())
 
-
-def _exact_product(lhs: Operand, rhs: Operand, ends: Tensor, columns: int) -> Tensor:
-    a = native.values_of(lhs)
-    b = native.values_of(rhs)
-    is_by_rows = a.shape[1] == b.shape[1] and len(b) == len(ends) * columns
-    starts = [0, *ends.tolist()]
-    products = []
-    for expert, stop in enumerate(ends.tolist()):
-        group = slice(starts[expert], stop)
-        if is_by_rows:
-            products.append(a[group] @ b[expert * columns : (expert + 1) * columns].t())
-        else:
-            products.append(a[:, group] @ b[:, group].t())
-    if is_by_rows:
-        return torch.cat(products)
-    return torch.stack(products)
-
-
-def _as_read(operand: Operand, kind: str, ends: Tensor, columns: int) -> Operand:
-    """Return a specimen as the kernel reads it: tokens (0), features (-1), or experts of so many
-    columns.
-    """
-    experts = len(ends)
-    data = operand.data
-    if kind == "rows":
-        assert operand.outer is not None
-        scales = operand.outer.flatten()
-        if columns > 0:
-            return Operand(data.view(experts, columns, -1), scales.view(experts, columns))
-        return Operand(data, scales if columns == 0 else scales.repeat(experts))
-    assert operand.inner is not None
-    exponents = operand.inner.view(torch.uint8)
-    if columns == 0:
-        return Operand(data, None, tiled_scales(exponents).view(len(data), -1))
-    if columns < 0:
-        return Operand(data, None, tiled_by_group(exponents, ends))
-    tiles = _tiled_by_expert(exponents.view(experts, columns, -1))
-    return Operand(data.view(experts, columns, -1), None, tiles)
+    return native.is_exact(trial)

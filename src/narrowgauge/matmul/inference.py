@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.layer_matmuls import (
     REGISTERED,
@@ -40,6 +39,7 @@ from narrowgauge.numerics.quantization import quantize
 from narrowgauge.numerics.widening import bias_gradient, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, keeps_outlier_weights, stores_codes
 from narrowgauge.spec.notation import get_compute
+from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.machine import require_float64
 
 # ── the product ───────────────────────────────────────────────────────────────────────────────────
@@ -233,8 +233,9 @@ def quantize_for_inference(
     require_float64(model.parameters())
     compute = with_codes(compute, with_weight=True)
     choose = chooser(compute, keep, roles_of(model) if keep is None else {})
+    stacks = parts(model).stacks()
     for name, module in model.named_modules():
-        if is_experts(module) and choose(name) is not None:
+        if module in stacks and choose(name) is not None:
             raise RecipeError(
                 f"Cannot quantize '{name}', a {type(module).__name__}, because only linear layers "
                 "are stored as codes.",

@@ -5,10 +5,9 @@ gradients.
 tensors and multiplies them. Linear layers, experts, inference and the profiler call these
 functions.
 
-``torch.compile`` sees through a layer: the casts of inputs and gradients are operations of the
-model's graph, and fuse with their neighbours. Three operators are opaque: casts of weights that are
-cached or gathered as codes (looked up while the graph runs), a CPU's products by tiles, and outlier
-columns (their number varies).
+``torch.compile`` sees through a layer: its casts are operations of the model's graph, and fuse with
+their neighbours. Two operators are opaque: a CPU's products by tiles, and outlier columns (their
+number varies).
 
 *Outlier features* are the few input columns that are hundreds of times larger than the rest, in
 every token. A scale per row that covers them leaves few codes for the others. Without those columns
@@ -176,11 +175,6 @@ def cast_weight_to_slot(weight: Tensor, call: Call, slot: str) -> Operand:
 
     Use the cached cast if there is one.
     """
-    if is_traced() and cast_cache.is_in_use():
-        data, outer, inner = _cast_weight(
-            weight, call.name, slot, *(call.keys or (None, None)), call.unit
-        )
-        return Operand(data, _or_none(outer), _or_none(inner))
     slot = call.compute.cast_slots[slot]
 
     def make() -> Operand:
@@ -189,45 +183,6 @@ def cast_weight_to_slot(weight: Tensor, call: Call, slot: str) -> Operand:
         return cast_to_slot(weight.detach() / call.unit, call, slot)
 
     return cast_cache.cast_weight(weight, (call.compute.casts[slot], SLOTS[slot].dim), make)
-
-
-@torch.library.custom_op("narrowgauge::cast_weight", mutates_args=())
-def _cast_weight(
-    weight: Tensor,
-    name: str,
-    slot: str,
-    clock: Tensor | None,
-    layer: Tensor | None,
-    unit: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if clock is None or layer is None:
-        keys = None
-    else:
-        keys = Keys(clock, layer)
-    operand = cast_weight_to_slot(weight, Call(name, keys, unit=unit), slot)
-    # An operator may return neither None nor memory that is in use elsewhere.
-    return _without_none(operand.mapped(torch.clone))
-
-
-@_cast_weight.register_fake
-def _(weight: Tensor, name: str, slot: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    operand = cast_to_slot(weight, Call(name), REGISTERED[name].cast_slots[slot])
-    return _without_none(operand.mapped(torch.empty_like))
-
-
-def _without_none(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts of an operand, and empty tensors for those that it lacks."""
-    missing = operand.data.new_empty(0, dtype=torch.float32)
-    outer = missing if operand.outer is None else operand.outer
-    if operand.inner is None:
-        inner = torch.empty_like(missing)
-    else:
-        inner = operand.inner
-    return operand.data, outer, inner
-
-
-def _or_none(part: Tensor) -> Tensor | None:
-    return part if part.numel() else None
 
 
 # ── outliers ──────────────────────────────────────────────────────────────────────────────────────
@@ -386,15 +341,14 @@ def gradients(
 
 
 class FirstOrder(torch.autograd.Function):
-    """A function without rules for ``vmap``, forward mode and second derivatives."""
+    """A function without rules for ``torch.func``, forward mode and second derivatives."""
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RecipeError(
-            "Cannot use vmap, forward mode or a second derivative on a narrow layer because its "
-            "casts have no rule for it.",
-            "Use torch.func.grad, vjp or backward() once, on the whole batch, or leave the layer "
-            "plain: keep=.",
+            "Cannot use torch.func, forward mode or a second derivative on a narrow layer because "
+            "its casts have no rule for it.",
+            "Use backward() once, on the whole batch, or leave the layer plain: keep=.",
         )
 
     vmap = jvp = backward
@@ -421,19 +375,27 @@ class _Product(FirstOrder):
         return *results, None
 
 
-class _TransformedProduct(_Product):
-    """The function :class:`_Product` for ``torch.func``: the same bits, and 40 µs more a call."""
+class _Forward(FirstOrder):
+    """The product alone, for transforms of ``torch.func`` without gradients."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:
-        y, data, *scales = output(*inputs)
-        return y, data.detach(), *scales  # PyTorch refuses the input itself
+        return output(*inputs)[0]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _save(ctx, inputs, output[1:])
-        ctx.mark_non_differentiable(*(part for part in output[1:] if part is not None))
-        ctx.set_materialize_grads(False)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """Multiply one sample after the other: a scale may belong to all of a sample's rows."""
+        results = []
+        for index in range(info.batch_size):
+            sample = []
+            for value, dim in zip(inputs, in_dims, strict=True):
+                sample.append(value.select(dim, index) if isinstance(dim, int) else value)
+            results.append(cast(Callable[..., Tensor], _Forward.apply)(*sample))
+        return torch.stack(results), 0
 
 
 class _Gradients(FirstOrder):
@@ -447,7 +409,5 @@ class _Gradients(FirstOrder):
 def multiply_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """Return the product of :func:`output`, with gradients."""
     if is_transformed():
-        return cast(Callable[..., tuple[Tensor, ...]], _TransformedProduct.apply)(
-            x, weight, bias, call
-        )[0]
+        return cast(Callable[..., Tensor], _Forward.apply)(x, weight, bias, call)
     return cast(Callable[..., Tensor], _Product.apply)(x, weight, bias, call)

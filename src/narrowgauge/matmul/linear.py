@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import layer_matmuls
-from narrowgauge.matmul.clock import Clock
+from narrowgauge.matmul import clock, layer_matmuls
 from narrowgauge.matmul.operand import Keys, layer_keys
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.widening import linear
@@ -34,28 +33,29 @@ class NarrowLayer(nn.Module):
         compute: the active compute.
         registered_name: its name for operators and graphs.
         plain_dtype: if the model computes in this dtype, the layer is a plain one without casts.
-        clock: the seed and the step, shared by all layers of a model.
+        draw: the seed, the step and the place of the micro-batch.
+        swap: the layers that were swapped with this one.
         names: the layer's name, or one for each expert.
-        is_keyed: this or an earlier compute takes random bits, which the step keys.
         key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from its name.
-        clock_words: the clock as a tensor; ``None`` if no cast takes random bits.
+        clock_words: ``draw`` as a tensor; ``None`` if no compute took random bits yet.
     """
 
     names: tuple[str, ...]
     compute: Compute
     registered_name: str
     plain_dtype: torch.dtype | None
-    clock: Clock
-    is_keyed: bool = False
+    draw: clock.Draw
+    swap: clock.Swap
     key: Tensor
     clock_words: Tensor | None
 
     def begin(self, names: Sequence[str], device: torch.device | None, compute: Compute) -> None:
-        """Set a compute and the keys that belong to the names, and start a clock at zero."""
+        """Set a compute and the keys that belong to the names, and start at step 0."""
         self.names = tuple(names)
         self.register_buffer("key", self._keys_on(device), persistent=False)
         self.register_buffer("clock_words", None, persistent=False)
-        self.clock = Clock()
+        self.draw = clock.Draw()
+        self.join(clock.Swap())
         self.set_compute(compute)
 
     def set_compute(self, compute: Compute) -> None:
@@ -63,23 +63,22 @@ class NarrowLayer(nn.Module):
         self.compute = compute
         self.registered_name = layer_matmuls.register(self.compute)
         self.plain_dtype = plain_dtype(self.compute)
-        self.is_keyed = self.is_keyed or self.compute.is_stochastic
-        self.set_clock(self.clock)
+        if compute.is_stochastic and self.clock_words is None:
+            with torch.inference_mode(False):
+                words = self.draw.words()
+                self.clock_words = torch.tensor(words, dtype=torch.int32, device=self.key.device)
 
     def _keys_on(self, device: torch.device | None) -> Tensor:
         return layer_keys(self.names, device)[0].clone()
 
-    def set_clock(self, clock: Clock) -> None:
-        """Read seed and step from a clock."""
-        self.clock = clock
-        clock.serve(self)
-        self.clock_words = None
-        if self.compute.is_stochastic:
-            self.clock_words = clock.words(self.key.device)
+    def join(self, swap: clock.Swap) -> None:
+        """Belong to the layers of a swap alone."""
+        self.swap = swap
+        swap.layers.add(self)
 
     def keys(self) -> Keys | None:
         """Return the keys of random bits; ``None`` if no cast needs them."""
-        if self.clock_words is None:
+        if self.clock_words is None or not self.compute.is_stochastic:
             return None
         return Keys(self.clock_words, self.key)
 
@@ -110,7 +109,7 @@ class NarrowLayer(nn.Module):
         require_float64(self._buffers.values())
         if not had_memory:  # to_empty() does not set values
             self.key = self._keys_on(self.key.device)
-        self.set_clock(self.clock)  # on the layer's current device
+            clock.write([self])
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,7 +117,7 @@ class NarrowLayer(nn.Module):
         self.registered_name = layer_matmuls.register(
             self.compute
         )  # another process does not know it yet
-        self.set_clock(self.clock)
+        self.join(self.swap)
 
 
 class Linear(NarrowLayer, nn.Linear):
@@ -173,7 +172,7 @@ class Linear(NarrowLayer, nn.Linear):
             return linear(x, weight, bias)
         if (
             x.ndim < 3
-            and self.clock.first_sequence
+            and self.draw.first_sequence
             and self.compute.is_stochastic
             and torch.is_grad_enabled()
         ):

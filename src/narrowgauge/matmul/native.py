@@ -14,7 +14,6 @@ products are emulated.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
@@ -23,10 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, block_values, bound
+from narrowgauge.matmul.operand import PAIRS, Operand, bound, cast_matrix
 from narrowgauge.numerics.quantization import (
-    four_bit_codes,
-    packed_pairs,
     scales_in_columns,
     square_scales_in_columns,
     tiled_scales,
@@ -40,15 +37,6 @@ from narrowgauge.torch_support.torch_names import is_traced
 
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
-SCALED_MM = ("float8", "float8-fnuz")
-"""Kernels that are ``torch._scaled_mm``, which adds a bias."""
-_NAN = -128
-_MAGNITUDE = 127
-_FNUZ = {
-    torch.float8_e4m3fn: (0x7E, torch.float8_e4m3fnuz),
-    torch.float8_e5m2: (0x7B, torch.float8_e5m2fnuz),
-}
-"""The code of the largest finite magnitude, and the dtype in which it means half as much."""
 
 
 class Sums(NamedTuple):
@@ -82,20 +70,15 @@ def adds_bias(kernel: Kernel, product: Product, bias: Tensor, dtype: torch.dtype
 
     All must be bfloat16.
     """
-    is_taken = kernel.name in SCALED_MM and bias.dtype == dtype == torch.bfloat16
+    is_taken = kernel.name == "float8" and bias.dtype == dtype == torch.bfloat16
     return is_taken and _works(kernel, product.left, product.right, bias.device, with_bias=True)
 
 
 @lru_cache(None)
 def architecture_of(device: torch.device) -> str | None:
-    """Return ``"sm90"`` or ``"gfx942"``, as in :data:`narrowgauge.spec.chips.CHIPS`; ``None``
-    without a GPU.
-    """
-    if device.type != "cuda" or not torch.cuda.is_available():
+    """Return ``"sm90"`` and the like; ``None`` without a GPU of NVIDIA: no other chip was tried."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
         return None
-    if torch.version.hip:
-        name: str = torch.cuda.get_device_properties(device).gcnArchName
-        return name.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
 
@@ -142,10 +125,11 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(x, (0, extra[0], 0, extra[1]))
 
 
-def _filled(x: Tensor, least_rows: int = 0, side: int = _SIDE) -> Tensor:
+def _filled(x: Tensor, least_rows: int = 0) -> Tensor:
     """Return one-byte codes, padded to whole multiples of the kernels' sides."""
-    rows, columns = (-(-size // side) * side for size in (max(x.shape[0], least_rows), x.shape[1]))
-    return _padded(x, rows, columns)
+    rows = max(x.shape[0], least_rows)
+    columns = x.shape[1]
+    return _padded(x, rows + -rows % _SIDE, columns + -columns % _SIDE)
 
 
 # ── the kernels: operands [side, contraction], and the right one is transposed for them ───────────
@@ -191,22 +175,6 @@ def _or_one(scale: Tensor | None, device: torch.device) -> Tensor:
     return scale
 
 
-def _as_fnuz(operand: Operand) -> Operand:
-    """Return the same values in the float8 of AMD's gfx942.
-
-    Its exponents are larger by one: the same bits mean half as much.
-
-    Its only NaN is the other format's code for negative zero.
-    """
-    bits = operand.data.view(torch.int8)
-    two = torch.full((1, 1), 2.0, dtype=torch.float32, device=operand.data.device)
-    # Magnitudes above the largest are infinities and NaN.
-    largest, dtype = _FNUZ[operand.data.dtype]
-    bad = (bits & _MAGNITUDE) > largest
-    bits = torch.where(bad, _NAN, torch.where(bits == _NAN, 0, bits)).to(torch.int8)
-    return Operand(bits.view(dtype), two if operand.outer is None else operand.outer * 2)
-
-
 def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
     """Multiply by ``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128.
 
@@ -231,28 +199,16 @@ def _scales_of_128(operand: Operand) -> tuple[Tensor, str]:
 def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, block: str) -> Sums:
     """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if
     they have any.
-
-    AMD takes sides of 32 and scales row by row, and writes no float32 (ROCm 7.0 to 7.12; later
-    libraries fail their trial).
     """
-    is_amd = (architecture_of(lhs.data.device) or "").startswith("gfx")
-    side = _SIDE
-    lay_out: Callable[[Tensor], Tensor] = tiled_scales
-    if is_amd:
-        side = 32
-        # Blocks of 32 values in 32 bytes of codes.
-        lay_out = bound(_in_rows, 2 if lhs.data.dtype == PAIRS else 1)
-        dtype = torch.bfloat16
-        block = f"{block} in rows"
-    a = _filled(lhs.data, side=side).contiguous()
-    b = _filled(rhs.data, side=side).contiguous()
+    a = _filled(lhs.data).contiguous()
+    b = _filled(rhs.data).contiguous()
     assert lhs.inner is not None and rhs.inner is not None
     inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
     # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here
     # depends on the number of tokens, so one compiled function lays out all of them.
     times = len(lhs.data) // len(inner[0]), len(rhs.data) // len(inner[1])
-    lay_out_both = bound(_lay_out_both, lay_out, *times)
-    laid_out = fused(inner[0].numel() + inner[1].numel(), lay_out_both, *inner)
+    tile_both = bound(_tile_both, *times)
+    laid_out = fused(inner[0].numel() + inner[1].numel(), tile_both, *inner)
     scales = []
     for operand, codes in zip((lhs, rhs), laid_out, strict=True):
         scales.append([codes])
@@ -281,8 +237,7 @@ def _call_scaled_mm(
         b = b.view(torch.float4_e2m1fn_x2)
     recipes = []
     scales = []
-    for block, operand_scales in ((first_block, first), (second_block, second)):
-        name = block.partition(" ")[0]
+    for name, operand_scales in ((first_block, first), (second_block, second)):
         recipes.append(
             [getattr(F.ScalingType, name), F.ScalingType.TensorWise][: len(operand_scales)]
         )
@@ -292,8 +247,6 @@ def _call_scaled_mm(
     orders: list[Any] = []
     if first_block in _SCALES:
         orders = [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
-    elif first_block.endswith("in rows"):
-        orders = [[F.SwizzleType.NO_SWIZZLE] * len(first)] * 2
     product: Any = F.scaled_mm
     result: Tensor = product(
         a, b.t(), scales[0], recipes[0], scales[1], recipes[1], *orders, output_dtype=dtype
@@ -319,12 +272,8 @@ def _(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
 
 
-def _lay_out_both(
-    lay_out: Callable[[Tensor], Tensor],
-    times: int,
-    other_times: int,
-    scales: Tensor,
-    other_scales: Tensor,
+def _tile_both(
+    times: int, other_times: int, scales: Tensor, other_scales: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Lay out the scales of both operands, uint8 ``[rows, blocks]`` each, every row repeated so
     many times.
@@ -333,13 +282,7 @@ def _lay_out_both(
         scales = scales.repeat_interleave(times, 0)
     if other_times > 1:
         other_scales = other_scales.repeat_interleave(other_times, 0)
-    return lay_out(scales), lay_out(other_scales)
-
-
-def _in_rows(blocks_per_side: int, scales: Tensor) -> Tensor:
-    """Lay out scales row by row, padded as the codes are."""
-    rows, blocks = scales.shape
-    return F.pad(scales, (0, -blocks % blocks_per_side, 0, -rows % 32)).contiguous()
+    return tiled_scales(scales), tiled_scales(other_scales)
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
@@ -363,7 +306,6 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
 
 _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool, Tensor | None], Sums]] = {
     "float8": _float8,
-    "float8-fnuz": lambda lhs, rhs, *rest: _float8(_as_fnuz(lhs), _as_fnuz(rhs), *rest),
     "float8-blocks": _float8_blocks,
     "mxfp8": partial(_micro_scaled, block="BlockWise1x32"),
     "mxfp4": lambda lhs, rhs, *_: _micro_scaled(lhs, rhs, torch.bfloat16, block="BlockWise1x32"),
@@ -380,33 +322,11 @@ _ROWS = (137, 269)
 _SQUARE_ROWS = 256
 
 
-@lru_cache(None)
-def _works(
-    kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device, with_bias: bool = False
-) -> bool:
-    """Return whether a kernel multiplies two small matrices without error, and adds a bias.
-
-    It waits for the device once, so the first call must not happen during CUDA graph capture.
-    """
+def is_exact(trial: Callable[[], bool]) -> bool:
+    """Return whether a trial of a kernel, on real tensors, says so and raises nothing."""
     with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
-        a, b = (specimen(cast, rows, _TERMS) for cast, rows in zip((lhs, rhs), _ROWS, strict=True))
-        exactly = values_of(a) @ values_of(b).t()
-        bias = None
-        if with_bias:
-            bias = _scattered(1, len(b.data))[0].bfloat16()
-            exactly = exactly + bias.double()
-            bias = bias.to(device)
-        there = [operand.mapped(lambda part: part.to(device)) for operand in (a, b)]
-        dtypes = [torch.bfloat16]
-        if not with_bias:
-            dtypes.append(torch.float32)
         try:
-            for dtype in dtypes:
-                sums = multiply_codes(kernel, there[0], there[1], (1, 1), dtype, bias)
-                # Read here: a device error is raised when its result is read.
-                if not torch.equal(_finished(sums), exactly.to(sums.values.dtype)):
-                    return False
-            return True
+            return trial()
         except torch.OutOfMemoryError:
             raise  # not the kernel's fault
         except (
@@ -417,47 +337,66 @@ def _works(
             return False
 
 
-def specimen(cast: Cast, rows: int, terms: int) -> Operand:
-    """Return a small operand ``[rows, terms]`` on the CPU: codes of up to 2, and scales of 1/2, 1
-    and 2.
+@lru_cache(None)
+def _works(
+    kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device, with_bias: bool = False
+) -> bool:
+    """Return whether a kernel multiplies two small matrices without error, and adds a bias.
 
-    All sums of their products are multiples of 2^-4 below 2^17: exact in float32 in any order.
+    It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
-    rows = _SQUARE_ROWS if cast.granularity in ("128x128", "16x16") else rows
-    values = (_scattered(rows, terms) % 9 - 4).float() / 2
-    is_packed = cast.element.bits == 4
-    if is_packed:
-        data = packed_pairs(four_bit_codes(values), 1)
-    else:
-        data = values.to(getattr(torch, cast.format))
-    two = torch.full((1, 1), 2.0, dtype=torch.float32, device="cpu")
-    if cast.block is None:
-        return Operand(data, two if cast.granularity == "tensor" else _powers(rows, 1))
-    inner = _powers(math.ceil(rows / cast.block[0]), math.ceil(terms / cast.block[1]))
-    outer = two if cast.scale == "float8_e4m3fn" else None
-    return Operand(data, outer, inner.to(SCALE_DTYPES[cast.scale]))
+
+    def trial() -> bool:
+        matrices = []
+        operands = []
+        for side, operand in enumerate((lhs, rhs)):
+            operand = Cast(operand.format, operand.granularity, operand.scale)  # the same kernel
+            x = exact_matrix(operand, _ROWS[side], _TERMS, side)
+            dtype = PAIRS if operand.element.bits == 4 else getattr(torch, operand.format)
+            matrices.append(x.double())
+            operands.append(cast_matrix(x, operand, 1, dtype).mapped(lambda part: part.to(device)))
+        exactly = matrices[0] @ matrices[1].t()
+        bias = None
+        dtypes = [torch.bfloat16, torch.float32]
+        if with_bias:
+            bias = _scattered(1, exactly.shape[1])[0].bfloat16()
+            exactly = exactly + bias.double()
+            bias = bias.to(device)
+            dtypes = [torch.bfloat16]
+        for dtype in dtypes:
+            sums = multiply_codes(kernel, operands[0], operands[1], (1, 1), dtype, bias)
+            # Read here: a device error is raised when its result is read.
+            if not torch.equal(_finished(sums), exactly.to(sums.values.dtype)):
+                return False
+        return True
+
+    return is_exact(trial)
 
 
-def _powers(rows: int, columns: int) -> Tensor:
-    """Return scales 1/2, 1 and 2."""
-    return torch.exp2((_scattered(rows, columns) % 3 - 1).float())
+def exact_matrix(operand: Cast, rows: int, terms: int, side: int) -> Tensor:
+    """Return a float32 matrix ``[rows, terms]`` on the CPU that a cast represents exactly, for the
+    left (0) or right (1) side of a product.
+
+    Each group holds the format's largest number once, where the other side has zeros, and otherwise
+    numbers up to 2; scales of rows are 1/2, 1 and 2. So sums of products are exact in any order,
+    also in registers of fewer bits than float32 has.
+    """
+    if operand.block is not None and operand.block[0] > 1:
+        rows = _SQUARE_ROWS
+    codes = (_scattered(rows, terms) % 9 - 4).float() / 2
+    codes[:, 1 - side :: 16] = 0
+    codes[:, side::16] = operand.element.max
+    if operand.scale == "float8_e4m3fn":
+        codes *= 448
+    if operand.granularity == "tensor" or len(codes) == _SQUARE_ROWS:
+        return codes
+    return codes * torch.exp2((_scattered(rows, 1) % 3 - 1).float())
 
 
 def _scattered(rows: int, columns: int) -> Tensor:
     """Return whole numbers below 251, ordered so that nearby rows and columns differ."""
     row, column = (torch.arange(size, dtype=torch.int64, device="cpu") for size in (rows, columns))
     return (row[:, None] * 37 + column * 101 + row[:, None] * column * 7) % 251
-
-
-def values_of(operand: Operand) -> Tensor:
-    """Return the values of a specimen, float64."""
-    if operand.inner is None:
-        values = operand.data
-    else:
-        values = block_values(operand, 1)
-    if operand.outer is None:
-        return values.double()
-    return values.double() * operand.outer.double()
 
 
 def _finished(sums: Sums) -> Tensor:

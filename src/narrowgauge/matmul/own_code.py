@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.torch_support.anatomy import stacked
 
 NARROW = "narrow"
 """The submodule that holds the swapped projections: no parameters, nothing in the ``state_dict``.
@@ -24,15 +25,6 @@ NARROW = "narrow"
 _LINEAR = (F.linear,)
 _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _GROUPED = (torch._grouped_mm,)
-
-
-def stacks_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of three dims of a module."""
-    stacks: dict[str, Tensor] = {}
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.ndim == 3 and parameter.is_floating_point():
-            stacks[name] = parameter
-    return stacks
 
 
 class OwnCode:
@@ -44,11 +36,12 @@ class OwnCode:
         with products:
             result = super().forward(*args, **kwargs)  # type: ignore[misc]
         has_tokens = any(isinstance(x, Tensor) and x.numel() > 0 for x in args)
-        if has_tokens and not products.num_calls:
+        missed = sorted(set(products.layers) - products.multiplied)
+        if has_tokens and missed:
             raise RecipeError(
-                f"Cannot multiply the experts of {type(self).__name__} in low precision because "
+                f"Cannot multiply '{missed[0]}' of {type(self).__name__} in low precision because "
                 "its code uses none of linear, matmul, bmm and grouped_mm on a whole weight.",
-                "Leave them as they are with keep=.",
+                f'Leave it as it is with keep=("*.{missed[0]}",).',
             )
         return result
 
@@ -59,8 +52,8 @@ class _Products(TorchFunctionMode):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.layers: Any = module.get_submodule(NARROW)
-        self.weights = stacks_of(module)
-        self.num_calls = 0
+        self.weights = {name: module._parameters[name] for name in stacked(module)}
+        self.multiplied: set[str] = set()
         self._turns: dict[tuple[int, ...], int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +64,7 @@ class _Products(TorchFunctionMode):
             name = self._name_of(weight)
         if not name:
             return func(*args, **kwargs)
-        self.num_calls += 1
+        self.multiplied.add(name)
         if name not in self.layers:
             return func(*args, **kwargs)
         assert weight is not None

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import experts
-from narrowgauge.matmul.clock import Clock
+from narrowgauge.matmul import clock, experts
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import (
@@ -26,6 +25,7 @@ from narrowgauge.matmul.roles import role_of, roles_of
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import get_compute
+from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_names import leave_out_of_ddp, plain_name
 
@@ -41,16 +41,15 @@ between them.
 
 
 class NarrowLayers:
-    """The narrow layers of a model, and the clock that they share.
+    """The narrow layers of a model.
 
-    The seed and the step key stochastic casts. They are those of the optimizer that steps the
-    model, and travel in its ``state_dict()``. ``str()`` says which matrices of the model the layers
+    The seed and the step key stochastic casts. They are those of the optimizer that steps a layer's
+    weight, and travel in its ``state_dict()``. ``str()`` says which matrices of the model the layers
     multiply.
 
     Attributes:
         model: the model.
         layers: the layers by name.
-        clock: seed, step, and place of the micro-batch in the batch.
         kept: the layers that were left wide, and why: their role (see :mod:`.roles`), or ``by
             choice``.
     """
@@ -59,27 +58,22 @@ class NarrowLayers:
         self,
         model: nn.Module,
         layers: Mapping[str, Layer],
-        clock: Clock,
         kept: Mapping[str, str] | None = None,
     ) -> None:
-        self.model, self.layers, self.clock = model, dict(layers), clock
+        self.model, self.layers = model, dict(layers)
         if kept is None:
             self.kept = roles_of(model)
         else:
             self.kept = dict(kept)
-        for layer in self.layers.values():
-            if layer.clock is not clock:
-                layer.set_clock(clock)
 
     @property
     def step(self) -> int:
-        """Return the number of optimizer steps done."""
-        return self.clock.step
+        """Return the number of optimizer steps done, of the layer with the most."""
+        return max(layer.draw.step for layer in self.layers.values())
 
     @step.setter
     def step(self, step: int) -> None:
-        self.clock.set(step=step)
-        self.clock.write()
+        clock.set_step(self.layers.values(), step)
 
     def set_first_sequence(self, index: int) -> None:
         """Set the index in the whole batch of the next micro-batch's first sequence, for inputs
@@ -88,7 +82,7 @@ class NarrowLayers:
         It keys random bits: sequences of equal length round alike however the batch is divided into
         micro-batches.
         """
-        self.clock.set(first_sequence=index, first_token=0, is_placed=True)
+        self._set_place(first_sequence=index, first_token=0)
 
     def set_first_token(self, index: int) -> None:
         """Set the index in the whole batch of the next micro-batch's first token, for packed inputs
@@ -97,7 +91,10 @@ class NarrowLayers:
         It keys random bits: tokens round alike however the batch is divided. A sample without
         tokens counts as one.
         """
-        self.clock.set(first_sequence=0, first_token=index, is_placed=True)
+        self._set_place(first_sequence=0, first_token=index)
+
+    def _set_place(self, **index: int) -> None:
+        clock.set_draw(self.layers.values(), is_placed=True, **index)
 
     def matrices(self) -> dict[str, str]:
         """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), or the
@@ -107,14 +104,16 @@ class NarrowLayers:
         a layer is.
         """
         readers: dict[str, str] = {}
+        stacks = parts(self.model).stacks()
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
             is_bias = parameter.ndim < 2 or "bias" in name.rpartition(".")[2]
+            is_bias |= owner in stacks and min(parameter.shape) == 1  # [experts, 1, out]
             if is_bias or isinstance(owner, nn.Embedding | nn.LayerNorm):
                 continue
             layer = self.layers.get(owner_name) or self.layers.get(name)
-            is_choice = owner_name in self.kept or is_linear(owner) or experts.is_experts(owner)
+            is_choice = owner_name in self.kept or is_linear(owner) or owner in stacks
             readers[name] = type(owner).__name__
             if layer is not None and not layer.compute.is_wide:
                 readers[name] = "narrow"
@@ -156,15 +155,14 @@ class NarrowLayers:
                 _refuse_transform(compute)
         for name, layer in self.layers.items():
             layer.set_compute(chosen[name])
-        if self.clock.followed is not None:
-            self.clock.follow(self.clock.followed)  # which may key random bits only now
+        clock.hear()  # of the count of optimizers, which may key random bits only now
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the step from this optimizer, also if its state is loaded.
 
         Narrowgauge's own are found without this.
         """
-        self.clock.follow(optimizer)
+        clock.follow(optimizer)
 
 
 def swap_linears(
@@ -228,7 +226,7 @@ def swap_linears(
         reasons = roles
     else:
         reasons = dict.fromkeys(roles.keys() - layers.keys(), "by choice")
-    linears = NarrowLayers(model, layers, Clock(seed), reasons)
+    linears = NarrowLayers(model, layers, reasons)
     for name, layer in layers.items():
         if roles.get(name) == "head" and not layer.compute.is_wide:
             warnings.warn(
@@ -243,9 +241,7 @@ def swap_linears(
             "swapped.",
             stacklevel=2,
         )
-    for layer in slow:
-        layer.set_clock(linears.clock)
-    linears.clock.serve_model(model)
+    clock.serve(model, layers.values(), seed)
     keep_ranks_apart(model)
     return linears
 
@@ -293,7 +289,7 @@ def linears_of(model: nn.Module) -> NarrowLayers | None:
     layers |= experts.grouped_layers_of(model)
     if not layers:
         return None
-    return NarrowLayers(model, layers, next(iter(layers.values())).clock)
+    return NarrowLayers(model, layers)
 
 
 def linear_names(model: nn.Module) -> list[str]:

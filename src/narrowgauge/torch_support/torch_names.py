@@ -72,7 +72,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # ── public PyTorch, in few words ──────────────────────────────────────────────────────────────────
 
@@ -124,17 +124,6 @@ class HostCopy:
 
 IS_RECORDED: ContextVar[bool] = ContextVar("IS_RECORDED", default=False)
 """Whether a function runs to be printed (:func:`narrowgauge.torch_support.printer.trace`)."""
-
-
-def outermost_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """Return the lists of modules that lie in no other list: a model's blocks."""
-    outermost = []
-    nested: set[nn.Module] = set()
-    for module in model.modules():  # a list comes before those inside it
-        if isinstance(module, nn.ModuleList) and module not in nested:
-            outermost.append(module)
-            nested.update(module.modules())
-    return outermost
 
 
 def is_traced() -> bool:

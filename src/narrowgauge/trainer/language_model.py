@@ -22,10 +22,10 @@ from torch import Tensor
 
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.spec.models import MODELS, Model, weights_file
+from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.trainer.config import known_model
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
@@ -143,7 +143,7 @@ def compiled_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     modules = list(model.modules())
     options: Any = {
         "options": COMPILE_OPTIONS if linears_of(model) is not None else None,
-        "fullgraph": not any(map(is_experts, modules)),  # the numbers of their tokens are data
+        "fullgraph": not parts(model).experts,  # the numbers of their tokens are data
     }
     for module in modules:
         if id(module) in sharded and isinstance(module, GradientCheckpointingLayer):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
-from narrowgauge.assembly.preparation import is_matrix, prepare
+from narrowgauge.assembly.preparation import matrices_decay, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.exchanges import all_gather
@@ -279,7 +279,7 @@ def _optimizer(model: PreTrainedModel, config: TrainConfig, here: Ranks) -> Opti
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
         _, optimizer = prepare(
-            model, config.recipe, lr=config.lr, **config.optimizer_options, decays=is_matrix,
+            model, config.recipe, lr=config.lr, **config.optimizer_options, groups=matrices_decay,
             max_grad_norm=config.max_grad_norm, seed=config.seed, audit_every=config.audit_every,
             mesh=mesh, shard=config.shard, average=False,
         )  # fmt: skip

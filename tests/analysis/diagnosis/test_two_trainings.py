@@ -72,7 +72,7 @@ difference, and a sentence.
 
 def run_with(place: Path, folder: Path, strike: Any, **changes: Any) -> Run:
     options = {
-        "recipe": "float32/word",
+        "recipe": "float32/float32",
         "steps": 6,
         "fingerprints_every": 1,
         "eval_every": 0,
